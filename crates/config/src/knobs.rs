@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The registry. One row per knob; `cargo xtask config-docs` renders it.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::value::{Error, PortRange, Value};
+use crate::{HOROVOD_PREFIX, PREFIX, environment};
+
+/// A row of the registry.
+#[derive(Clone, Copy, Debug)]
+pub struct Knob {
+    /// Field of [`Config`], also the Python keyword.
+    pub key: &'static str,
+    /// Name without a prefix: `FARANDOLE_<name>`, and `HOROVOD_<name>`.
+    pub name: &'static str,
+    /// Flag of `farandole run`, when it has one.
+    pub flag: Option<&'static str>,
+    /// What values are accepted.
+    pub expected: &'static str,
+    /// Default as text.
+    pub default: &'static str,
+    /// Whether launchers hand it on to workers.
+    pub propagate: bool,
+    /// What it does.
+    pub doc: &'static str,
+}
+
+macro_rules! knobs {
+    ($( $(#[doc = $doc:literal])+ $key:ident: $type:ty = $default:literal, $name:literal, $flag:expr, $propagate:literal; )+) => {
+        /// The chosen values.
+        #[derive(Clone, Debug, PartialEq)]
+        pub struct Config {
+            $( $(#[doc = $doc])+ pub $key: $type, )+
+        }
+
+        /// Every knob, in the order of the reference page.
+        pub const KNOBS: &[Knob] = &[
+            $( Knob {
+                key: stringify!($key), name: $name, flag: $flag, expected: <$type as Value>::EXPECTED,
+                default: $default, propagate: $propagate, doc: concat!($($doc,)+),
+            }, )+
+        ];
+
+        impl Config {
+            /// Reads every knob: `lookup` maps a full variable name to its value, `arguments` map keys to values
+            /// and win.
+            ///
+            /// # Errors
+            /// A value that does not parse, or an argument that is no knob.
+            pub fn read(
+                lookup: impl Fn(&str) -> Option<String>,
+                arguments: &BTreeMap<String, String>,
+            ) -> Result<Self, Error> {
+                if let Some((key, value)) = arguments.iter().find(|(key, _)| !KNOBS.iter().any(|knob| knob.key == **key)) {
+                    return Err(Error { name: key.clone(), expected: "a known option", value: value.clone() });
+                }
+                Ok(Self {
+                    $( $key: one::<$type>(stringify!($key), $name, $default, &lookup, arguments)?, )+
+                })
+            }
+        }
+    };
+}
+
+fn one<T: Value>(
+    key: &str,
+    name: &str,
+    default: &str,
+    lookup: &impl Fn(&str) -> Option<String>,
+    arguments: &BTreeMap<String, String>,
+) -> Result<T, Error> {
+    let named = |variable: String| lookup(&variable).map(|value| (variable, value));
+    let (source, text) = arguments
+        .get(key)
+        .map(|value| (key.to_owned(), value.clone()))
+        .or_else(|| named(format!("{PREFIX}{name}")))
+        .or_else(|| named(format!("{HOROVOD_PREFIX}{name}")))
+        .unwrap_or_else(|| (key.to_owned(), default.to_owned()));
+    T::parse(text.trim()).ok_or(Error { name: source, expected: T::EXPECTED, value: text })
+}
+
+knobs! {
+    /// Ticket of the job this process belongs to: addresses, certificate fingerprint and token. Set by launchers.
+    job: String = "", "JOB", None, false;
+    /// Task number of this process within its job. Set by launchers.
+    task: u64 = "0", "TASK", None, false;
+    /// Addresses the registrar is reached at; default: all of the driver's own.
+    driver_host: String = "", "DRIVER_HOST", Some("--driver-host"), true;
+    /// Ports to listen on; `0` lets the system choose.
+    port_range: PortRange = "0", "PORT_RANGE", Some("--port-range"), true;
+    /// How long all tasks may take to register.
+    start_timeout: Duration = "600", "START_TIMEOUT", Some("--start-timeout"), true;
+    /// The longest one collective may take before it fails, naming the ranks that did not come.
+    collective_timeout: Duration = "1800", "COLLECTIVE_TIMEOUT", Some("--collective-timeout"), true;
+    /// How long a silent peer is waited for: a stopped process, a lost host, a partition.
+    peer_timeout: Duration = "5", "PEER_TIMEOUT", Some("--peer-timeout"), true;
+    /// Largest fused operation.
+    fusion_threshold: u64 = "128MiB", "FUSION_THRESHOLD", Some("--fusion-threshold"), true;
+    /// Tensors remembered per process set; 0 turns the response cache off.
+    cache_capacity: u64 = "1024", "CACHE_CAPACITY", Some("--cache-capacity"), true;
+    /// Shared memory between ranks of one host; off means TCP everywhere.
+    shared_memory: bool = "1", "SHARED_MEMORY", None, true;
+    /// Bytes of shared memory a host may use for links.
+    shared_memory_bytes: u64 = "256MiB", "SHARED_MEMORY_BYTES", None, true;
+    /// Busy-waiting before a waiting thread sleeps.
+    spin: Duration = "1ms", "SPIN", None, true;
+    /// Turns the stall check off.
+    stall_check_disable: bool = "0", "STALL_CHECK_DISABLE", Some("--no-stall-check"), true;
+    /// A tensor waiting this long for other ranks is reported.
+    stall_check_time: Duration = "60", "STALL_CHECK_TIME_SECONDS", Some("--stall-check-warning-time-seconds"), true;
+    /// A tensor waiting this long ends the job; 0 means never.
+    stall_shutdown_time: Duration = "0", "STALL_SHUTDOWN_TIME_SECONDS", Some("--stall-check-shutdown-time-seconds"), true;
+    /// Least severe record that is logged: trace, debug, info, warning, error.
+    log_level: String = "warning", "LOG_LEVEL", Some("--log-level"), true;
+}
+
+impl Config {
+    /// This process's configuration.
+    ///
+    /// # Errors
+    /// As [`Config::read`].
+    pub fn from_env() -> Result<Self, Error> {
+        Self::read(environment, &BTreeMap::new())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(pairs: &[(&str, &str)]) -> Result<Config, Error> {
+        let map: BTreeMap<String, String> =
+            pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        Config::read(|name| map.get(name).cloned(), &BTreeMap::new())
+    }
+
+    #[test]
+    fn every_default_parses() {
+        assert_eq!(read(&[]).unwrap().fusion_threshold, 128 << 20);
+    }
+
+    #[test]
+    fn our_name_wins_over_horovods() {
+        let both = read(&[("FARANDOLE_CACHE_CAPACITY", "1"), ("HOROVOD_CACHE_CAPACITY", "2")]);
+        assert_eq!(both.unwrap().cache_capacity, 1);
+        assert_eq!(read(&[("HOROVOD_CACHE_CAPACITY", "2")]).unwrap().cache_capacity, 2);
+    }
+
+    #[test]
+    fn a_bad_value_names_the_variable() {
+        let error = read(&[("HOROVOD_CACHE_CAPACITY", "many")]).unwrap_err();
+        assert!(error.to_string().starts_with("HOROVOD_CACHE_CAPACITY must be a whole number"), "{error}");
+    }
+
+    #[test]
+    fn an_unknown_argument_is_refused() {
+        let arguments = BTreeMap::from([("cache_capcity".to_owned(), "1".to_owned())]);
+        assert_eq!(Config::read(|_| None, &arguments).unwrap_err().name, "cache_capcity");
+    }
+}

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Every knob in one registry: name, alias, flag, type, default, documentation, whether workers inherit it.
+//!
+//! Owns the reading of the environment; reading it anywhere else is a lint error. Refuses policy: what a value
+//! means is decided where it is used. `docs/reference/configuration.md` is generated from [`KNOBS`].
+//!
+//! Invariants:
+//! - `C-1`: `FARANDOLE_X` wins over `HOROVOD_X`; an argument wins over both.
+//! - `C-2`: a value that does not parse is an error naming the variable and the value, never a silent default.
+
+mod knobs;
+mod value;
+
+pub use knobs::{Config, KNOBS, Knob};
+pub use value::{Error, PortRange, Value};
+
+/// Prefix of our variables.
+pub const PREFIX: &str = "FARANDOLE_";
+/// Prefix under which Horovod's scripts know the same knobs.
+pub const HOROVOD_PREFIX: &str = "HOROVOD_";
+
+/// One variable of this process's environment, by its exact name: for names that are not knobs
+/// (`CONTAINER_ID`, `RANK`). Empty values count as unset.
+#[expect(clippy::disallowed_methods, reason = "the one place that reads the environment")]
+pub fn environment(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The forms a value may take, the same everywhere.
+
+use std::time::Duration;
+
+/// A value that could not be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name} must be {expected}: {value}")]
+pub struct Error {
+    /// The variable or option.
+    pub name: String,
+    /// What would have been accepted.
+    pub expected: &'static str,
+    /// What was given.
+    pub value: String,
+}
+
+/// An inclusive range of TCP ports; `0-0` lets the system choose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PortRange {
+    /// First port to try.
+    pub first: u16,
+    /// Last port to try.
+    pub last: u16,
+}
+
+/// A type that a knob can have.
+pub trait Value: Sized {
+    /// What is accepted, for messages and the reference page.
+    const EXPECTED: &'static str;
+    /// Reads one value; `None` when the text is none.
+    fn parse(text: &str) -> Option<Self>;
+}
+
+impl Value for bool {
+    const EXPECTED: &'static str = "a boolean (1, 0, true, false, yes, no, on, off)";
+    fn parse(text: &str) -> Option<Self> {
+        match text.to_ascii_lowercase().as_str() {
+            "1" | "true" | "yes" | "on" => Some(true),
+            "0" | "false" | "no" | "off" => Some(false),
+            // Horovod reads any integer above zero as true.
+            other => other.parse::<i64>().ok().map(|number| number > 0),
+        }
+    }
+}
+
+impl Value for u64 {
+    const EXPECTED: &'static str = "a whole number, optionally with KiB, MiB or GiB";
+    fn parse(text: &str) -> Option<Self> {
+        let (digits, unit) = match text.find(|c: char| !c.is_ascii_digit()) {
+            Some(at) => text.split_at(at),
+            None => (text, ""),
+        };
+        let factor: u64 = match unit.trim().to_ascii_lowercase().as_str() {
+            "" => 1,
+            "kib" | "k" => 1 << 10,
+            "mib" | "m" => 1 << 20,
+            "gib" | "g" => 1 << 30,
+            _ => return None,
+        };
+        digits.parse::<u64>().ok()?.checked_mul(factor)
+    }
+}
+
+impl Value for Duration {
+    const EXPECTED: &'static str = "a duration: seconds, or a number with ms, s, m or h";
+    fn parse(text: &str) -> Option<Self> {
+        let (digits, unit) = match text.find(|c: char| !c.is_ascii_digit() && c != '.') {
+            Some(at) => text.split_at(at),
+            None => (text, "s"),
+        };
+        let factor = match unit.trim() {
+            "ms" => 0.001,
+            "s" => 1.0,
+            "m" => 60.0,
+            "h" => 3600.0,
+            _ => return None,
+        };
+        Duration::try_from_secs_f64(digits.parse::<f64>().ok()? * factor).ok()
+    }
+}
+
+impl Value for String {
+    const EXPECTED: &'static str = "text";
+    fn parse(text: &str) -> Option<Self> {
+        Some(text.to_owned())
+    }
+}
+
+impl Value for PortRange {
+    const EXPECTED: &'static str = "a port or a range of ports such as 40000-40100";
+    fn parse(text: &str) -> Option<Self> {
+        let (first, last) = text.split_once('-').unwrap_or((text, text));
+        let range = Self { first: first.trim().parse().ok()?, last: last.trim().parse().ok()? };
+        (range.first <= range.last && (range.first != 0 || range.last == 0)).then_some(range)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn booleans_take_words_and_horovods_integers() {
+        assert_eq!(bool::parse("TRUE"), Some(true));
+        assert_eq!(bool::parse("2"), Some(true));
+        assert_eq!(bool::parse("-1"), Some(false));
+        assert_eq!(bool::parse("maybe"), None);
+    }
+
+    #[test]
+    fn sizes_and_durations_carry_units() {
+        assert_eq!(u64::parse("128MiB"), Some(128 << 20));
+        assert_eq!(Duration::parse("250ms"), Some(Duration::from_millis(250)));
+        assert_eq!(Duration::parse("2m"), Some(Duration::from_secs(120)));
+        assert_eq!(Duration::parse("-1"), None);
+    }
+
+    #[test]
+    fn a_port_range_may_not_run_backwards() {
+        assert_eq!(PortRange::parse("7-5"), None);
+        assert_eq!(PortRange::parse("0"), Some(PortRange { first: 0, last: 0 }));
+        assert_eq!(PortRange::parse("5-7"), Some(PortRange { first: 5, last: 7 }));
+    }
+}

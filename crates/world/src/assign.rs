@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! From registered tasks to ranks.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::{CrossRank, Error, Generation, HostHash, LocalRank, Rank, Seat, TaskId, World};
+
+/// A task and the memory domain it runs in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TaskPlace {
+    /// The task.
+    pub task: TaskId,
+    /// Its memory domain.
+    pub host: HostHash,
+}
+
+/// Groups tasks by host, orders hosts by their lowest task and local ranks by task, and numbers the result.
+/// The returned world is seen from rank 0.
+///
+/// # Errors
+/// `DuplicateTask` when two places name one task; `RankOutOfRange` when there is no task at all.
+pub fn assign(generation: Generation, places: &[TaskPlace]) -> Result<World, Error> {
+    let mut sorted: Vec<&TaskPlace> = places.iter().collect();
+    sorted.sort_by_key(|place| place.task);
+    if let Some(pair) = sorted.windows(2).find(|pair| pair[0].task == pair[1].task) {
+        return Err(Error::DuplicateTask { task: pair[0].task });
+    }
+    if sorted.is_empty() {
+        return Err(Error::RankOutOfRange { rank: Rank(0), size: 0 });
+    }
+    let mut order: Vec<&HostHash> = Vec::new();
+    let mut tasks: HashMap<&HostHash, Vec<TaskId>> = HashMap::new();
+    for place in sorted {
+        tasks.entry(&place.host).or_insert_with(|| {
+            order.push(&place.host);
+            Vec::new()
+        });
+        tasks.entry(&place.host).or_default().push(place.task);
+    }
+    let mut cross_sizes: BTreeMap<u32, u32> = BTreeMap::new();
+    let mut seats = Vec::with_capacity(places.len());
+    for host in order {
+        let members = &tasks[host];
+        for (local_rank, task) in (0u32..).zip(members) {
+            let cross = cross_sizes.entry(local_rank).or_default();
+            seats.push(Seat {
+                task: *task,
+                host: host.clone(),
+                local_rank: LocalRank(local_rank),
+                local_size: u32::try_from(members.len()).unwrap_or(u32::MAX),
+                cross_rank: CrossRank(*cross),
+                cross_size: 0,
+            });
+            *cross += 1;
+        }
+    }
+    for seat in &mut seats {
+        seat.cross_size = cross_sizes[&seat.local_rank.0];
+    }
+    Ok(World { generation, rank: Rank(0), seats })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn place(task: u32, host: &str) -> TaskPlace {
+        TaskPlace { task: TaskId(task), host: HostHash(host.into()) }
+    }
+
+    #[test]
+    fn hosts_follow_their_lowest_task_and_local_ranks_follow_task_order() {
+        let world = assign(Generation(1), &[place(3, "b"), place(0, "b"), place(1, "a"), place(2, "a")]).unwrap();
+        let tasks: Vec<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
+        assert_eq!(tasks, [0, 3, 1, 2]);
+        assert_eq!(world.seats[3].cross_rank, CrossRank(1));
+        assert!(world.is_homogeneous());
+    }
+
+    #[test]
+    fn a_task_registered_twice_is_refused() {
+        assert_eq!(
+            assign(Generation(0), &[place(1, "a"), place(1, "b")]),
+            Err(Error::DuplicateTask { task: TaskId(1) })
+        );
+    }
+
+    proptest! {
+        /// W-1, W-2, W-3.
+        #[test]
+        fn any_registration_order_gives_one_consistent_world(hosts in prop::collection::vec(0u8..5, 1..24), seed: u64) {
+            let places: Vec<TaskPlace> = (0u32..).zip(&hosts).map(|(task, host)| place(task, &host.to_string())).collect();
+            let world = assign(Generation(0), &places).unwrap();
+            let mut shuffled = places.clone();
+            let turn = usize::try_from(seed % hosts.len() as u64).unwrap();
+            shuffled.rotate_left(turn);
+            prop_assert_eq!(&assign(Generation(0), &shuffled).unwrap(), &world);
+            prop_assert_eq!(&world.seats[0].host, &places[0].host);
+            for host in world.hosts() {
+                let ranks = world.ranks_of(&host);
+                prop_assert!(ranks.windows(2).all(|pair| pair[1].0 == pair[0].0 + 1));
+                prop_assert_eq!(ranks.len(), world.seats[ranks[0].index()].local_size as usize);
+            }
+            for seat in &world.seats {
+                prop_assert!(seat.local_rank.0 < seat.local_size && seat.cross_rank.0 < seat.cross_size);
+            }
+        }
+    }
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Newtypes for what can be confused.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+macro_rules! index {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(pub u32);
+
+        impl $name {
+            /// The number as an index into a per-rank table.
+            pub const fn index(self) -> usize {
+                self.0 as usize
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{}", self.0)
+            }
+        }
+    };
+}
+
+index! {
+    /// Position in the world, `0..size`.
+    ///
+    /// ```compile_fail
+    /// use farandole_world::{LocalRank, Rank};
+    /// let rank: Rank = LocalRank(1); // a local rank is not a rank
+    /// ```
+    Rank
+}
+index! {
+    /// Position among the ranks of one host, `0..local_size`.
+    LocalRank
+}
+index! {
+    /// Position among the ranks that share a local rank, `0..cross_size`.
+    CrossRank
+}
+index! {
+    /// A registered process set; 0 is the whole world.
+    ProcessSetId
+}
+index! {
+    /// A slot that asks for a rank: a Spark partition, a launcher's process number.
+    TaskId
+}
+
+impl ProcessSetId {
+    /// All ranks.
+    pub const GLOBAL: Self = Self(0);
+}
+
+/// Counts worlds of one job: an elastic reset or a retried Spark stage makes the next one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Generation(pub u64);
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// Names one job; appears in logs, run paths and handshakes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct JobId(pub String);
+
+impl fmt::Display for JobId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The words of a distributed job: ranks, hosts, slots, topology, generations, process sets, host hash.
+//!
+//! Owns the newtypes every other room speaks in and the pure rule that turns registered tasks into ranks.
+//! Refuses all work: no I/O, no clock, no environment, no threads.
+//!
+//! Invariants:
+//! - `W-1`: equal registrations give equal ranks, whatever the order of arrival.
+//! - `W-2`: rank 0 is on the host of the lowest task; ranks of a host are consecutive.
+//! - `W-3`: `local_rank < local_size`, `cross_rank < cross_size`, and both pairs address every rank once.
+
+mod assign;
+mod host;
+mod ids;
+mod topology;
+
+pub use assign::{TaskPlace, assign};
+pub use host::{HostFacts, HostHash};
+pub use ids::{CrossRank, Generation, JobId, LocalRank, ProcessSetId, Rank, TaskId};
+pub use topology::{Error, Seat, World};

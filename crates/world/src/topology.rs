@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Where every rank sits.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{CrossRank, Generation, HostHash, LocalRank, Rank, TaskId};
+
+/// One rank's place.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seat {
+    /// The task that got this rank.
+    pub task: TaskId,
+    /// Its memory domain.
+    pub host: HostHash,
+    /// Position among the ranks of the host.
+    pub local_rank: LocalRank,
+    /// Number of ranks on the host.
+    pub local_size: u32,
+    /// Position among the hosts that have this local rank.
+    pub cross_rank: CrossRank,
+    /// Number of hosts that have this local rank.
+    pub cross_size: u32,
+}
+
+/// All ranks of one generation, seen from one of them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct World {
+    /// Which world of the job this is.
+    pub generation: Generation,
+    /// The rank that looks.
+    pub rank: Rank,
+    /// Every rank's place, by rank.
+    pub seats: Vec<Seat>,
+}
+
+/// What is wrong with a proposed world.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Error {
+    /// The rank is not in the world.
+    #[error("rank {rank} is not in a world of size {size}")]
+    RankOutOfRange {
+        /// The rank asked for.
+        rank: Rank,
+        /// Ranks in the world.
+        size: usize,
+    },
+    /// Two registrations claim one task.
+    #[error("task registered twice: {task}")]
+    DuplicateTask {
+        /// The task.
+        task: TaskId,
+    },
+}
+
+impl World {
+    /// A world of one, for a process nobody launched.
+    pub fn alone(host: HostHash) -> Self {
+        let seat = Seat {
+            task: TaskId(0),
+            host,
+            local_rank: LocalRank(0),
+            local_size: 1,
+            cross_rank: CrossRank(0),
+            cross_size: 1,
+        };
+        Self { generation: Generation(0), rank: Rank(0), seats: vec![seat] }
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.seats.len()
+    }
+
+    /// The looking rank's place.
+    pub fn seat(&self) -> &Seat {
+        &self.seats[self.rank.index()]
+    }
+
+    /// The same world seen from `rank`.
+    ///
+    /// # Errors
+    /// `RankOutOfRange` when the world has no such rank.
+    pub fn seen_from(&self, rank: Rank) -> Result<Self, Error> {
+        if rank.index() >= self.size() {
+            return Err(Error::RankOutOfRange { rank, size: self.size() });
+        }
+        Ok(Self { rank, ..self.clone() })
+    }
+
+    /// Ranks on the looking rank's host, ascending.
+    pub fn local_ranks(&self) -> Vec<Rank> {
+        self.ranks_of(&self.seat().host)
+    }
+
+    /// Ranks on `host`, ascending.
+    pub fn ranks_of(&self, host: &HostHash) -> Vec<Rank> {
+        (0u32..).map(Rank).zip(&self.seats).filter(|(_, seat)| seat.host == *host).map(|(rank, _)| rank).collect()
+    }
+
+    /// Hosts in the order of their lowest rank.
+    pub fn hosts(&self) -> Vec<HostHash> {
+        let mut hosts: Vec<HostHash> = Vec::new();
+        for seat in &self.seats {
+            if !hosts.contains(&seat.host) {
+                hosts.push(seat.host.clone());
+            }
+        }
+        hosts
+    }
+
+    /// Whether every host has the same number of ranks.
+    pub fn is_homogeneous(&self) -> bool {
+        self.seats.iter().all(|seat| seat.local_size == self.seats[0].local_size)
+    }
+}
