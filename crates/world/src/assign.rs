@@ -74,7 +74,8 @@ mod tests {
 
     #[test]
     fn hosts_follow_their_lowest_task_and_local_ranks_follow_task_order() {
-        let world = assign(Generation(1), &[place(3, "b"), place(0, "b"), place(1, "a"), place(2, "a")]).unwrap();
+        let world =
+            assign(Generation(1), &[place(3, "b"), place(0, "b"), place(1, "a"), place(2, "a")]).unwrap();
         let tasks: Vec<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
         assert_eq!(tasks, [0, 3, 1, 2]);
         assert_eq!(world.seats[3].cross_rank, CrossRank(1));

@@ -97,7 +97,12 @@ impl World {
 
     /// Ranks on `host`, ascending.
     pub fn ranks_of(&self, host: &HostHash) -> Vec<Rank> {
-        (0u32..).map(Rank).zip(&self.seats).filter(|(_, seat)| seat.host == *host).map(|(rank, _)| rank).collect()
+        (0u32..)
+            .map(Rank)
+            .zip(&self.seats)
+            .filter(|(_, seat)| seat.host == *host)
+            .map(|(rank, _)| rank)
+            .collect()
     }
 
     /// Hosts in the order of their lowest rank.

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Memory of tensors, by address: nobody links a framework.
+#![expect(unsafe_code, reason = "the one place where addresses become slices")]
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// Where a buffer's bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// Addressable by this process.
+    Host,
+    /// On the device with this ordinal.
+    Device(u32),
+}
+
+/// A range of memory that stays valid until the operation it takes part in has completed.
+#[derive(Clone, Debug)]
+pub struct Buffer {
+    address: NonNull<u8>,
+    bytes: usize,
+    place: Place,
+    owner: Option<Memory>,
+}
+
+// SAFETY: a buffer is an address and a length; whoever built it with `from_raw` promised that the range may be used
+// from the engine's threads until the operation completes.
+unsafe impl Send for Buffer {}
+// SAFETY: as for Send; shared references only hand out the address.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    /// A range somebody else owns.
+    ///
+    /// # Safety
+    /// `address` must stay valid for `bytes` bytes, for writing if it is used as an output, and no one else may write
+    /// it, until every operation given this buffer has completed or failed.
+    pub unsafe fn from_raw(address: *mut u8, bytes: usize, place: Place) -> Self {
+        Self { address: NonNull::new(address).unwrap_or(NonNull::dangling()), bytes, place, owner: None }
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Where the bytes are.
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
+    /// First address.
+    pub fn address(&self) -> *mut u8 {
+        self.address.as_ptr()
+    }
+
+    /// The bytes, for reading. Empty when they are not on the host.
+    ///
+    /// # Safety
+    /// Nobody may write them while the slice lives.
+    pub unsafe fn bytes(&self) -> &[u8] {
+        match self.place {
+            // SAFETY: valid for `bytes` by the promise of `from_raw` or by the owner; not written by the caller's promise.
+            Place::Host => unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.bytes) },
+            Place::Device(_) => &[],
+        }
+    }
+
+    /// The bytes, for writing. Empty when they are not on the host.
+    ///
+    /// # Safety
+    /// Nobody else may read or write them while the slice lives.
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "the buffer is an address; exclusiveness is the caller's promise"
+    )]
+    pub unsafe fn bytes_mut(&self) -> &mut [u8] {
+        match self.place {
+            // SAFETY: as in `bytes`, and exclusive by the caller's promise.
+            Place::Host => unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.bytes) },
+            Place::Device(_) => &mut [],
+        }
+    }
+}
+
+/// Host memory of ours, aligned to a cache line, shared by reference counting.
+#[derive(Clone, Debug)]
+pub struct Memory(Arc<Allocation>);
+
+#[derive(Debug)]
+struct Allocation {
+    address: NonNull<u8>,
+    layout: Layout,
+    bytes: usize,
+}
+
+// SAFETY: plain memory, freed once by the last owner.
+unsafe impl Send for Allocation {}
+// SAFETY: as for Send; access goes through Buffer's unsafe methods.
+unsafe impl Sync for Allocation {}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout in `Memory::new` and freed only here.
+        unsafe { dealloc(self.address.as_ptr(), self.layout) }
+    }
+}
+
+impl Memory {
+    /// Zeroed memory: uninitialised bytes would be unsound to read, and large
+    /// allocations come from fresh zero pages anyway.
+    pub fn new(bytes: usize) -> Self {
+        let layout = Layout::from_size_align(bytes.max(1), 64).unwrap_or(Layout::new::<[u64; 8]>());
+        // SAFETY: the layout's size is not zero.
+        let address = unsafe { alloc_zeroed(layout) };
+        let Some(address) = NonNull::new(address) else { handle_alloc_error(layout) };
+        Self(Arc::new(Allocation { address, layout, bytes }))
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.0.bytes
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.0.bytes == 0
+    }
+
+    /// First address.
+    pub fn address(&self) -> *mut u8 {
+        self.0.address.as_ptr()
+    }
+
+    /// The whole range as a buffer that keeps this memory alive.
+    pub fn buffer(&self) -> Buffer {
+        Buffer { address: self.0.address, bytes: self.0.bytes, place: Place::Host, owner: Some(self.clone()) }
+    }
+}

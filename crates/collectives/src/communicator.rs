@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The three traits behind which hosts and accelerators look the same to the engine.
+
+use crate::{Buffer, DataType, Memory, ReduceOp, Result};
+
+/// Names an operation between its submission and its completion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Token(pub u64);
+
+/// One tensor of an operation: read from `input`, written to `output`. They may be the same buffer.
+#[derive(Clone, Debug)]
+pub struct Segment {
+    /// Read only.
+    pub input: Buffer,
+    /// Written once the operation completes.
+    pub output: Buffer,
+}
+
+/// What a communicator can be asked for. Every member submits equal operations in the same order; sizes that may
+/// differ between members are spelled out for all of them. Member numbers are positions in the communicator.
+#[derive(Clone, Debug)]
+pub enum Operation {
+    /// `output = post * reduce(pre * input)` per element; fused over all segments (a gather list, no packing).
+    Allreduce {
+        /// Element type of every segment.
+        dtype: DataType,
+        /// How elements combine; `Average` divides by the number of members.
+        op: ReduceOp,
+        /// Multiplies inputs before the reduction.
+        prescale: f64,
+        /// Multiplies the result.
+        postscale: f64,
+        /// The tensors.
+        segments: Vec<Segment>,
+    },
+    /// Copies the root's `input` to every `output`; the root's output is written too unless it is its input.
+    Broadcast {
+        /// Member that sends.
+        root: usize,
+        /// The tensors.
+        segments: Vec<Segment>,
+    },
+    /// Concatenates every member's `input` in member order into every `output`, for each segment by itself.
+    Allgather {
+        /// The tensors; `output` holds the sum of the counts.
+        segments: Vec<Segment>,
+        /// Bytes per member, for each segment.
+        bytes: Vec<Vec<usize>>,
+    },
+    /// Completes when every member has submitted it.
+    Barrier,
+}
+
+/// Runs operations among a fixed set of members, in submission order. Nothing here blocks.
+pub trait Communicator: Send {
+    /// Number of members.
+    fn size(&self) -> usize;
+
+    /// This process's position among them.
+    fn member(&self) -> usize;
+
+    /// Queues an operation.
+    ///
+    /// # Errors
+    /// `Unsupported` for a combination the implementation lacks, `Shape` for buffers that do not fit it.
+    fn submit(&mut self, token: Token, operation: Operation) -> Result<()>;
+
+    /// Moves everything that can move; appends tokens of operations that completed. True when anything moved.
+    ///
+    /// # Errors
+    /// The first failure of a link; the communicator is unusable afterwards.
+    fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool>;
+
+    /// Operations not completed.
+    fn pending(&self) -> usize;
+}
+
+/// A place that has memory of its own. Host memory needs none; testkit has one over host memory.
+pub trait Device: Send + Sync {
+    /// Ordinal as the framework counts.
+    fn ordinal(&self) -> u32;
+
+    /// Host memory that transfers fast to and from this device.
+    ///
+    /// # Errors
+    /// `Device` when it is out of memory.
+    fn staging(&self, bytes: usize) -> Result<Memory>;
+
+    /// Starts copying `from` to `to`, one of them on this device, after all work queued before.
+    ///
+    /// # Errors
+    /// `Device` when the copy cannot be queued, `Shape` when the sizes differ.
+    fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Box<dyn Event>>;
+}
+
+/// A point in a device's work.
+pub trait Event: Send {
+    /// Whether everything before it is done.
+    ///
+    /// # Errors
+    /// `Device` when the work failed.
+    fn is_ready(&self) -> Result<bool>;
+}

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Element types.
+
+use std::fmt;
+
+/// Type of a tensor's elements. The numbers are the wire's; 0 to 9 are Horovod's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum DataType {
+    /// 8 bits without sign.
+    U8 = 0,
+    /// 8 bits with sign.
+    I8 = 1,
+    /// 16 bits without sign.
+    U16 = 2,
+    /// 16 bits with sign.
+    I16 = 3,
+    /// 32 bits with sign.
+    I32 = 4,
+    /// 64 bits with sign.
+    I64 = 5,
+    /// IEEE half precision.
+    F16 = 6,
+    /// IEEE single precision.
+    F32 = 7,
+    /// IEEE double precision.
+    F64 = 8,
+    /// One byte, 0 or 1.
+    Bool = 9,
+    /// The upper half of a single.
+    Bf16 = 10,
+    /// 32 bits without sign.
+    U32 = 11,
+    /// 64 bits without sign.
+    U64 = 12,
+    /// Two singles.
+    C64 = 13,
+    /// Two doubles.
+    C128 = 14,
+}
+
+impl DataType {
+    /// All of them.
+    pub const ALL: [Self; 15] = [
+        Self::U8,
+        Self::I8,
+        Self::U16,
+        Self::I16,
+        Self::I32,
+        Self::I64,
+        Self::F16,
+        Self::F32,
+        Self::F64,
+        Self::Bool,
+        Self::Bf16,
+        Self::U32,
+        Self::U64,
+        Self::C64,
+        Self::C128,
+    ];
+
+    /// The type with this wire number.
+    pub fn from_wire(number: u8) -> Option<Self> {
+        Self::ALL.get(usize::from(number)).copied()
+    }
+
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::U8 | Self::I8 | Self::Bool => 1,
+            Self::U16 | Self::I16 | Self::F16 | Self::Bf16 => 2,
+            Self::I32 | Self::U32 | Self::F32 => 4,
+            Self::I64 | Self::U64 | Self::F64 | Self::C64 => 8,
+            Self::C128 => 16,
+        }
+    }
+
+    /// NumPy's and torch's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::U8 => "uint8",
+            Self::I8 => "int8",
+            Self::U16 => "uint16",
+            Self::I16 => "int16",
+            Self::I32 => "int32",
+            Self::I64 => "int64",
+            Self::F16 => "float16",
+            Self::F32 => "float32",
+            Self::F64 => "float64",
+            Self::Bool => "bool",
+            Self::Bf16 => "bfloat16",
+            Self::U32 => "uint32",
+            Self::U64 => "uint64",
+            Self::C64 => "complex64",
+            Self::C128 => "complex128",
+        }
+    }
+}
+
+impl fmt::Display for DataType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// How elements combine. The numbers are Horovod's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum ReduceOp {
+    /// Sum divided by the number of ranks; integers divide as integers, truncating toward zero.
+    Average = 0,
+    /// Sum.
+    Sum = 1,
+    /// Adaptive summation.
+    Adasum = 2,
+    /// Smallest.
+    Min = 3,
+    /// Largest.
+    Max = 4,
+    /// Product.
+    Product = 5,
+}
+
+impl ReduceOp {
+    /// The operation with this wire number.
+    pub fn from_wire(number: u8) -> Option<Self> {
+        [Self::Average, Self::Sum, Self::Adasum, Self::Min, Self::Max, Self::Product]
+            .get(usize::from(number))
+            .copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wire_numbers_lead_back_to_their_type() {
+        for dtype in DataType::ALL {
+            assert_eq!(DataType::from_wire(dtype as u8), Some(dtype));
+        }
+        assert_eq!(DataType::from_wire(15), None);
+        assert_eq!(ReduceOp::from_wire(5), Some(ReduceOp::Product));
+    }
+}

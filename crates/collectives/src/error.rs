@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What can go wrong in an operation.
+
+use crate::{DataType, ReduceOp};
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failed operation.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A link failed underneath.
+    #[error(transparent)]
+    Transport(#[from] farandole_transport::Error),
+    /// No kernel for this combination.
+    #[error("{op:?} is not defined for {dtype}")]
+    Unsupported {
+        /// The reduction.
+        op: ReduceOp,
+        /// The element type.
+        dtype: DataType,
+    },
+    /// Buffers do not fit the operation.
+    #[error("buffers do not fit the operation: {reason}")]
+    Shape {
+        /// Why.
+        reason: String,
+    },
+    /// A device failed.
+    #[error("device {ordinal} failed: {reason}")]
+    Device {
+        /// Which.
+        ordinal: u32,
+        /// Why.
+        reason: String,
+    },
+}

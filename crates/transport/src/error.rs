@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What can go wrong between ranks.
+
+use std::time::Duration;
+
+use farandole_world::Rank;
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failed link, handshake or rendezvous.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A peer's process ended, its connection closed, or it fell silent.
+    #[error("lost rank {rank} on {host}: {reason}")]
+    PeerLost {
+        /// The peer.
+        rank: Rank,
+        /// Its host.
+        host: String,
+        /// What was seen.
+        reason: String,
+    },
+    /// Nothing listens, or nothing answers, at any address a peer offered.
+    #[error("cannot reach rank {rank} at any of its addresses {addresses:?} after {elapsed:?}: {reason}")]
+    Unreachable {
+        /// The peer.
+        rank: Rank,
+        /// The addresses it offered.
+        addresses: Vec<String>,
+        /// Time spent.
+        elapsed: Duration,
+        /// The last failure.
+        reason: String,
+    },
+    /// Somebody connected who does not hold the job's key, or speaks another protocol.
+    #[error("refused a peer during the handshake: {reason}")]
+    Handshake {
+        /// Why.
+        reason: String,
+    },
+    /// The meeting point failed.
+    #[error("rendezvous failed at key {key}: {reason}")]
+    Rendezvous {
+        /// The key.
+        key: String,
+        /// Why.
+        reason: String,
+    },
+    /// A deadline passed.
+    #[error("timed out after {elapsed:?} waiting for {what}")]
+    Timeout {
+        /// What was awaited.
+        what: String,
+        /// Time spent.
+        elapsed: Duration,
+    },
+    /// A frame does not decode, or is longer than allowed.
+    #[error("bad frame from rank {rank}: {reason}")]
+    Frame {
+        /// The sender.
+        rank: Rank,
+        /// Why.
+        reason: String,
+    },
+    /// The operating system refused something.
+    #[error("{what} failed: {reason}")]
+    System {
+        /// The call.
+        what: &'static str,
+        /// Its error.
+        reason: String,
+    },
+}

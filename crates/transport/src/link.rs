@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! A link: one ordered byte stream each way between two ranks, seen through windows so that nobody copies twice.
+//!
+//! A sender fills the window and commits; a receiver reads the window and releases. On shared memory the two windows
+//! are the same memory; on TCP they are private rings that a poll of either half pumps. Nothing here blocks.
+
+use std::fmt;
+
+use farandole_world::Rank;
+
+use crate::Result;
+
+/// What carries a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LinkKind {
+    /// A segment both processes map.
+    SharedMemory,
+    /// A TCP connection.
+    Tcp,
+    /// Memory of this process: tests, simulations.
+    Loopback,
+}
+
+/// Alignment of message starts in a data stream: writers pad to it so that elements stay aligned in windows.
+pub const ALIGNMENT: usize = 64;
+
+/// The outgoing half.
+pub trait LinkSender: Send {
+    /// Free space, contiguous, possibly empty. Never waits; pumps what is pending first.
+    ///
+    /// # Errors
+    /// `PeerLost` when the peer is gone.
+    fn window(&mut self) -> Result<&mut [u8]>;
+
+    /// Hands the first `bytes` of the window to the peer and wakes it if it sleeps.
+    ///
+    /// # Errors
+    /// `PeerLost` when the peer is gone.
+    fn commit(&mut self, bytes: usize) -> Result<()>;
+
+    /// Moves what is committed but still local (TCP); true when nothing is left here.
+    ///
+    /// # Errors
+    /// `PeerLost` when the peer is gone.
+    fn flush(&mut self) -> Result<bool>;
+}
+
+/// The incoming half.
+pub trait LinkReceiver: Send {
+    /// Bytes that arrived and were not released, contiguous, possibly empty. Never waits.
+    ///
+    /// # Errors
+    /// `PeerLost` when the peer is gone and everything it had sent was read.
+    fn window(&mut self) -> Result<&[u8]>;
+
+    /// Gives back the first `bytes` of the window.
+    ///
+    /// # Errors
+    /// `PeerLost` when the peer is gone.
+    fn release(&mut self, bytes: usize) -> Result<()>;
+}
+
+/// Both halves of a link to one peer.
+pub struct Link {
+    /// The rank at the other end.
+    pub peer: Rank,
+    /// What carries it.
+    pub kind: LinkKind,
+    /// Bytes either ring holds; a window is never larger.
+    pub capacity: usize,
+    /// Towards the peer.
+    pub sender: Box<dyn LinkSender>,
+    /// From the peer.
+    pub receiver: Box<dyn LinkReceiver>,
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link").field("peer", &self.peer).field("kind", &self.kind).finish_non_exhaustive()
+    }
+}
