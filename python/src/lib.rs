@@ -3,11 +3,31 @@
 
 //! `farandole._native`: registers one submodule per room; no policy lives here.
 
+mod error;
+mod runtime;
+
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// Fills one submodule.
+type Register = fn(&Bound<'_, PyModule>) -> PyResult<()>;
+
+/// Every submodule: its name below `farandole._native`, and the function that fills it. Append yours.
+const SUBMODULES: &[(&str, Register)] = &[];
 
 /// The extension module.
 #[pymodule(gil_used = false)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    let py = module.py();
+    // Submodules of an extension are not importable by their dotted name unless they are listed here.
+    let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
+    for (name, register) in SUBMODULES {
+        let full = format!("farandole._native.{name}");
+        let submodule = PyModule::new(py, &full)?;
+        register(&submodule)?;
+        module.add(*name, &submodule)?;
+        modules.set_item(full, &submodule)?;
+    }
     Ok(())
 }

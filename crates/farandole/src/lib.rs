@@ -1,4 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The facade: what bindings may see.
+//! The facade: what bindings may see. Re-exports only, one module per room; no logic, no types of its own.
+
+pub use farandole_collectives as collectives;
+pub use farandole_config as config;
+pub use farandole_dataset as dataset;
+pub use farandole_engine as engine;
+pub use farandole_launcher as launcher;
+pub use farandole_prepare as prepare;
+pub use farandole_reader as reader;
+pub use farandole_registrar as registrar;
+pub use farandole_session as session;
+pub use farandole_store as store;
+pub use farandole_telemetry as telemetry;
+pub use farandole_transport as transport;
+pub use farandole_world as world;

@@ -12,11 +12,13 @@
 //! - `W-3`: `local_rank < local_size`, `cross_rank < cross_size`, and both pairs address every rank once.
 
 mod assign;
+mod fault;
 mod host;
 mod ids;
 mod topology;
 
 pub use assign::{TaskPlace, assign};
+pub use fault::Fault;
 pub use host::{HostFacts, HostHash};
 pub use ids::{CrossRank, Generation, JobId, LocalRank, ProcessSetId, Rank, TaskId};
 pub use topology::{Error, Seat, World};

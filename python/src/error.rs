@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Where errors cross into Python, once: the fault picks the class, the message carries the chain of sources.
+
+use std::error::Error;
+use std::fmt::Write as _;
+
+use farandole::world::Fault;
+use pyo3::exceptions::PyValueError;
+use pyo3::import_exception;
+use pyo3::prelude::*;
+
+import_exception!(farandole.common.exceptions, FarandoleBugError);
+import_exception!(farandole.common.exceptions, FarandoleEnvironmentError);
+import_exception!(farandole.common.exceptions, FarandoleInternalError);
+
+/// The exception for `error`.
+pub(crate) fn raise(fault: Fault, error: &dyn Error) -> PyErr {
+    let message = chain(error);
+    match fault {
+        Fault::Usage => PyValueError::new_err(message),
+        Fault::Peer | Fault::Membership => FarandoleInternalError::new_err(message),
+        Fault::Environment => FarandoleEnvironmentError::new_err(message),
+        Fault::Bug => FarandoleBugError::new_err(message),
+    }
+}
+
+/// The message of `error` followed by those of its sources, leaving out what a wrapper already said.
+fn chain(error: &dyn Error) -> String {
+    let mut message = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let text = cause.to_string();
+        if !message.contains(&text) {
+            // Writing to a String cannot fail.
+            drop(write!(message, ": {text}"));
+        }
+        source = cause.source();
+    }
+    message
+}
