@@ -1,0 +1,61 @@
+# Every command of the project. `make demo` and `make test` set up everything they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.toml -o -name '*.proto') Cargo.toml Cargo.lock pyproject.toml
+# One interpreter for every build of the extension, so that wheel, tests and lints share what cargo built.
+export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
+# Spark runs in this process's JVM and its Python workers are this environment's.
+export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
+
+.PHONY: demo test lint bench wheel install tools deny docs clean
+
+demo: install
+	$(BIN)/python examples/spark_torch_digits.py
+
+test: install
+	cargo test --release --workspace --exclude farandole-python
+	$(BIN)/python -m pytest tests -m "not slow"
+
+lint: $(VENV)/.packages
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	cargo xtask check
+	$(BIN)/ruff check python tests examples bench
+	$(BIN)/ruff format --check python tests examples bench
+	$(BIN)/pyright
+
+bench: install
+	$(BIN)/python bench/allreduce.py
+	$(BIN)/python bench/data.py
+
+install: $(VENV)/.wheel
+
+wheel: $(VENV)/.packages
+	rm -rf dist
+	$(BIN)/maturin build --release --out dist
+
+$(VENV)/.wheel: $(SOURCES) $(VENV)/.packages
+	$(MAKE) wheel
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall dist/*.whl
+	touch $@
+
+$(VENV)/.packages: pyproject.toml | tools
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra torch --extra spark --extra examples --extra dev
+	touch $@
+
+tools:
+	@sh .ci/tools "$(PYTHON)"
+
+docs:
+	cargo xtask docs
+
+deny:
+	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
+	cargo deny check bans licenses sources
+
+clean:
+	cargo clean
+	rm -rf $(VENV) dist

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The table of allowed dependencies between rooms, and the check that manifests keep to it.
+//! `docs/developer-guide/architecture.md` explains it; an edge not in this table is a mistake.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+/// Room, and the rooms it may use. The facade and what stands on it are written out, too: the table is the truth.
+const ALLOWED: &[(&str, &[&str])] = &[
+    ("world", &[]),
+    ("config", &[]),
+    ("telemetry", &[]),
+    ("shm", &["world"]),
+    ("transport", &["world", "config", "shm"]),
+    ("collectives", &["world", "transport"]),
+    ("engine", &["world", "config", "telemetry", "transport", "collectives"]),
+    ("registrar", &["world", "config", "telemetry"]),
+    ("launcher", &["world", "config", "telemetry", "registrar"]),
+    ("session", &["world", "config", "telemetry", "registrar", "transport", "collectives", "engine"]),
+    ("store", &["config"]),
+    ("dataset", &["world"]),
+    ("prepare", &["config", "store", "dataset"]),
+    ("reader", &["world", "config", "shm", "store", "dataset"]),
+    (
+        "facade",
+        &[
+            "world",
+            "config",
+            "telemetry",
+            "shm",
+            "transport",
+            "collectives",
+            "engine",
+            "registrar",
+            "launcher",
+            "session",
+            "store",
+            "dataset",
+            "prepare",
+            "reader",
+        ],
+    ),
+    ("cli", &["facade"]),
+    ("python", &["facade", "cli"]),
+    // Development only: testkit may see what it plays, xtask what it generates from.
+    ("testkit", &["world", "config", "shm", "transport", "collectives", "engine"]),
+    ("xtask", &["config"]),
+];
+
+/// Fails on the first edge that the table does not have. Dev-dependencies are free, except on xtask.
+pub(crate) fn check(root: &Path) -> Result<()> {
+    let output = Command::new("cargo")
+        .args(["metadata", "--format-version", "1", "--no-deps", "--offline"])
+        .current_dir(root)
+        .output()
+        .context("run cargo metadata")?;
+    if !output.status.success() {
+        bail!("cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    let metadata: Value = serde_json::from_slice(&output.stdout)?;
+    let mut wrong = Vec::new();
+    for package in metadata["packages"].as_array().context("packages")? {
+        let from = room(package["name"].as_str().unwrap_or_default()).unwrap_or_default();
+        let Some((_, allowed)) = ALLOWED.iter().find(|(name, _)| *name == from) else {
+            wrong.push(format!("{from} has no row in the table"));
+            continue;
+        };
+        for dependency in package["dependencies"].as_array().context("dependencies")? {
+            let Some(to) = room(dependency["name"].as_str().unwrap_or_default()) else { continue };
+            if dependency["kind"].is_null() && !allowed.contains(&to) {
+                wrong.push(format!("{from} may not use {to}"));
+            }
+        }
+    }
+    if wrong.is_empty() { Ok(()) } else { bail!("edges between rooms:\n  {}", wrong.join("\n  ")) }
+}
+
+fn room(package: &str) -> Option<&str> {
+    match package {
+        "farandole" => Some("facade"),
+        other => other.strip_prefix("farandole-"),
+    }
+}

@@ -1,4 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-// SPDX-FileCopyrightText: the Farandole authors
-
-//! Generated code, the configuration reference, the edge check.

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Tasks of the workspace: `cargo xtask check` (all checks), `cargo xtask docs` (refreshes generated pages).
+
+mod config_docs;
+mod edges;
+mod files;
+
+use std::env;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+
+fn main() -> Result<()> {
+    let root = root()?;
+    match env::args().nth(1).as_deref() {
+        Some("check") => {
+            edges::check(&root)?;
+            config_docs::check(&root)?;
+            files::check(&root)
+        }
+        Some("deps") => edges::check(&root),
+        Some("docs") => config_docs::write(&root),
+        other => bail!("usage: cargo xtask check|deps|docs, not {other:?}"),
+    }
+}
+
+fn root() -> Result<PathBuf> {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    manifest.ancestors().nth(2).map(Path::to_path_buf).context("xtask stands two folders below the root")
+}
