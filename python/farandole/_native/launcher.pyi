@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Agents: a task's side of a job, which starts and watches one worker process."""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+@final
+class Outcome:
+    """How a worker ended."""
+
+    @property
+    def rank(self) -> int | None:
+        """The worker's rank; `None` when the job ended before ranks were assigned."""
+    @property
+    def size(self) -> int | None:
+        """Number of ranks; `None` when the job ended before ranks were assigned."""
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; `None` when a signal ended the worker, or none was started."""
+    @property
+    def signal(self) -> int | None:
+        """The signal that ended the worker."""
+    @property
+    def signal_name(self) -> str | None:
+        """Its name, such as `"SIGKILL"`."""
+    @property
+    def stderr_tail(self) -> str:
+        """The last 50 lines of the worker's stderr."""
+    @property
+    def result(self) -> bytes | None:
+        """What the worker wrote to its result pipe; `None` when it wrote nothing."""
+    @property
+    def aborted(self) -> bool:
+        """Whether something else ended this worker: the job's abort or another rank's failure.
+
+        A worker that failed because a peer had died counts as aborted, so the first failure is the one outcome
+        with `aborted == False` and a bad exit.
+        """
+    @property
+    def reason(self) -> str | None:
+        """Why the job ended, in a sentence naming the rank that failed first; `None` after success."""
+
+def run_agent(
+    ticket: str,
+    task: int,
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str | None] = ...,
+    payload: bytes = b"",
+    attempt: int = 0,
+    stream_output: bool = True,
+    start_timeout: float | None = None,
+) -> Outcome:
+    """Registers as `task`, waits for a rank, runs `command` and returns how it ended.
+
+    The worker gets this process's environment, changed by `env` (`None` removes), then the variables of its rank.
+    It dies with this process, whatever ends it. On `KeyboardInterrupt` it is terminated first.
+
+    Args:
+        ticket: `Registrar.ticket`.
+        task: This task's number, below the registrar's `tasks`.
+        command: Program and arguments.
+        env: Variables to set or remove.
+        payload: Bytes the worker can read from the descriptor named by `FARANDOLE_PAYLOAD_FD`.
+        attempt: Fencing token: a higher one replaces earlier starts of this task, a lower one is refused. Spark's
+            `taskAttemptId()` serves.
+        stream_output: Whether lines of stdout and stderr go to the registrar; otherwise to this process's own.
+        start_timeout: Seconds to wait for the registrar and for all tasks; default: `FARANDOLE_START_TIMEOUT`.
+
+    Raises:
+        ValueError: The ticket is malformed, or the command is empty.
+        PermissionError: The registrar refused the ticket, the task or the attempt.
+        ConnectionError: The registrar cannot be reached, with the reason at each of its addresses.
+        TimeoutError: Not all tasks registered in time.
+        FileNotFoundError: There is no such program.
+    """
+
+def report(kind: str, data: bytes) -> bool:
+    """Sends a record from this worker to its driver, where it arrives as a "metric" event.
+
+    Records never block: when the connection is slow, the oldest waiting ones are dropped and counted.
+
+    Args:
+        kind: What the record is, such as `"progress"`.
+        data: Its bytes, at most 1 MiB.
+
+    Returns:
+        Whether there is a job to report to; `False` in a process nobody launched.
+    """
