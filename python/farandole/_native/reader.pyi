@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+
+"""Shuffled batches from Parquet, read by Rust threads."""
+
+from collections.abc import Buffer
+from typing import Literal, final
+
+@final
+class Field:
+    """One column of a data set."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str:
+        """NumPy's name of the element (`"float32"`, `"bool"`), or `"utf8"` or `"binary"`, which no batch can hold."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one row: `()` for a scalar, `(64,)` for a vector."""
+    @property
+    def nullable(self) -> bool: ...
+
+@final
+class Dataset:
+    """A directory of Parquet files: prepared by us (with a manifest), or by anybody (read by its footers)."""
+
+    @staticmethod
+    def open(url: str) -> Dataset: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> list[Field]: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def prepared(self) -> bool:
+        """Whether there was a manifest."""
+
+@final
+class Reader:
+    """A rank's part of a data set, epoch by epoch.
+
+    The order of an epoch is a function of (data set, seed, epoch) alone: where `size * batch_size` is equal, global
+    batches hold the same rows at every `size`. All ranks have the same number of steps.
+
+    With `shuffle=False` rows come in file order, dealt out row by row: every rank then reads all files. Where the
+    order does not matter, `shuffle=True` reads each byte once.
+    """
+
+    def __new__(
+        cls,
+        dataset: Dataset,
+        *,
+        columns: list[str] | None = None,
+        batch_size: int,
+        rank: int = 0,
+        size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        byte_budget: int = 536870912,
+        threads: int | None = None,
+        tail: Literal["keep", "pad", "drop"] = "keep",
+        cast: dict[str, str] | None = None,
+    ) -> Reader:
+        """Args:
+        dataset: What to read.
+        columns: Which columns, in this order; `None`: every column that a batch can hold.
+        batch_size: Rows of one batch of this rank.
+        rank: This rank.
+        size: How many ranks share the data set.
+        seed: Of the shuffle; the same on every rank.
+        shuffle: File order when false.
+        byte_budget: Bytes of decoded data held at once.
+        threads: Reading threads; `None`: 2.
+        tail: Rows that do not fill a batch on every rank: a shorter last batch (it may be empty on some ranks), a
+            last batch filled up with rows of weight 0, or none.
+        cast: Element types to convert to while batches are put together: `{"features": "float32"}`. The key `"*"`
+            stands for all other float columns.
+        """
+    @property
+    def columns(self) -> list[Field]:
+        """What batches hold, after `cast`."""
+    def steps(self, start_row: int = 0) -> int:
+        """Batches of one epoch, the same on every rank."""
+    def epoch(self, epoch: int, start_row: int = 0) -> Epoch:
+        """Starts reading; `start_row` rows of the epoch (of all ranks together) are skipped, to resume."""
+
+@final
+class Epoch:
+    """Batches in order. Threads end when it is exhausted, closed or dropped."""
+
+    def __iter__(self) -> Epoch: ...
+    def __next__(self) -> Batch: ...
+    def __len__(self) -> int: ...
+    def close(self) -> None: ...
+
+@final
+class Batch:
+    """Rows of all columns, in the same order."""
+
+    @property
+    def rows(self) -> int:
+        """Rows in every column, padding included."""
+    @property
+    def valid_rows(self) -> int:
+        """Rows that are no padding; they come first."""
+    @property
+    def names(self) -> list[str]: ...
+    def column(self, name: str) -> Column: ...
+    def weights(self) -> Column:
+        """float32, one per row: 1, or 0 for padding."""
+
+@final
+class Column(Buffer):
+    """One column of one batch: a writable contiguous buffer that starts at a multiple of 64 bytes.
+
+    `torch.frombuffer(column, dtype=...).view(column.shape)` and `numpy.frombuffer(column, dtype=column.dtype)` take
+    it without a copy. Empty buffers are refused by torch: look at `shape[0]` first.
+    """
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, ...)."""
+    @property
+    def nbytes(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+
+"""Where bytes live: a store is a URL (a path, `file://`, `memory://`)."""
+
+from typing import final
+
+@final
+class Store:
+    """Files under one URL. Paths are relative to it, with `/` between parts; `""` is the URL itself.
+
+    Missing files raise `FileNotFoundError`, refused ones `PermissionError`, an unknown scheme `ValueError`; every
+    message names the whole path.
+    """
+
+    def __new__(cls, url: str) -> Store: ...
+    @property
+    def url(self) -> str:
+        """The full URL, with a scheme: `file:///tmp/run`."""
+    @property
+    def local_path(self) -> str | None:
+        """The same as a local path, when it is on this machine's file system."""
+    def child(self, path: str) -> Store: ...
+    def read(self, path: str) -> bytes: ...
+    def write(self, path: str, data: bytes) -> None:
+        """Writes a file so that nobody ever sees half of it; makes directories as needed."""
+    def exists(self, path: str = "") -> bool:
+        """Whether there is a file of this name, or anything below it."""
+    def size(self, path: str) -> int: ...
+    def list(self, path: str = "") -> list[tuple[str, int]]:
+        """Every file below `path`, as (relative path, bytes), sorted."""
+    def delete(self, path: str) -> None:
+        """Deletes a file; a missing one is no error."""
+    def delete_all(self, path: str = "") -> int:
+        """Deletes everything below `path`; returns how many files that were."""
+    def check_writable(self) -> None:
+        """Writes and deletes a small file; raises `PermissionError` or `OSError` naming the path."""
+
+@final
+class Layout:
+    """Names of data and runs below a store's prefix (see `farandole.spark.common.store`)."""
+
+    def __new__(
+        cls,
+        prefix: str,
+        *,
+        train_path: str | None = None,
+        val_path: str | None = None,
+        test_path: str | None = None,
+        runs_path: str | None = None,
+        checkpoint_filename: str | None = None,
+    ) -> Layout: ...
+    @property
+    def prefix(self) -> str: ...
+    @property
+    def checkpoint_filename(self) -> str: ...
+    @property
+    def logs_subdir(self) -> str: ...
+    @property
+    def runs(self) -> str: ...
+    def train_data(self, idx: int | None = None) -> str: ...
+    def val_data(self, idx: int | None = None) -> str: ...
+    def test_data(self, idx: int | None = None) -> str: ...
+    def run(self, run_id: str) -> str: ...
+    def checkpoint(self, run_id: str) -> str:
+        """URL of the checkpoint file: `<runs>/<run_id>/checkpoint`."""
+    def logs(self, run_id: str) -> str: ...
+
+def full_path(path: str) -> str:
+    """The path with its scheme; a bare path becomes absolute under `file://`."""
+
+def localized_path(url: str) -> str:
+    """The path without its scheme, as the file system behind it knows it."""
