@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What can go wrong, and what the trainer may do about it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use farandole_world::{Fault, ProcessSetId, Rank};
+
+use crate::Handle;
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A refused or failed call.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The name is taken by an operation of this rank that has not completed.
+    #[error("a tensor of this name is still in flight in process set {set}: {tensor}")]
+    DuplicateName {
+        /// The process set.
+        set: ProcessSetId,
+        /// The tensor.
+        tensor: Arc<str>,
+    },
+    /// No such process set.
+    #[error("no such process set: {set}")]
+    UnknownSet {
+        /// The process set.
+        set: ProcessSetId,
+    },
+    /// This rank is not in the process set.
+    #[error("rank {rank} is not a member of process set {set}")]
+    NotAMember {
+        /// This rank.
+        rank: Rank,
+        /// The process set.
+        set: ProcessSetId,
+    },
+    /// The root of a broadcast is not in the process set.
+    #[error("root rank {root} is not a member of process set {set}")]
+    RootNotInSet {
+        /// The root, a global rank.
+        root: Rank,
+        /// The process set.
+        set: ProcessSetId,
+    },
+    /// A buffer is smaller or larger than its shape.
+    #[error("{which} of {tensor} must have {expected} bytes: {actual}")]
+    BufferSize {
+        /// Input or output.
+        which: &'static str,
+        /// The tensor.
+        tensor: Arc<str>,
+        /// Bytes by shape and dtype.
+        expected: u64,
+        /// Bytes of the buffer.
+        actual: u64,
+    },
+    /// An allgather needs a first dimension to concatenate along.
+    #[error("allgather needs at least one dimension: {tensor}")]
+    Scalar {
+        /// The tensor.
+        tensor: Arc<str>,
+    },
+    /// A group needs members, all of one process set.
+    #[error("a group needs at least one member and a single process set: {members} members in {sets} sets")]
+    Group {
+        /// Members given.
+        members: usize,
+        /// Process sets they name.
+        sets: usize,
+    },
+    /// A buffer is on a device that the engine was not given.
+    #[error("no such device for {tensor}: {ordinal}")]
+    UnknownDevice {
+        /// The tensor.
+        tensor: Arc<str>,
+        /// The ordinal.
+        ordinal: u32,
+    },
+    /// The handle was never given out, or its result was already taken.
+    #[error("unknown handle, or its result was already taken: {handle}")]
+    UnknownHandle {
+        /// The handle.
+        handle: Handle,
+    },
+    /// The ranks submitted different requests under one name. Comes from `wait`, on every submitting rank; the engine
+    /// goes on.
+    #[error("{text}")]
+    Mismatch {
+        /// The tensor.
+        tensor: Arc<str>,
+        /// What differs, then what every rank submitted.
+        text: Arc<str>,
+    },
+    /// The operation is not defined for these elements. Comes from `wait`, on every rank; the engine goes on.
+    #[error("{operation} of {tensor} failed: {cause}")]
+    Unsupported {
+        /// The operation.
+        operation: &'static str,
+        /// The tensor.
+        tensor: Arc<str>,
+        /// Why.
+        cause: Arc<farandole_collectives::Error>,
+    },
+    /// The engine stopped while this operation was in flight.
+    #[error("{operation} of {tensor} failed: {cause}")]
+    Failed {
+        /// The operation.
+        operation: &'static str,
+        /// The tensor.
+        tensor: Arc<str>,
+        /// Why the engine stopped.
+        cause: Arc<Cause>,
+    },
+    /// The engine had stopped before this call.
+    #[error("the engine has stopped: {cause}")]
+    Stopped {
+        /// Why.
+        cause: Arc<Cause>,
+    },
+    /// This process was forked from the one that started the engine.
+    #[error(
+        "process {pid} was forked from process {parent}, which started the engine: start workers with the spawn or forkserver method"
+    )]
+    Forked {
+        /// The process that called.
+        pid: u32,
+        /// The process that owns the engine.
+        parent: u32,
+    },
+    /// The world, the process sets and the links given at start do not fit together.
+    #[error("cannot start the engine: {reason}")]
+    Start {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Why an engine stopped.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Cause {
+    /// `shutdown` was called here.
+    #[error("the engine was shut down on this rank")]
+    ShutDown,
+    /// A peer shut its engine down in good order.
+    #[error("rank {rank} on {host} shut down")]
+    Departed {
+        /// The peer.
+        rank: Rank,
+        /// Its host.
+        host: String,
+    },
+    /// A link or a device failed underneath.
+    #[error(transparent)]
+    Collective(#[from] farandole_collectives::Error),
+    /// A link failed underneath.
+    #[error(transparent)]
+    Transport(#[from] farandole_transport::Error),
+    /// Another rank stopped and said why.
+    #[error("rank {rank} on {host} stopped: {text}")]
+    Reported {
+        /// The rank that stopped.
+        rank: Rank,
+        /// Its host.
+        host: String,
+        /// Its reason.
+        text: String,
+    },
+    /// An operation took longer than the collective timeout.
+    #[error("{operation} of {tensor} timed out after {elapsed:.1?}, the limit being {limit:?}: {}", Waiting(.missing))]
+    Deadline {
+        /// The operation.
+        operation: &'static str,
+        /// The tensor.
+        tensor: Arc<str>,
+        /// Since its submission.
+        elapsed: Duration,
+        /// The collective timeout.
+        limit: Duration,
+        /// Ranks that did not come, as far as this rank knows; `None` when all came and the transfer was slow.
+        missing: Option<Vec<Rank>>,
+    },
+    /// A peer sent what it may not.
+    #[error("bad control message from rank {rank}: {reason}")]
+    Protocol {
+        /// The peer.
+        rank: Rank,
+        /// Why.
+        reason: String,
+    },
+}
+
+struct Waiting<'a>(&'a Option<Vec<Rank>>);
+
+impl fmt::Display for Waiting<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            None => f.write_str("all ranks had come"),
+            Some(missing) if missing.is_empty() => f.write_str("ranks that did not come are not known"),
+            Some(missing) => {
+                f.write_str("ranks that did not come:")?;
+                missing.iter().try_for_each(|rank| write!(f, " {rank}"))
+            }
+        }
+    }
+}
+
+impl Error {
+    /// What the trainer may do now.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::DuplicateName { .. }
+            | Self::UnknownSet { .. }
+            | Self::NotAMember { .. }
+            | Self::RootNotInSet { .. }
+            | Self::BufferSize { .. }
+            | Self::Scalar { .. }
+            | Self::Group { .. }
+            | Self::UnknownDevice { .. }
+            | Self::UnknownHandle { .. }
+            | Self::Mismatch { .. }
+            | Self::Unsupported { .. }
+            | Self::Forked { .. } => Fault::Usage,
+            Self::Failed { cause, .. } => cause.fault(),
+            Self::Stopped { cause } if matches!(**cause, Cause::ShutDown) => Fault::Usage,
+            Self::Stopped { cause } => cause.fault(),
+            Self::Start { .. } => Fault::Environment,
+        }
+    }
+}
+
+impl Cause {
+    /// What the trainer may do now.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::ShutDown | Self::Departed { .. } => Fault::Membership,
+            Self::Collective(error) => match error {
+                farandole_collectives::Error::Transport(_) => Fault::Peer,
+                farandole_collectives::Error::Device { .. } => Fault::Environment,
+                _ => Fault::Bug,
+            },
+            Self::Transport(_) | Self::Reported { .. } | Self::Deadline { .. } => Fault::Peer,
+            Self::Protocol { .. } => Fault::Bug,
+        }
+    }
+}
+
+const _: () = assert!(size_of::<Error>() < 128, "errors travel in every result of the hot path");

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What an engine is made of; whoever starts it brings all of it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use farandole_collectives::{Communicator, Device};
+use farandole_config::Config;
+use farandole_transport::Link;
+use farandole_world::{ProcessSetId, Rank, World};
+
+/// How the one thread that drives sleeps until a peer or a local thread has something for it.
+///
+/// The order is `prepare`, look once more at everything that could have come, then `park` or `cancel`: whoever
+/// delivers something after `prepare` ends the `park`, also when it comes first.
+pub trait ProgressHost: Send + Sync {
+    /// Announces sleep: from here on a peer that commits to a link, and `unpark`, will wake this process.
+    fn prepare(&self);
+
+    /// Sleeps until woken, for at most `limit`.
+    fn park(&self, limit: Duration);
+
+    /// Takes `prepare` back.
+    fn cancel(&self);
+
+    /// Ends the current `park`, or the next one if `prepare` was called; any thread may call it.
+    fn unpark(&self);
+
+    /// Whether every peer is alive.
+    ///
+    /// # Errors
+    /// `PeerLost` naming the first that is not.
+    fn check(&self) -> farandole_transport::Result<()>;
+
+    /// Tells the peers that this process is alive.
+    fn beat(&self);
+}
+
+/// Hears what happens inside. Called with the progress lock held: it must not block nor call the engine.
+pub trait Observer: Send + Sync {
+    /// A tensor has waited too long for some ranks. Called on the coordinator of the process set.
+    fn stalled(&self, stall: &Stall);
+}
+
+/// Hears nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Silent;
+
+impl Observer for Silent {
+    fn stalled(&self, _stall: &Stall) {}
+}
+
+/// Tensors that some ranks submitted and others did not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stall {
+    /// The process set.
+    pub set: ProcessSetId,
+    /// The tensor.
+    pub tensor: Arc<str>,
+    /// Since the first rank submitted it, as far as the coordinator knows.
+    pub waiting: Duration,
+    /// Ranks that submitted it.
+    pub came: Vec<Rank>,
+    /// Ranks that did not.
+    pub missing: Vec<Rank>,
+    /// Whether the engine stops because of it.
+    pub fatal: bool,
+}
+
+impl fmt::Display for Stall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "tensor {} of process set {} has waited {:.0?} for ranks",
+            self.tensor, self.set, self.waiting
+        )?;
+        self.missing.iter().try_for_each(|rank| write!(f, " {rank}"))?;
+        f.write_str("; submitted by ranks")?;
+        self.came.iter().try_for_each(|rank| write!(f, " {rank}"))
+    }
+}
+
+/// The knobs that matter here.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Settings {
+    /// The longest one collective may take.
+    pub collective_timeout: Duration,
+    /// Bytes up to which tensors are fused; 0 turns fusion off.
+    pub fusion_threshold: u64,
+    /// Tensors remembered per process set; 0 turns the cache off.
+    pub cache_capacity: usize,
+    /// Busy-waiting before a waiting thread sleeps.
+    pub spin: Duration,
+    /// A tensor waiting this long for other ranks is reported; `None`: never.
+    pub stall_check: Option<Duration>,
+    /// A tensor waiting this long for other ranks stops the engine; `None`: never.
+    pub stall_shutdown: Option<Duration>,
+}
+
+impl From<&Config> for Settings {
+    fn from(config: &Config) -> Self {
+        let check = (!config.stall_check_disable).then_some(config.stall_check_time);
+        Self {
+            collective_timeout: config.collective_timeout,
+            fusion_threshold: config.fusion_threshold,
+            cache_capacity: usize::try_from(config.cache_capacity).unwrap_or(usize::MAX),
+            spin: config.spin,
+            stall_check: check,
+            stall_shutdown: check.and(Some(config.stall_shutdown_time)).filter(|time| !time.is_zero()),
+        }
+    }
+}
+
+/// One process set this rank is a member of.
+pub struct SetOptions {
+    /// Its number.
+    pub id: ProcessSetId,
+    /// Its members, ascending.
+    pub members: Vec<Rank>,
+    /// A link to each of [`crate::control_peers`], used for nothing else.
+    pub control: Vec<Link>,
+    /// Moves the data; its members are `members`, in that order.
+    pub communicator: Box<dyn Communicator>,
+}
+
+/// Everything an engine is made of.
+pub struct EngineOptions {
+    /// Where this rank sits.
+    pub world: World,
+    /// Knobs.
+    pub settings: Settings,
+    /// Sleep, wake-up and liveness of this process.
+    pub host: Arc<dyn ProgressHost>,
+    /// Process sets this rank is in; set 0 must be among them.
+    pub sets: Vec<SetOptions>,
+    /// Process sets this rank is not in, so that using them is told apart from a wrong number.
+    pub foreign: Vec<ProcessSetId>,
+    /// Devices whose memory requests may name.
+    pub devices: Vec<Arc<dyn Device>>,
+    /// Hears of stalls.
+    pub observer: Arc<dyn Observer>,
+}

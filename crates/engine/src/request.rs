@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What a caller asks for and what it gets back.
+
+use std::fmt;
+
+use farandole_collectives::{Buffer, DataType, Event, Memory, ReduceOp};
+use farandole_world::{ProcessSetId, Rank};
+
+/// Names a submitted request until its result is taken. Numbers grow and are never used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Handle(pub u64);
+
+impl fmt::Display for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// Which collective.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    /// `output = postscale * reduce(prescale * input)`.
+    Allreduce {
+        /// How elements combine; `Average` divides by the size of the process set.
+        op: ReduceOp,
+        /// Multiplies inputs.
+        prescale: f64,
+        /// Multiplies the result.
+        postscale: f64,
+    },
+    /// The root's input becomes everybody's output.
+    Broadcast {
+        /// The sender, a rank of the world also inside a process set.
+        root: Rank,
+    },
+    /// Inputs concatenated along the first dimension in rank order; first dimensions may differ.
+    Allgather,
+    /// Nothing but the meeting.
+    Barrier,
+}
+
+impl Kind {
+    /// Lower-case name, as in messages.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Allreduce { .. } => "allreduce",
+            Self::Broadcast { .. } => "broadcast",
+            Self::Allgather => "allgather",
+            Self::Barrier => "barrier",
+        }
+    }
+}
+
+/// One rank's part in one collective.
+pub struct Request {
+    /// Equal on all ranks; unique among the operations this rank has in flight in the set.
+    pub name: String,
+    /// Which collective.
+    pub kind: Kind,
+    /// Element type.
+    pub dtype: DataType,
+    /// Dimensions of `input`, row-major.
+    pub shape: Vec<u64>,
+    /// Read only; may be the output too.
+    pub input: Buffer,
+    /// Where the result goes. `None`: the engine allocates host memory and hands it over in the [`Completion`].
+    pub output: Option<Buffer>,
+    /// Among whom.
+    pub process_set: ProcessSetId,
+    /// Work on the device that must be done before `input` is read.
+    pub ready: Option<Box<dyn Event>>,
+}
+
+impl Request {
+    /// A barrier among the members of `process_set`.
+    pub fn barrier(name: impl Into<String>, process_set: ProcessSetId) -> Self {
+        let nothing = Memory::new(0).buffer();
+        Self {
+            name: name.into(),
+            kind: Kind::Barrier,
+            dtype: DataType::U8,
+            shape: vec![0],
+            input: nothing.clone(),
+            output: Some(nothing),
+            process_set,
+            ready: None,
+        }
+    }
+}
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Request")
+            .field("name", &self.name)
+            .field("kind", &self.kind)
+            .field("dtype", &self.dtype)
+            .field("shape", &self.shape)
+            .field("process_set", &self.process_set)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The result of a request.
+#[derive(Clone, Debug, Default)]
+pub struct Completion {
+    /// The output, when the request brought none; host memory.
+    pub output: Option<Memory>,
+    /// Allgather: first dimension of each member's input, in set order. Empty otherwise.
+    pub rows: Vec<u64>,
+}
