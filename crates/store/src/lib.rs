@@ -1,4 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where bytes live: store URLs, layout of runs and data.
+//! Where bytes live: a store is a URL, and files have paths relative to it.
+//!
+//! Owns the reading of URLs, the names of runs and data below a prefix, and every byte that is read or written by
+//! the data plane. Refuses formats: it never looks into a file.
+//!
+//! ```text
+//! url --[parse]--> Location --> object_store backend + prefix --> Store: read, ranges, write, list, upload
+//! ```
+//!
+//! Callers are synchronous and live in processes that fork (Spark's daemon), so nothing here owns a thread or a
+//! runtime: the local and the memory backend finish on the thread that asks.
+//!
+//! Invariants:
+//! - `ST-1`: a file is seen whole or not at all: writes go to a temporary name and are renamed.
+//! - `ST-2`: every error names the whole path.
+//! - `ST-3`: `localized(full(path)) == path` for absolute paths; characters are never escaped.
+
+#![forbid(unsafe_code)]
+
+mod error;
+mod layout;
+mod location;
+mod store;
+mod upload;
+mod wait;
+
+pub use error::{Error, Fault, Result};
+pub use layout::{Layout, Places};
+pub use location::{full, localized};
+pub use store::{Entry, Store};
+pub use upload::Upload;

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What can go wrong with stored bytes.
+
+/// Result of this room.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A store that refused.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The text is no URL of a store.
+    #[error("not a store ({reason}): {url}")]
+    Url {
+        /// What was given.
+        url: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// A scheme that this build does not know.
+    #[error("no store for the scheme {scheme}, known are file and memory: {url}")]
+    Scheme {
+        /// The scheme.
+        scheme: String,
+        /// The whole URL.
+        url: String,
+    },
+    /// There is no such file.
+    #[error("no such file: {path}")]
+    Missing {
+        /// Its whole path.
+        path: String,
+    },
+    /// The backend says no.
+    #[error("not allowed to {action}: {path}")]
+    Refused {
+        /// What was tried.
+        action: &'static str,
+        /// The whole path.
+        path: String,
+        /// What the backend said.
+        source: Box<object_store::Error>,
+    },
+    /// Anything else between us and the bytes.
+    #[error("cannot {action} {path}: {source}")]
+    Backend {
+        /// What was tried.
+        action: &'static str,
+        /// The whole path.
+        path: String,
+        /// What the backend said.
+        source: Box<object_store::Error>,
+    },
+    /// A local directory that cannot be removed.
+    #[error("cannot delete {path}: {source}")]
+    Directory {
+        /// Its path.
+        path: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// An upload was used after its end.
+    #[error("upload already ended: {path}")]
+    Ended {
+        /// The file that was written.
+        path: String,
+    },
+}
+
+/// What a caller may do about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The caller named something that cannot be.
+    Usage,
+    /// The world outside does not play along.
+    Environment,
+}
+
+impl Error {
+    /// Whose fault it is.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::Url { .. } | Self::Scheme { .. } | Self::Ended { .. } => Fault::Usage,
+            Self::Missing { .. } | Self::Refused { .. } | Self::Backend { .. } | Self::Directory { .. } => {
+                Fault::Environment
+            }
+        }
+    }
+
+    /// From what the backend said about `path`.
+    pub(crate) fn of(action: &'static str, path: String, source: object_store::Error) -> Self {
+        match (&source, io_kind(&source)) {
+            (object_store::Error::NotFound { .. }, _) => Self::Missing { path },
+            (
+                object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. },
+                _,
+            )
+            | (_, Some(std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem)) => {
+                Self::Refused { action, path, source: Box::new(source) }
+            }
+            _ => Self::Backend { action, path, source: Box::new(source) },
+        }
+    }
+}
+
+/// The kind of the I/O error at the bottom of the chain.
+fn io_kind(error: &object_store::Error) -> Option<std::io::ErrorKind> {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        if let Some(io) = error.downcast_ref::<std::io::Error>() {
+            return Some(io.kind());
+        }
+        next = error.source();
+    }
+    None
+}
