@@ -66,6 +66,11 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// The process forked after it joined the mesh; the child has none of it.
+    #[error(
+        "the mesh of the parent process was used in a forked child: use spawn or forkserver, or initialise after the fork"
+    )]
+    Forked,
     /// The operating system refused something.
     #[error("{what} failed: {reason}")]
     System {

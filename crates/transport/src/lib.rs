@@ -3,10 +3,17 @@
 
 //! Links between ranks over shared memory, TCP and loopback; rendezvous, frames, liveness.
 
+#![forbid(unsafe_code)]
+
 mod error;
+mod frames;
 mod link;
+pub mod loopback;
+mod peer;
 mod rendezvous;
+mod ring;
 
 pub use error::{Error, Result};
+pub use frames::{Frame, FrameReceiver, FrameSender, MAX_FRAME, MAX_QUEUED, frames};
 pub use link::{ALIGNMENT, Link, LinkKind, LinkReceiver, LinkSender};
-pub use rendezvous::Rendezvous;
+pub use rendezvous::{MemoryRendezvous, Rendezvous};

@@ -3,9 +3,13 @@
 
 //! How ranks that know nothing of each other meet: a key-value service somebody else runs.
 
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Instant;
 
-use crate::Result;
+use parking_lot::{Condvar, Mutex};
+
+use crate::{Error, Result};
 
 /// A key-value meeting point. The registrar client implements it in `session`; `MemoryRendezvous` serves tests.
 pub trait Rendezvous: Send + Sync {
@@ -20,4 +24,54 @@ pub trait Rendezvous: Send + Sync {
     /// # Errors
     /// `Rendezvous` when the service cannot be reached, `Timeout` at `deadline`.
     fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>>;
+}
+
+/// A meeting point in memory; clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct MemoryRendezvous {
+    shared: Arc<(Mutex<HashMap<String, Vec<u8>>>, Condvar)>,
+}
+
+impl Rendezvous for MemoryRendezvous {
+    fn put(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.shared.0.lock().insert(key.to_owned(), value.to_owned());
+        self.shared.1.notify_all();
+        Ok(())
+    }
+
+    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
+        let started = Instant::now();
+        let mut values = self.shared.0.lock();
+        loop {
+            if let Some(value) = values.get(key) {
+                return Ok(value.clone());
+            }
+            if self.shared.1.wait_until(&mut values, deadline).timed_out() {
+                return Err(Error::Timeout { what: format!("key {key}"), elapsed: started.elapsed() });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn get_waits_for_a_late_put() {
+        let meeting = MemoryRendezvous::default();
+        let late = meeting.clone();
+        let other = thread::spawn(move || late.put("key", b"value").unwrap());
+        assert_eq!(meeting.get("key", Instant::now() + Duration::from_secs(10)).unwrap(), b"value");
+        other.join().unwrap();
+    }
+
+    #[test]
+    fn get_gives_up_at_the_deadline() {
+        let error = MemoryRendezvous::default().get("nobody", Instant::now()).unwrap_err();
+        assert!(matches!(error, Error::Timeout { .. }), "{error}");
+    }
 }

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Rings for one producer and one consumer, mapped twice back to back so that every window is contiguous.
+//!
+//! Positions count bytes since the beginning and wrap with the word; used space is `tail - head`. Each side keeps its
+//! own position privately and only publishes it, so that a peer can confuse nobody but itself (`SHM-3`).
+
+#![expect(unsafe_code, reason = "hands out windows of mapped memory as slices")]
+
+use std::slice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering, fence};
+
+use crate::fork::Guard;
+use crate::memory::{Mapping, Shared};
+use crate::{Error, Result, Segment};
+
+const _: () = assert!(size_of::<usize>() == 8, "the layout of control pages is that of 64-bit machines");
+
+/// A value on cache lines of its own: two, because processors prefetch lines in pairs.
+#[repr(C, align(128))]
+struct Line<T>(T);
+
+/// First page of a ring.
+#[repr(C)]
+struct Control {
+    /// Bytes ever committed; written by the producer.
+    tail: Line<AtomicUsize>,
+    /// Bytes ever released; written by the consumer.
+    head: Line<AtomicUsize>,
+    /// The producer saw a ring that was not empty and would like to hear of space; cleared by the consumer.
+    wanted: Line<AtomicU32>,
+    /// Rarely written: whether each half is taken, and whether it was dropped.
+    halves: Line<[Half; 2]>,
+}
+
+#[repr(C)]
+struct Half {
+    taken: AtomicU32,
+    closed: AtomicU32,
+}
+
+// SAFETY: atomics only, 512 bytes.
+unsafe impl Shared for Control {}
+
+const PRODUCER: usize = 0;
+const CONSUMER: usize = 1;
+
+#[derive(Debug)]
+pub(crate) struct Ring {
+    mapping: Mapping,
+    number: usize,
+    capacity: usize,
+    guard: Guard,
+}
+
+impl Ring {
+    pub(crate) fn new(mapping: Mapping, number: usize, capacity: usize) -> Self {
+        Self { mapping, number, capacity, guard: Guard::new() }
+    }
+
+    fn control(&self) -> &Control {
+        self.mapping.head()
+    }
+
+    fn half(&self, half: usize) -> &Half {
+        &self.control().halves.0[half]
+    }
+
+    fn take(&self, half: usize) -> Result<()> {
+        if self.half(half).taken.swap(1, Ordering::AcqRel) == 0 {
+            return Ok(());
+        }
+        Err(Error::Taken { half: if half == PRODUCER { "producer" } else { "consumer" }, ring: self.number })
+    }
+
+    fn used(&self, tail: usize, head: usize) -> Result<usize> {
+        let used = tail.wrapping_sub(head);
+        if used > self.capacity { Err(Error::Corrupt { capacity: self.capacity, used }) } else { Ok(used) }
+    }
+
+    fn close(&self, half: usize) {
+        if self.guard.intact() {
+            self.half(half).closed.store(1, Ordering::Release);
+        }
+    }
+
+    fn advanced(&self, offset: usize, bytes: usize) -> usize {
+        let next = offset + bytes;
+        if next >= self.capacity { next - self.capacity } else { next }
+    }
+}
+
+/// Both halves of a ring of this process, sharing one mapping.
+///
+/// # Errors
+/// `System`.
+pub fn private(capacity: usize) -> Result<(Producer, Consumer)> {
+    let ring = Arc::new(Segment::create(1, capacity)?.ring(0)?);
+    ring.take(PRODUCER)?;
+    ring.take(CONSUMER)?;
+    Ok((Producer::over(Arc::clone(&ring)), Consumer::over(ring)))
+}
+
+/// The sending half. Dropping it closes the ring: the consumer sees the end after the last byte.
+#[derive(Debug)]
+pub struct Producer {
+    ring: Arc<Ring>,
+    tail: usize,
+    offset: usize,
+    granted: usize,
+}
+
+impl Producer {
+    pub(crate) fn take(ring: Ring) -> Result<Self> {
+        ring.take(PRODUCER)?;
+        Ok(Self::over(Arc::new(ring)))
+    }
+
+    fn over(ring: Arc<Ring>) -> Self {
+        Self { ring, tail: 0, offset: 0, granted: 0 }
+    }
+
+    /// Bytes the ring holds.
+    pub fn capacity(&self) -> usize {
+        self.ring.capacity
+    }
+
+    /// All free space. When the ring is not empty the consumer is asked to tell of its next release.
+    ///
+    /// # Errors
+    /// `Corrupt`, `Forked`.
+    pub fn window(&mut self) -> Result<&mut [u8]> {
+        self.ring.guard.check()?;
+        let control = self.ring.control();
+        let mut used = self.ring.used(self.tail, control.head.0.load(Ordering::Acquire))?;
+        if used > 0 {
+            control.wanted.0.store(1, Ordering::Relaxed);
+            // Pairs with the fence in `Consumer::release`: either it sees `wanted`, or we see its new head.
+            fence(Ordering::SeqCst);
+            used = self.ring.used(self.tail, control.head.0.load(Ordering::Acquire))?;
+        }
+        self.granted = self.ring.capacity - used;
+        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled data of the mapping,
+        // which lives as long as `self`. The consumer reads only up to the published tail, and there is one producer
+        // (SHM-2), so nobody else touches these bytes while `self` is borrowed; no two of them are the same memory,
+        // because the mirror repeats only after `capacity`.
+        Ok(unsafe { slice::from_raw_parts_mut(self.ring.mapping.data(self.offset), self.granted) })
+    }
+
+    /// Publishes the first `bytes` of the last window.
+    ///
+    /// # Errors
+    /// `Overrun`, `Forked`.
+    pub fn commit(&mut self, bytes: usize) -> Result<()> {
+        self.ring.guard.check()?;
+        self.granted =
+            self.granted.checked_sub(bytes).ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
+        self.tail = self.tail.wrapping_add(bytes);
+        self.offset = self.ring.advanced(self.offset, bytes);
+        self.ring.control().tail.0.store(self.tail, Ordering::Release);
+        Ok(())
+    }
+
+    /// Committed bytes that are not released yet.
+    ///
+    /// # Errors
+    /// `Corrupt`.
+    pub fn used(&self) -> Result<usize> {
+        self.ring.used(self.tail, self.ring.control().head.0.load(Ordering::Acquire))
+    }
+
+    /// Whether the consumer was dropped.
+    pub fn closed(&self) -> bool {
+        self.ring.half(CONSUMER).closed.load(Ordering::Acquire) != 0
+    }
+}
+
+impl Producer {
+    /// Tells the consumer that nothing follows; a drop does the same.
+    pub fn close(&self) {
+        self.ring.close(PRODUCER);
+    }
+}
+
+impl Drop for Producer {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// The receiving half. Dropping it tells the producer that nobody reads any more.
+#[derive(Debug)]
+pub struct Consumer {
+    ring: Arc<Ring>,
+    head: usize,
+    offset: usize,
+    granted: usize,
+}
+
+impl Consumer {
+    pub(crate) fn take(ring: Ring) -> Result<Self> {
+        ring.take(CONSUMER)?;
+        Ok(Self::over(Arc::new(ring)))
+    }
+
+    fn over(ring: Arc<Ring>) -> Self {
+        Self { ring, head: 0, offset: 0, granted: 0 }
+    }
+
+    /// Bytes the ring holds.
+    pub fn capacity(&self) -> usize {
+        self.ring.capacity
+    }
+
+    /// All bytes that are committed and not released.
+    ///
+    /// # Errors
+    /// `Corrupt`, `Forked`.
+    pub fn window(&mut self) -> Result<&[u8]> {
+        self.ring.guard.check()?;
+        self.granted = self.ring.used(self.ring.control().tail.0.load(Ordering::Acquire), self.head)?;
+        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled data of the mapping,
+        // which lives as long as `self`. The producer writes only beyond the published tail until we release, and
+        // there is one consumer (SHM-2).
+        Ok(unsafe { slice::from_raw_parts(self.ring.mapping.data(self.offset), self.granted) })
+    }
+
+    /// Gives back the first `bytes` of the last window; true when the producer asked to hear of it.
+    ///
+    /// # Errors
+    /// `Overrun`, `Forked`.
+    pub fn release(&mut self, bytes: usize) -> Result<bool> {
+        self.ring.guard.check()?;
+        self.granted =
+            self.granted.checked_sub(bytes).ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
+        self.head = self.head.wrapping_add(bytes);
+        self.offset = self.ring.advanced(self.offset, bytes);
+        let control = self.ring.control();
+        control.head.0.store(self.head, Ordering::Release);
+        // Pairs with the fence in `Producer::window`.
+        fence(Ordering::SeqCst);
+        Ok(control.wanted.0.load(Ordering::Relaxed) != 0 && control.wanted.0.swap(0, Ordering::AcqRel) != 0)
+    }
+
+    /// Bytes that are committed and not released.
+    ///
+    /// # Errors
+    /// `Corrupt`.
+    pub fn used(&self) -> Result<usize> {
+        self.ring.used(self.ring.control().tail.0.load(Ordering::Acquire), self.head)
+    }
+
+    /// Whether the producer was dropped; what it had committed is still there.
+    pub fn closed(&self) -> bool {
+        self.ring.half(PRODUCER).closed.load(Ordering::Acquire) != 0
+    }
+}
+
+impl Consumer {
+    /// Tells the producer that nobody reads any more; a drop does the same.
+    pub fn close(&self) {
+        self.ring.close(CONSUMER);
+    }
+}
+
+impl Drop for Consumer {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shm_2_a_ring_has_one_producer_and_one_consumer() {
+        let segment = Segment::create(2, 1).unwrap();
+        let _producer = segment.producer(1).unwrap();
+        assert_eq!(segment.producer(1).unwrap_err(), Error::Taken { half: "producer", ring: 1 });
+        let _consumer = segment.consumer(1).unwrap();
+        assert!(segment.consumer(1).is_err());
+        assert!(segment.producer(0).is_ok());
+    }
+
+    #[test]
+    fn shm_3_positions_that_cannot_be_are_refused() {
+        let (mut producer, mut consumer) = private(4096).unwrap();
+        producer.ring.control().tail.0.store(4097, Ordering::Release);
+        assert_eq!(consumer.window().unwrap_err(), Error::Corrupt { capacity: 4096, used: 4097 });
+        producer.ring.control().head.0.store(1, Ordering::Release);
+        assert!(producer.window().is_err());
+    }
+
+    #[test]
+    fn windows_are_contiguous_at_every_offset() {
+        let (mut producer, mut consumer) = private(4096).unwrap();
+        for offset in 0..4096_usize {
+            let window = producer.window().unwrap();
+            assert_eq!(window.len(), 4096);
+            for (at, byte) in window.iter_mut().enumerate() {
+                *byte = ((at + offset) % 251).to_le_bytes()[0];
+            }
+            producer.commit(4096).unwrap();
+            assert!(producer.window().unwrap().is_empty());
+            let seen = consumer.window().unwrap();
+            assert!(seen.iter().enumerate().all(|(at, byte)| usize::from(*byte) == (at + offset) % 251));
+            assert!(consumer.release(4096).unwrap(), "the producer had seen a full ring");
+            // Shift by one byte.
+            producer.window().unwrap();
+            producer.commit(1).unwrap();
+            consumer.window().unwrap();
+            consumer.release(1).unwrap();
+        }
+    }
+
+    #[test]
+    fn more_than_the_window_is_refused() {
+        let (mut producer, mut consumer) = private(4096).unwrap();
+        producer.window().unwrap();
+        producer.commit(4000).unwrap();
+        assert_eq!(producer.commit(97).unwrap_err(), Error::Overrun { granted: 96, asked: 97 });
+        consumer.window().unwrap();
+        assert_eq!(consumer.release(4001).unwrap_err(), Error::Overrun { granted: 4000, asked: 4001 });
+    }
+
+    #[test]
+    fn the_end_is_seen_after_the_last_byte() {
+        let (mut producer, mut consumer) = private(1).unwrap();
+        producer.window().unwrap()[0] = 7;
+        producer.commit(1).unwrap();
+        drop(producer);
+        assert!(consumer.closed());
+        assert_eq!(consumer.window().unwrap(), [7]);
+    }
+}

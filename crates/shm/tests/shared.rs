@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Segments, bells and their hand-over, through the public door.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::thread;
+
+use farandole_shm::{Bell, Error, Guard, Segment, handover, private};
+
+#[test]
+fn a_segment_arrives_over_a_socket_and_is_the_same_memory() {
+    let (here, there) = UnixStream::pair().unwrap();
+    let segment = Segment::create(2, 5000).unwrap();
+    assert_eq!(segment.capacity(), 8192);
+    handover::send(&here, b"segment", &[segment.as_fd()]).unwrap();
+    let mut text = [0; 16];
+    let (bytes, mut descriptors) = handover::receive(&there, &mut text).unwrap();
+    assert_eq!((&text[..bytes], descriptors.len()), (&b"segment"[..], 1));
+    let adopted = Segment::adopt(descriptors.remove(0), 2, 5000).unwrap();
+    let mut producer = segment.producer(0).unwrap();
+    let mut consumer = adopted.consumer(0).unwrap();
+    producer.window().unwrap()[..3].copy_from_slice(b"abc");
+    producer.commit(3).unwrap();
+    assert_eq!(consumer.window().unwrap(), b"abc");
+}
+
+#[test]
+fn shm_1_what_can_be_shrunk_or_has_another_size_is_refused() {
+    let file = std::fs::File::open("/proc/self/exe").unwrap();
+    assert!(matches!(Segment::adopt(file.into(), 1, 4096), Err(Error::NotASegment { .. })));
+    let other = Segment::create(1, 4096).unwrap().as_fd().try_clone_to_owned().unwrap();
+    assert!(matches!(
+        Segment::adopt(other, 2, 4096),
+        Err(Error::NotASegment { expected: 16384, actual: 8192 })
+    ));
+}
+
+#[test]
+fn a_stream_through_a_small_ring_keeps_its_order() {
+    const TOTAL: usize = 3_000_001;
+    let (mut producer, mut consumer) = private(4096).unwrap();
+    let writer = thread::spawn(move || {
+        let mut sent = 0;
+        while sent < TOTAL {
+            let window = producer.window().unwrap();
+            let bytes = window.len().min(TOTAL - sent).min(1 + sent % 1500);
+            for (at, byte) in window[..bytes].iter_mut().enumerate() {
+                *byte = ((sent + at) % 251).to_le_bytes()[0];
+            }
+            producer.commit(bytes).unwrap();
+            sent += bytes;
+            if bytes == 0 {
+                thread::yield_now();
+            }
+        }
+    });
+    let mut seen = 0;
+    while seen < TOTAL {
+        let window = consumer.window().unwrap();
+        assert!(window.iter().enumerate().all(|(at, byte)| usize::from(*byte) == (seen + at) % 251));
+        let bytes = window.len();
+        seen += bytes;
+        consumer.release(bytes).unwrap();
+        if bytes == 0 {
+            thread::yield_now();
+        }
+    }
+    writer.join().unwrap();
+}
+
+#[test]
+fn a_bell_is_rung_once_and_only_when_its_owner_sleeps() {
+    let bell = Bell::create().unwrap();
+    let [memory, event] = bell.descriptors().map(|fd| fd.try_clone_to_owned().unwrap());
+    let theirs = Bell::adopt(memory, event).unwrap();
+    theirs.ring_if_parked().unwrap();
+    assert!(!bell.answer(), "nobody asked");
+    bell.park();
+    theirs.ring_if_parked().unwrap();
+    theirs.ring_if_parked().unwrap();
+    assert!(bell.answer());
+    assert!(!bell.answer());
+    assert!(!bell.parked(), "whoever rings resets the flag");
+    bell.beat();
+    assert_eq!(theirs.heartbeat(), 1);
+    bell.close();
+    assert!(theirs.closed());
+}
+
+#[test]
+fn a_guard_holds_in_its_own_process() {
+    assert!(Guard::new().intact());
+}
