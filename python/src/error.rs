@@ -4,7 +4,6 @@
 //! Where errors cross into Python, once: the fault picks the class, the message carries the chain of sources.
 
 use std::error::Error;
-use std::fmt::Write as _;
 
 use farandole::world::Fault;
 use pyo3::exceptions::PyValueError;
@@ -33,8 +32,8 @@ fn chain(error: &dyn Error) -> String {
     while let Some(cause) = source {
         let text = cause.to_string();
         if !message.contains(&text) {
-            // Writing to a String cannot fail.
-            drop(write!(message, ": {text}"));
+            message.push_str(": ");
+            message.push_str(&text);
         }
         source = cause.source();
     }

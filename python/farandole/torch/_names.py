@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Names and groups of an optimizer's parameters: the same on every rank, since gradients meet by name."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def name_parameters(
+    param_groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """Every parameter of an optimizer with its name, in the optimizer's order.
+
+    Raises:
+        ValueError: When an entry is no pair, a name appears twice, or a parameter has none.
+    """
+    if named_parameters is None:
+        return {
+            parameter: f"allreduce.noname.{i}.{j}"
+            for i, group in enumerate(param_groups)
+            for j, parameter in enumerate(group["params"])
+        }
+    entries = list(named_parameters)
+    if any(not isinstance(entry, tuple) for entry in entries):
+        raise ValueError("named_parameters must be (name, parameter) pairs, such as model.named_parameters()")
+    names = [name for name, _ in entries]
+    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if repeated:
+        raise ValueError(f"named_parameters must name each parameter differently: {', '.join(repeated)}")
+    given = {parameter: name for name, parameter in entries}
+    parameters = [parameter for group in param_groups for parameter in group["params"]]
+    unnamed = [id(parameter) for parameter in parameters if parameter not in given]
+    if unnamed:
+        raise ValueError(f"named_parameters lacks parameters of the optimizer, by object id: {unnamed}")
+    return {parameter: given[parameter] for parameter in parameters}
+
+
+def group_parameters(
+    names: dict[torch.Tensor, str], groups: int | Sequence[Sequence[torch.Tensor]] | None
+) -> list[list[torch.Tensor]]:
+    """The parameters whose gradients are reduced as one unit: groups of one, consecutive groups, or given ones.
+
+    Raises:
+        ValueError: When the number is not positive, or a list has what is no parameter or one twice.
+    """
+    trainable = [parameter for parameter in names if parameter.requires_grad]
+    if groups is None:
+        return [[parameter] for parameter in trainable]
+    if isinstance(groups, int):
+        if groups <= 0:
+            raise ValueError(f"groups must be a positive number or a list of lists of parameters: {groups!r}")
+        count = min(groups, len(trainable))
+        bounds = [len(trainable) * i // count for i in range(count + 1)] if count else []
+        return [trainable[first:last] for first, last in pairwise(bounds)]
+    seen: set[torch.Tensor] = set()
+    for group in groups:
+        for parameter in group:
+            if not isinstance(parameter, torch.Tensor):
+                raise ValueError(f"groups must hold parameters: {type(parameter).__name__}")
+            if parameter in seen:
+                raise ValueError(f"groups must hold each parameter once: {names.get(parameter, id(parameter))}")
+            seen.add(parameter)
+    wanted = [[parameter for parameter in group if parameter in names and parameter.requires_grad] for group in groups]
+    return [group for group in wanted if group] + [[parameter] for parameter in trainable if parameter not in seen]

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Smaller gradients on the wire: casts before and after a reduction."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Compressor:
+    """How a tensor is made smaller before a reduction and restored after it."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Returns the tensor to reduce and what `decompress` needs to know."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Restores a reduced tensor."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Leaves tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Returns the tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Returns the tensor itself."""
+        del ctx
+        return tensor
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype | None]:
+    """Casts floating tensors wider than `dtype`; others stay as they are."""
+    if tensor.is_floating_point() and tensor.element_size() > dtype.itemsize:
+        return tensor.to(dtype), tensor.dtype
+    return tensor, None
+
+
+def _uncast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+class FP16Compressor(Compressor):
+    """Halves of IEEE: 11 bits of precision, up to 65504."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Casts floating tensors to float16."""
+        return _cast(tensor, torch.float16)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Casts back."""
+        return _uncast(tensor, ctx)
+
+
+class BF16Compressor(Compressor):
+    """Brain floats: 8 bits of precision, the range of float32."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Casts floating tensors to bfloat16."""
+        return _cast(tensor, torch.bfloat16)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Casts back."""
+        return _uncast(tensor, ctx)
+
+
+class Compression:
+    """The compressors on offer."""
+
+    none = NoneCompressor
+    """No compression."""
+    fp16 = FP16Compressor
+    """float16 on the wire."""
+    bf16 = BF16Compressor
+    """bfloat16 on the wire."""

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Helpers to start alike: parameters, optimizer state and objects from one rank to all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+
+from farandole.common import basics
+from farandole.common.process_sets import ProcessSet, global_process_set, require_global
+from farandole.torch._allgather import gather_with_rows
+from farandole.torch._broadcast import broadcast_, broadcast_async_
+from farandole.torch._handles import operation_name, synchronize
+
+
+def broadcast_tensors(named: list[tuple[str | None, torch.Tensor]], root_rank: int) -> None:
+    """Overwrites all tensors by the root's, contiguous or not, all at once."""
+    handles: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    with torch.no_grad():
+        for name, tensor in named:
+            dense = tensor.detach().contiguous()
+            handles.append((broadcast_async_(dense, root_rank, name), tensor, dense))
+        for handle, tensor, dense in handles:
+            synchronize(handle)
+            if dense.data_ptr() != tensor.data_ptr():
+                tensor.copy_(dense)
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrites parameters by those of one rank, so that all ranks start from the same model.
+
+    Args:
+        params: A mapping such as `model.state_dict()`, or a list of tensors or of `(name, tensor)` pairs such as
+            `list(model.named_parameters())`.
+        root_rank: The rank whose values count.
+
+    Raises:
+        ValueError: When `params` is something else, e.g. a generator, or holds what is no tensor.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    named: list[tuple[str | None, Any]]
+    if isinstance(params, Mapping):
+        named = sorted(params.items())
+    elif isinstance(params, list):
+        named = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
+    else:
+        raise ValueError(f"params must be a mapping, or a list of tensors or (name, tensor) pairs: {type(params)!r}")
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"params must hold tensors; {name!r} is a {type(tensor).__name__}")
+    broadcast_tensors(named, root_rank)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Returns the root's object on every rank; it travels by cloudpickle over links that the job's key secures.
+
+    Unnamed calls are numbered like unnamed operations. Horovod names them after the type of `obj`, which hangs when
+    ranks pass different types.
+
+    Args:
+        obj: What to send; ignored on other ranks.
+        root_rank: The rank that sends.
+        name: Names the operation across ranks.
+        process_set: The global one.
+
+    Returns:
+        `obj` itself on the root, a copy elsewhere.
+
+    Raises:
+        ValueError: When an argument is wrong.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    require_global(process_set)
+    name = operation_name("object", name)
+    is_root = basics.rank() == root_rank
+    data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8) if is_root else None
+    size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64)
+    broadcast_(size, root_rank, f"{name}.size")
+    if data is None:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    broadcast_(data, root_rank, f"{name}.data")
+    return obj if is_root else _load(data)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Returns the objects of all ranks, in the order of ranks; they travel as in `broadcast_object`.
+
+    Args:
+        obj: This rank's object.
+        name: Names the operation across ranks.
+
+    Returns:
+        One object per rank; this rank's own is a copy too.
+
+    Raises:
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
+    whole, rows = gather_with_rows(data, operation_name("object", name))
+    return [_load(part) for part in torch.split(whole, rows)]
+
+
+def _load(data: torch.Tensor) -> Any:
+    return cloudpickle.loads(data.numpy().data)
+
+
+class _Slot:
+    """Stands for a tensor in a described optimizer state."""
+
+    def __init__(self, tensor: torch.Tensor, index: int) -> None:
+        self.index = index
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.on_host = tensor.is_cpu
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Overwrites an optimizer's state and options (learning rate, momentum, ...) by those of one rank.
+
+    No step is taken and no gradient touched, whether the state is empty or not: afterwards every rank has the state
+    the root has. Horovod fills an empty state by a real step, which may change parameters.
+
+    Args:
+        optimizer: Plain or distributed; the same parameters in the same groups on all ranks.
+        root_rank: The rank whose state counts.
+        model: Not needed; taken for Horovod's sake.
+
+    Raises:
+        ValueError: On all ranks, when the optimizer is an `LBFGS`, or some rank's groups differ from the root's.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    del model
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("the state of an LBFGS optimizer cannot be broadcast: it is bound to the last evaluation")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    layout = [len(group["params"]) for group in optimizer.param_groups]
+    tensors: list[torch.Tensor] = []
+    description = None
+    if basics.rank() == root_rank:
+        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        states = [optimizer.state.get(parameter) for parameter in parameters]
+        description = layout, _describe(options, tensors), _describe(states, tensors)
+    expected, options, states = broadcast_object(description, root_rank, "optimizer.description")
+    misfits = [f"rank {rank}: {found}" for rank, found in enumerate(allgather_object(layout)) if found != expected]
+    if misfits:
+        raise ValueError(f"parameters per group must be {expected} as on rank {root_rank}: {'; '.join(misfits)}")
+    if basics.rank() != root_rank:
+        slots: dict[int, torch.Tensor] = {}
+        for group, received in zip(optimizer.param_groups, options, strict=True):
+            group.update(_build(received, group["params"][0] if group["params"] else None, slots))
+        for parameter, received in zip(parameters, states, strict=True):
+            optimizer.state.pop(parameter, None)
+            if received is not None:
+                optimizer.state[parameter] = _build(received, parameter, slots)
+        tensors = [slots[index] for index in range(len(slots))]
+    broadcast_tensors([(f"optimizer.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
+
+
+def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Copies nested dicts, lists and tuples with slots in place of tensors, which it collects."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Slot(value, len(tensors) - 1)
+    if isinstance(value, Mapping):
+        return {key: _describe(entry, tensors) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        entries = [_describe(entry, tensors) for entry in value]
+        return entries if isinstance(value, list) else tuple(entries)
+    return value
+
+
+def _build(value: Any, parameter: torch.Tensor | None, slots: dict[int, torch.Tensor]) -> Any:
+    """The inverse of `_describe`: fills slots with fresh tensors, on the parameter's device if they were on one."""
+    if isinstance(value, _Slot):
+        device = "cpu" if value.on_host or parameter is None else parameter.device
+        slots[value.index] = torch.empty(value.shape, dtype=value.dtype, device=device)
+        return slots[value.index]
+    if isinstance(value, dict):
+        return {key: _build(entry, parameter, slots) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        entries = [_build(entry, parameter, slots) for entry in value]
+        return entries if isinstance(value, list) else tuple(entries)
+    return value
