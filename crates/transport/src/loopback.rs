@@ -10,7 +10,7 @@ use farandole_world::Rank;
 
 use crate::peer::Peer;
 use crate::ring::{RingReceiver, RingSender};
-use crate::{Error, Link, LinkKind, Result};
+use crate::{Error, Link, LinkKind, Parker, Result};
 
 /// A link between `a` and `b`: the first is `a`'s end (its peer is `b`). Nobody is woken: poll.
 ///
@@ -20,7 +20,7 @@ pub fn pair(a: Rank, b: Rank, capacity: usize) -> Result<(Link, Link)> {
     pair_with(a, b, capacity, None, None)
 }
 
-pub(crate) fn pair_with(
+fn pair_with(
     a: Rank,
     b: Rank,
     capacity: usize,
@@ -62,7 +62,17 @@ pub fn mesh(size: usize, capacity: usize) -> Result<Vec<Vec<Link>>> {
     mesh_with(size, capacity, &[])
 }
 
-pub(crate) fn mesh_with(size: usize, capacity: usize, bells: &[Arc<Bell>]) -> Result<Vec<Vec<Link>>> {
+/// As [`mesh`], every rank with a parker that its peers wake.
+///
+/// # Errors
+/// `System`.
+pub fn mesh_with_parkers(size: usize, capacity: usize) -> Result<Vec<(Vec<Link>, Parker)>> {
+    let parkers = (0..size).map(|_| Parker::new()).collect::<Result<Vec<_>>>()?;
+    let bells: Vec<_> = parkers.iter().map(|parker| Arc::clone(parker.bell())).collect();
+    Ok(mesh_with(size, capacity, &bells)?.into_iter().zip(parkers).collect())
+}
+
+fn mesh_with(size: usize, capacity: usize, bells: &[Arc<Bell>]) -> Result<Vec<Vec<Link>>> {
     let rank = |index: usize| Rank(u32::try_from(index).unwrap_or(u32::MAX));
     let mut links: Vec<Vec<Link>> = (0..size).map(|_| Vec::new()).collect();
     for low in 0..size {
