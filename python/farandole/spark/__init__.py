@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Farandole on Spark: run a function on every task of a gang, or fit an estimator on a DataFrame.
+
+Importing this package imports neither pyspark nor a framework; what needs them imports them when called.
+"""
+
+from farandole.spark import conf
+from farandole.spark.common.errors import FarandoleJobError
+from farandole.spark.runner import run
+
+__all__ = ["FarandoleJobError", "conf", "run"]

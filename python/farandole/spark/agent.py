@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A task's side of a job: runs one worker and tells how it ended.
+
+A worker's own failure never becomes an exception here: Spark would run the whole stage four times for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from farandole.spark.outcome import Ending
+from farandole.spark.task import RESOURCES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+Environment = dict[str, str | None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an agent needs to know; travels in Spark's closure.
+
+    Attributes:
+        ticket: The registrar's.
+        payload: The pickled function and its arguments.
+        env: Variables to set or (`None`) remove.
+        executable: Interpreter of the workers; `None` takes the agent's own.
+        stream_output: Whether lines go to the driver.
+        start_timeout: Seconds to wait for the other tasks.
+    """
+
+    ticket: str
+    payload: bytes
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    executable: str | None = None
+    stream_output: bool = False
+    start_timeout: float | None = None
+
+
+def serve(work: Work, task: int, attempt: int = 0, resources: Mapping[str, list[str]] | None = None) -> Ending:
+    """Runs the worker of one task to its end.
+
+    Args:
+        work: What to run.
+        task: Number of this task.
+        attempt: Fencing token; Spark's `taskAttemptId()`.
+        resources: Addresses that Spark assigned to the task, by resource name.
+
+    Returns:
+        How the worker ended, or why there was none.
+    """
+    from farandole._native import launcher  # noqa: PLC0415 - starts no thread before the Spark daemon's fork
+
+    host = socket.gethostname()
+    command = [work.executable or sys.executable, "-m", "farandole.runner.worker"]
+    env = environment(work.env, resources or {})
+    try:
+        outcome = launcher.run_agent(
+            work.ticket,
+            task,
+            command,
+            env=env,
+            payload=work.payload,
+            attempt=attempt,
+            stream_output=work.stream_output,
+            start_timeout=work.start_timeout,
+        )
+    except Exception as error:  # noqa: BLE001 - every refusal goes to the driver as an ending
+        return Ending(task, host, refused=f"{type(error).__name__}: {error}")
+    return Ending.of(task, host, outcome)
+
+
+def environment(env: Mapping[str, str | None], resources: Mapping[str, list[str]]) -> Environment:
+    """The changes that make a worker's environment out of this process's.
+
+    The worker imports what this process can import: its `sys.path` follows whatever `PYTHONPATH` was asked for.
+    Output is unbuffered unless asked otherwise, so that a line is seen when it is printed and is not lost with a killed
+    worker.
+
+    Args:
+        env: What the user asked for.
+        resources: Addresses assigned to the task.
+    """
+    changed: Environment = dict(env)
+    asked = [part for part in (changed.get("PYTHONPATH") or "").split(os.pathsep) if part]
+    own = [os.path.realpath(part) if part == "" else part for part in sys.path]
+    changed["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*asked, *own]))
+    changed.setdefault("PYTHONUNBUFFERED", os.environ.get("PYTHONUNBUFFERED", "1"))
+    if resources:
+        changed[RESOURCES] = json.dumps({name: list(addresses) for name, addresses in resources.items()})
+    return changed
+
+
+def tasks_of(batches: Iterable[object]) -> list[int]:
+    """The task numbers in a partition's Arrow batches, read to the end as Spark expects."""
+    return [int(value) for batch in batches for value in batch.column(0).to_pylist()]  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Backends: where an estimator's training function runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, TextIO
+
+from farandole.spark import outcome, runner
+from farandole.spark.agent import Work
+from farandole.spark.gang import Output, conduct, payload
+from farandole.spark.local import LocalAgents
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    OnProgress = Callable[[int, dict[str, Any]], None]
+
+_NOT_FOR_EXECUTORS = ("CUDA_VISIBLE_DEVICES", "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET", "SPARK_HOME")
+
+
+class Backend(ABC):
+    """Runs a function on every process of a gang."""
+
+    @abstractmethod
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str | None] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Any]:
+        """Runs the function on `num_processes()` workers.
+
+        Args:
+            fn: The function; pickled by cloudpickle.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            env: Variables to set in the workers; `None` as a value removes one.
+            on_progress: Called on this thread, while the job runs, with the rank and the record of every
+                `farandole.spark.task.report`. An exception it raises ends the job.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            FarandoleJobError: A worker failed.
+            TimeoutError: Not all workers started in time.
+        """
+
+    @abstractmethod
+    def num_processes(self) -> int:
+        """Number of workers."""
+
+
+class SparkBackend(Backend):
+    """Workers in the tasks of the active Spark session.
+
+    Unlike `farandole.spark.run` this hands the driver's environment to the workers, without `CUDA_VISIBLE_DEVICES`
+    and what belongs to the driver's own JVM.
+
+    Args:
+        num_proc: Number of processes; default: Spark's default parallelism.
+        env: Environment of the workers instead of the driver's.
+        **kwargs: Further arguments of `farandole.spark.run`, such as `stdout`, `verbose` or `start_timeout`.
+    """
+
+    def __init__(self, num_proc: int | None = None, env: Mapping[str, str | None] | None = None, **kwargs: Any) -> None:
+        self._num_proc = num_proc
+        self._env = dict(env) if env is not None else None
+        self._kwargs = kwargs
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str | None] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Any]:
+        """As `Backend.run`; also raises what `farandole.spark.run` raises."""
+        base: dict[str, str | None] = dict(os.environ) if self._env is None else dict(self._env)
+        merged = {name: value for name, value in (base | dict(env or {})).items() if name not in _NOT_FOR_EXECUTORS}
+        return runner.run_with(fn, args, kwargs, on_progress, num_proc=self.num_processes(), env=merged, **self._kwargs)
+
+    def num_processes(self) -> int:
+        """Number of workers; needs an active Spark session when none was given."""
+        if self._num_proc is None:
+            from farandole.spark.session import Cluster  # noqa: PLC0415 - LocalBackend does without
+
+            return Cluster.active().default_parallelism()
+        return self._num_proc
+
+
+class LocalBackend(Backend):
+    """Workers as processes of this host, without Spark and without a JVM.
+
+    They get this process's environment and modules. Unless `OMP_NUM_THREADS` is set, each gets its fair share of
+    the cores.
+
+    Args:
+        num_proc: Number of processes; default: the number of cores.
+        env: Variables to set in the workers; `None` as a value removes one.
+        start_timeout: Seconds all workers may take to start; default as in `farandole.spark.run`.
+        stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
+        stderr: The same for stderr; default: `sys.stderr`.
+        verbose: 0 is silent but for the workers, 1 says what is waited for, 2 also says where each rank runs.
+        prefix_output_with_timestamp: Whether those lines also start with the time.
+        executable: Python interpreter of the workers; default: this one.
+    """
+
+    def __init__(
+        self,
+        num_proc: int | None = None,
+        env: Mapping[str, str | None] | None = None,
+        *,
+        start_timeout: float | None = None,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        verbose: int = 1,
+        prefix_output_with_timestamp: bool = False,
+        executable: str | None = None,
+    ) -> None:
+        self._num_proc = _cores() if num_proc is None else num_proc
+        if self._num_proc < 1:
+            raise ValueError(f"num_proc must be at least 1: {num_proc}")
+        self._env = dict(env or {})
+        self._start_timeout = start_timeout
+        self._stdout = stdout
+        self._stderr = stderr
+        self._verbose = verbose
+        self._timestamp = prefix_output_with_timestamp
+        self._executable = executable
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str | None] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Any]:
+        """As `Backend.run`."""
+        size = self._num_proc
+        limit = runner.default_start_timeout() if self._start_timeout is None else float(self._start_timeout)
+        changes: dict[str, str | None] = {**self._env, **(env or {})}
+        if "OMP_NUM_THREADS" not in os.environ:
+            changes.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
+        # The streams are looked up at the call: notebooks and progress bars put their own in place of sys.stdout.
+        output = Output(self._stdout or sys.stdout, self._stderr or sys.stderr, self._timestamp, self._verbose)
+        packed = payload(fn, args, kwargs)
+
+        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+
+        registrar = Registrar(size, start_timeout=limit)
+        work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit)
+        agents = LocalAgents(work, size)
+        endings = conduct(registrar, agents, size, output, on_progress, limit, "workers to start")
+        return outcome.results(endings, size)
+
+    def num_processes(self) -> int:
+        """Number of workers."""
+        return self._num_proc
+
+
+def _cores() -> int:
+    return max(1, len(os.sched_getaffinity(0)))

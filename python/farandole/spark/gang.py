@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The driver's side of a job: whatever runs the agents, this pumps their events and ends what must end.
+
+A gang either returns how every task ended, or leaves nothing behind: `conduct` comes back only after the registrar is
+closed and every agent it could reach has reported its worker's end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+import cloudpickle
+
+from farandole.spark.common.errors import FarandoleJobError, signal_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from farandole._native.registrar import Event, Registrar
+    from farandole.spark.outcome import Ending
+
+PROGRESS = "progress"
+"""Kind of the records that `farandole.spark.task.report` sends."""
+
+_WAIT = 0.25
+_WAIT_FOR_ROWS = 0.02
+_GRACE_AFTER_VERDICT = 3.0
+_GRACE_AFTER_EXIT = 15.0
+_GRACE_AFTER_ABORT = 3.0
+_GRACE_AFTER_CANCEL = 10.0
+_NEWS_EVERY = 15.0
+_TAIL = 50
+
+
+class Agents(ABC):
+    """What runs one agent per task: a Spark job, or threads of this process."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Starts the agents and returns at once."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether all agents have returned, or never will."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Asks for a quick end; may be called again and again."""
+
+    @abstractmethod
+    def endings(self) -> list[Ending]:
+        """How every task ended; raises what kept the agents from running. Called once `done`."""
+
+
+@dataclass
+class Output:
+    """Where the driver writes what workers and the gang itself say.
+
+    Attributes:
+        stdout: Stream for the workers' stdout; `None` leaves it where the workers run.
+        stderr: The same for stderr.
+        timestamp: Whether each line starts with the time.
+        verbose: 0 says nothing, 1 says what the user waits for, 2 says who sits where too.
+    """
+
+    stdout: TextIO | None = None
+    stderr: TextIO | None = None
+    timestamp: bool = False
+    verbose: int = 1
+
+    @property
+    def streaming(self) -> bool:
+        """Whether workers' lines come to the driver."""
+        return self.stdout is not None or self.stderr is not None
+
+    def line(self, rank: int | None, stream: str | None, text: str) -> None:
+        """Writes one line of a worker."""
+        target = self.stdout if stream == "stdout" else self.stderr
+        if target is None:
+            # Only one stream was given: the other's lines still must not vanish.
+            target = sys.stdout if stream == "stdout" else sys.stderr
+        when = time.asctime() if self.timestamp else ""
+        target.write(f"{when}[{'?' if rank is None else rank}]<{stream}>:{text}\n")
+        target.flush()
+
+    def say(self, message: str, level: int = 1) -> None:
+        """Tells the user something about the gang."""
+        if self.verbose >= level:
+            sys.stderr.write(f"farandole: {message}\n")
+            sys.stderr.flush()
+
+
+@dataclass
+class _Seen:
+    registered: set[int] = field(default_factory=set)
+    assigned: bool = False
+    ended: dict[int, Event] = field(default_factory=dict)
+    failed: Event | None = None
+    verdict: Event | None = None
+    give_up_at: float = float("inf")
+    tails: dict[int, list[str]] = field(default_factory=dict)
+
+
+def payload(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+    """The function and its arguments, as every worker reads them.
+
+    Raises:
+        TypeError: Something cannot be pickled; the message names the function.
+    """
+    try:
+        return cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+    except Exception as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise TypeError(f"{name} and its arguments cannot be pickled for the workers: {error}") from error
+
+
+def conduct(
+    registrar: Registrar,
+    agents: Agents,
+    size: int,
+    output: Output,
+    on_progress: Callable[[int, dict[str, Any]], None] | None,
+    start_timeout: float,
+    activity: str,
+) -> list[Ending]:
+    """Runs a gang from its first registration to its last worker's end.
+
+    Args:
+        registrar: The job's meeting point; closed when this returns or raises.
+        agents: What runs the agents.
+        size: Number of tasks.
+        output: Where lines go.
+        on_progress: Called with (rank, record) on this thread for every record of a worker.
+        start_timeout: Seconds all tasks may take to register.
+        activity: What is waited for until then, as in "Spark tasks to start".
+
+    Returns:
+        How every task ended, failures included.
+
+    Raises:
+        FarandoleJobError: A worker failed and its agent could not bring its ending along in time.
+        TimeoutError: Not all tasks registered in time.
+        KeyboardInterrupt: The user interrupted; nothing is left running.
+    """
+    gang = _Gang(registrar, agents, size, output, on_progress, start_timeout, activity)
+    try:
+        return gang.run()
+    except BaseException as error:
+        gang.end(f"the driver gave up: {type(error).__name__}")
+        raise
+    finally:
+        registrar.close()
+
+
+class _Gang:
+    def __init__(
+        self,
+        registrar: Registrar,
+        agents: Agents,
+        size: int,
+        output: Output,
+        on_progress: Callable[[int, dict[str, Any]], None] | None,
+        start_timeout: float,
+        activity: str,
+    ) -> None:
+        self.registrar = registrar
+        self.agents = agents
+        self.size = size
+        self.output = output
+        self.on_progress = on_progress
+        self.start_timeout = start_timeout
+        self.activity = activity
+        self.seen = _Seen()
+
+    def run(self) -> list[Ending]:
+        self.agents.start()
+        started = time.monotonic()
+        news_at = started + _NEWS_EVERY
+        while not self.agents.done():
+            rows_next = len(self.seen.ended) == self.size
+            self.pump(_WAIT_FOR_ROWS if rows_next else _WAIT)
+            now = time.monotonic()
+            if now > self.seen.give_up_at:
+                raise self.seen_failure()
+            if not self.seen.assigned:
+                if now - started > self.start_timeout:
+                    raise TimeoutError(self.not_started())
+                if now >= news_at:
+                    news_at = now + _NEWS_EVERY
+                    self.output.say(f"waiting for {self.activity}: {len(self.seen.registered)} of {self.size} are here")
+        self.pump(0.0)
+        return self.agents.endings()
+
+    def pump(self, timeout: float) -> None:
+        for event in self.registrar.events(timeout):
+            self.take(event)
+
+    def take(self, event: Event) -> None:
+        seen = self.seen
+        kind, task = event.kind, event.task
+        if kind == "log":
+            self.log(event)
+        elif kind == "metric":
+            if event.text == PROGRESS and self.on_progress is not None and event.data is not None:
+                self.on_progress(event.rank or 0, json.loads(event.data))
+        elif kind == "registered" and task is not None:
+            if task in seen.registered and seen.assigned:
+                # Spark runs the whole stage again after an executor was lost: what the old generation said is past.
+                self.output.say(f"task {task} was started again by Spark; the gang forms anew")
+                self.seen = seen = _Seen()
+            seen.registered.add(task)
+        elif kind == "assigned":
+            seen.assigned = True
+            self.introduce()
+        elif kind == "exit" and task is not None:
+            seen.ended[task] = event
+            if seen.failed is None and (event.exit_code != 0 or event.signal is not None):
+                # It may be a survivor that lost its peer: the verdict knows better, if one comes.
+                seen.failed, seen.give_up_at = event, time.monotonic() + _GRACE_AFTER_EXIT
+        elif kind == "aborted":
+            seen.verdict, seen.failed = event, seen.ended.get(task, seen.failed) if task is not None else seen.failed
+            seen.give_up_at = time.monotonic() + _GRACE_AFTER_VERDICT
+        elif kind == "lost":
+            self.output.say(f"task {task} was lost: {event.text}")
+
+    def log(self, event: Event) -> None:
+        if event.dropped:
+            self.output.say(f"{event.dropped} lines of workers were dropped: the driver could not keep up")
+        text = event.text or ""
+        if event.stream == "stderr" and event.task is not None:
+            tail = self.seen.tails.setdefault(event.task, [])
+            tail.append(text)
+            del tail[:-_TAIL]
+        self.output.line(event.rank, event.stream, text)
+
+    def introduce(self) -> None:
+        if self.output.verbose > 1:
+            for seat in self.registrar.assignment() or []:
+                self.output.say(f"rank {seat['rank']} is task {seat['task']} on {seat['host']}", level=2)
+
+    def seen_failure(self) -> FarandoleJobError:
+        """The first failure as the registrar told it, for when its task does not come back with more."""
+        event, verdict = self.seen.failed, self.seen.verdict
+        if event is None:
+            reason = verdict.text if verdict is not None else None
+            return FarandoleJobError(reason or "the job was ended", rank=verdict.rank if verdict is not None else None)
+        seats = self.registrar.assignment() or []
+        host = next((seat["host"] for seat in seats if seat["task"] == event.task), None)
+        name = signal_name(event.signal) if event.signal is not None else None
+        how = f"was ended by signal {name}" if name else f"exited with code {event.exit_code}"
+        tail = self.seen.tails.get(event.task, []) if event.task is not None else []
+        return FarandoleJobError(
+            f"rank {event.rank} on {host} {how}",
+            rank=event.rank,
+            host=host,
+            exit_code=event.exit_code,
+            signal_name=name,
+            stderr_tail="\n".join(tail),
+        )
+
+    def not_started(self) -> str:
+        return (
+            f"Timed out waiting for {self.activity}. Please check that you have enough resources to run all "
+            f"Farandole processes: after {self.start_timeout:g} s {len(self.seen.registered)} of {self.size} tasks "
+            "had registered"
+        )
+
+    def end(self, reason: str) -> None:
+        """Kills the workers, then whatever runs the agents, and waits until both are gone."""
+        self.registrar.abort(reason)
+        if self.seen.registered:
+            self.wait(_GRACE_AFTER_ABORT, lambda: self.agents.done() and self.workers_ended())
+        deadline = time.monotonic() + _GRACE_AFTER_CANCEL
+        while not self.agents.done() and time.monotonic() < deadline:
+            self.agents.cancel()
+            self.wait(0.5, self.agents.done)
+
+    def workers_ended(self) -> bool:
+        return not self.seen.assigned or len(self.seen.ended) >= self.size
+
+    def wait(self, limit: float, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + limit
+        while not done() and time.monotonic() < deadline:
+            for event in self.registrar.events(0.05):
+                if event.kind in ("exit", "lost") and event.task is not None:
+                    self.seen.ended[event.task] = event
+                elif event.kind == "log":
+                    self.log(event)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Agents in the tasks of a barrier stage: one way for classic Spark and Spark Connect."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from farandole.spark.common.errors import FarandoleJobError
+from farandole.spark.gang import Agents
+from farandole.spark.outcome import SCHEMA, Ending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pyspark.sql import DataFrame
+
+    from farandole.spark.agent import Work
+    from farandole.spark.gang import Output
+    from farandole.spark.session import Cluster
+
+_NO_SLOTS = "SPARK-24819"
+_RETRY_EVERY = 5.0
+
+
+class SparkAgents(Agents):
+    """A Spark job of `size` tasks, run by a thread that inherits its caller's job group, tags and properties."""
+
+    def __init__(self, cluster: Cluster, work: Work, size: int, output: Output, start_timeout: float) -> None:
+        self._cluster = cluster
+        self._work = work
+        self._size = size
+        self._output = output
+        self._start_timeout = start_timeout
+        self._tag = f"farandole-{uuid.uuid4().hex[:12]}"
+        self._cancelled = threading.Event()
+        self._endings: list[Ending] = []
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Submits the job."""
+        from pyspark import InheritableThread  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
+
+        inherit: dict[str, Any] = {"session": self._cluster.session} if self._cluster.context is None else {}
+        self._thread = InheritableThread(target=self._run, name=f"{self._tag}-job", daemon=True, **inherit)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether the job is over."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def cancel(self) -> None:
+        """Cancels the job by its tag, and with it Spark's Python processes that ignore it for two seconds."""
+        self._cancelled.set()
+        if self._cluster.context is not None:
+            self._cluster.context.cancelJobsWithTag(self._tag)
+        else:
+            self._cluster.session.interruptTag(self._tag)
+
+    def endings(self) -> list[Ending]:
+        """How every task ended.
+
+        Raises:
+            FarandoleJobError: Spark did not run the tasks to their end.
+        """
+        if self._error is None:
+            return self._endings
+        told = self._cluster.explain(self._error)
+        reason = told if told is not None else f"the Spark job has failed: {_first_lines(self._error)}"
+        raise FarandoleJobError(reason) from self._error
+
+    def _run(self) -> None:
+        try:
+            self._tagged()
+            self._endings = Ending.from_rows(
+                (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in self._collected()
+            )
+        except BaseException as error:  # noqa: BLE001 - the driver's thread raises it
+            self._error = error
+
+    def _tagged(self) -> None:
+        context = self._cluster.context
+        if context is None:
+            self._cluster.session.addTag(self._tag)
+            return
+        # `SparkSession.addTag` reaches no job of a classic session that collects rows: the context's tags do.
+        context.addJobTag(self._tag)
+        context.setInterruptOnCancel(True)
+        context.setLocalProperty("spark.job.description", f"farandole: {self._size} processes")
+
+    def _collected(self) -> list[Any]:
+        deadline = time.monotonic() + self._start_timeout
+        rows = self._rows()
+        while True:
+            try:
+                return rows.collect()
+            except Exception as error:
+                if _NO_SLOTS not in str(error) or self._cancelled.is_set():
+                    raise
+                has = self._cluster.slots()
+                wants = f"this job needs {self._size} task slots at once" + (f", Spark has {has}" if has else "")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"Timed out waiting for Spark tasks to start: {wants} after {self._start_timeout:g} s. "
+                        "Please check that you have enough resources to run all Farandole processes: each runs in a "
+                        "Spark task of its own, and all start together"
+                    ) from error
+                self._output.say(f"{wants}; trying again, {left:.0f} s are left")
+                self._cancelled.wait(min(_RETRY_EVERY, left))
+
+    def _rows(self) -> DataFrame:
+        tasks = self._cluster.session.range(0, self._size, 1, self._size)
+        # Spark retries a barrier stage after it lost an executor only if the stage feeds a shuffle.
+        return tasks.mapInArrow(_agent(self._work), SCHEMA, barrier=True).repartition(1)
+
+
+def _agent(work: Work) -> Callable[[Iterable[Any]], Iterator[Any]]:
+    def agent(batches: Iterable[Any]) -> Iterator[Any]:
+        import pyarrow  # noqa: PLC0415, ICN001 - runs in Spark's task
+        from pyspark import BarrierTaskContext  # noqa: PLC0415 - as above
+
+        from farandole.spark import agent as agents  # noqa: PLC0415 - as above
+        from farandole.spark import task as tasks  # noqa: PLC0415 - as above
+
+        fence = BarrierTaskContext.get().taskAttemptId()
+        for number in agents.tasks_of(batches):
+            ending = agents.serve(work, number, fence, tasks.resources())
+            for task, kind, chunk, data in ending.rows():
+                yield pyarrow.RecordBatch.from_arrays(
+                    [
+                        pyarrow.array([task], pyarrow.int32()),
+                        pyarrow.array([kind], pyarrow.string()),
+                        pyarrow.array([chunk], pyarrow.int32()),
+                        pyarrow.array([data], pyarrow.binary()),
+                    ],
+                    names=["task", "kind", "chunk", "data"],
+                )
+
+    return agent
+
+
+def _first_lines(error: BaseException) -> str:
+    """What Spark says before it goes on about the JVM's stack."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("\tat ")]
+    return "\n".join(lines[:20])

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`farandole.spark.run`: a function on every process of a gang, its results by rank."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any, TextIO
+
+from farandole.spark import outcome
+from farandole.spark.agent import Work
+from farandole.spark.gang import Output, conduct, payload
+from farandole.spark.job import SparkAgents
+from farandole.spark.session import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+_START_TIMEOUT = 600.0
+
+
+def run(  # noqa: D417 - the ignored ones are named in one line
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = {},
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+) -> list[Any]:
+    """Runs a function on `num_proc` Spark tasks that start together, and returns what it returned on each rank.
+
+    Each task starts one worker process and passes it the function; inside, `farandole.torch.init()` and its siblings
+    form the world. Works on classic Spark and on Spark Connect.
+
+    A worker starts with the environment of its Spark task, not with the driver's, changed by `env`. Spark sets
+    `OMP_NUM_THREADS` there to `spark.task.cpus`, the task's share of its executor's cores; set it in `env` to give
+    workers more. A worker imports what its task can import.
+
+    Args:
+        fn: The function. It is pickled by cloudpickle once, on the driver.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        num_proc: Number of processes; default: Spark's default parallelism.
+        start_timeout: Seconds all tasks may take to start; default: `FARANDOLE_SPARK_START_TIMEOUT`, or Horovod's name
+            of it, else 600.
+        env: Variables to set in every worker; `None` as a value removes one.
+        stdout: Text stream that gets the workers' stdout, each line as `[rank]<stdout>:line`; by default it stays in
+            the logs of the Spark tasks.
+        stderr: The same for stderr.
+        verbose: 0 is silent, 1 says what is waited for, 2 also says where each rank runs.
+        prefix_output_with_timestamp: Whether those lines also start with the time.
+        executable: Python interpreter of the workers; default: the one that runs the Spark task.
+        use_mpi, use_gloo, extra_mpi_args, nics: Accepted for Horovod's sake. There is one transport, and its
+            addresses are found by trying them; a value that asks for something else gets a warning.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        FarandoleJobError: A worker failed; its rank, host, exit, traceback and last words are in the exception, which
+            is raised from the worker's own exception where that can be unpickled here. Nothing is run again.
+        ValueError: Spark has fewer slots than `num_proc`, or uses dynamic allocation.
+        TimeoutError: Not all tasks started in time.
+        Exception: There is no active Spark session.
+    """
+    return run_with(
+        fn,
+        args,
+        kwargs,
+        None,
+        num_proc=num_proc,
+        start_timeout=start_timeout,
+        use_mpi=use_mpi,
+        use_gloo=use_gloo,
+        extra_mpi_args=extra_mpi_args,
+        env=env,
+        stdout=stdout,
+        stderr=stderr,
+        verbose=verbose,
+        nics=nics,
+        prefix_output_with_timestamp=prefix_output_with_timestamp,
+        executable=executable,
+    )
+
+
+def run_with(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    on_progress: Callable[[int, dict[str, Any]], None] | None,
+    *,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+) -> list[Any]:
+    """As `run`, with a callback for the records of workers; raises as `run`."""
+    del use_gloo
+    if use_mpi or extra_mpi_args:
+        warnings.warn("use_mpi and extra_mpi_args are ignored: Farandole has a transport of its own", stacklevel=3)
+    if nics:
+        warnings.warn(
+            f"nics={sorted(set(nics))} is ignored: addresses are found by trying them; FARANDOLE_DRIVER_HOST names the "
+            "driver's",
+            stacklevel=3,
+        )
+    cluster = Cluster.active()
+    size = cluster.default_parallelism() if num_proc is None else num_proc
+    if size < 1:
+        raise ValueError(f"num_proc must be at least 1: {size}")
+    cluster.check(size)
+    limit = default_start_timeout() if start_timeout is None else float(start_timeout)
+    output = Output(stdout, stderr, prefix_output_with_timestamp, verbose)
+    packed = payload(fn, args, kwargs)
+
+    from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+
+    registrar = Registrar(size, start_timeout=limit)
+    work = Work(registrar.ticket, packed, dict(env or {}), executable, output.streaming, limit)
+    agents = SparkAgents(cluster, work, size, output, limit)
+    endings = conduct(registrar, agents, size, output, on_progress, limit, "Spark tasks to start")
+    return outcome.results(endings, size)
+
+
+def default_start_timeout() -> float:
+    """Seconds that tasks may take to start when nobody says.
+
+    Raises:
+        ValueError: The variable is no number.
+    """
+    for name in ("FARANDOLE_SPARK_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"):
+        text = os.environ.get(name)
+        if text:
+            try:
+                return float(text)
+            except ValueError:
+                raise ValueError(f"{name} must be a number of seconds: {text}") from None
+    return _START_TIMEOUT

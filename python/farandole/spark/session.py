@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a driver asks of its Spark session, classic or Connect."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+NO_SESSION = "Could not find an active SparkContext, are you running in a PySpark session?"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Spark session and what differs between classic Spark and Spark Connect.
+
+    Attributes:
+        session: The session.
+        context: Its `SparkContext`; `None` on Connect.
+    """
+
+    session: SparkSession
+    context: Any
+
+    @classmethod
+    def active(cls) -> Cluster:
+        """The session of this process.
+
+        Raises:
+            Exception: There is none, or pyspark is not installed; Horovod's type and words.
+        """
+        try:
+            from pyspark.sql import SparkSession  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "pyspark is not installed; install it with: pip install 'farandole[spark]'", name="pyspark"
+            ) from error
+        # Connect first: pyspark's classic module answers for it only when it was told to be remote.
+        session = _connected() or SparkSession.getActiveSession() or _of_context()
+        if session is None:
+            raise Exception(NO_SESSION)  # noqa: TRY002 - Horovod's type
+        connect = type(session).__module__.startswith("pyspark.sql.connect")
+        return cls(session, None if connect else session.sparkContext)
+
+    def default_parallelism(self) -> int:
+        """Spark's own idea of how many tasks run side by side."""
+        if self.context is not None:
+            return int(self.context.defaultParallelism)
+        from pyspark.sql import functions  # noqa: PLC0415 - as above
+
+        # A range that is given no number of slices takes the default; that is what a Connect client can see.
+        partitions = self.session.range(0, 1 << 20).select(functions.spark_partition_id().alias("partition"))
+        return int(partitions.distinct().count())
+
+    @property
+    def master(self) -> str:
+        """The master's URL; empty on Connect, where it is the server's affair."""
+        return str(self.context.master) if self.context is not None else ""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether tasks run in the driver's own JVM, with a number of slots that never changes."""
+        return self.master == "local" or self.master.startswith("local[")
+
+    def slots(self) -> int | None:
+        """Tasks that this application could run at once if it ran nothing else; `None` where nobody can tell."""
+        if self.context is None:
+            return None
+        try:
+            scala = self.context._jsc.sc()  # noqa: SLF001 - the number that Spark's own barrier check uses
+            return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
+        except Exception:  # noqa: BLE001 - a JVM that does not show it
+            return int(self.context.defaultParallelism) if self.is_local else None
+
+    def check(self, size: int) -> None:
+        """Refuses what cannot work, before anything is started.
+
+        Raises:
+            ValueError: More tasks than slots, or dynamic allocation, which barrier stages do not allow.
+        """
+        if not self.is_local and self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true":
+            raise ValueError(
+                "Spark runs no barrier stage with dynamic allocation, and the processes of a job start in one: "
+                "set spark.dynamicAllocation.enabled=false and spark.executor.instances to the executors you need"
+            )
+        slots = self.slots() if self.is_local else None
+        if slots is not None and slots < size:
+            raise ValueError(
+                f"num_proc={size} needs {size} task slots at the same time, but this Spark application has {slots} "
+                f"(master {self.master}, spark.task.cpus={self.conf('spark.task.cpus', '1')}): "
+                f"start Spark with master local[{size}], or use num_proc={slots}"
+            )
+
+    def conf(self, key: str, default: str) -> str:
+        """A setting, or its default where it is not set or not shown."""
+        try:
+            return str(self.session.conf.get(key, default))
+        except Exception:  # noqa: BLE001 - Connect servers hide static settings
+            return default
+
+    def explain(self, error: BaseException) -> str | None:
+        """What a failed job means in words of its user; `None` when Spark's own words are as good."""
+        text = str(error)
+        for module in ("pyarrow", "farandole", "cloudpickle", "pandas"):
+            if f"No module named '{module}'" in text:
+                return (
+                    f"the Python of Spark's tasks has no module {module!r}: {self._interpreter()}. "
+                    f"Set PYSPARK_PYTHON (or spark.pyspark.python) to an interpreter that has it, or install it "
+                    "there with: pip install 'farandole[spark]'"
+                )
+        if "PYTHON_VERSION_MISMATCH" in text:
+            return (
+                f"the Python of Spark's tasks has another version than the driver's {sys.version.split()[0]}: "
+                f"{self._interpreter()}. Set PYSPARK_PYTHON (or spark.pyspark.python) to an interpreter of that version"
+            )
+        return None
+
+    def _interpreter(self) -> str:
+        named = getattr(self.context, "pythonExec", None) or os.environ.get("PYSPARK_PYTHON", "python3")
+        found = shutil.which(named) if self.is_local else None
+        is_other = found is not None and os.path.realpath(found) != os.path.realpath(sys.executable)
+        return f"tasks run {found or named!r}" + (f", this driver runs {sys.executable!r}" if is_other else "")
+
+
+def _connected() -> SparkSession | None:
+    module = sys.modules.get("pyspark.sql.connect.session")
+    return module.SparkSession.getActiveSession() if module is not None else None
+
+
+def _of_context() -> SparkSession | None:
+    """A session for the context that exists, as in a thread that has made no session its own."""
+    from pyspark import SparkContext  # noqa: PLC0415 - as in `active`
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - as in `active`
+
+    return SparkSession.builder.getOrCreate() if SparkContext._active_spark_context is not None else None  # noqa: SLF001
