@@ -1,4 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Manifest, schema and shapes, lanes and shard plan: types and pure functions.
+//! What a data set is, and who reads which of its rows when: types and pure functions.
+//!
+//! Owns the manifest (schema, shapes, files with their row groups, fingerprint) and the plan of an epoch. Refuses
+//! I/O, clocks and threads: the reader carries out what the plan says.
+//!
+//! # The order of an epoch
+//!
+//! ```text
+//! row groups --cut--> blocks --shuffle(seed, epoch)--> one long line of rows --cut--> L lanes, equal to one row
+//!
+//!            lane 0 : block 7 | block 2 | bl..        within its lane, a block's rows are shuffled
+//!            lane 1 : ..ock 5 | block 0 | ...
+//! sequence:  position p is row p / L of lane p % L    (one row of every lane in turn)
+//! ranks:     at size S rank r takes the positions p with p % S == r, batch_size of them a step
+//! ```
+//!
+//! Blocks and lanes come from the manifest alone, so the sequence knows nothing of the world. Step k of all ranks
+//! together is the positions `[k * S * B, (k + 1) * S * B)`. When S divides L, rank r owns the lanes l with
+//! l % S == r, and nobody else reads their blocks. Inside one batch rows are grouped by lane: a batch is a set.
+//!
+//! Without shuffling there is one lane in file order, dealt out row by row: each rank then reads every block.
+//!
+//! Invariants:
+//! - `RD-1`: over all ranks every row comes once per epoch; padding repeats rows with weight 0, `drop` leaves out less
+//!   than one global batch.
+//! - `RD-2`: a global batch is a function of (manifest, seed, epoch, size x batch size).
+//! - `RD-3`: all ranks have the same number of steps, and their rows differ by one at most.
+//! - `RD-4`: when the size divides the lanes, no two ranks decode the same row.
+//! - `RD-5`: an epoch that stopped after n rows goes on at row n on any size, without repeating or skipping.
+//! - `RD-6`: unshuffled at size 1, the order is that of the files.
+
+#![forbid(unsafe_code)]
+
+mod element;
+mod error;
+mod manifest;
+mod plan;
+mod rng;
+
+pub use element::Element;
+pub use error::{Error, Result};
+pub use manifest::{Column, DataFile, FORMAT, MANIFEST, Manifest, Role, RowGroup};
+pub use plan::{Lanes, Part, Piece, Plan, Request, Step, Tail};
+pub use rng::{Rng, fold, permutation};

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Types of one element.
+
+use serde::{Deserialize, Serialize};
+
+/// What one element is. Names are NumPy's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Element {
+    /// One byte, 0 or 1.
+    Bool,
+    /// Signed, 1 byte.
+    Int8,
+    /// Signed, 2 bytes.
+    Int16,
+    /// Signed, 4 bytes.
+    Int32,
+    /// Signed, 8 bytes.
+    Int64,
+    /// Unsigned, 1 byte.
+    UInt8,
+    /// Unsigned, 2 bytes.
+    UInt16,
+    /// Unsigned, 4 bytes.
+    UInt32,
+    /// Unsigned, 8 bytes.
+    UInt64,
+    /// IEEE single.
+    Float32,
+    /// IEEE double.
+    Float64,
+    /// Text of any length.
+    Utf8,
+    /// Bytes of any length.
+    Binary,
+}
+
+impl Element {
+    /// Every element with a fixed size.
+    pub const FIXED: [Self; 11] = [
+        Self::Bool,
+        Self::Int8,
+        Self::Int16,
+        Self::Int32,
+        Self::Int64,
+        Self::UInt8,
+        Self::UInt16,
+        Self::UInt32,
+        Self::UInt64,
+        Self::Float32,
+        Self::Float64,
+    ];
+
+    /// Bytes of one element; `None` when its size varies.
+    pub const fn width(self) -> Option<usize> {
+        match self {
+            Self::Bool | Self::Int8 | Self::UInt8 => Some(1),
+            Self::Int16 | Self::UInt16 => Some(2),
+            Self::Int32 | Self::UInt32 | Self::Float32 => Some(4),
+            Self::Int64 | Self::UInt64 | Self::Float64 => Some(8),
+            Self::Utf8 | Self::Binary => None,
+        }
+    }
+
+    /// NumPy's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Bool => "bool",
+            Self::Int8 => "int8",
+            Self::Int16 => "int16",
+            Self::Int32 => "int32",
+            Self::Int64 => "int64",
+            Self::UInt8 => "uint8",
+            Self::UInt16 => "uint16",
+            Self::UInt32 => "uint32",
+            Self::UInt64 => "uint64",
+            Self::Float32 => "float32",
+            Self::Float64 => "float64",
+            Self::Utf8 => "utf8",
+            Self::Binary => "binary",
+        }
+    }
+
+    /// The fixed-size element of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::FIXED.into_iter().find(|element| element.name() == name)
+    }
+
+    /// Whether it is a float.
+    pub const fn is_float(self) -> bool {
+        matches!(self, Self::Float32 | Self::Float64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_the_same_in_a_manifest_and_in_numpy() {
+        for element in Element::FIXED.into_iter().chain([Element::Utf8, Element::Binary]) {
+            assert_eq!(serde_json::to_string(&element).unwrap(), format!("\"{}\"", element.name()));
+        }
+        assert_eq!(Element::named("float32"), Some(Element::Float32));
+        assert_eq!(Element::named("utf8"), None);
+    }
+}

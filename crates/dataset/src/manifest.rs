@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The manifest: what a directory of Parquet holds.
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::element::Element;
+use crate::error::{Error, Result};
+
+/// File name of a manifest, in the directory of its files.
+pub const MANIFEST: &str = "_manifest.json";
+
+/// The newest format we write and read.
+pub const FORMAT: u32 = 1;
+
+/// What a column is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Input of the model.
+    #[default]
+    Feature,
+    /// Expected output.
+    Label,
+    /// Weight of the sample.
+    Weight,
+}
+
+/// One column.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Column {
+    /// Its name.
+    pub name: String,
+    /// What it is for.
+    #[serde(default)]
+    pub role: Role,
+    /// Type of one element.
+    pub element: Element,
+    /// Shape of one row; empty for a scalar.
+    pub shape: Vec<u64>,
+    /// The Arrow type it came as.
+    pub source: String,
+    /// Nulls that were counted; `None` when nobody counted and there may be some.
+    pub nulls: Option<u64>,
+    /// Smallest value of a scalar number.
+    #[serde(default)]
+    pub min: Option<f64>,
+    /// Largest value of a scalar number.
+    #[serde(default)]
+    pub max: Option<f64>,
+}
+
+impl Column {
+    /// Elements of one row.
+    pub fn elements(&self) -> u64 {
+        self.shape.iter().product()
+    }
+
+    /// Bytes of one row, when that is fixed.
+    pub fn width(&self) -> Option<u64> {
+        self.element.width().map(|width| width as u64 * self.elements())
+    }
+}
+
+/// One row group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RowGroup {
+    /// Its rows.
+    pub rows: u64,
+    /// Bytes it takes decoded.
+    pub bytes: u64,
+}
+
+/// One file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataFile {
+    /// Path relative to the directory.
+    pub path: String,
+    /// Its rows.
+    pub rows: u64,
+    /// Its size.
+    pub bytes: u64,
+    /// xxh3 of its bytes, as 16 hexadecimal digits; `None` when nobody computed it.
+    #[serde(default)]
+    pub checksum: Option<String>,
+    /// Its row groups, in order.
+    pub groups: Vec<RowGroup>,
+}
+
+/// What a directory of Parquet holds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Version of this format.
+    pub format: u32,
+    /// What the data was made from.
+    pub fingerprint: String,
+    /// Rows of all files.
+    pub rows: u64,
+    /// Bytes of all files.
+    pub bytes: u64,
+    /// Columns, in order.
+    pub columns: Vec<Column>,
+    /// Files, in the order of rows.
+    pub files: Vec<DataFile>,
+}
+
+impl Manifest {
+    /// Puts one together; rows and bytes are summed up.
+    pub fn new(fingerprint: String, columns: Vec<Column>, files: Vec<DataFile>) -> Self {
+        let rows = files.iter().map(|file| file.rows).sum();
+        let bytes = files.iter().map(|file| file.bytes).sum();
+        Self { format: FORMAT, fingerprint, rows, bytes, columns, files }
+    }
+
+    /// Puts one together for files that nobody prepared: the fingerprint is that of what the footers say.
+    ///
+    /// # Errors
+    /// None that these types can cause.
+    pub fn derived(columns: Vec<Column>, files: Vec<DataFile>) -> Result<Self> {
+        let mut manifest = Self::new(String::new(), columns, files);
+        manifest.fingerprint = format!("{:016x}", xxh3_64(manifest.to_json()?.as_bytes()));
+        Ok(manifest)
+    }
+
+    /// Reads and checks one.
+    ///
+    /// # Errors
+    /// No JSON of this form, a newer format, sums that do not add up, paths that leave the directory.
+    pub fn parse(text: &[u8]) -> Result<Self> {
+        let manifest: Self = serde_json::from_slice(text).map_err(|source| Error::Syntax { source })?;
+        manifest.check()?;
+        Ok(manifest)
+    }
+
+    /// As JSON.
+    ///
+    /// # Errors
+    /// None that this type can cause.
+    pub fn to_json(&self) -> Result<String> {
+        serde_json::to_string(self).map_err(|source| Error::Syntax { source })
+    }
+
+    /// The column of this name.
+    ///
+    /// # Errors
+    /// There is none; the error lists what there is.
+    pub fn column(&self, name: &str) -> Result<&Column> {
+        self.columns.iter().find(|column| column.name == name).ok_or_else(|| Error::Column {
+            name: name.to_owned(),
+            known: self.columns.iter().map(|column| column.name.clone()).collect(),
+        })
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.format > FORMAT {
+            return Err(Error::Format { found: self.format, known: FORMAT });
+        }
+        let wrong = |what: String| Err(Error::Inconsistent { what });
+        for file in &self.files {
+            if file.path.starts_with('/') || file.path.split('/').any(|part| matches!(part, "" | "." | ".."))
+            {
+                return wrong(format!("a file outside of its directory: {}", file.path));
+            }
+            if sum(file.groups.iter().map(|group| group.rows)) != Some(file.rows) {
+                return wrong(format!("row groups do not add up to {} rows: {}", file.rows, file.path));
+            }
+            if file.groups.iter().any(|group| group.rows > u64::from(u32::MAX)) {
+                return wrong(format!("a row group of more than 2^32 rows: {}", file.path));
+            }
+        }
+        if sum(self.files.iter().map(|file| file.rows)) != Some(self.rows) {
+            return wrong(format!("files do not add up to {} rows", self.rows));
+        }
+        for column in &self.columns {
+            if column.shape.iter().try_fold(1_u64, |product, side| product.checked_mul(*side)).is_none() {
+                return wrong(format!("a shape past all bounds: {}", column.name));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn sum(mut numbers: impl Iterator<Item = u64>) -> Option<u64> {
+    numbers.try_fold(0_u64, u64::checked_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn manifest() -> Manifest {
+        let column = Column {
+            name: "x".into(),
+            role: Role::Label,
+            element: Element::Float32,
+            shape: vec![3],
+            source: "List(Float32)".into(),
+            nulls: Some(0),
+            min: None,
+            max: None,
+        };
+        let groups = vec![RowGroup { rows: 2, bytes: 24 }, RowGroup { rows: 1, bytes: 12 }];
+        let file = DataFile { path: "a/p.parquet".into(), rows: 3, bytes: 99, checksum: None, groups };
+        Manifest::new("f".into(), vec![column], vec![file])
+    }
+
+    #[test]
+    fn a_manifest_reads_back_as_it_was() {
+        let written = manifest();
+        assert_eq!(Manifest::parse(written.to_json().unwrap().as_bytes()).unwrap(), written);
+        assert_eq!(written.column("x").unwrap().width(), Some(12));
+    }
+
+    #[test]
+    fn a_manifest_that_lies_is_refused() {
+        let broken = |change: fn(&mut Manifest)| {
+            let mut manifest = manifest();
+            change(&mut manifest);
+            Manifest::parse(manifest.to_json().unwrap().as_bytes()).unwrap_err().to_string()
+        };
+        assert!(broken(|m| m.rows = 4).contains("add up to 4 rows"));
+        assert!(broken(|m| m.files[0].path = "../p".into()).contains("outside of its directory: ../p"));
+        assert!(broken(|m| m.format = 9).contains("format 9"));
+        assert!(broken(|m| m.columns[0].shape = vec![u64::MAX, 2]).contains("past all bounds: x"));
+        assert!(Manifest::parse(b"{}").is_err());
+    }
+
+    #[test]
+    fn a_missing_column_names_the_known_ones() {
+        assert_eq!(manifest().column("y").unwrap_err().to_string(), "no column y, there are: x");
+    }
+}

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Blocks and lanes: what the order is made of, from the manifest alone.
+
+use std::ops::Range;
+
+use crate::manifest::Manifest;
+use crate::plan::index;
+use crate::rng::{fold, permutation};
+
+/// A block is cut where it would take more than this decoded.
+const BLOCK_BYTES: u64 = 32 << 20;
+
+/// Blocks of all lanes that are open at once take this much together, at most.
+const OPEN_BYTES: u64 = 256 << 20;
+
+/// Lanes up to this many may hold a single block; more lanes than that hold ten blocks each, so that lanes that
+/// meet within a block make no more than a tenth of the blocks be read twice.
+const FEW: u64 = 8;
+
+/// Counts of lanes, chosen so that common sizes of worlds divide them.
+const COUNTS: [u64; 11] = [768, 384, 192, 96, 48, 24, 16, 8, 4, 2, 1];
+
+/// Neighbouring rows of one row group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub(crate) file: usize,
+    pub(crate) group: usize,
+    pub(crate) rows: Range<u64>,
+    pub(crate) shuffle: Option<u64>,
+}
+
+/// The order of one epoch: for each lane its runs.
+#[derive(Debug)]
+pub(crate) struct Order {
+    pub(crate) lanes: Vec<Vec<Run>>,
+}
+
+/// Blocks of a data set and the number of its lanes; made once per data set.
+#[derive(Debug)]
+pub struct Lanes {
+    blocks: Vec<Run>,
+    count: u64,
+    rows: u64,
+}
+
+impl Lanes {
+    /// Cuts the row groups of `manifest` into blocks and chooses the number of lanes.
+    pub fn new(manifest: &Manifest) -> Self {
+        let (mut blocks, mut rows, mut largest) = (Vec::new(), 0, 1);
+        for (file, data) in manifest.files.iter().enumerate() {
+            for (group, row_group) in data.groups.iter().enumerate() {
+                let pieces = row_group.bytes.div_ceil(BLOCK_BYTES).clamp(1, row_group.rows.max(1));
+                let edge =
+                    |piece: u64| row_group.rows / pieces * piece + (row_group.rows % pieces).min(piece);
+                blocks.extend(
+                    (0..pieces)
+                        .map(|piece| Run { file, group, rows: edge(piece)..edge(piece + 1), shuffle: None })
+                        .filter(|run| !run.rows.is_empty()),
+                );
+                rows += row_group.rows;
+                largest = largest.max(row_group.bytes / pieces);
+            }
+        }
+        let many = blocks.len() as u64;
+        let fits = |count: &u64| {
+            let enough = if *count <= FEW { *count <= many } else { count * 10 <= many };
+            enough && count * largest <= OPEN_BYTES
+        };
+        let count = COUNTS.into_iter().find(fits).unwrap_or(1);
+        Self { blocks, count, rows }
+    }
+
+    /// How many lanes a shuffled epoch has.
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// Rows of the data set.
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    pub(crate) fn first_group(&self) -> Option<(usize, usize)> {
+        self.blocks.first().map(|run| (run.file, run.group))
+    }
+
+    pub(crate) fn order(&self, seed: u64, epoch: u64, shuffle: bool) -> Order {
+        if !shuffle {
+            return Order { lanes: vec![self.blocks.clone()] };
+        }
+        let state = fold(fold(0, seed), epoch);
+        let many = u32::try_from(self.blocks.len()).unwrap_or(u32::MAX);
+        let mut line =
+            permutation(state, many).into_iter().filter_map(|block| self.blocks.get(block as usize));
+        let mut lanes = Vec::with_capacity(index(self.count));
+        let mut rest: Option<Run> = None;
+        for lane in 0..self.count {
+            let mut missing = self.rows.saturating_sub(lane).div_ceil(self.count);
+            let mut runs = Vec::new();
+            while missing > 0 {
+                let Some(block) = rest.take().or_else(|| line.next().cloned()) else { break };
+                let cut = block.rows.end.min(block.rows.start + missing);
+                missing -= cut - block.rows.start;
+                if cut < block.rows.end {
+                    rest = Some(Run { rows: cut..block.rows.end, ..block.clone() });
+                }
+                runs.push(shuffled(Run { rows: block.rows.start..cut, ..block }, state));
+            }
+            lanes.push(runs);
+        }
+        Order { lanes }
+    }
+}
+
+/// Gives a run the seed of its own permutation.
+fn shuffled(run: Run, state: u64) -> Run {
+    let seed = [run.file as u64, run.group as u64, run.rows.start].into_iter().fold(state, fold);
+    Run { shuffle: Some(seed), ..run }
+}

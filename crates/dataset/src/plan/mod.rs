@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Who reads which rows when.
+
+mod lanes;
+mod step;
+#[cfg(test)]
+mod tests;
+
+pub use lanes::Lanes;
+pub use step::{Piece, Step};
+
+use std::ops::Range;
+
+use farandole_world::Rank;
+
+use crate::error::{Error, Result};
+use crate::plan::lanes::Run;
+
+/// What becomes of the rows that do not fill a batch on every rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Tail {
+    /// A shorter last batch, which may be empty on some ranks.
+    #[default]
+    Keep,
+    /// A last batch filled up with repeated rows of weight 0.
+    Pad,
+    /// They are left out.
+    Drop,
+}
+
+/// What one rank asks of an epoch.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Seed of the shuffle.
+    pub seed: u64,
+    /// Number of the epoch.
+    pub epoch: u64,
+    /// File order when false.
+    pub shuffle: bool,
+    /// This rank.
+    pub rank: Rank,
+    /// Ranks of the world.
+    pub size: u32,
+    /// Rows of a batch of this rank.
+    pub batch_size: u64,
+    /// What to do at the end.
+    pub tail: Tail,
+    /// Rows of the epoch, of all ranks together, that are done already.
+    pub start_row: u64,
+}
+
+/// Rows of one row group that belong together in a lane.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Index of the file in the manifest.
+    pub file: usize,
+    /// Index of the row group in the file.
+    pub group: usize,
+    /// Rows within the group.
+    pub rows: Range<u64>,
+    /// Seed of the permutation of these rows; `None` leaves their order.
+    pub shuffle: Option<u64>,
+    /// The first step that takes rows of it.
+    pub first_step: u64,
+    /// The last step that takes rows of it.
+    pub last_step: u64,
+    /// Rows that this rank takes.
+    pub taken: u64,
+}
+
+/// A lane as one rank sees it: of its rows `first, first + stride, ...`.
+#[derive(Debug)]
+struct Slot {
+    first: u64,
+    /// (index of the slot's first row in it, part, position of the part's first row in the lane), ascending.
+    parts: Vec<(u64, usize, u64)>,
+}
+
+/// One rank's part of one epoch.
+#[derive(Debug)]
+pub struct Plan {
+    parts: Vec<Part>,
+    slots: Vec<Slot>,
+    stride: u64,
+    steps: u64,
+    batch_size: u64,
+    /// Rows of this rank, without padding.
+    rows: u64,
+    tail: Tail,
+    padding: Option<usize>,
+}
+
+/// Steps of an epoch, the same on every rank.
+pub(crate) fn steps_of(rows: u64, request: &Request) -> u64 {
+    let global = u64::from(request.size) * request.batch_size;
+    let left = rows.saturating_sub(request.start_row);
+    match request.tail {
+        Tail::Keep | Tail::Pad => left.div_ceil(global),
+        Tail::Drop => left / global,
+    }
+}
+
+impl Plan {
+    /// Plans an epoch of the data set behind `lanes`.
+    ///
+    /// # Errors
+    /// A rank past the size, or a size or batch size of 0.
+    pub fn new(lanes: &Lanes, request: &Request) -> Result<Self> {
+        check(request)?;
+        let (rank, size) = (u64::from(request.rank.0), u64::from(request.size));
+        let order = lanes.order(request.seed, request.epoch, request.shuffle);
+        let (lane_count, total) = (order.lanes.len() as u64, lanes.rows());
+        let steps = steps_of(total, request);
+        let own = total.saturating_sub(request.start_row).saturating_sub(rank).div_ceil(size);
+        let rows = own.min(steps * request.batch_size);
+        // The positions of a rank walk over lane_count / gcd lanes in turn, and in each lane by size / gcd rows.
+        let gcd = gcd(size, lane_count);
+        let (turn, stride) = (lane_count / gcd, size / gcd);
+        let mut plan = Self {
+            parts: Vec::new(),
+            slots: Vec::new(),
+            stride,
+            steps,
+            batch_size: request.batch_size,
+            rows,
+            tail: request.tail,
+            padding: None,
+        };
+        for slot in 0..turn {
+            let position = request.start_row + rank + slot * size;
+            let runs = order.lanes.get(index(position % lane_count)).map_or(&[][..], Vec::as_slice);
+            plan.add_slot(slot, turn, position / lane_count, runs);
+        }
+        plan.add_padding(lanes);
+        Ok(plan)
+    }
+
+    fn add_slot(&mut self, slot: u64, turn: u64, first: u64, runs: &[Run]) {
+        let mut parts = Vec::new();
+        // Rows of this rank in this slot: local indices slot, slot + turn, ... below `rows`.
+        let taken_in_slot = self.rows.saturating_sub(slot).div_ceil(turn);
+        let mut start = 0;
+        for run in runs {
+            let end = start + (run.rows.end - run.rows.start);
+            let low = start.saturating_sub(first).div_ceil(self.stride);
+            let high = end.saturating_sub(first).div_ceil(self.stride).min(taken_in_slot);
+            if low < high {
+                parts.push((low, self.parts.len(), start));
+                self.parts.push(Part {
+                    file: run.file,
+                    group: run.group,
+                    rows: run.rows.clone(),
+                    shuffle: run.shuffle,
+                    first_step: (slot + low * turn) / self.batch_size,
+                    last_step: (slot + (high - 1) * turn) / self.batch_size,
+                    taken: high - low,
+                });
+            }
+            start = end;
+        }
+        self.slots.push(Slot { first, parts });
+    }
+
+    /// A last step without any row of this rank still needs a row to repeat: the very first of the data set.
+    fn add_padding(&mut self, lanes: &Lanes) {
+        let empty_end =
+            self.tail == Tail::Pad && self.steps > 0 && self.rows <= (self.steps - 1) * self.batch_size;
+        if let (true, Some((file, group))) = (empty_end, lanes.first_group()) {
+            self.padding = Some(self.parts.len());
+            let step = self.steps - 1;
+            self.parts.push(Part {
+                file,
+                group,
+                rows: 0..1,
+                shuffle: None,
+                first_step: step,
+                last_step: step,
+                taken: 1,
+            });
+        }
+    }
+
+    /// What has to be read, in no particular order; [`Piece::part`] counts in it.
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
+    /// Batches of this rank, as many as of every other.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Rows of this rank in the whole epoch, without padding.
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// The most that parts needed by one step take together, when `bytes` tells what one takes.
+    pub fn open_bytes(&self, bytes: impl Fn(&Part) -> u64) -> u64 {
+        let mut events: Vec<(u64, bool, u64)> = Vec::with_capacity(2 * self.parts.len());
+        for part in &self.parts {
+            events.push((part.first_step, true, bytes(part)));
+            events.push((part.last_step + 1, false, bytes(part)));
+        }
+        events.sort_unstable();
+        let (mut now, mut most) = (0_u64, 0);
+        for (_, opens, bytes) in events {
+            now = if opens { now + bytes } else { now - bytes };
+            most = most.max(now);
+        }
+        most
+    }
+}
+
+fn check(request: &Request) -> Result<()> {
+    let (rank, size, batch_size) = (u64::from(request.rank.0), u64::from(request.size), request.batch_size);
+    if rank < size && batch_size > 0 && batch_size < 1 << 31 {
+        Ok(())
+    } else {
+        Err(Error::Request { rank, size, batch_size })
+    }
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// A count as an index.
+pub(crate) fn index(count: u64) -> usize {
+    usize::try_from(count).unwrap_or(usize::MAX)
+}

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::manifest::{DataFile, Manifest, RowGroup};
+use crate::rng::permutation;
+
+type Row = (usize, usize, u64);
+
+fn manifest(files: &[Vec<u64>], row_bytes: u64) -> Manifest {
+    let file = |(number, groups): (usize, &Vec<u64>)| DataFile {
+        path: format!("{number}"),
+        rows: groups.iter().sum(),
+        bytes: 0,
+        checksum: None,
+        groups: groups.iter().map(|rows| RowGroup { rows: *rows, bytes: rows * row_bytes }).collect(),
+    };
+    Manifest::new(String::new(), Vec::new(), files.iter().enumerate().map(file).collect())
+}
+
+fn request(rank: u32, size: u32, batch_size: u64) -> Request {
+    let rank = Rank(rank);
+    Request { seed: 5, epoch: 1, shuffle: true, rank, size, batch_size, tail: Tail::Keep, start_row: 0 }
+}
+
+/// The rows of a step, padding left out.
+fn rows(plan: &Plan, step: u64) -> Vec<Row> {
+    let step = plan.step(step);
+    let mut rows = Vec::new();
+    for piece in &step.pieces {
+        let part = &plan.parts()[piece.part];
+        let length = u32::try_from(part.rows.end - part.rows.start).unwrap();
+        let order = part.shuffle.map_or_else(|| (0..length).collect(), |seed| permutation(seed, length));
+        for turn in 0..piece.count {
+            let row = order[piece.first + turn * piece.stride];
+            rows.push((part.file, part.group, part.rows.start + u64::from(row)));
+        }
+    }
+    assert_eq!(rows.len(), step.valid);
+    rows
+}
+
+/// All batches of all ranks: per step, per rank.
+fn world(lanes: &Lanes, size: u32, batch_size: u64, change: impl Fn(&mut Request)) -> Vec<Vec<Vec<Row>>> {
+    let plans: Vec<Plan> = (0..size)
+        .map(|rank| {
+            let mut request = request(rank, size, batch_size);
+            change(&mut request);
+            Plan::new(lanes, &request).unwrap()
+        })
+        .collect();
+    assert!(plans.windows(2).all(|pair| pair[0].steps() == pair[1].steps()), "RD-3");
+    (0..plans[0].steps()).map(|step| plans.iter().map(|plan| rows(plan, step)).collect()).collect()
+}
+
+/// Global batches as sets.
+fn global(steps: &[Vec<Vec<Row>>]) -> Vec<BTreeSet<Row>> {
+    steps.iter().map(|ranks| ranks.iter().flatten().copied().collect()).collect()
+}
+
+fn files() -> impl Strategy<Value = Vec<Vec<u64>>> {
+    prop::collection::vec(prop::collection::vec(0_u64..60, 0..6), 1..8)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn rd_1_every_row_comes_once(files in files(), row_bytes in 1_u64..(2 << 20), size in 1_u32..9, batch in 1_u64..20, shuffle: bool) {
+        let manifest = manifest(&files, row_bytes);
+        let lanes = Lanes::new(&manifest);
+        let mut seen = BTreeMap::<Row, u32>::new();
+        for row in world(&lanes, size, batch, |r| r.shuffle = shuffle).into_iter().flatten().flatten() {
+            *seen.entry(row).or_default() += 1;
+        }
+        prop_assert_eq!(seen.len() as u64, manifest.rows);
+        prop_assert!(seen.values().all(|count| *count == 1));
+    }
+
+    #[test]
+    fn rd_1_drop_leaves_out_less_than_a_global_batch_and_all_batches_are_full(files in files(), size in 1_u32..9, batch in 1_u64..20) {
+        let lanes = Lanes::new(&manifest(&files, 100));
+        let steps = world(&lanes, size, batch, |r| r.tail = Tail::Drop);
+        prop_assert!(steps.iter().flatten().all(|rows| rows.len() as u64 == batch));
+        let taken: u64 = steps.len() as u64 * u64::from(size) * batch;
+        prop_assert!(lanes.rows() - taken < u64::from(size) * batch);
+    }
+
+    #[test]
+    fn rd_2_global_batches_are_the_same_at_every_size(files in files(), row_bytes in 1_u64..(2 << 20), batch in 1_u64..5, shuffle: bool) {
+        let lanes = Lanes::new(&manifest(&files, row_bytes));
+        let alone = global(&world(&lanes, 1, batch * 12, |r| r.shuffle = shuffle));
+        for size in [2, 3, 4, 6, 12] {
+            prop_assert_eq!(&alone, &global(&world(&lanes, size, batch * 12 / u64::from(size), |r| r.shuffle = shuffle)));
+        }
+    }
+
+    #[test]
+    fn rd_3_ranks_differ_by_one_row_at_most(files in files(), size in 1_u32..9, batch in 1_u64..20) {
+        let lanes = Lanes::new(&manifest(&files, 100));
+        let counts: Vec<u64> = (0..size).map(|rank| Plan::new(&lanes, &request(rank, size, batch)).unwrap().rows()).collect();
+        prop_assert!(counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1);
+    }
+
+    #[test]
+    fn rd_4_ranks_that_divide_the_lanes_share_no_row(files in files(), row_bytes in 1_u64..(1 << 20), size in 1_u32..9) {
+        let lanes = Lanes::new(&manifest(&files, row_bytes));
+        prop_assume!(lanes.count() % u64::from(size) == 0);
+        let mut decoded = 0;
+        for rank in 0..size {
+            let plan = Plan::new(&lanes, &request(rank, size, 4)).unwrap();
+            decoded += plan.parts().iter().map(|part| part.rows.end - part.rows.start).sum::<u64>();
+        }
+        prop_assert_eq!(decoded, lanes.rows());
+    }
+
+    #[test]
+    fn rd_5_an_epoch_goes_on_anywhere_on_any_size(files in files(), size in 1_u32..6, batch in 1_u64..10, done in 0_u64..10, next in 1_u32..6) {
+        let lanes = Lanes::new(&manifest(&files, 100));
+        let whole = world(&lanes, size, batch, |_| {});
+        let done = done.min(whole.len() as u64);
+        let start_row = (done * u64::from(size) * batch).min(lanes.rows());
+        let mut before: BTreeSet<Row> = whole.iter().take(index(done)).flatten().flatten().copied().collect();
+        for row in world(&lanes, next, batch, |r| r.start_row = start_row).into_iter().flatten().flatten() {
+            prop_assert!(before.insert(row), "repeated {:?}", row);
+        }
+        prop_assert_eq!(before.len() as u64, lanes.rows());
+    }
+
+    #[test]
+    fn what_is_taken_is_what_parts_announce(files in files(), size in 1_u32..9, batch in 1_u64..20, pad: bool) {
+        let lanes = Lanes::new(&manifest(&files, 1 << 20));
+        for rank in 0..size {
+            let mut request = request(rank, size, batch);
+            if pad { request.tail = Tail::Pad; }
+            let plan = Plan::new(&lanes, &request).unwrap();
+            let mut taken = vec![0; plan.parts().len()];
+            for number in 0..plan.steps() {
+                let step = plan.step(number);
+                if pad { prop_assert_eq!(step.rows as u64, batch); }
+                prop_assert!(step.rows == step.valid || step.valid > 0 || step.padding.is_some());
+                for piece in step.pieces.iter().copied().chain(step.padding.map(|part| Piece { part, first: 0, count: 1, stride: 1 })) {
+                    let part = &plan.parts()[piece.part];
+                    prop_assert!((part.first_step..=part.last_step).contains(&number));
+                    taken[piece.part] += piece.count as u64;
+                }
+            }
+            prop_assert!(plan.parts().iter().map(|part| part.taken).eq(taken));
+        }
+    }
+}
+
+#[test]
+fn rd_6_unshuffled_alone_is_file_order() {
+    let lanes = Lanes::new(&manifest(&[vec![3, 2], vec![0], vec![4]], 100));
+    let flat: Vec<Row> = world(&lanes, 1, 4, |r| r.shuffle = false).into_iter().flatten().flatten().collect();
+    let expected: Vec<Row> = [(0, 0, 3), (0, 1, 2), (2, 0, 4)]
+        .into_iter()
+        .flat_map(|(file, group, rows)| (0..rows).map(move |row| (file, group, row)))
+        .collect();
+    assert_eq!(flat, expected);
+}
+
+#[test]
+fn epochs_and_seeds_differ() {
+    let lanes = Lanes::new(&manifest(&[vec![50; 10]], 100));
+    let first = world(&lanes, 1, 10, |_| {});
+    assert_eq!(first, world(&lanes, 1, 10, |_| {}));
+    assert_ne!(first, world(&lanes, 1, 10, |r| r.epoch = 2));
+    assert_ne!(first, world(&lanes, 1, 10, |r| r.seed = 6));
+}
+
+#[test]
+fn lanes_grow_with_the_data_but_not_past_open_memory() {
+    let count = |groups: usize, mib: u64| Lanes::new(&manifest(&[vec![1 << 10; groups]], mib << 10)).count();
+    assert_eq!(
+        [count(0, 1), count(1, 1), count(3, 1), count(8, 1), count(100, 1), count(1000, 1)],
+        [1, 1, 2, 8, 8, 96]
+    );
+    assert_eq!(count(1000, 16), 16);
+    assert_eq!(count(20, 100), 8, "large groups are cut into blocks");
+}
+
+#[test]
+fn a_rank_without_rows_still_has_something_to_repeat() {
+    let lanes = Lanes::new(&manifest(&[vec![1]], 8));
+    let plan = Plan::new(&lanes, &Request { tail: Tail::Pad, ..request(2, 4, 3) }).unwrap();
+    let step = plan.step(0);
+    assert_eq!((plan.steps(), step.rows, step.valid), (1, 3, 0));
+    assert_eq!(plan.parts()[step.padding.unwrap()].rows, 0..1);
+}
+
+#[test]
+fn what_is_open_at_once_is_counted() {
+    let lanes = Lanes::new(&manifest(&[vec![10; 4]], 100));
+    let plan = Plan::new(&lanes, &Request { shuffle: false, ..request(0, 1, 5) }).unwrap();
+    assert_eq!(plan.open_bytes(|part| part.rows.end - part.rows.start), 10);
+    let plan = Plan::new(&lanes, &Request { shuffle: false, ..request(0, 1, 15) }).unwrap();
+    assert_eq!(plan.open_bytes(|part| part.rows.end - part.rows.start), 20);
+}
+
+#[test]
+fn impossible_requests_are_refused() {
+    let lanes = Lanes::new(&manifest(&[vec![10]], 1));
+    for (rank, size, batch) in [(2, 2, 1), (0, 0, 1), (0, 1, 0)] {
+        assert!(Plan::new(&lanes, &request(rank, size, batch)).is_err());
+    }
+}
