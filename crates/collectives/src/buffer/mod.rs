@@ -4,9 +4,13 @@
 //! Memory of tensors, by address: nobody links a framework.
 #![expect(unsafe_code, reason = "the one place where addresses become slices")]
 
+mod flat;
+
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::Arc;
+
+pub(crate) use flat::Flat;
 
 /// Where a buffer's bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,6 +64,24 @@ impl Buffer {
     /// First address.
     pub fn address(&self) -> *mut u8 {
         self.address.as_ptr()
+    }
+
+    /// A part of this buffer, cut to what there is, that keeps the same memory alive.
+    #[must_use]
+    pub fn slice(&self, offset: usize, bytes: usize) -> Self {
+        Self { owner: self.owner.clone(), ..self.view(offset, bytes) }
+    }
+
+    /// As [`Buffer::slice`], to be dropped before this buffer.
+    fn view(&self, offset: usize, bytes: usize) -> Self {
+        let offset = offset.min(self.bytes);
+        let address = self.address.as_ptr().wrapping_add(offset);
+        Self {
+            address: NonNull::new(address).unwrap_or(NonNull::dangling()),
+            bytes: bytes.min(self.bytes - offset),
+            place: self.place,
+            owner: None,
+        }
     }
 
     /// The bytes, for reading. Empty when they are not on the host.

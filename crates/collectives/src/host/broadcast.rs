@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Broadcast down a tree, in a pipeline of windows.
+//!
+//! Among few members the root feeds everybody: 1 step, `(P - 1) * N` bytes sent by the root. Among more a small message
+//! goes down a binomial tree, `log2 P` steps, and a large one down a chain in which every member sends `N` bytes once,
+//! the root to its successor and so on, all at the same time.
+
+use super::message::Message;
+use super::peers::{Job, Moved, Peers};
+use crate::Result;
+use crate::buffer::Flat;
+
+/// Members up to which the root feeds everybody.
+const FLAT: usize = 4;
+/// Bytes from which a chain is faster than a tree.
+const CHAIN: usize = 64 << 10;
+/// Bytes handed to all children before the next are read: they are still in the cache.
+const PIECE: usize = 64 << 10;
+
+pub(super) struct Broadcast {
+    /// Link towards the root; none at the root.
+    parent: Option<usize>,
+    /// Links away from it.
+    children: Vec<usize>,
+    inputs: Flat,
+    outputs: Flat,
+    /// All links in step.
+    message: Message,
+}
+
+impl Broadcast {
+    pub(super) fn new(peers: &Peers, root: usize, inputs: Flat, outputs: Flat) -> Self {
+        let (size, bytes) = (peers.size(), outputs.len());
+        // Positions count from the root.
+        let position = (peers.member + size - root) % size;
+        let (parent, children) = if size <= FLAT {
+            flat(position, size)
+        } else if bytes <= CHAIN {
+            binomial(position, size)
+        } else {
+            chain(position, size)
+        };
+        let link = |position: usize| peers.link_to((position + root) % size);
+        Self {
+            parent: parent.map(link),
+            children: children.into_iter().map(link).collect(),
+            inputs,
+            outputs,
+            message: Message::new(bytes),
+        }
+    }
+
+    /// Bytes that can go in one step through every window.
+    fn ready(&self, peers: &mut Peers) -> Result<usize> {
+        let mut ready = self.message.left().min(PIECE);
+        if let Some(parent) = self.parent {
+            ready = ready.min(peers.links[parent].receiver.window()?.len());
+        }
+        for child in &self.children {
+            if ready == 0 {
+                break;
+            }
+            ready = ready.min(peers.links[*child].sender.window()?.len());
+        }
+        Ok(ready)
+    }
+}
+
+type Place = (Option<usize>, Vec<usize>);
+
+fn flat(position: usize, size: usize) -> Place {
+    if position == 0 { (None, (1..size).collect()) } else { (Some(0), Vec::new()) }
+}
+
+fn chain(position: usize, size: usize) -> Place {
+    (position.checked_sub(1), (position + 1..size).take(1).collect())
+}
+
+/// The parent lacks the lowest set bit; children add one below it, the largest subtree first.
+fn binomial(position: usize, size: usize) -> Place {
+    let lowest = if position == 0 { size.next_power_of_two() } else { 1 << position.trailing_zeros() };
+    let parent = (position > 0).then(|| position - lowest);
+    let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|bit| *bit > 0);
+    (parent, bits.map(|bit| position + bit).filter(|child| *child < size).collect())
+}
+
+impl Job for Broadcast {
+    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+        let ready = self.ready(peers)?;
+        if ready > 0 {
+            let (at, payload) = (self.message.done(), self.message.payload(ready));
+            for child in &self.children {
+                match self.parent {
+                    None => {
+                        let sender = &mut peers.links[*child].sender;
+                        self.inputs.read(at, &mut sender.window()?[..payload]);
+                    }
+                    Some(parent) => {
+                        let Ok([from, to]) = peers.links.get_disjoint_mut([parent, *child]) else { continue };
+                        to.sender.window()?[..payload].copy_from_slice(&from.receiver.window()?[..payload]);
+                    }
+                }
+                let sender = &mut peers.links[*child].sender;
+                sender.window()?[payload..ready].fill(0);
+                sender.commit(ready)?;
+            }
+            if let Some(parent) = self.parent {
+                let receiver = &mut peers.links[parent].receiver;
+                self.outputs.write(at, &receiver.window()?[..payload]);
+                receiver.release(ready)?;
+            }
+            self.message.advance(ready);
+        }
+        let done = self.message.is_finished();
+        if done && self.parent.is_none() {
+            self.inputs.copy_to(&self.outputs);
+        }
+        Ok(Moved { any: ready > 0, done })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_tree_reaches_every_member_once_and_agrees_on_parents() {
+        for tree in [flat, chain, binomial] {
+            for size in 1..20 {
+                let mut fed = vec![0; size];
+                for position in 0..size {
+                    for child in tree(position, size).1 {
+                        fed[child] += 1;
+                        assert_eq!(tree(child, size).0, Some(position));
+                    }
+                }
+                assert_eq!(fed[0], 0);
+                assert!(fed[1..].iter().all(|times| *times == 1), "{fed:?}");
+            }
+        }
+    }
+}

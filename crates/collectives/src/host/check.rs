@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What an operation's buffers must look like.
+
+use super::peers::Peers;
+use crate::{Buffer, DataType, Error, Place, Result, Segment};
+
+pub(super) fn allreduce(dtype: DataType, segments: &[Segment]) -> Result<()> {
+    for segment in segments {
+        on_host(segment)?;
+        let (input, output) = (segment.input.len(), segment.output.len());
+        if input != output {
+            return refuse(format!("an allreduce of {input} bytes writes to {output} bytes"));
+        }
+        if !input.is_multiple_of(dtype.size()) {
+            return refuse(format!("{input} bytes are no whole number of {dtype} elements"));
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn broadcast(peers: &Peers, root: usize, segments: &[Segment]) -> Result<()> {
+    if root >= peers.size() {
+        return refuse(format!("the root of a broadcast among {} members is {root}", peers.size()));
+    }
+    for segment in segments {
+        on_host(segment)?;
+        let (input, output) = (segment.input.len(), segment.output.len());
+        if root == peers.member && input != output {
+            return refuse(format!("a broadcast of {input} bytes writes to {output} bytes"));
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn allgather(peers: &Peers, segments: &[Segment], bytes: &[Vec<usize>]) -> Result<()> {
+    if segments.len() != bytes.len() {
+        return refuse(format!("an allgather of {} tensors has sizes for {}", segments.len(), bytes.len()));
+    }
+    for (segment, counts) in segments.iter().zip(bytes) {
+        on_host(segment)?;
+        if counts.len() != peers.size() {
+            return refuse(format!(
+                "an allgather among {} members has sizes for {}",
+                peers.size(),
+                counts.len()
+            ));
+        }
+        let (mine, total) = (counts[peers.member], counts.iter().sum::<usize>());
+        let (input, output) = (segment.input.len(), segment.output.len());
+        if input != mine || output != total {
+            return refuse(format!(
+                "an allgather of {mine} of {total} bytes has an input of {input} and an output of {output}"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn on_host(segment: &Segment) -> Result<()> {
+    let place = |buffer: &Buffer| match buffer.place() {
+        Place::Host => Ok(()),
+        Place::Device(ordinal) => {
+            let reason = "its memory was given to the host communicator; stage it first".to_owned();
+            Err(Error::Device { ordinal, reason })
+        }
+    };
+    place(&segment.input).and_then(|()| place(&segment.output))
+}
+
+fn refuse(reason: String) -> Result<()> {
+    Err(Error::Shape { reason })
+}

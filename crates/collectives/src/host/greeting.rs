@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The first message on every link: do both ends mean the same communicator, and how large is the smallest ring.
+//!
+//! A mesh has a link between any two members, so the minimum over what a member sees and what all others say is the
+//! minimum over the whole communicator.
+
+use super::UNIT;
+use super::message::Message;
+use super::peers::{Job, Moved, Peers};
+use crate::{Error, Result};
+
+/// Counts incompatible changes of what goes over links.
+const PROTOCOL: u32 = 1;
+const MAGIC: u32 = u32::from_le_bytes(*b"frdl");
+
+/// `magic, protocol, size, rank: u32; capacity: u64`, little endian, in one unit.
+pub(super) struct Greeting {
+    card: [u8; UNIT],
+    out: Vec<Message>,
+    incoming: Vec<(Message, [u8; UNIT])>,
+}
+
+impl Greeting {
+    pub(super) fn new(peers: &Peers) -> Self {
+        let size = u32::try_from(peers.size()).unwrap_or(u32::MAX);
+        let card = card(size, peers.rank.0, u64::try_from(peers.capacity).unwrap_or(u64::MAX));
+        let links = peers.links.len();
+        Self {
+            card,
+            out: vec![Message::new(UNIT); links],
+            incoming: vec![(Message::new(UNIT), [0; UNIT]); links],
+        }
+    }
+}
+
+fn card(size: u32, rank: u32, capacity: u64) -> [u8; UNIT] {
+    let mut card = [0; UNIT];
+    for (at, word) in [MAGIC, PROTOCOL, size, rank].into_iter().enumerate() {
+        card[at * 4..at * 4 + 4].copy_from_slice(&word.to_le_bytes());
+    }
+    card[16..24].copy_from_slice(&capacity.to_le_bytes());
+    card
+}
+
+/// The capacity a card tells, if all else is as expected.
+fn read(card: &[u8; UNIT], size: u32, rank: u32) -> Result<u64, String> {
+    let word = |at: usize| u32::from_le_bytes([card[at], card[at + 1], card[at + 2], card[at + 3]]);
+    let expected = [("magic", MAGIC), ("protocol", PROTOCOL), ("members", size), ("rank", rank)];
+    for (k, (what, value)) in expected.into_iter().enumerate() {
+        if word(k * 4) != value {
+            return Err(format!("its communicator says {what} {} where this one says {value}", word(k * 4)));
+        }
+    }
+    Ok(u64::from(word(16)) | u64::from(word(20)) << 32)
+}
+
+impl Job for Greeting {
+    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+        let mut any = false;
+        for ((link, out), (message, theirs)) in
+            peers.links.iter_mut().zip(&mut self.out).zip(&mut self.incoming)
+        {
+            let card = &self.card;
+            any |= out.put(&mut *link.sender, |at, to| to.copy_from_slice(&card[at..at + to.len()]))?;
+            any |= message.take(&mut *link.receiver, |at, from| {
+                theirs[at..at + from.len()].copy_from_slice(from);
+            })?;
+        }
+        let done =
+            self.out.iter().chain(self.incoming.iter().map(|(message, _)| message)).all(Message::is_finished);
+        if done {
+            let size = u32::try_from(peers.size()).unwrap_or(u32::MAX);
+            for (link, (_, theirs)) in peers.links.iter().zip(&self.incoming) {
+                let capacity = read(theirs, size, link.peer.0)
+                    .map_err(|reason| farandole_transport::Error::Frame { rank: link.peer, reason })
+                    .map_err(Error::from)?;
+                peers.capacity = peers.capacity.min(usize::try_from(capacity).unwrap_or(usize::MAX));
+            }
+        }
+        Ok(Moved { any, done })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_is_read_back_and_a_wrong_one_says_what_differs() {
+        let own = card(4, 3, 1 << 33);
+        assert_eq!(read(&own, 4, 3), Ok(1 << 33));
+        assert_eq!(read(&own, 5, 3).unwrap_err(), "its communicator says members 4 where this one says 5");
+        assert_eq!(read(&own, 4, 2).unwrap_err(), "its communicator says rank 3 where this one says 2");
+    }
+}

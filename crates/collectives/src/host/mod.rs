@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The communicator over links: every member has one to every other, of any kind.
+
+mod allgather;
+mod alone;
+mod barrier;
+mod broadcast;
+mod check;
+mod direct;
+mod greeting;
+mod message;
+mod peers;
+mod pipeline;
+
+use std::collections::VecDeque;
+
+use farandole_transport::{ALIGNMENT, Link};
+use farandole_world::Rank;
+
+use crate::buffer::Flat;
+use crate::kernel::{Reducer, Reduction};
+use crate::{Communicator, Error, Operation, Result, Segment, Token};
+use peers::{Job, Peers};
+
+/// Parts, chunks and messages are multiples of this: no element is ever cut.
+const UNIT: usize = ALIGNMENT;
+
+/// Passes of one call to `progress`, so that a caller can look at its deadline.
+const PASSES: usize = 64;
+
+/// Up to how many bytes an allreduce goes in one hop, everybody to everybody, by number of members: beyond, what
+/// each member sends in vain costs more than a second hop.
+const DIRECT: [(usize, usize); 3] = [(2, 32 << 10), (4, 16 << 10), (8, 8 << 10)];
+
+/// The largest allreduce that goes in one hop.
+fn direct_limit(size: usize, capacity: usize) -> usize {
+    let limit = DIRECT.iter().find(|(members, _)| size <= *members).map_or(0, |(_, bytes)| *bytes);
+    limit.min(capacity)
+}
+
+/// Runs operations over links, one after the other.
+pub struct HostCommunicator {
+    peers: Peers,
+    queue: VecDeque<(Token, Planned)>,
+    running: Option<Running>,
+    /// The first failure; every later call repeats it.
+    failure: Option<Error>,
+}
+
+struct Running {
+    /// None for the greeting.
+    token: Option<Token>,
+    job: Box<dyn Job>,
+    done: bool,
+}
+
+/// An operation that passed its checks. Jobs are made when their turn comes: they need the agreed capacity.
+enum Planned {
+    Allreduce { reducer: Reducer, inputs: Flat, outputs: Flat },
+    Broadcast { root: usize, inputs: Flat, outputs: Flat },
+    Allgather { segments: Vec<Segment>, bytes: Vec<Vec<usize>> },
+    Barrier,
+}
+
+impl HostCommunicator {
+    /// A communicator of `rank` and the peers of `links`, members in rank order. Every member must make its own at
+    /// the same point of all links' streams; the first operation begins with a greeting that compares what they made.
+    ///
+    /// # Errors
+    /// `Shape` when links do not lead to distinct other ranks, or a ring's size is not a multiple of `ALIGNMENT`.
+    pub fn new(rank: Rank, links: Vec<Link>) -> Result<Self> {
+        let peers = Peers::new(rank, links)?;
+        let greeting: Option<Box<dyn Job>> = match peers.size() {
+            1 => None,
+            _ => Some(Box::new(greeting::Greeting::new(&peers))),
+        };
+        let running = greeting.map(|job| Running { token: None, job, done: false });
+        Ok(Self { peers, queue: VecDeque::new(), running, failure: None })
+    }
+
+    /// Gives the links back, for another communicator once all members are done with this one.
+    pub fn into_links(self) -> Vec<Link> {
+        self.peers.links
+    }
+
+    fn step(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
+        let Some(running) = &mut self.running else {
+            let Some((token, planned)) = self.queue.pop_front() else { return Ok(false) };
+            let job = planned.start(&mut self.peers)?;
+            self.running = Some(Running { token: Some(token), job, done: false });
+            return Ok(true);
+        };
+        let mut any = false;
+        if !running.done {
+            let moved = running.job.poll(&mut self.peers)?;
+            any = moved.any || moved.done;
+            running.done = moved.done;
+        }
+        if running.done && self.peers.flush()? {
+            completed.extend(running.token);
+            self.running = None;
+            any = true;
+        }
+        Ok(any)
+    }
+}
+
+impl Planned {
+    fn start(self, peers: &mut Peers) -> Result<Box<dyn Job>> {
+        Ok(match self {
+            Self::Allreduce { reducer, inputs, outputs } => {
+                if peers.size() == 1 {
+                    Box::new(alone::Alone::new(reducer, inputs, outputs))
+                } else if inputs.len() <= direct_limit(peers.size(), peers.capacity) {
+                    Box::new(direct::Direct::new(peers, reducer, inputs, outputs))
+                } else {
+                    Box::new(pipeline::Pipeline::new(peers, reducer, inputs, outputs)?)
+                }
+            }
+            Self::Broadcast { root, inputs, outputs } => {
+                Box::new(broadcast::Broadcast::new(peers, root, inputs, outputs))
+            }
+            Self::Allgather { segments, bytes } => {
+                Box::new(allgather::Allgather::new(peers, &segments, &bytes))
+            }
+            Self::Barrier => Box::new(barrier::Barrier::new(peers)),
+        })
+    }
+}
+
+impl Communicator for HostCommunicator {
+    fn size(&self) -> usize {
+        self.peers.size()
+    }
+
+    fn member(&self) -> usize {
+        self.peers.member
+    }
+
+    fn submit(&mut self, token: Token, operation: Operation) -> Result<()> {
+        if let Some(error) = &self.failure {
+            return Err(error.clone());
+        }
+        let planned = match operation {
+            Operation::Allreduce { dtype, op, prescale, postscale, segments } => {
+                check::allreduce(dtype, &segments)?;
+                let members = self.peers.size();
+                let reducer = Reducer::new(Reduction { dtype, op, members, prescale, postscale })?;
+                let (inputs, outputs) = flats(segments);
+                Planned::Allreduce { reducer, inputs, outputs }
+            }
+            Operation::Broadcast { root, segments } => {
+                check::broadcast(&self.peers, root, &segments)?;
+                let (inputs, outputs) = flats(segments);
+                Planned::Broadcast { root, inputs, outputs }
+            }
+            Operation::Allgather { segments, bytes } => {
+                check::allgather(&self.peers, &segments, &bytes)?;
+                Planned::Allgather { segments, bytes }
+            }
+            Operation::Barrier => Planned::Barrier,
+        };
+        self.queue.push_back((token, planned));
+        Ok(())
+    }
+
+    fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
+        if let Some(error) = &self.failure {
+            return Err(error.clone());
+        }
+        let mut any = false;
+        for _ in 0..PASSES {
+            match self.step(completed) {
+                Ok(true) => any = true,
+                Ok(false) => break,
+                Err(error) => {
+                    self.failure = Some(error.clone());
+                    return Err(error);
+                }
+            }
+        }
+        Ok(any)
+    }
+
+    fn pending(&self) -> usize {
+        self.queue.len() + usize::from(self.running.as_ref().is_some_and(|running| running.token.is_some()))
+    }
+}
+
+fn flats(segments: Vec<Segment>) -> (Flat, Flat) {
+    let inputs = Flat::new(segments.iter().map(|segment| segment.input.clone()));
+    let outputs = Flat::new(segments.into_iter().map(|segment| segment.output));
+    (inputs, outputs)
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The links to all other members, and what every job shares.
+
+use farandole_transport::{Link, LinkKind};
+use farandole_world::Rank;
+
+use crate::kernel::Reducer;
+use crate::{Error, Result};
+
+/// Members are numbered by rank; link `k` leads to member `k` below this member and to `k + 1` from it on.
+pub(super) struct Peers {
+    pub(super) member: usize,
+    pub(super) rank: Rank,
+    /// In rank order.
+    pub(super) links: Vec<Link>,
+    /// The smallest ring in the communicator, equal on all members once they have greeted each other.
+    pub(super) capacity: usize,
+    /// Reused by jobs that pack.
+    pub(super) scratch: Scratch,
+}
+
+/// Two blocks for operations small enough to be packed.
+#[derive(Default)]
+pub(super) struct Scratch {
+    pub(super) packed: Vec<u8>,
+    pub(super) result: Vec<u8>,
+}
+
+/// What a poll did.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Moved {
+    /// Anything at all.
+    pub(super) any: bool,
+    /// The job is over.
+    pub(super) done: bool,
+}
+
+/// A state machine that runs one operation.
+pub(super) trait Job: Send {
+    /// Moves what can move.
+    fn poll(&mut self, peers: &mut Peers) -> Result<Moved>;
+}
+
+impl Peers {
+    /// # Errors
+    /// `Shape` when two links lead to one rank, to this one, or their rings are not a multiple of the alignment.
+    pub(super) fn new(rank: Rank, mut links: Vec<Link>) -> Result<Self> {
+        links.sort_by_key(|link| link.peer);
+        let refuse = |reason: String| Err(Error::Shape { reason });
+        if let Some(pair) = links.windows(2).find(|pair| pair[0].peer == pair[1].peer) {
+            return refuse(format!("two links lead to rank {}", pair[0].peer));
+        }
+        if links.iter().any(|link| link.peer == rank) {
+            return refuse(format!("rank {rank} has a link to itself"));
+        }
+        if let Some(link) = links.iter().find(|link| link.capacity == 0 || link.capacity % super::UNIT != 0) {
+            return refuse(format!("the ring to rank {} holds {} bytes", link.peer, link.capacity));
+        }
+        let member = links.iter().filter(|link| link.peer < rank).count();
+        let capacity = links.iter().map(|link| link.capacity).min().unwrap_or(usize::MAX);
+        Ok(Self { member, rank, links, capacity, scratch: Scratch::default() })
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.links.len() + 1
+    }
+
+    /// The member a link leads to.
+    pub(super) fn member_of(&self, link: usize) -> usize {
+        if link < self.member { link } else { link + 1 }
+    }
+
+    /// The link that leads to a member; nonsense for this one.
+    pub(super) fn link_to(&self, member: usize) -> usize {
+        if member < self.member { member } else { member.saturating_sub(1) }
+    }
+
+    /// Pushes out what links keep locally. True when nothing is left.
+    pub(super) fn flush(&mut self) -> Result<bool> {
+        let mut flushed = true;
+        for link in &mut self.links {
+            // Rings in memory keep nothing, and a peer that has finished may already have closed them.
+            if link.kind == LinkKind::Tcp {
+                flushed &= link.sender.flush()?;
+            }
+        }
+        Ok(flushed)
+    }
+}
+
+/// Inputs on the stack up to this many members.
+const FEW: usize = 16;
+
+/// Reduces equally long blocks of all members, `own` in this member's place among those of the others.
+pub(super) fn reduce_in_order(
+    reducer: &Reducer,
+    member: usize,
+    others: &[&[u8]],
+    range: std::ops::Range<usize>,
+    own: &[u8],
+    out: &mut [u8],
+) {
+    let block = |k: usize| match k.cmp(&member) {
+        std::cmp::Ordering::Less => &others[k][range.clone()],
+        std::cmp::Ordering::Equal => own,
+        std::cmp::Ordering::Greater => &others[k - 1][range.clone()],
+    };
+    let size = others.len() + 1;
+    if size <= FEW {
+        let mut inputs: [&[u8]; FEW] = [&[]; FEW];
+        for (k, input) in inputs[..size].iter_mut().enumerate() {
+            *input = block(k);
+        }
+        reducer.run(&inputs[..size], out);
+    } else {
+        let inputs: Vec<&[u8]> = (0..size).map(block).collect();
+        reducer.run(&inputs, out);
+    }
+}
+
+/// Calls `work` with all incoming windows, in link order.
+pub(super) fn with_incoming<T>(links: &mut [Link], work: impl FnOnce(&[&[u8]]) -> T) -> Result<T> {
+    let count = links.len();
+    if count <= FEW {
+        let mut incoming: [&[u8]; FEW] = [&[]; FEW];
+        for (link, input) in links.iter_mut().zip(&mut incoming) {
+            *input = link.receiver.window()?;
+        }
+        Ok(work(&incoming[..count]))
+    } else {
+        let windows: Result<Vec<&[u8]>> = links.iter_mut().map(|link| Ok(link.receiver.window()?)).collect();
+        Ok(work(&windows?))
+    }
+}
+
+/// Calls `work` with all incoming and all outgoing windows, in link order.
+pub(super) fn with_windows<T>(
+    links: &mut [Link],
+    work: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> T,
+) -> Result<T> {
+    let count = links.len();
+    if count <= FEW {
+        let mut incoming: [&[u8]; FEW] = [&[]; FEW];
+        let mut outgoing: [&mut [u8]; FEW] = std::array::from_fn(|_| Default::default());
+        for ((link, input), output) in links.iter_mut().zip(&mut incoming).zip(&mut outgoing) {
+            *input = link.receiver.window()?;
+            *output = link.sender.window()?;
+        }
+        Ok(work(&incoming[..count], &mut outgoing[..count]))
+    } else {
+        let (mut incoming, mut outgoing) = (Vec::with_capacity(count), Vec::with_capacity(count));
+        for link in links {
+            incoming.push(link.receiver.window()?);
+            outgoing.push(link.sender.window()?);
+        }
+        Ok(work(&incoming, &mut outgoing))
+    }
+}

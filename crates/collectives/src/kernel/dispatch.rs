@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! From a reduction to the function that runs it.
+
+use super::native::{And, Direct, Join, Max, Min, Native, Or, Product, Sum};
+use super::wide::{Factors, Format, Same, Staged, Stages, Wider};
+use super::{Path, Reduction, half};
+use crate::{DataType, ReduceOp};
+
+type Run = unsafe fn(&[&[u8]], &mut [u8], f64);
+
+/// A chosen kernel.
+pub(super) enum Kernel {
+    /// One loop; the factor multiplies the result of a Sum of floats.
+    Direct { run: Run, factor: f64 },
+    /// Through accumulators.
+    Staged(Box<dyn Staged>),
+}
+
+impl Kernel {
+    /// Reduces `inputs` into `out`.
+    ///
+    /// # Safety
+    /// This processor has the instructions of the path the kernel was chosen for.
+    pub(super) unsafe fn run(&self, inputs: &[&[u8]], out: &mut [u8]) {
+        match self {
+            // SAFETY: the caller's promise.
+            Self::Direct { run, factor } => unsafe { run(inputs, out, *factor) },
+            // SAFETY: the caller's promise.
+            Self::Staged(stages) => unsafe { stages.run(inputs, out) },
+        }
+    }
+}
+
+macro_rules! compiled_for {
+    ($name:ident, $features:literal) => {
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = $features)]
+        fn $name<T: Native, J: Join<T>>(inputs: &[&[u8]], out: &mut [u8], factor: f64) {
+            Direct::<T, J>::run(inputs, out, factor);
+        }
+    };
+}
+
+compiled_for!(avx2, "avx2");
+compiled_for!(avx512, "avx2,avx512f,avx512bw,avx512dq,avx512vl");
+
+fn baseline<T: Native, J: Join<T>>(inputs: &[&[u8]], out: &mut [u8], factor: f64) {
+    Direct::<T, J>::run(inputs, out, factor);
+}
+
+fn direct<T: Native, J: Join<T>>(path: Path, factor: f64) -> Kernel {
+    let run: Run = match path {
+        #[cfg(target_arch = "x86_64")]
+        Path::Avx2 => avx2::<T, J>,
+        #[cfg(target_arch = "x86_64")]
+        Path::Avx512 => avx512::<T, J>,
+        _ => baseline::<T, J>,
+    };
+    Kernel::Direct { run, factor }
+}
+
+fn staged<F: Format, J: Join<F::Acc>>(path: Path, factors: Factors) -> Kernel {
+    Kernel::Staged(Box::new(Stages::new::<F, J>(path, factors)))
+}
+
+/// The kernel of a reduction, or nothing where it is not defined.
+pub(super) fn choose(reduction: &Reduction, path: Path) -> Option<Kernel> {
+    match reduction.dtype {
+        DataType::U8 => integer::<u8, u8, i64>(reduction, path),
+        DataType::I8 => integer::<i8, u8, i64>(reduction, path),
+        DataType::U16 => integer::<u16, u16, i64>(reduction, path),
+        DataType::I16 => integer::<i16, u16, i64>(reduction, path),
+        DataType::U32 => integer::<u32, u32, i64>(reduction, path),
+        DataType::I32 => integer::<i32, u32, i64>(reduction, path),
+        DataType::U64 => integer::<u64, u64, i128>(reduction, path),
+        DataType::I64 => integer::<i64, u64, i128>(reduction, path),
+        DataType::F16 => f16(reduction, path),
+        DataType::Bf16 => float::<half::Bf16>(reduction, path),
+        DataType::F32 => native_float::<f32>(reduction, path),
+        DataType::F64 => native_float::<f64>(reduction, path),
+        DataType::Bool => match reduction.op {
+            ReduceOp::Sum | ReduceOp::Max => Some(direct::<u8, Or>(path, 1.0)),
+            ReduceOp::Product | ReduceOp::Min => Some(direct::<u8, And>(path, 1.0)),
+            ReduceOp::Average | ReduceOp::Adasum => None,
+        },
+        DataType::C64 => complex(reduction).and_then(|()| native_float::<f32>(reduction, path)),
+        DataType::C128 => complex(reduction).and_then(|()| native_float::<f64>(reduction, path)),
+    }
+}
+
+/// What acts on real and imaginary parts alike.
+fn complex(reduction: &Reduction) -> Option<()> {
+    matches!(reduction.op, ReduceOp::Sum | ReduceOp::Average).then_some(())
+}
+
+fn factors(reduction: &Reduction) -> Factors {
+    let mean = (reduction.op == ReduceOp::Average).then_some(reduction.members);
+    Factors { prescale: reduction.prescale, postscale: reduction.postscale, mean }
+}
+
+fn is_plain(reduction: &Reduction) -> bool {
+    reduction.prescale == 1.0 && reduction.postscale == 1.0
+}
+
+/// Sum and Product wrap, which for both signs is the unsigned `U`.
+fn integer<T, U, A>(reduction: &Reduction, path: Path) -> Option<Kernel>
+where
+    T: Native,
+    U: Native,
+    A: Native,
+    Same<T>: Format<Acc = T>,
+    Wider<T, A>: Format<Acc = A>,
+{
+    let factors = factors(reduction);
+    Some(match (reduction.op, is_plain(reduction)) {
+        (ReduceOp::Sum, true) => direct::<U, Sum>(path, 1.0),
+        (ReduceOp::Product, true) => direct::<U, Product>(path, 1.0),
+        (ReduceOp::Min, true) => direct::<T, Min>(path, 1.0),
+        (ReduceOp::Max, true) => direct::<T, Max>(path, 1.0),
+        (ReduceOp::Average, _) => staged::<Wider<T, A>, Sum>(path, factors),
+        (ReduceOp::Sum, false) => staged::<Same<T>, Sum>(path, factors),
+        (ReduceOp::Product, false) => staged::<Same<T>, Product>(path, factors),
+        (ReduceOp::Min, false) => staged::<Same<T>, Min>(path, factors),
+        (ReduceOp::Max, false) => staged::<Same<T>, Max>(path, factors),
+        (ReduceOp::Adasum, _) => return None,
+    })
+}
+
+fn native_float<T: Native>(reduction: &Reduction, path: Path) -> Option<Kernel>
+where
+    Same<T>: Format<Acc = T>,
+{
+    // Dividing by a power of two and multiplying by its inverse round alike.
+    let inverse = 1.0 / reduction.members as f64;
+    Some(match reduction.op {
+        ReduceOp::Sum if is_plain(reduction) => direct::<T, Sum>(path, 1.0),
+        ReduceOp::Average if is_plain(reduction) && reduction.members.is_power_of_two() => {
+            direct::<T, Sum>(path, inverse)
+        }
+        ReduceOp::Product if is_plain(reduction) => direct::<T, Product>(path, 1.0),
+        ReduceOp::Min if is_plain(reduction) => direct::<T, Min>(path, 1.0),
+        ReduceOp::Max if is_plain(reduction) => direct::<T, Max>(path, 1.0),
+        _ => return float::<Same<T>>(reduction, path),
+    })
+}
+
+fn float<F: Format>(reduction: &Reduction, path: Path) -> Option<Kernel>
+where
+    F::Acc: Native,
+{
+    let factors = factors(reduction);
+    Some(match reduction.op {
+        ReduceOp::Sum | ReduceOp::Average => staged::<F, Sum>(path, factors),
+        ReduceOp::Product => staged::<F, Product>(path, factors),
+        ReduceOp::Min => staged::<F, Min>(path, factors),
+        ReduceOp::Max => staged::<F, Max>(path, factors),
+        ReduceOp::Adasum => return None,
+    })
+}
+
+fn f16(reduction: &Reduction, path: Path) -> Option<Kernel> {
+    match path {
+        #[cfg(target_arch = "x86_64")]
+        Path::Avx2 | Path::Avx512 => float::<half::HardF16>(reduction, path),
+        _ => float::<half::SoftF16>(reduction, path),
+    }
+}

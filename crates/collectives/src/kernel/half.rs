@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! 16-bit floats to `f32` and back, rounding to nearest even; the same bits with and without F16C.
+
+use super::wide::{Float, Format};
+
+/// Upper half of an `f32`.
+pub(super) struct Bf16;
+
+/// IEEE half precision by integer arithmetic.
+pub(super) struct SoftF16;
+
+/// IEEE half precision by F16C. Only to be chosen on a path that has it.
+#[cfg(target_arch = "x86_64")]
+pub(super) struct HardF16;
+
+impl Format for Bf16 {
+    const SIZE: usize = 2;
+    type Acc = f32;
+
+    #[inline(always)]
+    fn widen(bytes: &[u8], acc: &mut [f32]) {
+        for (a, b) in acc.iter_mut().zip(bytes.as_chunks().0) {
+            *a = f32::from_bits(u32::from(u16::from_ne_bytes(*b)) << 16);
+        }
+    }
+
+    #[inline(always)]
+    fn narrow(acc: &[f32], bytes: &mut [u8]) {
+        for (a, b) in acc.iter().zip(bytes.as_chunks_mut().0) {
+            *b = bf16_from_f32(*a).to_ne_bytes();
+        }
+    }
+
+    #[inline(always)]
+    fn scale(acc: &mut [f32], factor: f64) {
+        f32::scale(acc, factor);
+    }
+
+    #[inline(always)]
+    fn mean(acc: &mut [f32], members: usize) {
+        f32::mean(acc, members);
+    }
+}
+
+impl Format for SoftF16 {
+    const SIZE: usize = 2;
+    type Acc = f32;
+
+    #[inline(always)]
+    fn widen(bytes: &[u8], acc: &mut [f32]) {
+        for (a, b) in acc.iter_mut().zip(bytes.as_chunks().0) {
+            *a = f32_from_f16(u16::from_ne_bytes(*b));
+        }
+    }
+
+    #[inline(always)]
+    fn narrow(acc: &[f32], bytes: &mut [u8]) {
+        for (a, b) in acc.iter().zip(bytes.as_chunks_mut().0) {
+            *b = f16_from_f32(*a).to_ne_bytes();
+        }
+    }
+
+    #[inline(always)]
+    fn scale(acc: &mut [f32], factor: f64) {
+        f32::scale(acc, factor);
+    }
+
+    #[inline(always)]
+    fn mean(acc: &mut [f32], members: usize) {
+        f32::mean(acc, members);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Format for HardF16 {
+    const SIZE: usize = 2;
+    type Acc = f32;
+
+    #[inline(always)]
+    fn widen(bytes: &[u8], acc: &mut [f32]) {
+        use std::arch::x86_64::{_mm_loadu_si128, _mm256_cvtph_ps, _mm256_storeu_ps};
+        let (eights, _) = bytes.as_chunks::<16>();
+        let (lanes, _) = acc.as_chunks_mut::<8>();
+        let done = eights.len().min(lanes.len()) * 8;
+        for (a, b) in lanes.iter_mut().zip(eights) {
+            // SAFETY: 16 bytes are read from and 8 floats written to arrays of that size, unaligned accesses allowed;
+            // the format is chosen only on paths whose processors have F16C.
+            unsafe { _mm256_storeu_ps(a.as_mut_ptr(), _mm256_cvtph_ps(_mm_loadu_si128(b.as_ptr().cast()))) }
+        }
+        SoftF16::widen(bytes.get(done * 2..).unwrap_or_default(), &mut acc[done..]);
+    }
+
+    #[inline(always)]
+    fn narrow(acc: &[f32], bytes: &mut [u8]) {
+        use std::arch::x86_64::{
+            _MM_FROUND_TO_NEAREST_INT, _mm_storeu_si128, _mm256_cvtps_ph, _mm256_loadu_ps,
+        };
+        let (eights, _) = bytes.as_chunks_mut::<16>();
+        let (lanes, _) = acc.as_chunks::<8>();
+        let done = eights.len().min(lanes.len()) * 8;
+        for (a, b) in lanes.iter().zip(eights) {
+            // SAFETY: as in `widen`, the other way round.
+            unsafe {
+                let half = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(a.as_ptr()));
+                _mm_storeu_si128(b.as_mut_ptr().cast(), half);
+            }
+        }
+        SoftF16::narrow(&acc[done..], bytes.get_mut(done * 2..).unwrap_or_default());
+    }
+
+    #[inline(always)]
+    fn scale(acc: &mut [f32], factor: f64) {
+        f32::scale(acc, factor);
+    }
+
+    #[inline(always)]
+    fn mean(acc: &mut [f32], members: usize) {
+        f32::mean(acc, members);
+    }
+}
+
+/// A quiet NaN keeps the upper payload bits, as the hardware does.
+#[inline(always)]
+#[expect(clippy::cast_possible_truncation, reason = "the upper half is what is asked for")]
+pub(super) fn bf16_from_f32(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    (if value.is_nan() { (bits >> 16) | 0x40 } else { rounded }) as u16
+}
+
+/// Exact. Subnormals go through an integer, so that a thread which flushes them to zero computes the same.
+#[inline(always)]
+pub(super) fn f32_from_f16(half: u16) -> f32 {
+    let half = u32::from(half);
+    let sign = (half & 0x8000) << 16;
+    let magnitude = half & 0x7fff;
+    let normal = (magnitude << 13) + (112 << 23);
+    let special = (magnitude << 13) | (255 << 23) | if magnitude > 0x7c00 { 1 << 22 } else { 0 };
+    let subnormal = (magnitude as f32 * f32::from_bits((127 - 24) << 23)).to_bits();
+    let bits = if magnitude >= 0x7c00 {
+        special
+    } else if magnitude >= 0x0400 {
+        normal
+    } else {
+        subnormal
+    };
+    f32::from_bits(bits | sign)
+}
+
+/// Rounds to nearest even; what exceeds 65504 by half a unit is infinite.
+#[inline(always)]
+#[expect(clippy::cast_possible_truncation, reason = "every branch fits 16 bits")]
+pub(super) fn f16_from_f32(value: f32) -> u16 {
+    const INFINITE: u32 = 0x7f80_0000;
+    const TOO_LARGE: u32 = 0x477f_f000; // 65520
+    const NORMAL: u32 = 113 << 23; // 2^-14
+    const HALF_ULP: u32 = 126 << 23; // 0.5, whose unit in the last place is the subnormal step 2^-24
+    let bits = value.to_bits();
+    let sign = (bits >> 16) & 0x8000;
+    let magnitude = bits & 0x7fff_ffff;
+    let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
+    let subnormal = (f32::from_bits(magnitude) + f32::from_bits(HALF_ULP)).to_bits().wrapping_sub(HALF_ULP);
+    let nan = 0x7e00 | ((magnitude >> 13) & 0x1ff);
+    let half = if magnitude > INFINITE {
+        nan
+    } else if magnitude >= TOO_LARGE {
+        0x7c00
+    } else if magnitude >= NORMAL {
+        normal
+    } else {
+        subnormal
+    };
+    (half | sign) as u16
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Reductions of equally long byte blocks, one per member, in member order.
+//!
+//! `out = post * (((pre * x0) op (pre * x1)) op (pre * x2) ...)` for every element by itself, so the bits do not depend
+//! on how a tensor was cut into blocks. What each type does:
+//!
+//! - `float32`, `float64`: IEEE arithmetic in the type; an Average divides by the number of members, then scales.
+//! - `float16`, `bfloat16`: as `float32` from the first input to the last scaling, rounded once, to nearest even.
+//! - integers: Sum and Product wrap. An Average sums in 64 bits (128 for the 64-bit types), so it never overflows, and
+//!   truncates toward zero. A scale factor other than 1 goes through `float64`, truncates toward zero and saturates;
+//!   the factor 1 is exact.
+//! - `bool`: Sum and Max are or, Product and Min are and; any byte but 0 is true; no Average, no scale factors.
+//! - `complex64`, `complex128`: Sum and Average, by parts.
+//! - Min and Max give NaN when any input is NaN; of equal values (`-0.0` and `0.0`) the later member's. Which NaN a
+//!   reduction gives is not defined, only that it is one.
+//!
+//! Every path of [`Path`] gives the same bits; [`Path::best`] is chosen once per process.
+#![expect(unsafe_code, reason = "functions compiled for instructions that only some processors have")]
+
+mod dispatch;
+mod half;
+mod native;
+mod neutral;
+mod wide;
+
+use std::sync::OnceLock;
+
+use crate::{DataType, Error, ReduceOp, Result};
+
+pub use neutral::{fill_neutral, neutral};
+
+/// Which instructions a kernel may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Path {
+    /// What every processor of the architecture has.
+    Baseline,
+    /// AVX2 and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL besides.
+    Avx512,
+}
+
+impl Path {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Baseline, Self::Avx2, Self::Avx512];
+
+    /// Whether this processor can run it.
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Baseline => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                Self::Avx2.is_available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 | Self::Avx512 => false,
+        }
+    }
+
+    /// The widest one this processor can run.
+    pub fn best() -> Self {
+        static BEST: OnceLock<Path> = OnceLock::new();
+        *BEST.get_or_init(|| {
+            Self::ALL.into_iter().rev().find(|path| path.is_available()).unwrap_or(Self::Baseline)
+        })
+    }
+}
+
+/// The parameters of a reduction.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Reduction {
+    /// Element type.
+    pub dtype: DataType,
+    /// How elements combine.
+    pub op: ReduceOp,
+    /// Number of inputs.
+    pub members: usize,
+    /// Multiplies every input.
+    pub prescale: f64,
+    /// Multiplies the result.
+    pub postscale: f64,
+}
+
+/// A reduction with its kernel chosen: made once per operation, run once per block.
+pub struct Reducer {
+    reduction: Reduction,
+    kernel: dispatch::Kernel,
+}
+
+impl Reducer {
+    /// Chooses the kernel for this processor.
+    ///
+    /// # Errors
+    /// `Unsupported` when the operation is not defined for the type, `Shape` for no members or scaled booleans.
+    pub fn new(reduction: Reduction) -> Result<Self> {
+        Self::on(reduction, Path::best())
+    }
+
+    /// Chooses the kernel of `path`.
+    ///
+    /// # Errors
+    /// As [`Reducer::new`], and `Shape` when this processor cannot run the path.
+    pub fn on(reduction: Reduction, path: Path) -> Result<Self> {
+        let refuse = |reason: &str| Error::Shape { reason: reason.to_owned() };
+        if !path.is_available() {
+            return Err(refuse("this processor lacks the instructions asked for"));
+        }
+        if reduction.members == 0 {
+            return Err(refuse("a reduction needs at least one member"));
+        }
+        let scaled = reduction.prescale != 1.0 || reduction.postscale != 1.0;
+        if scaled && reduction.dtype == DataType::Bool {
+            return Err(refuse("booleans take no scale factors"));
+        }
+        let kernel = dispatch::choose(&reduction, path)
+            .ok_or(Error::Unsupported { op: reduction.op, dtype: reduction.dtype })?;
+        Ok(Self { reduction, kernel })
+    }
+
+    /// The parameters it was made for.
+    pub fn reduction(&self) -> &Reduction {
+        &self.reduction
+    }
+
+    /// Reduces `inputs`, in this order, into `out`. Elements beyond the shortest of them are left alone.
+    pub fn run(&self, inputs: &[&[u8]], out: &mut [u8]) {
+        // SAFETY: `on` made sure that this processor has the instructions the kernel was compiled for.
+        unsafe { self.kernel.run(inputs, out) }
+    }
+}
+
+/// Reduces one block per member into `out`.
+///
+/// # Errors
+/// As [`Reducer::new`], and `Shape` when lengths differ or are no whole number of elements.
+pub fn reduce(
+    dtype: DataType,
+    op: ReduceOp,
+    inputs: &[&[u8]],
+    out: &mut [u8],
+    prescale: f64,
+    postscale: f64,
+) -> Result<()> {
+    let reducer = Reducer::new(Reduction { dtype, op, members: inputs.len(), prescale, postscale })?;
+    if inputs.iter().any(|input| input.len() != out.len()) || !out.len().is_multiple_of(dtype.size()) {
+        let lengths: Vec<usize> = inputs.iter().map(|input| input.len()).collect();
+        let reason = format!("inputs of {lengths:?} bytes reduced into {} bytes of {dtype}", out.len());
+        return Err(Error::Shape { reason });
+    }
+    reducer.run(inputs, out);
+    Ok(())
+}

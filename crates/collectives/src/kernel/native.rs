@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Types that accumulate in themselves, and the loops over them.
+//!
+//! The loops are plain Rust over byte chunks: the compiler vectorises them for whatever instructions the function they
+//! are inlined into may use, and unaligned bytes cost nothing.
+
+use std::marker::PhantomData;
+
+/// A type the processor computes with.
+pub(super) trait Native: Copy + Default + 'static {
+    /// Its bytes in memory.
+    type Bytes: Copy + 'static;
+
+    fn get(bytes: Self::Bytes) -> Self;
+    fn put(self) -> Self::Bytes;
+    fn cells(bytes: &[u8]) -> &[Self::Bytes];
+    fn cells_mut(bytes: &mut [u8]) -> &mut [Self::Bytes];
+    fn sum(self, other: Self) -> Self;
+    fn product(self, other: Self) -> Self;
+    fn min(self, other: Self) -> Self;
+    fn max(self, other: Self) -> Self;
+    /// The finished result times a factor. Only floats multiply: an integer kernel's factor is always 1.
+    fn finish(self, factor: Self) -> Self;
+    fn factor(value: f64) -> Self;
+}
+
+macro_rules! bytes_of {
+    ($type:ty, $size:literal) => {
+        type Bytes = [u8; $size];
+
+        #[inline(always)]
+        fn get(bytes: Self::Bytes) -> Self {
+            <$type>::from_ne_bytes(bytes)
+        }
+
+        #[inline(always)]
+        fn put(self) -> Self::Bytes {
+            self.to_ne_bytes()
+        }
+
+        #[inline(always)]
+        fn cells(bytes: &[u8]) -> &[Self::Bytes] {
+            bytes.as_chunks().0
+        }
+
+        #[inline(always)]
+        fn cells_mut(bytes: &mut [u8]) -> &mut [Self::Bytes] {
+            bytes.as_chunks_mut().0
+        }
+    };
+}
+
+macro_rules! integer {
+    ($($type:ty, $size:literal;)+) => { $(
+        impl Native for $type {
+            bytes_of!($type, $size);
+
+            #[inline(always)]
+            fn sum(self, other: Self) -> Self {
+                self.wrapping_add(other)
+            }
+
+            #[inline(always)]
+            fn product(self, other: Self) -> Self {
+                self.wrapping_mul(other)
+            }
+
+            #[inline(always)]
+            fn min(self, other: Self) -> Self {
+                if self < other { self } else { other }
+            }
+
+            #[inline(always)]
+            fn max(self, other: Self) -> Self {
+                if self > other { self } else { other }
+            }
+
+            #[inline(always)]
+            fn finish(self, _factor: Self) -> Self {
+                self
+            }
+
+            #[inline(always)]
+            fn factor(_value: f64) -> Self {
+                1
+            }
+        }
+    )+ };
+}
+
+integer! { u8, 1; i8, 1; u16, 2; i16, 2; u32, 4; i32, 4; u64, 8; i64, 8; i128, 16; }
+
+macro_rules! float {
+    ($($type:ty, $size:literal;)+) => { $(
+        impl Native for $type {
+            bytes_of!($type, $size);
+
+            #[inline(always)]
+            fn sum(self, other: Self) -> Self {
+                self + other
+            }
+
+            #[inline(always)]
+            fn product(self, other: Self) -> Self {
+                self * other
+            }
+
+            #[inline(always)]
+            fn min(self, other: Self) -> Self {
+                if self < other || self.is_nan() { self } else { other }
+            }
+
+            #[inline(always)]
+            fn max(self, other: Self) -> Self {
+                if self > other || self.is_nan() { self } else { other }
+            }
+
+            #[inline(always)]
+            fn finish(self, factor: Self) -> Self {
+                self * factor
+            }
+
+            #[inline(always)]
+            #[expect(clippy::cast_possible_truncation, reason = "a factor takes the type of the tensor it scales")]
+            fn factor(value: f64) -> Self {
+                value as $type
+            }
+        }
+    )+ };
+}
+
+float! { f32, 4; f64, 8; }
+
+/// How two values become one.
+pub(super) trait Join<T>: 'static {
+    /// Whether the finished value is multiplied by a factor: an Average over a power of two is a scaled Sum.
+    const SCALES: bool = false;
+
+    fn join(a: T, b: T) -> T;
+
+    /// The result when there is only one input.
+    #[inline(always)]
+    fn lone(value: T) -> T {
+        value
+    }
+}
+
+macro_rules! join {
+    ($($name:ident, $method:ident, $scales:literal;)+) => { $(
+        pub(super) struct $name;
+
+        impl<T: Native> Join<T> for $name {
+            const SCALES: bool = $scales;
+
+            #[inline(always)]
+            fn join(a: T, b: T) -> T {
+                a.$method(b)
+            }
+        }
+    )+ };
+}
+
+join! { Sum, sum, true; Product, product, false; Min, min, false; Max, max, false; }
+
+/// Bytes that are false when 0 and true otherwise; results are 0 or 1.
+pub(super) struct Or;
+
+impl Join<u8> for Or {
+    #[inline(always)]
+    fn join(a: u8, b: u8) -> u8 {
+        u8::from((a | b) != 0)
+    }
+
+    #[inline(always)]
+    fn lone(value: u8) -> u8 {
+        u8::from(value != 0)
+    }
+}
+
+/// As [`Or`].
+pub(super) struct And;
+
+impl Join<u8> for And {
+    #[inline(always)]
+    fn join(a: u8, b: u8) -> u8 {
+        u8::from(a != 0) & u8::from(b != 0)
+    }
+
+    #[inline(always)]
+    fn lone(value: u8) -> u8 {
+        u8::from(value != 0)
+    }
+}
+
+/// Bytes of output worked on before turning to the next inputs: they stay in the first-level cache.
+const BLOCK: usize = 4096;
+
+/// The whole reduction for types that need no scratch: the output block is the accumulator.
+pub(super) struct Direct<T, J>(PhantomData<(T, J)>);
+
+impl<T: Native, J: Join<T>> Direct<T, J> {
+    #[inline(always)]
+    pub(super) fn run(inputs: &[&[u8]], out: &mut [u8], factor: f64) {
+        let factor = T::factor(factor);
+        match *inputs {
+            [] => {}
+            [a] => {
+                for (o, a) in T::cells_mut(out).iter_mut().zip(T::cells(a)) {
+                    *o = Self::last(J::lone(T::get(*a)), factor).put();
+                }
+            }
+            [a, b] => {
+                for ((o, a), b) in T::cells_mut(out).iter_mut().zip(T::cells(a)).zip(T::cells(b)) {
+                    *o = Self::last(J::join(T::get(*a), T::get(*b)), factor).put();
+                }
+            }
+            [a, b, c, d] => {
+                let inputs = T::cells(a).iter().zip(T::cells(b)).zip(T::cells(c)).zip(T::cells(d));
+                for (o, (((a, b), c), d)) in T::cells_mut(out).iter_mut().zip(inputs) {
+                    let joined = J::join(J::join(J::join(T::get(*a), T::get(*b)), T::get(*c)), T::get(*d));
+                    *o = Self::last(joined, factor).put();
+                }
+            }
+            [a, b, ref others @ ..] => {
+                let one = T::factor(1.0);
+                let mut at = 0_usize;
+                for block in out.chunks_mut(BLOCK) {
+                    let end = at + block.len();
+                    let here = |input: &[u8]| at.min(input.len())..end.min(input.len());
+                    let pair = T::cells(&a[here(a)]).iter().zip(T::cells(&b[here(b)]));
+                    for (o, (a, b)) in T::cells_mut(block).iter_mut().zip(pair) {
+                        *o = J::join(T::get(*a), T::get(*b)).put();
+                    }
+                    for (k, x) in others.iter().enumerate() {
+                        let factor = if k + 1 == others.len() { factor } else { one };
+                        let range = here(x);
+                        for (o, x) in T::cells_mut(block).iter_mut().zip(T::cells(&x[range])) {
+                            *o = Self::last(J::join(T::get(*o), T::get(*x)), factor).put();
+                        }
+                    }
+                    at = end;
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn last(value: T, factor: T) -> T {
+        if J::SCALES { value.finish(factor) } else { value }
+    }
+}

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What a member contributes that has nothing to contribute.
+
+use crate::{DataType, Error, ReduceOp, Result};
+
+/// The element that changes no result, in the first `dtype.size()` bytes; the others are 0. It is neutral after
+/// prescaling: contribute it to operations whose prescale is 1. A Sum's is `-0.0`, since `-0.0 + 0.0` is `0.0`.
+///
+/// # Errors
+/// `Unsupported` where the reduction is not defined for the type.
+pub fn neutral(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
+    let unsupported = Err(Error::Unsupported { op, dtype });
+    let mut bytes = [0_u8; 16];
+    let mut set = |value: &[u8]| bytes[..value.len()].copy_from_slice(value);
+    macro_rules! integer {
+        ($type:ty) => {
+            match op {
+                ReduceOp::Sum | ReduceOp::Average => {}
+                ReduceOp::Product => set(&<$type>::to_ne_bytes(1)),
+                ReduceOp::Min => set(&<$type>::MAX.to_ne_bytes()),
+                ReduceOp::Max => set(&<$type>::MIN.to_ne_bytes()),
+                ReduceOp::Adasum => return unsupported,
+            }
+        };
+    }
+    macro_rules! float {
+        ($negative_zero:expr, $one:expr, $infinity:expr, $negative_infinity:expr) => {
+            match op {
+                ReduceOp::Sum | ReduceOp::Average => set(&$negative_zero.to_ne_bytes()),
+                ReduceOp::Product => set(&$one.to_ne_bytes()),
+                ReduceOp::Min => set(&$infinity.to_ne_bytes()),
+                ReduceOp::Max => set(&$negative_infinity.to_ne_bytes()),
+                ReduceOp::Adasum => return unsupported,
+            }
+        };
+    }
+    match dtype {
+        DataType::U8 => integer!(u8),
+        DataType::I8 => integer!(i8),
+        DataType::U16 => integer!(u16),
+        DataType::I16 => integer!(i16),
+        DataType::U32 => integer!(u32),
+        DataType::I32 => integer!(i32),
+        DataType::U64 => integer!(u64),
+        DataType::I64 => integer!(i64),
+        DataType::F16 => float!(0x8000_u16, 0x3c00_u16, 0x7c00_u16, 0xfc00_u16),
+        DataType::Bf16 => float!(0x8000_u16, 0x3f80_u16, 0x7f80_u16, 0xff80_u16),
+        DataType::F32 => float!(-0.0_f32, 1.0_f32, f32::INFINITY, f32::NEG_INFINITY),
+        DataType::F64 => float!(-0.0_f64, 1.0_f64, f64::INFINITY, f64::NEG_INFINITY),
+        DataType::Bool => match op {
+            ReduceOp::Sum | ReduceOp::Max => {}
+            ReduceOp::Product | ReduceOp::Min => set(&[1]),
+            ReduceOp::Average | ReduceOp::Adasum => return unsupported,
+        },
+        DataType::C64 | DataType::C128 => match (op, dtype) {
+            (ReduceOp::Sum | ReduceOp::Average, DataType::C64) => {
+                let part = (-0.0_f32).to_ne_bytes();
+                set(&[part, part].concat());
+            }
+            (ReduceOp::Sum | ReduceOp::Average, _) => {
+                let part = (-0.0_f64).to_ne_bytes();
+                set(&[part, part].concat());
+            }
+            _ => return unsupported,
+        },
+    }
+    Ok(bytes)
+}
+
+/// Fills `out` with [`neutral`] elements.
+///
+/// # Errors
+/// As [`neutral`].
+pub fn fill_neutral(dtype: DataType, op: ReduceOp, out: &mut [u8]) -> Result<()> {
+    let element = neutral(dtype, op)?;
+    for cell in out.chunks_exact_mut(dtype.size()) {
+        cell.copy_from_slice(&element[..dtype.size()]);
+    }
+    Ok(())
+}

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Reductions through an accumulator of another type, or with scale factors: a block at a time, in the first-level
+//! cache, as a sequence of stages.
+
+use std::marker::PhantomData;
+
+use super::Path;
+use super::native::{Join, Native};
+
+/// How elements are read into and written from accumulators.
+pub(super) trait Format: 'static {
+    /// Bytes of one element.
+    const SIZE: usize;
+    /// What accumulates.
+    type Acc: Copy + Default + Send + Sync + 'static;
+
+    fn widen(bytes: &[u8], acc: &mut [Self::Acc]);
+    fn narrow(acc: &[Self::Acc], bytes: &mut [u8]);
+    /// Multiplies; what leaves the element's range saturates.
+    fn scale(acc: &mut [Self::Acc], factor: f64);
+    /// Divides by the number of members.
+    fn mean(acc: &mut [Self::Acc], members: usize);
+}
+
+/// Scaling and averaging of floats.
+pub(super) trait Float: Sized {
+    fn scale(acc: &mut [Self], factor: f64);
+    fn mean(acc: &mut [Self], members: usize);
+}
+
+/// Elements that accumulate as themselves.
+pub(super) struct Same<T>(PhantomData<T>);
+
+/// Integers that accumulate in a wider one, so that a sum of members cannot overflow before it is divided.
+pub(super) struct Wider<T, A>(PhantomData<(T, A)>);
+
+macro_rules! float {
+    ($($type:ty, $size:literal;)+) => { $(
+        impl Float for $type {
+            #[inline(always)]
+            fn scale(acc: &mut [Self], factor: f64) {
+                let factor = <$type as Native>::factor(factor);
+                for a in acc {
+                    *a *= factor;
+                }
+            }
+
+            #[inline(always)]
+            fn mean(acc: &mut [Self], members: usize) {
+                let members = members as $type;
+                for a in acc {
+                    *a /= members;
+                }
+            }
+        }
+
+        impl Format for Same<$type> {
+            const SIZE: usize = $size;
+            type Acc = $type;
+
+            #[inline(always)]
+            fn widen(bytes: &[u8], acc: &mut [$type]) {
+                for (a, b) in acc.iter_mut().zip(<$type as Native>::cells(bytes)) {
+                    *a = <$type>::get(*b);
+                }
+            }
+
+            #[inline(always)]
+            fn narrow(acc: &[$type], bytes: &mut [u8]) {
+                for (a, b) in acc.iter().zip(<$type as Native>::cells_mut(bytes)) {
+                    *b = a.put();
+                }
+            }
+
+            #[inline(always)]
+            fn scale(acc: &mut [$type], factor: f64) {
+                <$type as Float>::scale(acc, factor);
+            }
+
+            #[inline(always)]
+            fn mean(acc: &mut [$type], members: usize) {
+                <$type as Float>::mean(acc, members);
+            }
+        }
+    )+ };
+}
+
+float! { f32, 4; f64, 8; }
+
+macro_rules! integer {
+    ($($format:ty, $type:ty, $acc:ty, $size:literal;)+) => { $(
+        impl Format for $format {
+            const SIZE: usize = $size;
+            type Acc = $acc;
+
+            #[inline(always)]
+            fn widen(bytes: &[u8], acc: &mut [$acc]) {
+                for (a, b) in acc.iter_mut().zip(<$type as Native>::cells(bytes)) {
+                    *a = <$acc>::from(<$type>::get(*b));
+                }
+            }
+
+            #[inline(always)]
+            #[expect(clippy::cast_possible_truncation, clippy::allow_attributes, reason = "means fit their type")]
+            fn narrow(acc: &[$acc], bytes: &mut [u8]) {
+                for (a, b) in acc.iter().zip(<$type as Native>::cells_mut(bytes)) {
+                    *b = (*a as $type).put();
+                }
+            }
+
+            #[inline(always)]
+            #[expect(clippy::cast_possible_truncation, reason = "truncates toward zero and saturates")]
+            fn scale(acc: &mut [$acc], factor: f64) {
+                for a in acc {
+                    *a = <$acc>::from((*a as f64 * factor) as $type);
+                }
+            }
+
+            #[inline(always)]
+            fn mean(acc: &mut [$acc], members: usize) {
+                let Ok(members) = <$acc>::try_from(members) else { return };
+                for a in acc {
+                    *a /= members;
+                }
+            }
+        }
+    )+ };
+}
+
+integer! {
+    Same<u8>, u8, u8, 1;
+    Same<i8>, i8, i8, 1;
+    Same<u16>, u16, u16, 2;
+    Same<i16>, i16, i16, 2;
+    Same<u32>, u32, u32, 4;
+    Same<i32>, i32, i32, 4;
+    Same<u64>, u64, u64, 8;
+    Same<i64>, i64, i64, 8;
+    Wider<u8, i64>, u8, i64, 1;
+    Wider<i8, i64>, i8, i64, 1;
+    Wider<u16, i64>, u16, i64, 2;
+    Wider<i16, i64>, i16, i64, 2;
+    Wider<u32, i64>, u32, i64, 4;
+    Wider<i32, i64>, i32, i64, 4;
+    Wider<u64, i128>, u64, i128, 8;
+    Wider<i64, i128>, i64, i128, 8;
+}
+
+/// Elements per block: accumulators and inputs of the widest type stay in the first-level cache.
+const BLOCK: usize = 512;
+
+type Widen<A> = unsafe fn(&[u8], &mut [A]);
+type Merge<A> = unsafe fn(&mut [A], &[A]);
+type Narrow<A> = unsafe fn(&[A], &mut [u8]);
+type Scale<A> = unsafe fn(&mut [A], f64);
+type Mean<A> = unsafe fn(&mut [A], usize);
+
+/// The stages, each compiled for one path.
+pub(super) struct Stages<A> {
+    size: usize,
+    widen: Widen<A>,
+    merge: Merge<A>,
+    narrow: Narrow<A>,
+    scale: Scale<A>,
+    mean: Option<(Mean<A>, usize)>,
+    prescale: f64,
+    postscale: f64,
+}
+
+/// What a reduction scales and divides by.
+#[derive(Clone, Copy)]
+pub(super) struct Factors {
+    pub(super) prescale: f64,
+    pub(super) postscale: f64,
+    /// The number of members, for an Average.
+    pub(super) mean: Option<usize>,
+}
+
+macro_rules! stages {
+    ($name:ident, $($features:literal)?) => {
+        mod $name {
+            use super::{Format, Join};
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn widen<F: Format>(bytes: &[u8], acc: &mut [F::Acc]) {
+                F::widen(bytes, acc);
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn merge<A: Copy, J: Join<A>>(acc: &mut [A], other: &[A]) {
+                for (a, b) in acc.iter_mut().zip(other) {
+                    *a = J::join(*a, *b);
+                }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn narrow<F: Format>(acc: &[F::Acc], bytes: &mut [u8]) {
+                F::narrow(acc, bytes);
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn scale<F: Format>(acc: &mut [F::Acc], factor: f64) {
+                F::scale(acc, factor);
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn mean<F: Format>(acc: &mut [F::Acc], members: usize) {
+                F::mean(acc, members);
+            }
+        }
+    };
+}
+
+stages!(baseline,);
+#[cfg(target_arch = "x86_64")]
+stages!(avx2, "avx2,f16c");
+
+impl<A: Copy + Default + Send + Sync + 'static> Stages<A> {
+    /// Stages of a format. AVX-512 gains nothing here: the conversions are no wider, so it shares AVX2's.
+    pub(super) fn new<F: Format<Acc = A>, J: Join<A>>(path: Path, factors: Factors) -> Self {
+        let Factors { prescale, postscale, mean } = factors;
+        let size = F::SIZE;
+        match path {
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2 | Path::Avx512 => Self {
+                size,
+                widen: avx2::widen::<F>,
+                merge: avx2::merge::<A, J>,
+                narrow: avx2::narrow::<F>,
+                scale: avx2::scale::<F>,
+                mean: mean.map(|members| (avx2::mean::<F> as Mean<A>, members)),
+                prescale,
+                postscale,
+            },
+            _ => Self {
+                size,
+                widen: baseline::widen::<F>,
+                merge: baseline::merge::<A, J>,
+                narrow: baseline::narrow::<F>,
+                scale: baseline::scale::<F>,
+                mean: mean.map(|members| (baseline::mean::<F> as Mean<A>, members)),
+                prescale,
+                postscale,
+            },
+        }
+    }
+}
+
+/// A reduction in stages, whatever it accumulates in.
+pub(super) trait Staged: Send + Sync {
+    /// Reduces `inputs` into `out`.
+    ///
+    /// # Safety
+    /// This processor has the instructions of the path the stages were made for.
+    unsafe fn run(&self, inputs: &[&[u8]], out: &mut [u8]);
+}
+
+impl<A: Copy + Default + Send + Sync + 'static> Staged for Stages<A> {
+    unsafe fn run(&self, inputs: &[&[u8]], out: &mut [u8]) {
+        let (mut acc, mut next) = ([A::default(); BLOCK], [A::default(); BLOCK]);
+        let elements = inputs.iter().map(|input| input.len()).min().unwrap_or(0).min(out.len()) / self.size;
+        for start in (0..elements).step_by(BLOCK) {
+            let count = BLOCK.min(elements - start);
+            let range = start * self.size..(start + count) * self.size;
+            // SAFETY: the caller's promise about this processor covers every stage.
+            unsafe {
+                for (k, input) in inputs.iter().enumerate() {
+                    let into = if k == 0 { &mut acc[..count] } else { &mut next[..count] };
+                    (self.widen)(&input[range.clone()], into);
+                    if self.prescale != 1.0 {
+                        (self.scale)(into, self.prescale);
+                    }
+                    if k > 0 {
+                        (self.merge)(&mut acc[..count], &next[..count]);
+                    }
+                }
+                if let Some((mean, members)) = self.mean {
+                    mean(&mut acc[..count], members);
+                }
+                if self.postscale != 1.0 {
+                    (self.scale)(&mut acc[..count], self.postscale);
+                }
+                (self.narrow)(&acc[..count], &mut out[range]);
+            }
+        }
+    }
+}
