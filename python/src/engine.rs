@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole._native.engine`: the session of this process and its operations.
+//!
+//! Submitting and polling are short and keep the GIL: giving it up could cost a busy interpreter's switch interval.
+
+use std::sync::Arc;
+
+use farandole::engine::{Handle, Kind, Request};
+use farandole::session::{self, Session};
+use farandole::world::{self, ProcessSetId, Rank};
+use pyo3::prelude::*;
+
+use crate::error::raise;
+use crate::runtime;
+use crate::tensor::{Gathered, buffer, dtype, reduce_op};
+
+/// Fills the submodule.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<World>()?;
+    module.add_class::<Gathered>()?;
+    module.add_function(wrap_pyfunction!(init, module)?)?;
+    module.add_function(wrap_pyfunction!(shutdown, module)?)?;
+    module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
+    module.add_function(wrap_pyfunction!(world_of_session, module)?)?;
+    module.add_function(wrap_pyfunction!(allreduce, module)?)?;
+    module.add_function(wrap_pyfunction!(grouped_allreduce, module)?)?;
+    module.add_function(wrap_pyfunction!(broadcast, module)?)?;
+    module.add_function(wrap_pyfunction!(allgather, module)?)?;
+    module.add_function(wrap_pyfunction!(barrier, module)?)?;
+    module.add_function(wrap_pyfunction!(is_pending, module)?)?;
+    module.add_function(wrap_pyfunction!(poll, module)?)?;
+    module.add_function(wrap_pyfunction!(wait, module)?)
+}
+
+/// Where this process sits.
+#[pyclass(frozen, module = "farandole._native.engine")]
+struct World(Arc<world::World>);
+
+#[pymethods]
+impl World {
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.0.rank.0
+    }
+
+    #[getter]
+    fn size(&self) -> usize {
+        self.0.size()
+    }
+
+    #[getter]
+    fn local_rank(&self) -> u32 {
+        self.0.seat().local_rank.0
+    }
+
+    #[getter]
+    fn local_size(&self) -> u32 {
+        self.0.seat().local_size
+    }
+
+    #[getter]
+    fn cross_rank(&self) -> u32 {
+        self.0.seat().cross_rank.0
+    }
+
+    #[getter]
+    fn cross_size(&self) -> u32 {
+        self.0.seat().cross_size
+    }
+
+    #[getter]
+    fn generation(&self) -> u64 {
+        self.0.generation.0
+    }
+
+    #[getter]
+    fn is_homogeneous(&self) -> bool {
+        self.0.is_homogeneous()
+    }
+}
+
+/// Joins the world; true when this call began the session.
+#[pyfunction]
+fn init(py: Python<'_>) -> PyResult<bool> {
+    let mut interrupt = None;
+    let begun = py.detach(|| {
+        session::init(&mut || {
+            interrupt = Python::attach(|py| py.check_signals()).err();
+            interrupt.is_some()
+        })
+    });
+    match (interrupt, begun) {
+        (Some(interrupt), _) => Err(interrupt),
+        (None, begun) => begun.map_err(|error| raise(error.fault(), &error)),
+    }
+}
+
+/// Leaves the world.
+#[pyfunction]
+fn shutdown(py: Python<'_>) {
+    py.detach(session::shutdown);
+}
+
+#[pyfunction]
+fn is_initialized() -> bool {
+    session::is_initialized()
+}
+
+#[pyfunction]
+#[pyo3(name = "world")]
+fn world_of_session() -> PyResult<World> {
+    Ok(World(Arc::clone(current()?.world())))
+}
+
+#[pyfunction]
+#[pyo3(signature = (name, dtype, shape, source, target, op, prescale, postscale, attended, /))]
+fn allreduce(
+    name: String,
+    dtype: u8,
+    shape: Vec<u64>,
+    source: usize,
+    target: usize,
+    op: u8,
+    prescale: f64,
+    postscale: f64,
+    attended: bool,
+) -> PyResult<u64> {
+    let kind = Kind::Allreduce { op: reduce_op(op)?, prescale, postscale };
+    submit(request(name, kind, dtype, shape, source, Some(target))?, attended)
+}
+
+/// Starts several allreduces as one unit: `(name, dtype, shape, source, target)` each.
+#[pyfunction]
+#[pyo3(signature = (tensors, op, prescale, postscale, /))]
+fn grouped_allreduce(
+    tensors: Vec<(String, u8, Vec<u64>, usize, usize)>,
+    op: u8,
+    prescale: f64,
+    postscale: f64,
+) -> PyResult<Vec<u64>> {
+    let kind = Kind::Allreduce { op: reduce_op(op)?, prescale, postscale };
+    let requests = tensors
+        .into_iter()
+        .map(|(name, dtype, shape, source, target)| request(name, kind, dtype, shape, source, Some(target)))
+        .collect::<PyResult<Vec<_>>>()?;
+    let handles = current()?.engine().submit_group(requests).map_err(|error| raise(error.fault(), &error))?;
+    Ok(handles.into_iter().map(|handle| handle.0).collect())
+}
+
+#[pyfunction]
+#[pyo3(signature = (name, dtype, shape, source, target, root, attended, /))]
+fn broadcast(
+    name: String,
+    dtype: u8,
+    shape: Vec<u64>,
+    source: usize,
+    target: usize,
+    root: u32,
+    attended: bool,
+) -> PyResult<u64> {
+    let kind = Kind::Broadcast { root: Rank(root) };
+    submit(request(name, kind, dtype, shape, source, Some(target))?, attended)
+}
+
+#[pyfunction]
+#[pyo3(signature = (name, dtype, shape, source, attended, /))]
+fn allgather(name: String, dtype: u8, shape: Vec<u64>, source: usize, attended: bool) -> PyResult<u64> {
+    submit(request(name, Kind::Allgather, dtype, shape, source, None)?, attended)
+}
+
+#[pyfunction]
+#[pyo3(signature = (name, /))]
+fn barrier(name: String) -> PyResult<u64> {
+    submit(Request::barrier(name, ProcessSetId::GLOBAL), true)
+}
+
+/// Whether the handle's result can still be waited for.
+#[pyfunction]
+#[pyo3(signature = (handle, /))]
+fn is_pending(handle: u64) -> bool {
+    session::current().is_ok_and(|session| session.engine().poll(Handle(handle)).is_ok())
+}
+
+#[pyfunction]
+#[pyo3(signature = (handle, /))]
+fn poll(handle: u64) -> PyResult<bool> {
+    current()?.engine().poll(Handle(handle)).map_err(|error| raise(error.fault(), &error))
+}
+
+/// Waits for a result and takes it.
+#[pyfunction]
+#[pyo3(signature = (handle, /))]
+fn wait(py: Python<'_>, handle: u64) -> PyResult<Option<Gathered>> {
+    let session = current()?;
+    let completion = runtime::wait(py, None, |slice| {
+        session.engine().wait(Handle(handle), slice).map_err(|error| raise(error.fault(), &error))
+    })?;
+    Ok(completion.and_then(Gathered::of))
+}
+
+fn current() -> PyResult<Arc<Session>> {
+    session::current().map_err(|error| raise(error.fault(), &error))
+}
+
+fn request(
+    name: String,
+    kind: Kind,
+    number: u8,
+    shape: Vec<u64>,
+    source: usize,
+    target: Option<usize>,
+) -> PyResult<Request> {
+    let dtype = dtype(number)?;
+    let input = buffer(source, dtype, &shape)?;
+    let output = target.map(|target| buffer(target, dtype, &shape)).transpose()?;
+    Ok(Request { name, kind, dtype, shape, input, output, process_set: ProcessSetId::GLOBAL, ready: None })
+}
+
+fn submit(request: Request, attended: bool) -> PyResult<u64> {
+    let session = current()?;
+    let engine = session.engine();
+    let handle = if attended { engine.submit_attended(request) } else { engine.submit(request) };
+    handle.map(|handle| handle.0).map_err(|error| raise(error.fault(), &error))
+}

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Tensors as Python hands them in, an address and a shape, and memory that goes back by the buffer protocol.
+#![expect(unsafe_code, reason = "addresses come from Python, and a buffer is exported by address")]
+
+use std::ffi::{c_int, c_void};
+
+use farandole::collectives::{Buffer, DataType, Memory, Place, ReduceOp};
+use farandole::engine::Completion;
+use pyo3::exceptions::{PyBufferError, PyValueError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+/// Host memory of a contiguous tensor. The caller on the Python side keeps it valid until the operation is consumed;
+/// that is the contract of the whole module `engine`.
+///
+/// # Errors
+/// `ValueError` when the shape is larger than any memory, or nothing is at the address.
+pub(crate) fn buffer(address: usize, dtype: DataType, shape: &[u64]) -> PyResult<Buffer> {
+    let bytes = shape
+        .iter()
+        .try_fold(dtype.size() as u64, |bytes, dimension| bytes.checked_mul(*dimension))
+        .and_then(|bytes| usize::try_from(bytes).ok())
+        .ok_or_else(|| PyValueError::new_err(format!("shape is larger than any memory: {shape:?}")))?;
+    if address == 0 && bytes > 0 {
+        return Err(PyValueError::new_err(format!("tensor has no memory: shape {shape:?}")));
+    }
+    let address = std::ptr::with_exposed_provenance_mut(address);
+    // SAFETY: the module's contract: `farandole.torch` passes a live tensor's address with its own shape and dtype, and
+    // keeps that tensor in its table of handles until the engine is done with it.
+    Ok(unsafe { Buffer::from_raw(address, bytes, Place::Host) })
+}
+
+/// The dtype with this number.
+///
+/// # Errors
+/// `ValueError` when there is none.
+pub(crate) fn dtype(number: u8) -> PyResult<DataType> {
+    DataType::from_wire(number).ok_or_else(|| PyValueError::new_err(format!("no such dtype: {number}")))
+}
+
+/// The reduction with this number.
+///
+/// # Errors
+/// `ValueError` when there is none.
+pub(crate) fn reduce_op(number: u8) -> PyResult<ReduceOp> {
+    ReduceOp::from_wire(number).ok_or_else(|| PyValueError::new_err(format!("no such reduction: {number}")))
+}
+
+/// What an allgather has collected.
+#[pyclass(frozen, module = "farandole._native.engine")]
+pub(crate) struct Gathered {
+    memory: Memory,
+    rows: Vec<u64>,
+}
+
+impl Gathered {
+    /// The engine's memory, if the operation brought any.
+    pub(crate) fn of(completion: Completion) -> Option<Self> {
+        completion.output.map(|memory| Self { memory, rows: completion.rows })
+    }
+}
+
+#[pymethods]
+impl Gathered {
+    #[getter]
+    fn rows(&self) -> Vec<u64> {
+        self.rows.clone()
+    }
+
+    fn __len__(&self) -> usize {
+        self.memory.len()
+    }
+
+    /// Exports the memory, writable: its one user is whoever holds this object.
+    ///
+    /// # Safety
+    /// Python calls it with a view to fill.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let memory = &slf.get().memory;
+        let length = ffi::Py_ssize_t::try_from(memory.len())
+            .map_err(|_| PyBufferError::new_err("longer than a buffer can be"))?;
+        let address: *mut c_void = memory.address().cast();
+        // SAFETY: the view comes from Python; the address is valid for `length` bytes as long as `slf` lives, and the
+        // view holds a reference to `slf`.
+        let status = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), address, length, 0, flags) };
+        if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}

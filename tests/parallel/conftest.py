@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Worlds of real processes that run functions of the tests.
+
+A world is started as any job is, by a registrar and agents; its workers then take functions over a socket, run them
+at the same time and send back what they return. `world` shares worlds between tests, `fresh_world` makes one that a
+test may break.
+"""
+
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+pytest.importorskip("torch")
+
+from farandole._native import launcher, registrar
+
+LIMIT = 60.0
+"""Seconds for starting a world, and for every function it runs."""
+
+
+class Died:
+    """In place of a result: the process ended before it answered."""
+
+    def __repr__(self):
+        return "Died()"
+
+
+class Failed:
+    """In place of a result: the function raised."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __repr__(self):
+        return self.text
+
+
+def serve(address, key):
+    """The worker: runs functions until the test closes the connection."""
+    import farandole.torch as hvd  # noqa: PLC0415 - in the worker
+
+    hvd.init()
+    with Client(address, authkey=key) as connection:
+        connection.send(hvd.rank())
+        while True:
+            try:
+                function, args = cloudpickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            try:
+                answer = function(*args)
+            except BaseException:  # noqa: BLE001 - whatever it is, the test is told
+                answer = Failed(traceback.format_exc())
+            connection.send_bytes(cloudpickle.dumps(answer))
+
+
+class World:
+    """Several ranks on this host."""
+
+    def __init__(self, size, env=None):
+        self.size = size
+        self.folder = Path(tempfile.mkdtemp(prefix="farandole-test-"))
+        self.registrar = registrar.Registrar(size, host="127.0.0.1", start_timeout=LIMIT)
+        self.outcomes = [None] * size
+        key = b"farandole"
+        listener = Listener(str(self.folder / "socket"), authkey=key)
+        payload = cloudpickle.dumps((serve, (listener.address, key), {}))
+        self.agents = [threading.Thread(target=self._agent, args=(task, payload, env or {})) for task in range(size)]
+        try:
+            for agent in self.agents:
+                agent.start()
+            listener._listener._socket.settimeout(LIMIT)
+            connections = [listener.accept() for _ in range(size)]
+            self.connections: dict[int, Connection] = {connection.recv(): connection for connection in connections}
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            listener.close()
+
+    def _agent(self, task, payload, env):
+        command = [sys.executable, "-m", "farandole.runner.worker"]
+        env = {"OMP_NUM_THREADS": "1", **env}
+        try:
+            self.outcomes[task] = launcher.run_agent(
+                self.registrar.ticket, task, command, env=env, payload=payload, stream_output=False
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test is told
+            self.outcomes[task] = error
+
+    def run(self, function, *args, tolerate=False):
+        """Runs `function` on every rank and returns the results by rank.
+
+        Unless `tolerate`, a rank that raised or died fails the test; else its place holds `Failed` or `Died`.
+        """
+        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+        for connection in self.connections.values():
+            connection.send_bytes(cloudpickle.dumps((function, args)))
+        answers = {}
+        end = time.monotonic() + LIMIT
+        while len(answers) < self.size:
+            waiting = {self.connections[rank]: rank for rank in self.connections if rank not in answers}
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                self.close()
+                pytest.fail(f"ranks {sorted(waiting.values())} did not answer within {LIMIT} s: {self.outcomes}")
+            for connection in ready:
+                try:
+                    answers[waiting[connection]] = cloudpickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    answers[waiting[connection]] = Died()
+        results = [answers[rank] for rank in range(self.size)]
+        bad = [rank for rank, result in enumerate(results) if isinstance(result, Failed | Died)]
+        if bad and not tolerate:
+            self.close()
+            pytest.fail("\n".join(f"rank {rank}: {results[rank]}" for rank in bad))
+        return results
+
+    @property
+    def is_open(self):
+        return bool(self.connections)
+
+    def close(self):
+        """Ends the workers, in good order if they wait for work."""
+        for connection in getattr(self, "connections", {}).values():
+            connection.close()
+        self.connections = {}
+        for agent in self.agents:
+            agent.join(timeout=5)
+        self.registrar.close()
+        for agent in self.agents:
+            agent.join(timeout=10)
+        assert not any(agent.is_alive() for agent in self.agents), "an agent outlived its job"
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def _shared():
+    worlds = {}
+    yield worlds
+    for world in worlds.values():
+        world.close()
+
+
+@pytest.fixture(params=[2, 3, 4], ids="{0} ranks".format)
+def world(request, _shared):
+    """A world of 2, 3 or 4 ranks, shared with other tests."""
+    return _shared_world(_shared, request.param)
+
+
+@pytest.fixture
+def pair(_shared):
+    """A world of two ranks, shared with other tests."""
+    return _shared_world(_shared, 2)
+
+
+def _shared_world(worlds, size):
+    if size not in worlds or not worlds[size].is_open:
+        worlds[size] = World(size)
+    return worlds[size]
+
+
+@pytest.fixture
+def fresh_world():
+    """Makes a world of this test's own."""
+    worlds = []
+
+    def make(size, **options):
+        worlds.append(World(size, **options))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""DistributedOptimizer on real processes, against one process that sees the whole batch."""
+
+import copy
+
+import pytest
+import torch
+
+import farandole.torch as hvd
+
+
+def net():
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+
+def batches(steps, rows):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(rows, 6, generator=generator), torch.randint(0, 3, (rows,), generator=generator))
+        for _ in range(steps)
+    ]
+
+
+def make_optimizer(kind, parameters):
+    return {
+        "sgd": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01),
+    }[kind]()
+
+
+def train_equals_one_process(kind, options, passes, closure):
+    rank, size = hvd.rank(), hvd.size()
+    alone, together = net(), net()
+    reference = make_optimizer(kind, alone.parameters())
+    if isinstance(options.get("groups"), str):
+        options = {"groups": [[together[0].weight, together[2].bias], [together[0].bias]]}
+    compression = getattr(hvd.Compression, options.get("compression", "none"))
+    optimizer = hvd.DistributedOptimizer(
+        make_optimizer(kind, together.parameters()),
+        named_parameters=together.named_parameters(),
+        backward_passes_per_step=passes,
+        **{**copy.deepcopy({k: v for k, v in options.items() if k != "groups"}), "compression": compression},
+        **({"groups": options["groups"]} if "groups" in options else {}),
+    )
+    loss = torch.nn.functional.cross_entropy
+    for features, labels in batches(6, 4 * size * passes):
+        reference.zero_grad()
+        (loss(alone(features), labels) * passes).backward()
+        reference.step()
+
+        def evaluate(features=features, labels=labels):
+            optimizer.zero_grad()
+            for i in range(passes):
+                part = slice((rank * passes + i) * 4, (rank * passes + i + 1) * 4)
+                value = loss(together(features[part]), labels[part])
+                value.backward()
+            return value
+
+        if closure:
+            optimizer.step(evaluate)
+        else:
+            evaluate()
+            optimizer.step()
+    tolerance = 2e-2 if compression is not hvd.Compression.none else 1e-5
+    for one, other in zip(alone.parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+CASES = {
+    "plain": {},
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "two groups": {"groups": 2},
+    "given groups": {"groups": "some"},
+    "bf16": {"compression": "bf16"},
+    "fp16": {"compression": "fp16"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_one_process_on_the_whole_batch(world, case):
+    world.run(train_equals_one_process, "sgd", CASES[case], 1, False)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("closure", [False, True], ids=["steps", "closures"])
+def test_passes_and_closures_equal_one_process_too(pair, passes, closure):
+    pair.run(train_equals_one_process, "adamw", {}, passes, closure)
+
+
+def uneven_use():
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 1, bias=False) for _ in range(2)])
+    hvd.broadcast_parameters(layers.state_dict(), root_rank=0)
+    before = [layer.weight.detach().clone() for layer in layers]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers.parameters(), lr=1.0), layers.named_parameters())
+    # Every rank uses a layer of its own; the other one takes part with zeros.
+    layers[hvd.rank()](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for layer, old in zip(layers, before, strict=True):
+        torch.testing.assert_close(layer.weight, old - 0.5)
+
+
+def test_a_parameter_that_a_rank_does_not_use_takes_part_with_zeros(pair):
+    pair.run(uneven_use)
+
+
+def late_parameters():
+    first, second, frozen = (torch.nn.Linear(2, 1, bias=False) for _ in range(3))
+    frozen.requires_grad_(requires_grad=False)
+    parameters = [*first.parameters(), *frozen.parameters()]
+    hvd.broadcast_parameters([*parameters, *second.parameters()], root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+    optimizer.add_param_group({"params": list(second.parameters())})
+    frozen.requires_grad_()
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum(layer(torch.full((1, 2), float(hvd.rank()))).sum() for layer in (first, second, frozen)).backward()
+        optimizer.step()
+    return torch.cat([layer.weight.detach() for layer in (first, second, frozen)]).tolist()
+
+
+def test_parameters_added_or_unfrozen_later_are_reduced_too(pair):
+    one, other = pair.run(late_parameters)
+    assert one == other
+
+
+def misuse():
+    layer = torch.nn.Linear(2, 1)
+    hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0))
+    messages = []
+    layer(torch.ones(1, 2)).sum().backward()
+    for action in (lambda: layer(torch.ones(1, 2)).sum().backward(), optimizer.zero_grad):
+        try:
+            action()
+        except AssertionError as error:
+            messages.append(str(error))
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
+    before = layer.weight.detach().clone()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert (layer.weight - before).norm() <= 1.1e-3
+    return messages
+
+
+def test_misuse_is_told_and_gradients_can_be_clipped_between_synchronize_and_step(pair):
+    for messages in pair.run(misuse):
+        assert "more than backward_passes_per_step=1" in messages[0]
+        assert "zero_grad() came before" in messages[1]
+
+
+def sparse_gradients():
+    refused = False
+    for sparse_as_dense in (False, True):
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        hvd.broadcast_parameters(table.state_dict(), root_rank=0)
+        before = table.weight.detach().clone()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), sparse_as_dense=sparse_as_dense
+        )
+        try:
+            table(torch.tensor([hvd.rank(), 3])).sum().backward()
+        except ValueError as error:
+            refused = "sparse_as_dense" in str(error)
+            continue
+        optimizer.step()
+        expected = torch.tensor([[0.5], [0.5], [0.0], [1.0]]).expand(4, 2)
+        torch.testing.assert_close(before - table.weight, expected)
+    return refused
+
+
+def test_sparse_gradients_are_made_dense_or_refused(pair):
+    assert pair.run(sparse_gradients) == [True, True]
+
+
+def channels_last():
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(conv.parameters(), lr=1.0), conv.named_parameters())
+    conv(torch.full((1, 3, 4, 4), float(hvd.rank()))).sum().backward()
+    local = conv.weight.grad.clone()
+    optimizer.synchronize()
+    torch.testing.assert_close(conv.weight.grad, hvd.allreduce(local.contiguous()))
+
+
+def test_gradients_that_are_not_contiguous_are_reduced(pair):
+    pair.run(channels_last)
+
+
+def optimizer_state_spreads(kind):
+    layer = torch.nn.Linear(3, 2)
+    classes = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    rate = 0.5 if hvd.rank() == 0 else 0.1
+    optimizer = classes[kind](layer.parameters(), lr=rate)
+    if hvd.rank() == 0:
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
+    before = layer.weight.detach().clone()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert torch.equal(layer.weight, before)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    state = [optimizer.state[parameter] for parameter in layer.parameters()]
+    return hvd.allgather_object([{key: str(value) for key, value in entry.items()} for entry in state])
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_optimizer_state_and_options_spread_without_a_step(pair, kind):
+    for first, *others in pair.run(optimizer_state_spreads, kind):
+        assert all(other == first for other in others)
+        assert (kind == "adam") == ("exp_avg" in first[0])
+
+
+def different_groups():
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(1 + hvd.rank())]
+    try:
+        hvd.broadcast_optimizer_state(torch.optim.SGD(parameters, lr=1.0), root_rank=0)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_optimizers_of_different_shape_are_refused_on_every_rank(pair):
+    for message in pair.run(different_groups):
+        assert "rank 1: [2]" in message

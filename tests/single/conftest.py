@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A world of one."""
+
+import pytest
+
+
+@pytest.fixture
+def hvd():
+    """`farandole.torch`, initialized in a process that nobody launched."""
+    torch = pytest.importorskip("farandole.torch")
+    torch.init()
+    yield torch
+    torch.shutdown()

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What `import farandole` costs and what it may not do."""
+
+import importlib.util
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import farandole
+from farandole import _native
+from farandole.common import exceptions
+
+
+def python(code: str, *options: str) -> str:
+    command = [sys.executable, *options, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_loads_no_framework_and_starts_no_thread():
+    code = """
+import os, sys, threading
+import farandole
+print(sorted({"torch", "tensorflow", "pyspark", "numpy", "pyarrow", "pandas"} & set(sys.modules)))
+print(len(os.listdir("/proc/self/task")), threading.active_count())
+import farandole._native
+print(len(os.listdir("/proc/self/task")), threading.active_count())
+"""
+    assert python(code).split("\n")[:3] == ["[]", "1 1", "1 1"]
+
+
+def test_import_takes_under_sixty_milliseconds():
+    code = "import time; t = time.perf_counter(); import farandole; print(time.perf_counter() - t)"
+    assert min(float(python(code)) for _ in range(5)) < 0.06
+
+
+def test_the_native_library_imports_under_sixty_milliseconds():
+    code = "import time; t = time.perf_counter(); import farandole._native; print(time.perf_counter() - t)"
+    assert min(float(python(code)) for _ in range(5)) < 0.06
+
+
+def test_package_and_native_library_have_one_version():
+    assert farandole.__version__ == _native.__version__
+
+
+def test_missing_torch_names_the_extra_to_install():
+    code = """
+import sys
+from importlib.machinery import PathFinder
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] == "torch" else PathFinder.find_spec(name, path, target)
+sys.meta_path = [finder for finder in sys.meta_path if finder is not PathFinder] + [NoTorch()]
+try:
+    import farandole.torch
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install farandole[torch]" in python(code)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+@pytest.mark.parametrize("order", [("torch", "farandole.torch"), ("farandole.torch", "torch")])
+def test_torch_may_be_imported_before_and_after(order):
+    code = f"import {order[0]}, {order[1]}; farandole.torch.init(); print(farandole.torch.size())"
+    assert python(code) == "1\n"
+
+
+@pytest.mark.parametrize("name", ["FarandoleInternalError", "FarandoleEnvironmentError", "FarandoleBugError"])
+def test_exceptions_survive_pickling(name):
+    error = pickle.loads(pickle.dumps(getattr(exceptions, name)("rank 1 died")))
+    assert type(error).__name__ == name
+    assert str(error) == "rank 1 died"
+
+
+def test_horovods_name_is_the_same_exception():
+    assert exceptions.HorovodInternalError is farandole.FarandoleInternalError

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""farandole.torch in a world of one: semantics that need no peer."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def test_a_process_nobody_launched_is_a_world_of_one(hvd):
+    assert hvd.is_initialized()
+    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.global_process_set.ranks == [0]
+    assert hvd.global_process_set.included()
+    assert not hvd.mpi_built()
+    assert hvd.nccl_built() == 0
+
+
+def test_init_does_nothing_while_running_and_works_again_after_shutdown(hvd):
+    hvd.init()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match="not been initialized"):
+        hvd.rank()
+    with pytest.raises(ValueError, match="not been initialized"):
+        hvd.allreduce(torch.ones(1))
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1)).item() == 1
+
+
+def test_init_refuses_what_is_not_offered(hvd):
+    with pytest.raises(ValueError, match="process sets"):
+        hvd.init(process_sets=[hvd.ProcessSet([0])])
+    hvd.shutdown()
+    with pytest.raises(ValueError, match="comm must be"):
+        hvd.init(comm=[1])
+    assert not hvd.is_initialized()
+    hvd.init(comm=[0])
+
+
+def test_operations_over_other_process_sets_are_refused(hvd):
+    with pytest.raises(ValueError, match="global process set"):
+        hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_allreduce_of_one_scales_and_keeps_the_input(hvd, dtype):
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    result = hvd.allreduce(tensor, op=hvd.Sum, postscale_factor=2.0)
+    assert torch.equal(result, tensor * 2)
+    assert torch.equal(tensor, torch.arange(6).reshape(2, 3).to(dtype))
+    assert result.dtype == dtype
+
+
+def test_in_place_operations_return_the_same_object(hvd):
+    tensor = torch.ones(3)
+    assert hvd.allreduce_(tensor, op=hvd.Sum, prescale_factor=3.0) is tensor
+    assert hvd.broadcast_(tensor, 0) is tensor
+    assert tensor.tolist() == [3, 3, 3]
+
+
+def test_views_are_copied_out_of_place_and_refused_in_place(hvd):
+    whole = torch.arange(12.0).reshape(3, 4)
+    assert torch.equal(hvd.allreduce(whole.t()), whole.t())
+    assert torch.equal(hvd.broadcast(whole[:, 1], 0), whole[:, 1])
+    assert torch.equal(hvd.allgather(whole.t()), whole.t())
+    for operation in (hvd.allreduce_, lambda tensor: hvd.broadcast_(tensor, 0)):
+        with pytest.raises(ValueError, match="contiguous"):
+            operation(whole.t())
+
+
+def test_conjugated_and_negated_views_come_out_as_their_values(hvd):
+    tensor = torch.tensor([1 + 2j, 3 - 1j])
+    assert hvd.allgather(tensor.conj()).tolist() == [1 - 2j, 3 + 1j]
+    assert hvd.broadcast(tensor.conj().imag, 0).tolist() == [-2, 1]
+
+
+def test_empty_and_scalar_tensors(hvd):
+    assert hvd.allreduce(torch.tensor(3.0)).shape == ()
+    assert hvd.broadcast(torch.tensor(3), 0).item() == 3
+    assert hvd.allreduce(torch.empty(0, 4)).shape == (0, 4)
+    assert hvd.allgather(torch.empty(0, 4)).shape == (0, 4)
+    with pytest.raises(ValueError, match="at least one dimension"):
+        hvd.allgather(torch.tensor(3.0))
+
+
+def test_wrong_arguments_are_refused_and_the_engine_goes_on(hvd):
+    with pytest.raises(ValueError, match="op must be one of"):
+        hvd.allreduce(torch.ones(1), op=hvd.Adasum)
+    with pytest.raises(ValueError, match="either op or"):
+        hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
+    with pytest.raises(ValueError, match="root_rank"):
+        hvd.broadcast(torch.ones(1), 1)
+    with pytest.raises(ValueError, match="dense"):
+        hvd.allreduce(torch.eye(2).to_sparse())
+    with pytest.raises(ValueError, match="at least one"):
+        hvd.grouped_allreduce([])
+    with pytest.warns(DeprecationWarning, match="average"):
+        assert hvd.allreduce(torch.ones(1), average=False).item() == 1
+
+
+def test_a_handle_can_be_polled_and_synchronized_once(hvd):
+    handle = hvd.allreduce_async(torch.ones(3), name="once")
+    while not hvd.poll(handle):
+        pass
+    assert hvd.synchronize(handle).tolist() == [1, 1, 1]
+    for consume in (hvd.synchronize, hvd.poll):
+        with pytest.raises(ValueError, match="no operation has this handle"):
+            consume(handle)
+
+
+def test_grouped_allreduce_keeps_order_and_dtypes(hvd):
+    tensors = [torch.ones(2), torch.ones(3, dtype=torch.int64), torch.ones(2, 2, dtype=torch.bfloat16)]
+    results = hvd.grouped_allreduce(tensors, op=hvd.Sum)
+    assert [result.dtype for result in results] == [tensor.dtype for tensor in tensors]
+    assert all(torch.equal(result, tensor) for result, tensor in zip(results, tensors, strict=True))
+    handle = hvd.grouped_allreduce_async_(tensors, op=hvd.Sum, postscale_factor=4.0)
+    written = hvd.synchronize(handle)
+    assert all(result is tensor for result, tensor in zip(written, tensors, strict=True))
+    assert tensors[1].tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
+def test_compression_restores_the_dtype(hvd, name):
+    compression = getattr(hvd.Compression, name)
+    tensor = torch.tensor([0.5, 2.0])
+    assert torch.equal(hvd.allreduce(tensor, compression=compression), tensor)
+    whole = torch.tensor([1, 2])
+    assert hvd.allreduce(whole, compression=compression).dtype == torch.int64
+
+
+def test_out_of_place_operations_have_gradients(hvd):
+    tensor = torch.tensor([1.0, 2.0], requires_grad=True)
+    weight = torch.tensor([3.0, 5.0])
+    for operation in (
+        hvd.allreduce,
+        hvd.allgather,
+        lambda t: hvd.broadcast(t, 0),
+        lambda t: hvd.grouped_allreduce([t])[0],
+    ):
+        tensor.grad = None
+        (operation(tensor) * weight).sum().backward()
+        assert torch.equal(tensor.grad, weight)
+    with pytest.raises(ValueError, match="have a gradient"):
+        hvd.allreduce(tensor, op=hvd.Max).sum().backward()
+    with torch.no_grad():
+        assert not hvd.allreduce(tensor).requires_grad
+
+
+def test_objects_travel(hvd):
+    assert hvd.broadcast_object({"a": [1, 2]}) == {"a": [1, 2]}
+    assert hvd.allgather_object(("x", 1)) == [("x", 1)]
+
+
+def test_broadcast_parameters_takes_what_horovod_takes(hvd):
+    model = torch.nn.Linear(2, 2)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_parameters(list(model.named_parameters()), root_rank=0)
+    hvd.broadcast_parameters(list(model.parameters()), root_rank=0)
+    with pytest.raises(ValueError, match="must be a mapping"):
+        hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
+    with pytest.raises(ValueError, match="must hold tensors"):
+        hvd.broadcast_parameters({"a": 1}, root_rank=0)
+
+
+def test_a_forked_child_may_ask_for_its_rank_but_not_communicate():
+    # DataLoader workers are forked and ask for the rank; an operation there would race with the parent's.
+    code = """
+import os, torch, farandole.torch as hvd
+hvd.init()
+pid = os.fork()
+if pid == 0:
+    assert hvd.rank() == 0
+    try:
+        hvd.allreduce(torch.ones(1))
+    except ValueError as error:
+        assert "forked" in str(error), error
+        hvd.shutdown()
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+print(hvd.allreduce(torch.ones(1)).item())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (0, "1.0\n"), result.stderr
+
+
+def test_init_alone_starts_no_thread():
+    code = """
+import os
+from farandole.common import basics
+basics.init()
+print(len(os.listdir("/proc/self/task")))
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "FARANDOLE_JOB"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert int(result.stdout) <= 2, result.stdout + result.stderr
