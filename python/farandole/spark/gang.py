@@ -53,6 +53,10 @@ class Agents(ABC):
     def cancel(self) -> None:
         """Asks for a quick end; may be called again and again."""
 
+    def short_of(self) -> str | None:
+        """What the agents wait for before they can start, where that is known."""
+        return None
+
     @abstractmethod
     def endings(self) -> list[Ending]:
         """How every task ended; raises what kept the agents from running. Called once `done`."""
@@ -202,32 +206,52 @@ class _Gang:
             self.take(event)
 
     def take(self, event: Event) -> None:
-        seen = self.seen
-        kind, task = event.kind, event.task
-        if kind == "log":
-            self.log(event)
-        elif kind == "metric":
-            if event.text == PROGRESS and self.on_progress is not None and event.data is not None:
-                self.on_progress(event.rank or 0, json.loads(event.data))
-        elif kind == "registered" and task is not None:
-            if task in seen.registered and seen.assigned:
-                # Spark runs the whole stage again after an executor was lost: what the old generation said is past.
-                self.output.say(f"task {task} was started again by Spark; the gang forms anew")
-                self.seen = seen = _Seen()
-            seen.registered.add(task)
-        elif kind == "assigned":
-            seen.assigned = True
-            self.introduce()
-        elif kind == "exit" and task is not None:
-            seen.ended[task] = event
-            if seen.failed is None and (event.exit_code != 0 or event.signal is not None):
-                # It may be a survivor that lost its peer: the verdict knows better, if one comes.
-                seen.failed, seen.give_up_at = event, time.monotonic() + _GRACE_AFTER_EXIT
-        elif kind == "aborted":
-            seen.verdict, seen.failed = event, seen.ended.get(task, seen.failed) if task is not None else seen.failed
-            seen.give_up_at = time.monotonic() + _GRACE_AFTER_VERDICT
-        elif kind == "lost":
-            self.output.say(f"task {task} was lost: {event.text}")
+        match event.kind:
+            case "log":
+                self.log(event)
+            case "metric":
+                self.metric(event)
+            case "registered":
+                self.registered(event)
+            case "assigned":
+                self.assigned()
+            case "exit":
+                self.exited(event)
+            case "lost":
+                self.output.say(f"task {event.task} was lost: {event.text}")
+            case "aborted":
+                self.aborted(event)
+            case "result":
+                pass  # results come back in the endings
+
+    def metric(self, event: Event) -> None:
+        if event.text == PROGRESS and self.on_progress is not None and event.data is not None:
+            self.on_progress(event.rank or 0, json.loads(event.data))
+
+    def registered(self, event: Event) -> None:
+        task = event.task or 0
+        if task in self.seen.registered and self.seen.assigned:
+            # Spark runs the whole stage again after an executor was lost: what the old generation said is past.
+            self.output.say(f"task {task} was started again by Spark; the gang forms anew")
+            self.seen = _Seen()
+        self.seen.registered.add(task)
+
+    def assigned(self) -> None:
+        self.seen.assigned = True
+        for seat in self.registrar.assignment() or []:
+            self.output.say(f"rank {seat['rank']} is task {seat['task']} on {seat['host']}", level=2)
+
+    def exited(self, event: Event) -> None:
+        if event.task is not None:
+            self.seen.ended[event.task] = event
+        if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):
+            # It may be a survivor that lost its peer: the verdict knows better, if one comes.
+            self.seen.failed, self.seen.give_up_at = event, time.monotonic() + _GRACE_AFTER_EXIT
+
+    def aborted(self, event: Event) -> None:
+        if event.task in self.seen.ended:
+            self.seen.failed = self.seen.ended[event.task]
+        self.seen.verdict, self.seen.give_up_at = event, time.monotonic() + _GRACE_AFTER_VERDICT
 
     def log(self, event: Event) -> None:
         if event.dropped:
@@ -238,11 +262,6 @@ class _Gang:
             tail.append(text)
             del tail[:-_TAIL]
         self.output.line(event.rank, event.stream, text)
-
-    def introduce(self) -> None:
-        if self.output.verbose > 1:
-            for seat in self.registrar.assignment() or []:
-                self.output.say(f"rank {seat['rank']} is task {seat['task']} on {seat['host']}", level=2)
 
     def seen_failure(self) -> FarandoleJobError:
         """The first failure as the registrar told it, for when its task does not come back with more."""
@@ -265,10 +284,11 @@ class _Gang:
         )
 
     def not_started(self) -> str:
+        short_of = self.agents.short_of()
         return (
             f"Timed out waiting for {self.activity}. Please check that you have enough resources to run all "
             f"Farandole processes: after {self.start_timeout:g} s {len(self.seen.registered)} of {self.size} tasks "
-            "had registered"
+            f"had registered{f'; {short_of}' if short_of else ''}"
         )
 
     def end(self, reason: str) -> None:

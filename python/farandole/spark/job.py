@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +28,14 @@ _RETRY_EVERY = 5.0
 class SparkAgents(Agents):
     """A Spark job of `size` tasks, run by a thread that inherits its caller's job group, tags and properties."""
 
-    def __init__(self, cluster: Cluster, work: Work, size: int, output: Output, start_timeout: float) -> None:
+    def __init__(self, cluster: Cluster, work: Work, size: int, output: Output) -> None:
         self._cluster = cluster
         self._work = work
         self._size = size
         self._output = output
-        self._start_timeout = start_timeout
         self._tag = f"farandole-{uuid.uuid4().hex[:12]}"
         self._cancelled = threading.Event()
+        self._short_of: str | None = None
         self._endings: list[Ending] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -60,6 +59,10 @@ class SparkAgents(Agents):
             self._cluster.context.cancelJobsWithTag(self._tag)
         else:
             self._cluster.session.interruptTag(self._tag)
+
+    def short_of(self) -> str | None:
+        """How many slots are missing, once Spark has refused the job for them."""
+        return self._short_of
 
     def endings(self) -> list[Ending]:
         """How every task ended.
@@ -93,7 +96,6 @@ class SparkAgents(Agents):
         context.setLocalProperty("spark.job.description", f"farandole: {self._size} processes")
 
     def _collected(self) -> list[Any]:
-        deadline = time.monotonic() + self._start_timeout
         rows = self._rows()
         while True:
             try:
@@ -102,16 +104,12 @@ class SparkAgents(Agents):
                 if _NO_SLOTS not in str(error) or self._cancelled.is_set():
                     raise
                 has = self._cluster.slots()
-                wants = f"this job needs {self._size} task slots at once" + (f", Spark has {has}" if has else "")
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(
-                        f"Timed out waiting for Spark tasks to start: {wants} after {self._start_timeout:g} s. "
-                        "Please check that you have enough resources to run all Farandole processes: each runs in a "
-                        "Spark task of its own, and all start together"
-                    ) from error
-                self._output.say(f"{wants}; trying again, {left:.0f} s are left")
-                self._cancelled.wait(min(_RETRY_EVERY, left))
+                self._short_of = f"the job needs {self._size} task slots at once" + (
+                    f", Spark has {has}" if has else ""
+                )
+                self._output.say(f"{self._short_of}; trying again")
+                # Whoever waits for the gang keeps the time, and cancels.
+                self._cancelled.wait(_RETRY_EVERY)
 
     def _rows(self) -> DataFrame:
         tasks = self._cluster.session.range(0, self._size, 1, self._size)

@@ -135,7 +135,7 @@ def run_with(
 
     registrar = Registrar(size, start_timeout=limit)
     work = Work(registrar.ticket, packed, dict(env or {}), executable, output.streaming, limit)
-    agents = SparkAgents(cluster, work, size, output, limit)
+    agents = SparkAgents(cluster, work, size, output)
     endings = conduct(registrar, agents, size, output, on_progress, limit, "Spark tasks to start")
     return outcome.results(endings, size)
 

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""One Spark session for the whole directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """A classic session with two slots."""
+    from pyspark.sql import SparkSession
+
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    home = tmp_path_factory.mktemp("spark")
+    session = (
+        SparkSession.builder.master("local[2]")
+        .appName("farandole-tests")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.memory", "2g")
+        .config("spark.local.dir", str(home / "local"))
+        .config("spark.sql.warehouse.dir", str(home / "warehouse"))
+        .config("spark.sql.shuffle.partitions", "2")
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("ERROR")
+    yield session
+    session.stop()
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Pids:
+    """Where workers of a test leave their process ids."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    return Pids(folder)
+
+
+class Pids:
+    """The processes of a test's workers.
+
+    `note` runs in the worker; `wait` and `gone` in the test.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    @property
+    def note(self) -> Callable[[], None]:
+        """A function that picklers carry by value and that notes the process calling it."""
+        folder = self.folder
+
+        def note() -> None:
+            import os
+
+            name = os.path.join(folder, str(os.getpid()))
+            with open(name + ".new", "w"):
+                pass
+            os.rename(name + ".new", name)
+
+        return note
+
+    def seen(self) -> list[int]:
+        return sorted(int(name) for name in os.listdir(self.folder) if name.isdigit())
+
+    def wait(self, count: int, limit: float = 30.0) -> list[int]:
+        """Waits until so many workers have noted themselves."""
+        deadline = time.monotonic() + limit
+        while len(self.seen()) < count:
+            assert time.monotonic() < deadline, f"only {len(self.seen())} of {count} workers started in {limit} s"
+            time.sleep(0.01)
+        return self.seen()
+
+    def gone(self, count: int, limit: float = 5.0) -> bool:
+        """Whether the workers, so many of them, are gone within the limit."""
+        assert len(self.seen()) == count
+        deadline = time.monotonic() + limit
+        while any(alive(pid) for pid in self.seen()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; the remains of one that nobody has waited for do not count."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
