@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Between Arrow columns, as Spark hands them to Python, and NumPy arrays, as models want them.
+
+Spark's vectors arrive as `struct<type, size, indices, values>`: type 1 is dense and its `values` hold every element,
+type 0 is sparse and `size`, `indices` and `values` count. They go back out the same way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+VECTOR = pa.struct(
+    [
+        pa.field("type", pa.int8(), nullable=False),
+        pa.field("size", pa.int32()),
+        pa.field("indices", pa.list_(pa.int32())),
+        pa.field("values", pa.list_(pa.float64())),
+    ]
+)
+
+
+def rows(column: pa.Array, name: str) -> npt.NDArray[Any]:
+    """The column as one array whose first axis is rows: `(rows,)` for scalars, `(rows, length)` for the rest.
+
+    Args:
+        column: numbers, booleans, lists of numbers of one length, or Spark's vectors of one size.
+        name: the column's, for messages.
+
+    Raises:
+        ValueError: nulls, rows of different length, or a type that no tensor can hold; naming the column.
+    """
+    if column.null_count:
+        raise ValueError(f"column {name!r} has nulls: {column.null_count} of {len(column)} rows")
+    kind = column.type
+    if pa.types.is_decimal(kind):
+        return rows(column.cast(pa.float64()), name)
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return column.to_numpy(zero_copy_only=False)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _lists(column, name)
+    if pa.types.is_struct(kind) and {field.name for field in kind} == {"type", "size", "indices", "values"}:
+        return _vectors(column, name)
+    raise ValueError(f"column {name!r} has type {kind}, which no tensor can hold")
+
+
+def vectors(values: npt.NDArray[Any]) -> pa.StructArray:
+    """Rows of a matrix as dense Spark vectors.
+
+    Args:
+        values: shape `(rows, length)`.
+    """
+    count, length = values.shape
+    offsets = np.arange(0, (count + 1) * length, length or 1, dtype=np.int32)[: count + 1]
+    flat = pa.array(np.ascontiguousarray(values, dtype=np.float64).reshape(-1))
+    nothing = pa.nulls(count, VECTOR.field("size").type), pa.nulls(count, VECTOR.field("indices").type)
+    dense = pa.ListArray.from_arrays(pa.array(offsets), flat)
+    return pa.StructArray.from_arrays([pa.array(np.ones(count, np.int8)), *nothing, dense], fields=list(VECTOR))
+
+
+def _lists(column: Any, name: str) -> npt.NDArray[Any]:
+    if len(column) == 0:
+        return np.empty((0, 0), dtype=np.float32)
+    if pa.types.is_fixed_size_list(column.type):
+        lengths = [column.type.list_size]
+    else:
+        lengths = np.unique(column.value_lengths().to_numpy(zero_copy_only=False)).tolist()
+    if len(lengths) != 1:
+        raise ValueError(f"column {name!r} has rows of different length: {', '.join(map(str, lengths[:3]))}")
+    return rows(column.flatten(), name).reshape(len(column), lengths[0])
+
+
+def _vectors(column: Any, name: str) -> npt.NDArray[Any]:
+    kinds, sizes, indices, values = (column.field(field) for field in ("type", "size", "indices", "values"))
+    dense = kinds.to_numpy(zero_copy_only=False) == 1
+    if dense.all():
+        return _lists(values, name)
+    lengths = values.value_lengths().to_numpy(zero_copy_only=False)
+    widths = np.where(dense, lengths, sizes.fill_null(0).to_numpy(zero_copy_only=False))
+    if len(set(widths.tolist())) != 1:
+        raise ValueError(f"column {name!r} has rows of different length: {sorted(set(widths.tolist()))[:3]}")
+    result = np.zeros((len(column), int(widths[0])), dtype=np.float64)
+    owner = np.repeat(np.arange(len(column)), lengths)
+    flat = values.flatten().to_numpy(zero_copy_only=False)
+    result[dense] = flat[dense[owner]].reshape(-1, int(widths[0]))
+    sparse = ~dense[owner]
+    result[owner[sparse], indices.flatten().to_numpy(zero_copy_only=False)] = flat[sparse]
+    return result

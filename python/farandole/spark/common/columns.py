@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Which columns take part in a fit, and whether a DataFrame or a data set has them in a usable form."""
+
+# ruff: noqa: PLC0415 - training processes load no pyspark
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyspark.sql.types import DataType, StructType
+
+_USABLE = "numbers, booleans, arrays of numbers and Spark ML vectors are supported"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of prepared data: NumPy's name of its element, and the shape of one row."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements in one row."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What each column is for."""
+
+    features: tuple[str, ...]
+    labels: tuple[str, ...]
+    weight: str | None = None
+    validation: float | str | None = None
+
+    @property
+    def kept(self) -> list[str]:
+        """Columns that prepared data holds, each once."""
+        weight = [] if self.weight is None else [self.weight]
+        return list(dict.fromkeys([*self.features, *self.labels, *weight]))
+
+    @property
+    def selected(self) -> list[str]:
+        """Columns that are read from the DataFrame."""
+        return [*self.kept, self.validation] if isinstance(self.validation, str) else self.kept
+
+    def described(self) -> list[tuple[str, str]]:
+        """Every column with what it is for, in the words of messages."""
+        pairs = [("feature column", name) for name in self.features]
+        pairs += [("label column", name) for name in self.labels]
+        if self.weight is not None:
+            pairs.append(("sample weight column", self.weight))
+        if isinstance(self.validation, str):
+            pairs.append(("validation column", self.validation))
+        return pairs
+
+
+def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
+    """Refuses columns that are missing or ambiguous.
+
+    Args:
+        roles: the columns asked for.
+        present: the columns there are.
+        where: what was searched, in the words of messages.
+
+    Raises:
+        ValueError: naming the column and what might have been meant.
+    """
+    for role, name in roles.described():
+        if name not in present:
+            close = difflib.get_close_matches(name, present, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"{role} {name!r} is not in the {where}{hint} columns: {', '.join(present)}")
+        if list(present).count(name) > 1:
+            raise ValueError(f"{role} {name!r} is ambiguous, the {where} has several columns of that name")
+    if isinstance(roles.validation, str) and roles.validation in roles.kept:
+        raise ValueError(f"validation column {roles.validation!r} is also a feature, label or weight column")
+
+
+def check_types(roles: Roles, schema: StructType) -> None:
+    """Refuses columns of a type that no tensor can hold.
+
+    Args:
+        roles: the columns asked for, all of them in the schema.
+        schema: the DataFrame's.
+
+    Raises:
+        ValueError: naming the column and its type.
+    """
+    for role, name in roles.described():
+        kind = schema[name].dataType
+        shown = kind.simpleString()
+        if role in ("sample weight column", "validation column"):
+            if not _is_scalar(kind):
+                raise ValueError(f"{role} {name!r} must be a number or a boolean, its type is {shown}")
+        elif not _is_usable(kind):
+            raise ValueError(f"{role} {name!r} has type {shown}, which no tensor can hold; {_USABLE}")
+
+
+def row_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
+    """The shape of one row, from a shape as users write it.
+
+    Args:
+        shape: of one row, or of a batch with -1 for its rows first; one more size may be left open by -1.
+        size: elements in one row.
+
+    Returns:
+        The shape without rows, nothing left open; its sizes need not multiply to `size`.
+    """
+    lengths = tuple(shape[1:] if shape and shape[0] == -1 else shape)
+    known = math.prod(length for length in lengths if length != -1)
+    return tuple(size // known if length == -1 else length for length in lengths)
+
+
+def check_sizes(
+    columns: dict[str, Column], names: Sequence[str], shapes: Sequence[Sequence[int]] | None, role: str
+) -> None:
+    """Refuses shapes that do not fit their columns.
+
+    Args:
+        columns: what prepared data holds.
+        names: the columns that get the shapes.
+        shapes: one shape per column.
+        role: what the columns are, in the words of messages.
+
+    Raises:
+        ValueError: naming the column, its size and the shape.
+    """
+    if shapes is None:
+        return
+    if len(shapes) != len(names):
+        raise ValueError(f"{role} column count {len(names)} must equal the count of {role} shapes {len(shapes)}")
+    for name, shape in zip(names, shapes, strict=True):
+        size = columns[name].size
+        if math.prod(row_shape(shape, size)) != size:
+            raise ValueError(f"{role} column {name!r} with size {size} does not fit shape {list(shape)}")
+
+
+def _is_scalar(kind: DataType) -> bool:
+    from pyspark.sql.types import BooleanType, NumericType
+
+    return isinstance(kind, NumericType | BooleanType)
+
+
+def _is_usable(kind: DataType) -> bool:
+    from pyspark.sql.types import ArrayType
+
+    if isinstance(kind, ArrayType):
+        return _is_scalar(kind.elementType)
+    return _is_scalar(kind) or kind.typeName() == "vectorudt" or kind.simpleString() == "vector"

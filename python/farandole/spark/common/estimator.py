@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The life of a fit, whatever the framework: check, prepare, train.
+
+Everything that can be known to be wrong is said before data is written, and everything else before workers start.
+"""
+
+# ruff: noqa: N802, PLC0415, SLF001 - Spark ML's names; what needs a session is loaded when there is one
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from pyspark.ml import Estimator, Model
+
+from farandole.spark.common.backend import Backend, SparkBackend
+from farandole.spark.common.columns import Roles, check_present, check_types
+from farandole.spark.common.params import EstimatorParams, ModelParams
+from farandole.spark.common.prepare import Prepared, find_data, prepare_data
+from farandole.spark.common.progress import Progress, progress
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from pyspark.ml.param import Param
+    from pyspark.sql import DataFrame
+
+    from farandole.spark.common.store import AbstractFilesystemStore
+
+
+class FarandoleEstimator(EstimatorParams, Estimator[Any]):
+    """What the estimators of all frameworks share."""
+
+    def fit_on_parquet(self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None) -> Any:
+        """Trains on the Parquet data that is already in the store, without a DataFrame.
+
+        With `backend=LocalBackend(...)` no Spark session is needed. Validation data is used when it is there.
+
+        Args:
+            params: values that hold for this call.
+            dataset_idx: number of the data set; without it the store's unnumbered one.
+
+        Returns:
+            The fitted model.
+
+        Raises:
+            ValueError: a parameter, a column or the data does not fit; the message names it.
+            FarandoleJobError: a worker failed.
+        """
+        return (self.copy(params) if params else self)._fit_prepared(dataset_idx)
+
+    def _fit(self, dataset: DataFrame) -> Any:
+        self._check()
+        backend, store, roles = self._backend(), self._store(), self._roles()
+        check_present(roles, dataset.columns, "DataFrame")
+        check_types(roles, dataset.schema)
+        store.check_writable()
+        _check_slots(backend)
+        with progress(self.getVerbose()) as shown:
+            shown.message("preparing data")
+            seed, parts = self.getRandomSeed() or 0, self.getPartitionsPerProcess()
+            with prepare_data(backend.num_processes(), store, dataset, roles, seed, parts) as prepared:
+                shown.message(_described(prepared))
+                return self._train(backend, prepared, shown)
+
+    def _fit_prepared(self, dataset_idx: int | None) -> Any:
+        self._check()
+        backend, store = self._backend(), self._store()
+        prepared = find_data(store, self._roles(), dataset_idx)
+        if store.saving_runs():
+            store.check_writable()
+        _check_slots(backend)
+        with progress(self.getVerbose()) as shown:
+            shown.message(_described(prepared))
+            return self._train(backend, prepared, shown)
+
+    def _check(self) -> None:
+        """Refuses parameters that do not go together.
+
+        Raises:
+            ValueError: naming the parameter.
+        """
+        for name in ("model", "store", "feature_cols", "label_cols"):
+            if self.getOrDefault(name) is None:
+                raise ValueError(f"{name} is required" if name != "model" else "Model parameter is required")
+        if self.getNumProc() is not None and self.getBackend() is not None:
+            raise ValueError('At most one of parameters "backend" and "num_proc" may be specified')
+        both = sorted(set(self.getFeatureCols()) & set(self.getLabelCols()))
+        if both:
+            raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
+        weights = self.getLossWeights()
+        if weights is not None and len(weights) != len(self.getLabelCols()):
+            raise ValueError(f"loss_weights needs one number per label column {len(self.getLabelCols())}: {weights}")
+
+    def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> Any:
+        raise NotImplementedError
+
+    def _backend(self) -> Backend:
+        if self.getBackend() is not None:
+            return cast("Backend", self.getBackend())
+        verbose = self.getVerbose()
+        streams: dict[str, Any] = {"stdout": sys.stdout, "stderr": sys.stderr} if verbose > 1 else {}
+        return SparkBackend(self.getNumProc(), verbose=verbose, **streams)
+
+    def _store(self) -> AbstractFilesystemStore:
+        return cast("AbstractFilesystemStore", self.getStore())
+
+    def _roles(self) -> Roles:
+        return Roles(
+            features=tuple(self.getFeatureCols()),
+            labels=tuple(self.getLabelCols()),
+            weight=self.getSampleWeightCol(),
+            validation=self.getValidation(),
+        )
+
+
+class FarandoleModel(ModelParams, Model):
+    """What the models of all frameworks share."""
+
+    def setParams(self, **params: Any) -> Self:
+        """Sets several parameters by name and returns the object itself.
+
+        Args:
+            **params: values by parameter name.
+        """
+        return self._set(**params)
+
+    def history_frame(self) -> pd.DataFrame:
+        """The history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_` before it."""
+        from farandole.spark.common.history import frame
+
+        return frame(self.getHistory() or [])
+
+
+HorovodEstimator = FarandoleEstimator
+"""Horovod's name of `FarandoleEstimator`."""
+
+HorovodModel = FarandoleModel
+"""Horovod's name of `FarandoleModel`."""
+
+
+def _check_slots(backend: Backend) -> None:
+    if isinstance(backend, SparkBackend):
+        from farandole.spark.session import Cluster
+
+        Cluster.active().check(backend.num_processes())
+
+
+def _described(prepared: Prepared) -> str:
+    what = "data that was prepared before" if prepared.reused else "prepared data"
+    validation = f", {prepared.val_rows:,} for validation" if prepared.val_url else ""
+    return f"{what}: {prepared.train_rows:,} rows{validation} in {prepared.train_url}"

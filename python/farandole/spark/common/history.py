@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Losses and metrics of a run, one entry per epoch.
+
+An entry is `{"epoch": 0, "train": {"loss": 0.3, "all_metrics": [{"accuracy": 0.9}]}, "validation": {...},
+"seconds": 1.2, "rows": 1294}`; `validation` is there when there were rows to validate on. Every number is a mean over
+rows, of all processes together.
+"""
+
+# ruff: noqa: PLC0415 - pandas is loaded when a frame is asked for
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Entry = dict[str, Any]
+
+
+def flat(entry: Entry) -> dict[str, float]:
+    """One entry as one row: `epoch`, `loss`, each metric, the same with `val_` before it, `seconds`, `rows`.
+
+    Args:
+        entry: one epoch.
+    """
+    row: dict[str, float] = {"epoch": entry["epoch"]}
+    for prefix, part in (("", "train"), ("val_", "validation")):
+        scores = entry.get(part)
+        if scores:
+            row[f"{prefix}loss"] = scores["loss"]
+            for group in scores["all_metrics"]:
+                row |= {f"{prefix}{name}": value for name, value in group.items()}
+    return row | {key: entry[key] for key in ("seconds", "rows") if key in entry}
+
+
+def frame(history: list[Entry]) -> pd.DataFrame:
+    """The history as a pandas frame, one row per epoch.
+
+    Args:
+        history: what `getHistory()` returns.
+    """
+    import pandas as pd
+
+    return pd.DataFrame([flat(entry) for entry in history])

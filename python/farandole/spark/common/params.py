@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The parameters of estimators and models, as Spark ML `Param`s with one accessor pair each.
+
+A value is checked when it is set, whatever door it came through: constructor, setter, `setParams` or a param map of
+`fit`. What is wrong with one value alone is a `ValueError` or `TypeError` that names the parameter.
+"""
+
+# ruff: noqa: N802, N815, SLF001 - names are Spark ML's
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pyspark.ml.param import Param, Params
+
+from farandole.spark.common import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+def declare(name: str, doc: str, convert: Callable[[Any], T]) -> Param[T]:
+    """A `Param` that no object owns yet.
+
+    Args:
+        name: its name, also the constructor's keyword.
+        doc: what it means.
+        convert: checks and normalises a value; called with the value alone.
+
+    Returns:
+        The parameter, to be assigned to a class attribute of that name.
+    """
+    return Param(Params._dummy(), name, doc, convert)
+
+
+def accessors(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]:
+    """The setter and the getter of one parameter; a setter returns its object, so that calls can be chained.
+
+    Args:
+        name: the parameter's name.
+
+    Returns:
+        Two functions, to be assigned to `set<Name>` and `get<Name>`.
+    """
+
+    def setter(self: Params, value: Any) -> Params:
+        return self._set(**{name: value})
+
+    def getter(self: Params) -> Any:
+        return self.getOrDefault(name)
+
+    setter.__doc__ = f"Sets `{name}` and returns the object itself."
+    getter.__doc__ = f"The value of `{name}`, or its default."
+    return setter, getter
+
+
+class EstimatorParams(Params):
+    """What every estimator takes, whatever its framework."""
+
+    num_proc = declare("num_proc", "training processes; not together with backend", check.at_least("num_proc", 1))
+    model = declare("model", "the model to train", check.anything)
+    backend = declare("backend", "where training processes run; not together with num_proc", check.anything)
+    store = declare("store", "where prepared data, checkpoints and logs live", check.store)
+    optimizer = declare("optimizer", "the optimizer, made over the model's parameters", check.anything)
+    loss = declare("loss", "the loss, or a list of one per label column", check.anything)
+    loss_weights = declare(
+        "loss_weights", "weight of each label's loss; equal when unset", check.numbers("loss_weights")
+    )
+    sample_weight_col = declare(
+        "sample_weight_col", "column with the weight of each row in the loss", check.text("sample_weight_col")
+    )
+    metrics = declare("metrics", "functions of (output, label), averaged over rows", check.callables("metrics"))
+    feature_cols = declare("feature_cols", "columns given to the model, one tensor each", check.names("feature_cols"))
+    label_cols = declare("label_cols", "columns the outputs are compared with", check.names("label_cols"))
+    validation = declare(
+        "validation", "share of rows held out, or a column whose true or positive rows are", check.validation
+    )
+    batch_size = declare("batch_size", "rows per step and process", check.at_least("batch_size", 1))
+    val_batch_size = declare(
+        "val_batch_size",
+        "rows per validation step and process; batch_size when unset",
+        check.at_least("val_batch_size", 1),
+    )
+    epochs = declare("epochs", "times the training rows are seen", check.at_least("epochs", 1))
+    verbose = declare("verbose", "0 silent, 1 progress, 2 also what workers print", check.at_least("verbose", 0))
+    random_seed = declare("random_seed", "seed of split, order and framework", check.at_least("random_seed", 0))
+    shuffle = declare("shuffle", "whether each epoch has an order of its own", check.flag("shuffle"))
+    partitions_per_process = declare(
+        "partitions_per_process", "most files of prepared data per process", check.at_least("partitions_per_process", 1)
+    )
+    run_id = declare("run_id", "name of the run; an existing run's checkpoint is resumed", check.text("run_id"))
+    train_steps_per_epoch = declare(
+        "train_steps_per_epoch", "fewer training steps per epoch", check.at_least("train_steps_per_epoch", 1)
+    )
+    validation_steps_per_epoch = declare(
+        "validation_steps_per_epoch",
+        "fewer validation steps per epoch",
+        check.at_least("validation_steps_per_epoch", 1),
+    )
+    label_shapes = declare("label_shapes", "shape of each label's tensor", check.shapes("label_shapes"))
+    use_gpu = declare("use_gpu", "train on GPUs where every process has one", check.flag("use_gpu"))
+    backward_passes_per_step = declare(
+        "backward_passes_per_step",
+        "batches whose gradients make one step",
+        check.at_least("backward_passes_per_step", 1),
+    )
+    gradient_compression = declare("gradient_compression", "compression of gradients on the wire", check.anything)
+
+    setNumProc, getNumProc = accessors("num_proc")
+    setModel, getModel = accessors("model")
+    setBackend, getBackend = accessors("backend")
+    setStore, getStore = accessors("store")
+    setOptimizer, getOptimizer = accessors("optimizer")
+    setLoss, getLoss = accessors("loss")
+    setLossWeights, getLossWeights = accessors("loss_weights")
+    setSampleWeightCol, getSampleWeightCol = accessors("sample_weight_col")
+    setMetrics, getMetrics = accessors("metrics")
+    setFeatureCols, getFeatureCols = accessors("feature_cols")
+    setLabelCols, getLabelCols = accessors("label_cols")
+    setValidation, getValidation = accessors("validation")
+    setBatchSize, getBatchSize = accessors("batch_size")
+    setValBatchSize, getValBatchSize = accessors("val_batch_size")
+    setEpochs, getEpochs = accessors("epochs")
+    setVerbose, getVerbose = accessors("verbose")
+    setRandomSeed, getRandomSeed = accessors("random_seed")
+    setShuffle, getShuffle = accessors("shuffle")
+    setPartitionsPerProcess, getPartitionsPerProcess = accessors("partitions_per_process")
+    setRunId, getRunId = accessors("run_id")
+    setTrainStepsPerEpoch, getTrainStepsPerEpoch = accessors("train_steps_per_epoch")
+    setValidationStepsPerEpoch, getValidationStepsPerEpoch = accessors("validation_steps_per_epoch")
+    setLabelShapes, getLabelShapes = accessors("label_shapes")
+    setUseGpu, getUseGpu = accessors("use_gpu")
+    setBackwardPassesPerStep, getBackwardPassesPerStep = accessors("backward_passes_per_step")
+    setGradientCompression, getGradientCompression = accessors("gradient_compression")
+
+    def __init__(self) -> None:
+        """Gives every parameter its default."""
+        super().__init__()
+        self._setDefault(
+            **dict.fromkeys(
+                (
+                    "num_proc", "model", "backend", "store", "optimizer", "loss", "loss_weights", "sample_weight_col",
+                    "feature_cols", "label_cols", "validation", "val_batch_size", "random_seed", "run_id",
+                    "train_steps_per_epoch", "validation_steps_per_epoch", "label_shapes", "gradient_compression",
+                )
+            ),
+            metrics=[],
+            batch_size=32,
+            epochs=1,
+            verbose=1,
+            shuffle=True,
+            partitions_per_process=10,
+            use_gpu=True,
+            backward_passes_per_step=1,
+        )  # fmt: skip
+
+    def setParams(self, **params: Any) -> Self:
+        """Sets several parameters by name and returns the object itself.
+
+        Args:
+            **params: values by parameter name.
+
+        Returns:
+            The object.
+
+        Raises:
+            TypeError: a name is no parameter.
+        """
+        unknown = [name for name in params if not self.hasParam(name)]
+        if unknown:
+            raise TypeError(f"no parameter of {type(self).__name__}: {', '.join(sorted(unknown))}")
+        return self._set(**params)
+
+
+class ModelParams(Params):
+    """What every fitted model carries."""
+
+    history = declare("history", "losses and metrics of each epoch", check.anything)
+    model = declare("model", "the trained model", check.anything)
+    feature_columns = declare("feature_columns", "columns given to the model", check.names("feature_columns"))
+    label_columns = declare("label_columns", "columns the outputs were compared with", check.names("label_columns"))
+    output_cols = declare("output_cols", "columns transform adds", check.names("output_cols"))
+    run_id = declare("run_id", "name of the run that trained the model", check.text("run_id"))
+    paths = declare("paths", "where the run left its data, checkpoint and logs", check.anything)
+    batch_size = declare("batch_size", "most rows predicted at once", check.at_least("batch_size", 1))
+
+    setHistory, getHistory = accessors("history")
+    setModel, getModel = accessors("model")
+    setFeatureColumns, getFeatureColumns = accessors("feature_columns")
+    setLabelColumns, getLabelColumns = accessors("label_columns")
+    setLabelColoumns = setLabelColumns  # Horovod's spelling
+    setOutputCols = accessors("output_cols")[0]
+    setRunId, getRunId = accessors("run_id")
+    setPaths, getPaths = accessors("paths")
+    setBatchSize, getBatchSize = accessors("batch_size")
+
+    def __init__(self) -> None:
+        """Gives every parameter its default."""
+        super().__init__()
+        self._setDefault(
+            history=None, model=None, feature_columns=None, label_columns=None, output_cols=None, run_id=None,
+            paths=None,
+            batch_size=4096,
+        )  # fmt: skip
+
+    def getOutputCols(self) -> list[str]:
+        """The columns `transform` adds: as set, or `<label>__output` for every label column."""
+        chosen = self.getOrDefault("output_cols")
+        return chosen or [f"{label}__output" for label in self.getOrDefault("label_columns") or []]

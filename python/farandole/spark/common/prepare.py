@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""From a DataFrame to prepared data in the store, in one pass on the executors.
+
+Each task hands Spark's Arrow batches to the native `PartitionWriter`, which splits, checks and writes; what it says
+about its files comes back as one row, and the driver commits the manifest last. Data without a manifest does not
+exist, so a failed or repeated task leaves nothing that anybody reads. What is wrong with the data comes back as a
+row too: Spark would repeat a failing task, and wrap one sentence into two stack traces.
+"""
+
+# ruff: noqa: PLC0415 - tasks load what they need
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from farandole._native import prepare as native
+from farandole._native import reader as native_reader
+from farandole.spark.common import leases, plan
+from farandole.spark.common.columns import Column, Roles, check_present
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+    from farandole.spark.common.store import AbstractFilesystemStore
+
+_RESULT = "partition int, error string, part binary"
+_REMEMBERED = 8
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A data set that can be trained on."""
+
+    index: int | None
+    train_url: str
+    val_url: str | None
+    train_rows: int
+    val_rows: int
+    columns: dict[str, Column]
+    reused: bool = False
+    dropped: int = 0
+
+
+_NOTHING = Prepared(None, "", None, 0, 0, {})
+
+
+@dataclass(eq=False)
+class _Entry:
+    key: str
+    frame: DataFrame
+    fingerprint: str
+    prepared: Prepared
+    users: int = 0
+
+
+@dataclass
+class _Cache:
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    entries: list[_Entry] = field(default_factory=list)
+
+
+_CACHE = _Cache()
+
+
+def clear_training_cache() -> None:
+    """Forgets which DataFrames have been prepared; their files stay until a later fit takes the place."""
+    with _CACHE.lock:
+        _forget([entry for entry in _CACHE.entries if not entry.users])
+
+
+@contextlib.contextmanager
+def prepare_data(
+    num_processes: int,
+    store: AbstractFilesystemStore,
+    df: DataFrame,
+    roles: Roles,
+    seed: int = 0,
+    partitions_per_process: int = 10,
+) -> Iterator[Prepared]:
+    """Writes the columns of a DataFrame to the store, or finds that this session has done so before.
+
+    The split by a share depends on each row's content and the seed, not on how the rows are partitioned. Rows are
+    written where they are: partitions are merged when there are more than `num_processes * partitions_per_process`,
+    and never shuffled.
+
+    Args:
+        num_processes: training processes.
+        store: where to.
+        df: the rows, whose columns and types have been checked.
+        roles: the columns.
+        seed: of the split.
+        partitions_per_process: most partitions per training process.
+
+    Yields:
+        What was prepared; nobody writes over it inside the context.
+
+    Raises:
+        ValueError: no rows, no rows on one side of the split, or data that does not fit; naming the column.
+        OSError: the store refused.
+    """
+    chosen = df.select(*[_quoted(df, name) for name in roles.selected])
+    options = _options(roles, seed)
+    source = plan.fingerprint(chosen)
+    key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{json.dumps(options, sort_keys=True)}"
+    entry = None if source is None else _lookup(key, chosen)
+    if entry is None:
+        partitions = num_processes * partitions_per_process
+        entry = _Entry(key, chosen, f"{source or 'once'}-{uuid.uuid4().hex}", _NOTHING, users=1)
+        entry.prepared = _prepare(store, chosen, options, entry.fingerprint, partitions)
+        with _CACHE.lock:
+            _CACHE.entries.append(entry)
+    try:
+        yield entry.prepared
+    finally:
+        with _CACHE.lock:
+            entry.users -= 1
+            idle = [one for one in _CACHE.entries if not one.users]
+            _forget([one for one in idle if one.key.startswith("None\n")] + idle[:-_REMEMBERED])
+
+
+def _prepare(
+    store: AbstractFilesystemStore, df: DataFrame, options: dict[str, Any], fingerprint: str, partitions: int
+) -> Prepared:
+    index = leases.acquire(store)
+    train_url = store.get_train_data_path(index)
+    val_url = None if options["validation"] is None else store.get_val_data_path(index)
+    spec = json.dumps({**options, "train": train_url, "val": val_url, "fingerprint": fingerprint})
+    try:
+        parts = _write(df, partitions, store.prefix_path, spec)
+        committed = json.loads(native.commit(store.prefix_path, spec, parts))
+    except BaseException:
+        leases.release(train_url)
+        raise
+    return Prepared(
+        index=index,
+        train_url=train_url,
+        val_url=val_url,
+        train_rows=committed["train"]["rows"],
+        val_rows=(committed["val"] or {"rows": 0})["rows"],
+        columns=_columns(committed["train"]["columns"]),
+        dropped=committed["dropped"],
+    )
+
+
+def find_data(store: AbstractFilesystemStore, roles: Roles, idx: int | None = None) -> Prepared:
+    """The data set that is already in the store, prepared by us or by anybody.
+
+    Args:
+        store: where it is.
+        roles: the columns that will be used.
+        idx: number of the data set.
+
+    Returns:
+        What was found; validation data is used when it is there.
+
+    Raises:
+        ValueError: no data set, or a column is not in it.
+    """
+    url = store.get_train_data_path(idx)
+    if not store.is_parquet_dataset(url):
+        raise ValueError(f"there is no training data at {url}")
+    train = native_reader.Dataset.open(url)
+    columns = {one.name: Column(one.name, one.dtype, tuple(one.shape)) for one in train.columns}
+    check_present(Roles(roles.features, roles.labels, roles.weight), list(columns), "training data")
+    val_url = store.get_val_data_path(idx)
+    val = native_reader.Dataset.open(val_url) if store.is_parquet_dataset(val_url) else None
+    if train.rows == 0:
+        raise ValueError(f"there are no rows at {url}")
+    return Prepared(
+        index=idx,
+        train_url=url,
+        val_url=val_url if val is not None and val.rows else None,
+        train_rows=train.rows,
+        val_rows=0 if val is None else val.rows,
+        columns=columns,
+        reused=True,
+    )
+
+
+def _options(roles: Roles, seed: int) -> dict[str, Any]:
+    split: dict[str, Any] | None = None
+    if isinstance(roles.validation, str):
+        split = {"column": roles.validation}
+    elif roles.validation:
+        split = {"fraction": roles.validation}
+    return {
+        "columns": roles.kept,
+        "labels": list(roles.labels),
+        "weight": roles.weight,
+        "validation": split,
+        "seed": seed,
+    }
+
+
+def _lookup(key: str, frame: DataFrame) -> _Entry | None:
+    with _CACHE.lock:
+        for entry in list(_CACHE.entries):
+            if entry.key != key or not _same(entry.frame, frame):
+                continue
+            manifest = native.read_manifest(entry.prepared.train_url)
+            if manifest is not None and json.loads(manifest)["fingerprint"] == entry.fingerprint:
+                entry.users += 1
+                entry.prepared = replace(entry.prepared, reused=True)
+                return entry
+            if not entry.users:
+                _forget([entry])
+    return None
+
+
+def _forget(entries: list[_Entry]) -> None:
+    for entry in entries:
+        if entry in _CACHE.entries:
+            _CACHE.entries.remove(entry)
+            leases.release(entry.prepared.train_url)
+
+
+def _same(left: DataFrame, right: DataFrame) -> bool:
+    return left.sparkSession is right.sparkSession and left.sameSemantics(right)
+
+
+def _quoted(df: DataFrame, name: str) -> Any:
+    return df["`" + name.replace("`", "``") + "`"]
+
+
+def _columns(described: list[dict[str, Any]]) -> dict[str, Column]:
+    return {one["name"]: Column(one["name"], one["element"], tuple(one["shape"])) for one in described}
+
+
+def _write(df: DataFrame, partitions: int, url: str, spec: str) -> list[bytes]:
+    preparation = uuid.uuid4().hex[:8]
+
+    def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        return write_partition(batches, url, spec, preparation)
+
+    rows = df.coalesce(partitions).mapInArrow(write, _RESULT).collect()
+    failed = sorted((row.partition, row.error) for row in rows if row.error is not None)
+    if failed:
+        raise ValueError(failed[0][1])
+    return [bytes(row.part) for row in sorted(rows, key=lambda row: row.partition)]
+
+
+def write_partition(
+    batches: Iterator[pa.RecordBatch], url: str, spec: str, preparation: str
+) -> Iterator[pa.RecordBatch]:
+    """Runs in a Spark task: writes one partition and yields one row about it.
+
+    Args:
+        batches: the partition.
+        url: the store's prefix.
+        spec: what to write, see `farandole._native.prepare`.
+        preparation: a name that no other preparation has.
+
+    Yields:
+        One row of (partition, error or null, what `commit` wants).
+    """
+    import pyarrow as pa
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    if context is None:
+        raise RuntimeError("partitions are written in Spark tasks only")
+    partition = context.partitionId()
+    error, part = None, None
+    columns = json.loads(spec)["columns"]
+    writer = native.PartitionWriter(url, spec, partition, f"{preparation}-{context.taskAttemptId()}")
+    try:
+        for batch in batches:
+            _refuse_nulls(batch, columns)
+            writer.write(batch)
+        part = writer.finish()
+    except ValueError as problem:
+        error = str(problem)
+        writer.abort()
+    schema = pa.schema([("partition", pa.int32()), ("error", pa.string()), ("part", pa.binary())])
+    yield pa.RecordBatch.from_arrays(
+        [pa.array([value], kind) for value, kind in zip((partition, error, part), schema.types, strict=True)],
+        schema=schema,
+    )
+
+
+def _refuse_nulls(batch: pa.RecordBatch, columns: list[str]) -> None:
+    for name in columns:
+        nulls = batch.column(batch.schema.get_field_index(name)).null_count
+        if nulls:
+            raise ValueError(f"column {name!r} has nulls, fill or drop them before fitting: {nulls} in one batch")

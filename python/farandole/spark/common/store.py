@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Where prepared data, checkpoints and logs live.
+
+A store is a URL and a layout below it:
+
+    <prefix>/intermediate_train_data[.<idx>]    prepared rows; also ..._val_data and ..._test_data
+    <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint
+    <prefix>/runs/<run_id>/logs/                history and logs
+
+Paths on the local file system are supported; another scheme is refused by name. The bytes go through the native
+store, so that the driver, Spark's executors and training processes agree on every path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from farandole._native import store as native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
+
+
+@dataclass(frozen=True)
+class RemoteStore:
+    """The paths of one run, as plain values that travel to training processes."""
+
+    train_data_path: str
+    val_data_path: str
+    test_data_path: str
+    saving_runs: bool
+    runs_path: str
+    run_path: str | None
+    checkpoint_path: str | None
+    logs_path: str | None
+    checkpoint_filename: str
+    logs_subdir: str
+
+    def read(self, name: str) -> bytes | None:
+        """A file of the run, or `None` where there is none.
+
+        Args:
+            name: path below the run's directory.
+        """
+        if self.run_path is None:
+            return None
+        run = native.Store(self.run_path)
+        return run.read(name) if run.exists(name) else None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file of the run so that nobody ever sees half of it; nothing happens when runs are not saved.
+
+        Args:
+            name: path below the run's directory.
+            data: the whole content.
+        """
+        if self.run_path is not None:
+            native.Store(self.run_path).write(name, data)
+
+
+class Store:
+    """What an estimator asks of a store; `Store.create` makes the right one for a URL."""
+
+    @staticmethod
+    def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
+        """The store for a path or URL.
+
+        Args:
+            prefix_path: `/data/farandole`, `file:///data/farandole`.
+            *args: handed to the store's class.
+            **kwargs: handed to the store's class.
+
+        Raises:
+            ValueError: the URL's scheme is not supported.
+        """
+        return FilesystemStore(prefix_path, *args, **kwargs)
+
+    def is_parquet_dataset(self, path: str) -> bool:
+        """Whether there is a data set at `path`: prepared by us, or a directory of Parquet files."""
+        raise NotImplementedError
+
+    def get_train_data_path(self, idx: int | None = None) -> str:
+        """Where prepared training rows live."""
+        raise NotImplementedError
+
+    def get_val_data_path(self, idx: int | None = None) -> str:
+        """Where prepared validation rows live."""
+        raise NotImplementedError
+
+    def get_test_data_path(self, idx: int | None = None) -> str:
+        """Where prepared test rows live."""
+        raise NotImplementedError
+
+    def saving_runs(self) -> bool:
+        """Whether checkpoints and logs are kept."""
+        raise NotImplementedError
+
+    def get_runs_path(self) -> str:
+        """The directory of all runs."""
+        raise NotImplementedError
+
+    def get_run_path(self, run_id: str) -> str:
+        """The directory of one run."""
+        raise NotImplementedError
+
+    def get_checkpoint_path(self, run_id: str) -> str | None:
+        """The directory the run's checkpoint is in, or `None` when runs are not saved."""
+        raise NotImplementedError
+
+    def get_logs_path(self, run_id: str) -> str | None:
+        """The directory of the run's logs, or `None` when runs are not saved."""
+        raise NotImplementedError
+
+    def get_checkpoint_filename(self) -> str:
+        """The checkpoint's name in its directory."""
+        raise NotImplementedError
+
+    def get_logs_subdir(self) -> str:
+        """The name of the logs' directory in a run's."""
+        raise NotImplementedError
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or a directory at `path`."""
+        raise NotImplementedError
+
+    def read(self, path: str) -> bytes:
+        """A whole file."""
+        raise NotImplementedError
+
+    def write_text(self, path: str, text: str) -> None:
+        """Writes a text file so that nobody ever sees half of it."""
+        raise NotImplementedError
+
+    def to_remote(self, run_id: str, dataset_idx: int | None = None) -> RemoteStore:
+        """The paths of one run, as values that travel to training processes."""
+        raise NotImplementedError
+
+
+class AbstractFilesystemStore(Store):
+    """A store with the layout that this module describes.
+
+    Args:
+        prefix_path: where everything lives, unless one of the next says otherwise.
+        train_path: training data, instead of `<prefix>/intermediate_train_data`.
+        val_path: validation data, instead of `<prefix>/intermediate_val_data`.
+        test_path: test data, instead of `<prefix>/intermediate_test_data`.
+        runs_path: runs, instead of `<prefix>/runs`.
+        save_runs: whether checkpoints and logs are kept.
+        checkpoint_filename: the checkpoint's name, instead of `checkpoint`.
+    """
+
+    def __init__(
+        self,
+        prefix_path: str,
+        train_path: str | None = None,
+        val_path: str | None = None,
+        test_path: str | None = None,
+        runs_path: str | None = None,
+        save_runs: bool = True,
+        checkpoint_filename: str | None = None,
+    ) -> None:
+        for path in (prefix_path, train_path, val_path, test_path, runs_path):
+            if path is not None:
+                self.check_path(path)
+        self.prefix_path = self.get_full_path(prefix_path)
+        self._save_runs = save_runs
+        self._layout = native.Layout(
+            self.prefix_path,
+            train_path=None if train_path is None else self.get_full_path(train_path),
+            val_path=None if val_path is None else self.get_full_path(val_path),
+            test_path=None if test_path is None else self.get_full_path(test_path),
+            runs_path=None if runs_path is None else self.get_full_path(runs_path),
+            checkpoint_filename=checkpoint_filename,
+        )
+        self._arguments = (prefix_path, train_path, val_path, test_path, runs_path, save_runs, checkpoint_filename)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles by the constructor's arguments."""
+        return type(self), self._arguments
+
+    def __repr__(self) -> str:
+        """Shows the prefix."""
+        return f"{type(self).__name__}({self.prefix_path!r})"
+
+    def check_path(self, path: str) -> None:
+        """Refuses a path this store cannot serve.
+
+        Args:
+            path: a path or URL.
+
+        Raises:
+            ValueError: naming the path.
+        """
+        raise NotImplementedError
+
+    def get_full_path(self, path: str) -> str:
+        """The path with its scheme; a bare path becomes absolute."""
+        return native.full_path(path)
+
+    def get_localized_path(self, path: str) -> str:
+        """The path without its scheme."""
+        return native.localized_path(path)
+
+    def get_full_path_fn(self) -> Callable[[str], str]:
+        """`get_full_path` as a function that travels to executors."""
+        return native.full_path
+
+    def check_writable(self) -> None:
+        """Writes and deletes a small file.
+
+        Raises:
+            OSError: nothing can be written there; the message names the path.
+        """
+        native.Store(self.prefix_path).check_writable()
+
+    def is_parquet_dataset(self, path: str) -> bool:
+        """As `Store.is_parquet_dataset`."""
+        directory = native.Store(self.get_full_path(path))
+        return directory.exists() and any(name.endswith(".parquet") for name, _ in directory.list())
+
+    def get_train_data_path(self, idx: int | None = None) -> str:
+        """As `Store.get_train_data_path`."""
+        return self._layout.train_data(idx)
+
+    def get_val_data_path(self, idx: int | None = None) -> str:
+        """As `Store.get_val_data_path`."""
+        return self._layout.val_data(idx)
+
+    def get_test_data_path(self, idx: int | None = None) -> str:
+        """As `Store.get_test_data_path`."""
+        return self._layout.test_data(idx)
+
+    def saving_runs(self) -> bool:
+        """As `Store.saving_runs`."""
+        return self._save_runs
+
+    def get_runs_path(self) -> str:
+        """As `Store.get_runs_path`."""
+        return self._layout.runs
+
+    def get_run_path(self, run_id: str) -> str:
+        """As `Store.get_run_path`."""
+        return self._layout.run(run_id)
+
+    def get_checkpoint_path(self, run_id: str) -> str | None:
+        """As `Store.get_checkpoint_path`."""
+        return self.get_run_path(run_id) if self._save_runs else None
+
+    def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
+        """Every file of the run that ends in `suffix`, sorted.
+
+        Args:
+            run_id: name of the run.
+            suffix: how the files' names end.
+        """
+        run = self.get_run_path(run_id)
+        return [f"{run}/{name}" for name, _ in native.Store(run).list() if name.endswith(suffix)]
+
+    def get_logs_path(self, run_id: str) -> str | None:
+        """As `Store.get_logs_path`."""
+        return self._layout.logs(run_id) if self._save_runs else None
+
+    def get_checkpoint_filename(self) -> str:
+        """As `Store.get_checkpoint_filename`."""
+        return self._layout.checkpoint_filename
+
+    def get_logs_subdir(self) -> str:
+        """As `Store.get_logs_subdir`."""
+        return self._layout.logs_subdir
+
+    def exists(self, path: str) -> bool:
+        """As `Store.exists`."""
+        return native.Store(self.get_full_path(path)).exists()
+
+    def read(self, path: str) -> bytes:
+        """As `Store.read`."""
+        directory, name = self._split(path)
+        return native.Store(directory).read(name)
+
+    def write_text(self, path: str, text: str) -> None:
+        """As `Store.write_text`."""
+        self.write_bytes(path, text.encode())
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Writes a file so that nobody ever sees half of it.
+
+        Args:
+            path: path or URL of the file.
+            data: the whole content.
+        """
+        directory, name = self._split(path)
+        native.Store(directory).write(name, data)
+
+    def get_local_output_dir_fn(self, run_id: str) -> Callable[[], contextlib.AbstractContextManager[str]]:
+        """A function that opens a temporary local directory for the run's files.
+
+        Args:
+            run_id: name of the run.
+        """
+
+        @contextlib.contextmanager
+        def local_output_dir() -> Iterator[str]:
+            directory = tempfile.mkdtemp(prefix=f"farandole-{run_id}-")
+            try:
+                yield directory
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+
+        return local_output_dir
+
+    def sync_fn(self, run_id: str) -> Callable[[str], None]:
+        """A function that copies what is in a local directory into the run's.
+
+        Args:
+            run_id: name of the run.
+        """
+        run = self.get_run_path(run_id)
+
+        def sync(local_dir: str) -> None:
+            target = native.Store(run)
+            for path in sorted(Path(local_dir).rglob("*")):
+                if path.is_file():
+                    target.write(path.relative_to(local_dir).as_posix(), path.read_bytes())
+
+        return sync
+
+    def to_remote(self, run_id: str, dataset_idx: int | None = None) -> RemoteStore:
+        """As `Store.to_remote`."""
+        return RemoteStore(
+            train_data_path=self.get_train_data_path(dataset_idx),
+            val_data_path=self.get_val_data_path(dataset_idx),
+            test_data_path=self.get_test_data_path(dataset_idx),
+            saving_runs=self._save_runs,
+            runs_path=self.get_runs_path(),
+            run_path=self.get_run_path(run_id) if self._save_runs else None,
+            checkpoint_path=self.get_checkpoint_path(run_id),
+            logs_path=self.get_logs_path(run_id),
+            checkpoint_filename=self.get_checkpoint_filename(),
+            logs_subdir=self.get_logs_subdir(),
+        )
+
+    def _split(self, path: str) -> tuple[str, str]:
+        directory, _, name = self.get_full_path(path).rpartition("/")
+        return directory, name
+
+
+class FilesystemStore(AbstractFilesystemStore):
+    """A store on a file system that every process reaches under the same path."""
+
+    def check_path(self, path: str) -> None:
+        """Refuses a scheme other than `file`."""
+        if not path:
+            raise ValueError("a store needs a path, got an empty one")
+        scheme = _SCHEME.match(path)
+        if scheme and scheme[1].lower() != "file":
+            raise ValueError(f"scheme {scheme[1]!r} is not supported, use a local path or file://: {path}")
+
+
+class LocalStore(FilesystemStore):
+    """Horovod's older name of `FilesystemStore`."""

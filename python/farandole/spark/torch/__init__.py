@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""PyTorch on Spark: `TorchEstimator` fits a DataFrame, `TorchModel` transforms one.
+
+Names are loaded when first used, so that a training process never imports pyspark.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if find_spec("torch") is None:
+    raise ImportError("farandole.spark.torch needs PyTorch: pip install farandole[torch,spark]", name="torch")
+
+if TYPE_CHECKING:
+    from farandole.spark.torch.estimator import TorchEstimator
+    from farandole.spark.torch.model import TorchModel
+
+_HOMES = {"TorchEstimator": "estimator", "TorchModel": "model"}
+
+__all__ = ["TorchEstimator", "TorchModel"]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""How labels are cast for a loss, and how a loss counts rows.
+
+A label column becomes `int64` when its loss takes class indices and the column has one element per row (whatever its
+type: a Spark ML indexer makes doubles), `float32` when its loss is another one of torch's, and for a loss of one's own
+`int64` when the column is of integers, else `float32`.
+
+Every row of a step counts alike, whichever process holds it: padding counts nothing, and a process with fewer rows
+weighs less, so that two processes with a batch of 32 step like one with 64.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from farandole.spark.common.columns import Column
+
+_INDEXED = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+_INDEXED_FUNCTIONS = (functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss)
+
+
+def label_dtype(loss: Any, column: Column) -> str:
+    """The dtype a label column gets for its loss, by the rule of this module.
+
+    Args:
+        loss: the loss of that label.
+        column: the label column.
+    """
+    if isinstance(loss, _INDEXED) or loss in _INDEXED_FUNCTIONS:
+        return "int64" if column.size == 1 else "float32"
+    owner = loss if inspect.isfunction(loss) or inspect.isbuiltin(loss) else type(loss)
+    if (getattr(owner, "__module__", None) or "").startswith("torch.nn."):
+        return "float32"
+    return "int64" if column.dtype.startswith(("int", "uint")) else "float32"
+
+
+def shaped(label: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
+    """The label in the shape its loss expects.
+
+    Args:
+        label: rows first.
+        output: what it will be compared with.
+        shape: as set by the user, if at all.
+
+    Returns:
+        The label in that shape; without one, in the output's where a float label has as many elements.
+    """
+    if shape is not None:
+        return label.reshape(shape)
+    if label.is_floating_point() and label.numel() == output.numel():
+        return label.reshape(output.shape)
+    if not label.is_floating_point() and label.shape[1:] == (1,):
+        return label.reshape(-1)
+    return label
+
+
+def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loss that takes a weight per row: the mean of loss times weight.
+
+    Args:
+        loss: a loss of torch, or anything that takes `reduction="none"`.
+
+    Returns:
+        A function of (output, label, weights).
+
+    Raises:
+        ValueError: the loss cannot be had row by row.
+    """
+    name = getattr(loss, "__name__", type(loss).__name__)
+    if isinstance(loss, nn.Module):
+        if not hasattr(loss, "reduction"):
+            raise ValueError(f"sample weights need a loss with a reduction, {name} has none")
+        module: Any = copy.copy(loss)
+        module.reduction = "none"
+        single = module
+    elif "reduction" in inspect.signature(loss).parameters:
+        single = functools.partial(loss, reduction="none")
+    else:
+        raise ValueError(f"sample weights need a loss with an argument `reduction`, {name} has none")
+
+    def mean(output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        losses = single(output, label)
+        return (losses.reshape(len(weights), -1).mean(dim=1) * weights).mean()
+
+    return mean
+
+
+def share(valid: int, size: int, everywhere: int) -> float:
+    """By what the mean loss over this process's rows is multiplied, before gradients are averaged over processes.
+
+    Args:
+        valid: rows of this process in this step.
+        size: processes.
+        everywhere: rows of all processes in this step.
+    """
+    return valid * size / everywhere

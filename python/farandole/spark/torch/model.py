@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`TorchModel`: a fitted PyTorch model that transforms DataFrames."""
+
+# ruff: noqa: ARG002, N815, PLC0415 - keyword_only reads the arguments; Spark ML's names; cycle with persistence
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from pyspark import keyword_only
+from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.sql import types
+
+from farandole.spark.common import check
+from farandole.spark.common.columns import Roles, check_present, check_types
+from farandole.spark.common.estimator import FarandoleModel
+from farandole.spark.common.params import accessors, declare
+from farandole.spark.torch import payload
+from farandole.spark.torch.predict import Predictor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import pyarrow as pa
+    import torch
+    from pyspark.sql import DataFrame
+
+    from farandole.spark.torch.persistence import TorchModelReader, TorchModelWriter
+
+_INTEGERS = {"int8": types.ByteType, "int16": types.ShortType, "int32": types.IntegerType}
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a model, and the label it was compared with."""
+
+    label_dtype: str
+    """NumPy's name of the label's element."""
+    label_is_vector: bool
+    size: int
+    """Elements of one row of the output."""
+
+    @property
+    def kind(self) -> str:
+        """What a prediction becomes: `vector`, or NumPy's name of a number.
+
+        As in Horovod a number for an integer label is rounded to an integer, halves to even; one for a boolean label
+        stays a float.
+        """
+        if self.label_is_vector or self.size != 1:
+            return "vector"
+        if self.label_dtype.startswith(("int", "uint")):
+            return self.label_dtype if self.label_dtype in _INTEGERS else "int64"
+        return "float32" if self.label_dtype == "float32" else "float64"
+
+    @property
+    def spark_type(self) -> types.DataType:
+        """The type of the column that `transform` adds."""
+        if self.kind == "vector":
+            return VectorUDT()
+        if self.kind.startswith("int"):
+            return _INTEGERS.get(self.kind, types.LongType)()
+        return types.FloatType() if self.kind == "float32" else types.DoubleType()
+
+
+def _outputs(value: Any) -> list[Output]:
+    return [one if isinstance(one, Output) else Output(**one) for one in value]
+
+
+class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
+    """Adds predictions to DataFrames, by Arrow batches on the executors.
+
+    Every column of the DataFrame is kept; each label gets a column `<label>__output`. A prediction of several elements,
+    or for a vector label, is a dense vector; one element takes the label's type. Columns become tensors as they did
+    in `fit`.
+
+    Saved by `model.write().overwrite().save(path)` and loaded by `TorchModel.load(path)`, on any file system Spark
+    reaches. The weights are plain tensors; the module's class and code are a pickle, and loading that runs code: load
+    only what you trust, or pass a module of your own to `TorchModel.read().model(module).load(path)`, which runs none.
+
+    Args:
+        history: Losses and metrics of each epoch.
+        model: The trained module.
+        feature_columns: Columns for the model.
+        input_shapes: Shape of each feature's tensor, as in the estimator.
+        label_columns: Columns the outputs are named after.
+        optimizer: The optimizer after the last step, with the learning rate of one process.
+        run_id: Name of the run.
+        loss: As it was trained with.
+        paths: Where the run left its data, checkpoint and logs.
+        output_cols: Names of the added columns, instead of `<label>__output`.
+        batch_size: Most rows predicted at once; default 4096.
+        outputs: What is known of the outputs; found out when omitted.
+    """
+
+    input_shapes = declare("input_shapes", "shape of each feature's tensor", check.shapes("input_shapes"))
+    optimizer = declare("optimizer", "the optimizer after the last step", check.anything)
+    loss = declare("loss", "as the model was trained with", check.anything)
+    outputs = declare("outputs", "size and label type of each output", _outputs)
+
+    setInputShapes, getInputShapes = accessors("input_shapes")
+    setOptimizer, getOptimizer = accessors("optimizer")
+    setLoss, getLoss = accessors("loss")
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        history: list[dict[str, Any]] | None = None,
+        model: torch.nn.Module | None = None,
+        feature_columns: Sequence[str] | None = None,
+        input_shapes: Sequence[Sequence[int]] | None = None,
+        label_columns: Sequence[str] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        run_id: str | None = None,
+        loss: Any = None,
+        paths: dict[str, str] | None = None,
+        output_cols: Sequence[str] | None = None,
+        batch_size: int | None = None,
+        outputs: Sequence[Output] | None = None,
+    ) -> None:
+        super().__init__()
+        self._setDefault(input_shapes=None, optimizer=None, loss=None, outputs=None)
+        self.setParams(**cast("dict[str, Any]", self._input_kwargs))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def write(self) -> TorchModelWriter:
+        """The writer; `write().overwrite().save(path)` replaces what is there."""
+        from farandole.spark.torch.persistence import TorchModelWriter
+
+        return TorchModelWriter(self)
+
+    @classmethod
+    def read(cls) -> TorchModelReader:
+        """The reader; `read().model(module).load(path)` takes the weights alone and runs no code."""
+        from farandole.spark.torch.persistence import TorchModelReader
+
+        return TorchModelReader(cls)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        features, names = self.getFeatureColumns(), self.getOutputCols()
+        if self.getModel() is None or not features or not self.getLabelColumns():
+            raise ValueError("model, feature_columns and label_columns are required")
+        roles = Roles(features=tuple(features), labels=())
+        check_present(roles, dataset.columns, "DataFrame")
+        check_types(roles, dataset.schema)
+        taken = [name for name in names if name in dataset.columns]
+        if taken:
+            raise ValueError(f"the DataFrame already has an output column: {', '.join(taken)}")
+        if len(names) != len(self.getLabelColumns()):
+            raise ValueError(f"output_cols needs one name per label column {len(self.getLabelColumns())}: {names}")
+        predictor = Predictor(
+            model=payload.pack(self.getModel()),
+            features=tuple(features),
+            shapes=self.getInputShapes(),
+            names=tuple(names),
+            kinds=(),
+            batch_size=self.getBatchSize(),
+        )
+        outputs = self.getOrDefault("outputs") or self._find_outputs(dataset, predictor)
+        schema = types.StructType(
+            [
+                *dataset.schema.fields,
+                *(types.StructField(name, one.spark_type, True) for name, one in zip(names, outputs, strict=True)),
+            ]
+        )
+        return dataset.mapInArrow(_task(predictor.with_kinds([one.kind for one in outputs])), schema)
+
+    def _find_outputs(self, dataset: DataFrame, predictor: Predictor) -> list[Output]:
+        """Predicts one row to see what the model returns."""
+        found = dataset.limit(1).mapInArrow(_probe(predictor), "size int").collect()
+        labels = self.getLabelColumns()
+        if not found:
+            raise ValueError("the outputs of the model are not known and the DataFrame has no row to find them out")
+        schema = {field.name: field.dataType for field in dataset.schema.fields}
+        return [
+            Output(_numpy_name(schema.get(label)), isinstance(schema.get(label), VectorUDT), row.size)
+            for label, row in zip(labels, found, strict=True)
+        ]
+
+
+def _task(predictor: Predictor) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def predict(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        return predictor.predict(batches)
+
+    return predict
+
+
+def _probe(predictor: Predictor) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def probe(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        return predictor.probe(batches)
+
+    return probe
+
+
+def _numpy_name(kind: types.DataType | None) -> str:
+    names = {types.ByteType: "int8", types.ShortType: "int16", types.IntegerType: "int32", types.LongType: "int64"}
+    return names.get(type(kind), "float32" if isinstance(kind, types.FloatType) else "float64")
+
+
+def describe(outputs: list[Output] | None) -> list[dict[str, Any]] | None:
+    """Outputs as plain values, for files.
+
+    Args:
+        outputs: as the model holds them.
+    """
+    return None if outputs is None else [asdict(one) for one in outputs]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Models and optimizers as bytes.
+
+`pack` is a pickle: code, to be loaded only where the job's own links brought it. `pack_state` holds tensors and plain
+values alone, and is loaded without running anything.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import cloudpickle
+import torch
+
+
+def pack(value: Any) -> bytes:
+    """Pickles objects, tensors and functions of the main module included.
+
+    Args:
+        value: objects that share tensors go in one call.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=cloudpickle)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """The inverse of `pack`, with every tensor on the CPU. Runs code.
+
+    Args:
+        data: what `pack` returned.
+    """
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+def pack_state(state: dict[str, Any]) -> bytes:
+    """Serialises tensors and plain values.
+
+    Args:
+        state: nested dicts and lists of tensors, numbers, strings and `None`.
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def unpack_state(data: bytes) -> dict[str, Any]:
+    """The inverse of `pack_state`, with every tensor on the CPU. Runs no code.
+
+    Args:
+        data: what `pack_state` returned.
+    """
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, size: int) -> dict[str, Any]:
+    """The optimizer's state as one process would have it: learning rates are divided by the world's size.
+
+    Args:
+        optimizer: as it trains on `size` processes.
+        size: by which its learning rates were multiplied.
+    """
+    state = optimizer.state_dict()
+    groups = [{**group, "lr": group["lr"] / size} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}

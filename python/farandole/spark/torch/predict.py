@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Predictions in Spark's Python workers, one Arrow batch at a time.
+
+The model travels once per task, in the task's function, and is kept by its content, so that the tasks which a worker
+runs one after the other share it.
+"""
+
+# ruff: noqa: PLC0415 - loaded in tasks, when there are rows
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+    import pyarrow as pa
+    import torch
+
+_KEPT = 2
+_MODELS: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model and how columns go in and out of it."""
+
+    model: bytes
+    features: tuple[str, ...]
+    shapes: list[list[int]] | None
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    batch_size: int
+
+    def with_kinds(self, kinds: Sequence[str]) -> Predictor:
+        """The same, knowing what its predictions become.
+
+        Args:
+            kinds: one per output: `vector`, or NumPy's name of a number.
+        """
+        return replace(self, kinds=tuple(kinds))
+
+    def predict(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Every batch with its predictions appended.
+
+        Args:
+            batches: with the feature columns and any others.
+        """
+        import pyarrow as pa
+
+        model = self._load()
+        for batch in batches:
+            found = self._outputs(model, batch)
+            columns = [column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)]
+            yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *self.names])
+
+    def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """How many elements each output has: one row per output, when there is a row to try.
+
+        Args:
+            batches: with the feature columns.
+        """
+        import pyarrow as pa
+
+        for batch in batches:
+            if batch.num_rows:
+                sizes = [values[0].size for values in self._outputs(self._load(), batch.slice(0, 1))]
+                yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
+                return
+
+    def _load(self) -> torch.nn.Module:
+        key = hashlib.sha256(self.model).hexdigest()
+        if key not in _MODELS:
+            from farandole.spark.torch import payload
+
+            while len(_MODELS) >= _KEPT:
+                _MODELS.pop(next(iter(_MODELS)))
+            _MODELS[key] = payload.unpack(self.model).eval()
+        return _MODELS[key]
+
+    def _outputs(self, model: torch.nn.Module, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
+        """Shape (rows, elements) per output."""
+        import torch
+
+        from farandole.spark.common.arrow import rows
+        from farandole.spark.common.columns import row_shape
+        from farandole.spark.torch.tensors import outputs_of
+
+        if batch.num_rows == 0:
+            return [np.empty((0, 1), dtype=np.float32) for _ in self.names]
+        inputs: list[torch.Tensor] = []
+        for index, name in enumerate(self.features):
+            values = rows(batch.column(batch.schema.get_field_index(name)), name).astype(np.float32)
+            size = values[0].size
+            shape = (size,) if self.shapes is None else row_shape(self.shapes[index], size)
+            inputs.append(torch.from_numpy(values).reshape(-1, *shape))
+        parts: list[list[torch.Tensor]] = []
+        with torch.inference_mode():
+            for start in range(0, batch.num_rows, self.batch_size):
+                value = model(*(tensor[start : start + self.batch_size] for tensor in inputs))
+                parts.append(outputs_of(value, len(self.names)))
+        whole = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+        return [output.detach().float().reshape(batch.num_rows, -1).numpy() for output in whole]
+
+
+def column_of(values: npt.NDArray[Any], kind: str) -> pa.Array:
+    """Predictions as the column that `transform` adds.
+
+    Args:
+        values: shape (rows, elements).
+        kind: `vector`, or NumPy's name of a number; integers are rounded, halves to even.
+    """
+    import pyarrow as pa
+
+    from farandole.spark.common.arrow import vectors
+
+    if kind == "vector":
+        return vectors(values)
+    single = values.reshape(-1)
+    return pa.array(np.rint(single).astype(kind) if kind.startswith("int") else single.astype(kind))
