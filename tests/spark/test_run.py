@@ -187,7 +187,7 @@ def test_a_job_that_finds_no_free_slot_in_time_says_so(spark, pids):
     thread = threading.Thread(target=holder)
     thread.start()
     pids.wait(2)
-    with pytest.raises(TimeoutError, match="Timed out waiting for Spark tasks to start.*0 of 2"):
+    with pytest.raises(TimeoutError, match=r"Timed out waiting for Spark tasks to start.*0 of 2"):
         farandole.spark.run(lambda: 1, num_proc=2, start_timeout=1.0)
     assert not failures
     spark.sparkContext.cancelAllJobs()

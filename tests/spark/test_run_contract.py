@@ -275,7 +275,7 @@ def test_what_cannot_be_pickled_is_said_before_anything_starts(backend):
     def locked():
         return lock
 
-    with pytest.raises(TypeError, match="locked.*cannot be pickled"):
+    with pytest.raises(TypeError, match=r"locked.*cannot be pickled"):
         backend().run(locked)
 
 

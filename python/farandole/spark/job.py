@@ -109,7 +109,8 @@ class SparkAgents(Agents):
                 )
                 self._output.say(f"{self._short_of}; trying again")
                 # Whoever waits for the gang keeps the time, and cancels.
-                self._cancelled.wait(_RETRY_EVERY)
+                if self._cancelled.wait(_RETRY_EVERY):
+                    raise
 
     def _rows(self) -> DataFrame:
         tasks = self._cluster.session.range(0, self._size, 1, self._size)
