@@ -1,4 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! PartitionWriter: Arrow batches in, partitioned Parquet and manifest out.
+//! Arrow batches in, Parquet and a manifest out.
+//!
+//! Owns what becomes of each Arrow type, the split into training and validation, the sizes of row groups, and the
+//! commit. Refuses sources: who makes the batches (Spark, pandas, SQL) is not its business.
+//!
+//! ```text
+//! batch --> converters (one per column) --> split --> side: training   --> row groups --> part-<n>-<attempt>.parquet
+//!                                              `---> side: validation --> row groups --> ...
+//! finish() --> summary of the partition, a few bytes --> driver: commit(summaries) --> _manifest.json, last
+//! ```
+//!
+//! Vectors are written as fixed-size binary, which decodes by copying; the field's metadata and the manifest tell
+//! element and shape.
+//!
+//! Invariants:
+//! - `PR-1`: a row lands on the same side however the data is partitioned (split by fraction).
+//! - `PR-2`: files carry partition and attempt in their names; without a manifest that names it a file does not exist.
+//! - `PR-3`: every row that came in is in the output once, or counted as dropped, or an error was raised.
+//! - `PR-4`: no column of the output has nulls, and all rows of a column have one shape.
+
+#![forbid(unsafe_code)]
+
+mod commit;
+mod convert;
+mod error;
+mod side;
+mod spec;
+mod split;
+mod summary;
+mod writer;
+
+pub use commit::{Committed, commit, read_manifest};
+pub use error::{Error, Fault, Result};
+pub use spec::{Compression, Spec, Validation};
+pub use summary::Summary;
+pub use writer::PartitionWriter;

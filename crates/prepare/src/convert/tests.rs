@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+use arrow::array::{
+    BooleanArray, Date32Array, Decimal128Array, Float32Array, Float64Array, Int8Array, Int32Array,
+    Int64Array, ListArray, StringArray, TimestampMicrosecondArray,
+};
+use arrow::buffer::OffsetBuffer;
+use arrow::datatypes::{Field, Fields};
+
+use super::*;
+
+const ORIGIN: Origin<'_> = Origin { column: "c", partition: 4, row: 100 };
+
+fn run(array: ArrayRef, shape: Option<&[u64]>) -> Result<Converted> {
+    convert(ORIGIN, &array, shape)
+}
+
+fn list(values: ArrayRef, lengths: &[usize]) -> ArrayRef {
+    let field = Arc::new(Field::new("item", values.data_type().clone(), true));
+    Arc::new(ListArray::new(field, OffsetBuffer::from_lengths(lengths.iter().copied()), values, None))
+}
+
+fn floats(converted: &Converted) -> Vec<Vec<f64>> {
+    let rows = converted.array.as_fixed_size_binary();
+    rows.iter()
+        .map(|row| {
+            row.unwrap().chunks_exact(8).map(|chunk| f64::from_le_bytes(chunk.try_into().unwrap())).collect()
+        })
+        .collect()
+}
+
+/// A column of Spark vectors: (type, size, indices, values).
+fn spark(rows: &[(i8, Option<i32>, &[i32], &[f64])]) -> ArrayRef {
+    let indices: Vec<i32> = rows.iter().flat_map(|row| row.2.to_vec()).collect();
+    let values: Vec<f64> = rows.iter().flat_map(|row| row.3.to_vec()).collect();
+    let (index_lengths, value_lengths): (Vec<_>, Vec<_>) =
+        rows.iter().map(|row| (row.2.len(), row.3.len())).unzip();
+    let columns: Vec<ArrayRef> = vec![
+        Arc::new(Int8Array::from_iter_values(rows.iter().map(|row| row.0))),
+        Arc::new(Int32Array::from_iter(rows.iter().map(|row| row.1))),
+        list(Arc::new(Int32Array::from(indices)), &index_lengths),
+        list(Arc::new(Float64Array::from(values)), &value_lengths),
+    ];
+    let fields: Fields = VECTOR
+        .iter()
+        .zip(&columns)
+        .map(|(name, column)| Field::new(*name, column.data_type().clone(), true))
+        .collect();
+    Arc::new(StructArray::new(fields, columns, None))
+}
+
+#[test]
+fn scalars_keep_their_type_and_times_become_integers() {
+    let kept = run(Arc::new(Float32Array::from(vec![1.5, 2.5])), None).unwrap();
+    assert_eq!((kept.element, kept.shape.len()), (Element::Float32, 0));
+    let decimal = Decimal128Array::from(vec![150, -25]).with_precision_and_scale(10, 2).unwrap();
+    let decimal = run(Arc::new(decimal), None).unwrap();
+    assert_eq!(decimal.array.as_primitive::<Float64Type>().values().to_vec(), [1.5, -0.25]);
+    for array in
+        [Arc::new(Date32Array::from(vec![7])) as ArrayRef, Arc::new(TimestampMicrosecondArray::from(vec![7]))]
+    {
+        assert_eq!(run(array, None).unwrap().array.as_ref(), &Int64Array::from(vec![7]) as &dyn Array);
+    }
+    assert_eq!(run(Arc::new(StringArray::from(vec!["x"])), None).unwrap().element, Element::Utf8);
+}
+
+#[test]
+fn lists_of_one_length_become_rows_of_bytes() {
+    let values: ArrayRef = Arc::new(Float64Array::from(vec![9.0, 1.0, 2.0, 3.0, 4.0]));
+    let column = list(values, &[1, 2, 2]).slice(1, 2);
+    let converted = run(column, None).unwrap();
+    assert_eq!((converted.element, converted.shape.as_slice()), (Element::Float64, &[2][..]));
+    assert_eq!(floats(&converted), [[1.0, 2.0], [3.0, 4.0]]);
+}
+
+#[test]
+fn nested_lists_have_nested_shapes_and_booleans_take_a_byte() {
+    let values: ArrayRef = Arc::new(BooleanArray::from(vec![true, false, true, true, false, false]));
+    let converted = run(list(list(values, &[3, 3]), &[2]), None).unwrap();
+    assert_eq!((converted.element, converted.shape.as_slice()), (Element::Bool, &[2, 3][..]));
+    assert_eq!(converted.array.as_fixed_size_binary().value(0), [1, 0, 1, 1, 0, 0]);
+}
+
+#[test]
+fn ragged_lists_name_the_column_and_both_lengths() {
+    let values: ArrayRef = Arc::new(Int32Array::from(vec![1; 5]));
+    let error = run(list(values.clone(), &[2, 3]), None).unwrap_err().to_string();
+    assert_eq!(error, "column c has rows of 2 and of 3 values; all must have one length (partition 4)");
+    let error = run(list(values, &[5]), Some(&[4])).unwrap_err().to_string();
+    assert!(error.contains("rows of 4 and of 5 values"), "{error}");
+}
+
+#[test]
+fn spark_vectors_come_dense_and_sparse() {
+    let column = spark(&[
+        (1, None, &[], &[1.0, 2.0, 3.0]),
+        (0, Some(3), &[2, 0], &[5.0, 4.0]),
+        (0, Some(3), &[], &[]),
+    ]);
+    let converted = run(column, None).unwrap();
+    assert_eq!(converted.shape, [3]);
+    assert_eq!(floats(&converted), [[1.0, 2.0, 3.0], [4.0, 0.0, 5.0], [0.0, 0.0, 0.0]]);
+}
+
+#[test]
+fn broken_vectors_are_refused() {
+    let ragged = spark(&[(1, None, &[], &[1.0]), (0, Some(3), &[], &[])]);
+    assert!(run(ragged, None).unwrap_err().to_string().contains("rows of 1 and of 3"));
+    let past = spark(&[(0, Some(3), &[3], &[1.0])]);
+    let error = run(past, None).unwrap_err().to_string();
+    assert_eq!(error, "column c has a broken sparse vector, an index past its size 3: 3");
+}
+
+#[test]
+fn nulls_name_column_count_and_partition() {
+    let error = run(Arc::new(Int64Array::from(vec![Some(1), None, None])), None).unwrap_err().to_string();
+    assert_eq!(error, "column c has nulls in 2 of 3 rows, in partition 4 at its row 100");
+    let inner: ArrayRef = Arc::new(Int64Array::from(vec![Some(1), None]));
+    assert!(run(list(inner, &[2]), None).unwrap_err().to_string().contains("nulls in 1 of 2"));
+}
+
+#[test]
+fn what_cannot_be_trained_on_is_refused() {
+    let texts = list(Arc::new(StringArray::from(vec!["a", "b"])), &[1, 1]);
+    assert!(matches!(run(texts, None), Err(Error::Type { .. })));
+    let empty = list(Arc::new(Int32Array::from(Vec::<i32>::new())), &[0, 0]);
+    assert!(run(empty, None).unwrap_err().to_string().contains("rows of no values"));
+}

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What can be wrong with the data or the place it goes to.
+
+/// Result of this room.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A preparation that cannot go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The specification is no JSON of the right form.
+    #[error("not a specification: {source}")]
+    Spec {
+        /// What the parser said.
+        source: serde_json::Error,
+    },
+    /// A value of the specification that cannot be.
+    #[error("{what}: {value}")]
+    Value {
+        /// What is wrong.
+        what: &'static str,
+        /// The value.
+        value: String,
+    },
+    /// A column that the batches do not have.
+    #[error("no column {column}, there are: {}", known.join(", "))]
+    Column {
+        /// What was asked for.
+        column: String,
+        /// What there is.
+        known: Vec<String>,
+    },
+    /// A type that cannot be trained on.
+    #[error("column {column} has a type that cannot be prepared: {found}")]
+    Type {
+        /// The column.
+        column: String,
+        /// Its Arrow type.
+        found: String,
+    },
+    /// Batches of one partition disagree about a column.
+    #[error("column {column} changed its type within partition {partition} from {before} to {after}")]
+    Changed {
+        /// The column.
+        column: String,
+        /// The partition.
+        partition: u64,
+        /// Type in the first batch.
+        before: String,
+        /// Type now.
+        after: String,
+    },
+    /// Nulls where there may be none.
+    #[error("column {column} has nulls in {nulls} of {rows} rows, in partition {partition} at its row {row}")]
+    Nulls {
+        /// The column.
+        column: String,
+        /// How many.
+        nulls: usize,
+        /// Rows of the batch.
+        rows: usize,
+        /// The partition.
+        partition: u64,
+        /// The batch's first row within the partition.
+        row: u64,
+    },
+    /// Rows of different lengths.
+    #[error(
+        "column {column} has rows of {expected} and of {found} values; all must have one length (partition {partition})"
+    )]
+    Ragged {
+        /// The column.
+        column: String,
+        /// The length so far.
+        expected: String,
+        /// The other length.
+        found: String,
+        /// The partition.
+        partition: u64,
+    },
+    /// Partitions disagree about a column.
+    #[error(
+        "column {column} is {first} in partition {first_partition} and {second} in partition {second_partition}"
+    )]
+    Disagree {
+        /// The column.
+        column: String,
+        /// Type and shape in one.
+        first: String,
+        /// That partition.
+        first_partition: u64,
+        /// Type and shape in the other.
+        second: String,
+        /// That partition.
+        second_partition: u64,
+    },
+    /// A vector that contradicts itself.
+    #[error("column {column} has a broken sparse vector, an index past its size {size}: {index}")]
+    Sparse {
+        /// The column.
+        column: String,
+        /// Size of the vector.
+        size: i64,
+        /// The index.
+        index: i64,
+    },
+    /// Nothing to train on.
+    #[error("no rows of {side} data ({rows} rows came in, {dropped} of them on no side)")]
+    Empty {
+        /// Training or validation.
+        side: &'static str,
+        /// Rows of all partitions.
+        rows: u64,
+        /// Rows that the validation column put on no side.
+        dropped: u64,
+    },
+    /// The same partition twice.
+    #[error("two attempts of one partition cannot both be committed: {partition}")]
+    Twice {
+        /// The partition.
+        partition: u64,
+    },
+    /// A summary that was not written by `finish`.
+    #[error("not a summary of a partition: {source}")]
+    Summary {
+        /// What the parser said.
+        source: serde_json::Error,
+    },
+    /// A file is not what its writer left.
+    #[error(
+        "{path} has {found} bytes where its writer left {expected}: does somebody else prepare into this directory?"
+    )]
+    Altered {
+        /// The file.
+        path: String,
+        /// Its size now; nothing when it is gone.
+        found: u64,
+        /// Its size then.
+        expected: u64,
+    },
+    /// Used after its end.
+    #[error("the writer of partition {partition} already ended")]
+    Ended {
+        /// The partition.
+        partition: u64,
+    },
+    /// The store.
+    #[error(transparent)]
+    Store(#[from] farandole_store::Error),
+    /// The Parquet library.
+    #[error("cannot write {path}: {source}")]
+    Parquet {
+        /// The file.
+        path: String,
+        /// What it said.
+        source: parquet::errors::ParquetError,
+    },
+    /// The Arrow library.
+    #[error("cannot convert column {column}: {source}")]
+    Arrow {
+        /// The column.
+        column: String,
+        /// What it said.
+        source: arrow::error::ArrowError,
+    },
+    /// The manifest.
+    #[error(transparent)]
+    Manifest(#[from] farandole_dataset::Error),
+}
+
+/// What a caller may do about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The data or the request.
+    Usage,
+    /// The world outside.
+    Environment,
+}
+
+impl Error {
+    /// Whose fault it is.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::Spec { .. }
+            | Self::Value { .. }
+            | Self::Column { .. }
+            | Self::Type { .. }
+            | Self::Changed { .. }
+            | Self::Nulls { .. }
+            | Self::Ragged { .. }
+            | Self::Disagree { .. }
+            | Self::Sparse { .. }
+            | Self::Empty { .. }
+            | Self::Twice { .. }
+            | Self::Summary { .. }
+            | Self::Ended { .. }
+            | Self::Arrow { .. }
+            | Self::Manifest(_) => Fault::Usage,
+            Self::Store(error) => match error.fault() {
+                farandole_store::Fault::Usage => Fault::Usage,
+                farandole_store::Fault::Environment => Fault::Environment,
+            },
+            Self::Altered { .. } | Self::Parquet { .. } => Fault::Environment,
+        }
+    }
+}

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What to prepare, the same for all partitions.
+
+use farandole_dataset::Role;
+use serde::Deserialize;
+
+use crate::error::{Error, Result};
+
+/// How pages are compressed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Compression {
+    /// Not at all: the fastest to read where the disk keeps up.
+    #[default]
+    None,
+    /// Snappy.
+    Snappy,
+    /// LZ4, raw.
+    Lz4,
+    /// Zstandard, level 1.
+    Zstd,
+}
+
+/// Which rows are for validation.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Validation {
+    /// This part of them, by a hash of their content.
+    Fraction(f64),
+    /// Those where this column is true or above 0.
+    Column(String),
+}
+
+/// What to prepare.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Spec {
+    /// Where training data goes: relative to the store, or a URL.
+    pub train: String,
+    /// Where validation data goes.
+    #[serde(default)]
+    pub val: Option<String>,
+    /// Which columns are kept, in this order; all when absent.
+    #[serde(default)]
+    pub columns: Option<Vec<String>>,
+    /// Those that are labels.
+    #[serde(default)]
+    pub labels: Vec<String>,
+    /// The one that weighs samples.
+    #[serde(default)]
+    pub weight: Option<String>,
+    /// Which rows are for validation.
+    #[serde(default)]
+    pub validation: Option<Validation>,
+    /// Seed of the split by fraction.
+    #[serde(default)]
+    pub seed: u64,
+    /// Compression of pages.
+    #[serde(default)]
+    pub compression: Compression,
+    /// Rows of a row group; chosen by size when absent.
+    #[serde(default)]
+    pub row_group_rows: Option<u64>,
+    /// What the data is made from.
+    #[serde(default)]
+    pub fingerprint: String,
+}
+
+impl Spec {
+    /// Reads and checks one.
+    ///
+    /// # Errors
+    /// No JSON of this form, or a value that cannot be.
+    pub fn parse(text: &str) -> Result<Self> {
+        let spec: Self = serde_json::from_str(text).map_err(|source| Error::Spec { source })?;
+        let wrong = |what, value: String| Err(Error::Value { what, value });
+        if let Some(Validation::Fraction(fraction)) = spec.validation
+            && !(0.0..1.0).contains(&fraction)
+        {
+            return wrong("the validation fraction must be in [0, 1)", fraction.to_string());
+        }
+        if spec.validation.is_some() && spec.val.is_none() {
+            return wrong("validation needs a place to go to, \"val\"", spec.train);
+        }
+        if spec.row_group_rows == Some(0) {
+            return wrong("a row group needs rows", "0".to_owned());
+        }
+        if let Some(columns) = &spec.columns {
+            if columns.is_empty() {
+                return wrong("no columns to keep", "[]".to_owned());
+            }
+            for (number, column) in columns.iter().enumerate() {
+                if columns.iter().take(number).any(|other| other == column) {
+                    return wrong("a column is named twice", column.clone());
+                }
+            }
+            if let Some(Validation::Column(column)) = &spec.validation
+                && columns.contains(column)
+            {
+                return wrong("the validation column cannot be kept as well", column.clone());
+            }
+        }
+        Ok(spec)
+    }
+
+    /// What `column` is for.
+    pub fn role(&self, column: &str) -> Role {
+        if self.weight.as_deref() == Some(column) {
+            Role::Weight
+        } else if self.labels.iter().any(|label| label == column) {
+            Role::Label
+        } else {
+            Role::Feature
+        }
+    }
+
+    /// Whether validation rows are expected.
+    pub fn validates(&self) -> bool {
+        !matches!(self.validation, None | Some(Validation::Fraction(0.0)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shortest_specification_has_a_place() {
+        let spec = Spec::parse(r#"{"train": "t"}"#).unwrap();
+        assert_eq!((spec.compression, spec.validates()), (Compression::None, false));
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused_with_its_value() {
+        for (text, expected) in [
+            (r#"{"train": "t", "val": "v", "validation": {"fraction": 1.5}}"#, "must be in [0, 1): 1.5"),
+            (r#"{"train": "t", "validation": {"fraction": 0.5}}"#, "a place to go to"),
+            (r#"{"train": "t", "columns": ["a", "b", "a"]}"#, "named twice: a"),
+            (
+                r#"{"train": "t", "val": "v", "columns": ["a"], "validation": {"column": "a"}}"#,
+                "kept as well: a",
+            ),
+            (r#"{"train": "t", "colums": []}"#, "unknown field"),
+        ] {
+            let error = Spec::parse(text).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}

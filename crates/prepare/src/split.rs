@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Which side a row goes to.
+
+use arrow::array::{Array, ArrayRef, AsArray, BooleanArray};
+use arrow::compute::cast;
+use arrow::datatypes::{DataType, Float64Type};
+use farandole_dataset::fold;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::convert::fixed_bytes;
+use crate::error::{Error, Result};
+
+/// The sides of a batch: rows of neither are dropped.
+#[derive(Debug)]
+pub(crate) struct Sides {
+    pub(crate) train: BooleanArray,
+    pub(crate) val: BooleanArray,
+}
+
+/// Splits by a hash of the rows of `columns`, which are converted already.
+pub(crate) fn by_fraction(columns: &[ArrayRef], rows: usize, fraction: f64, seed: u64) -> Sides {
+    let mut hashes = vec![fold(0, seed); rows];
+    for column in columns {
+        fold_column(&mut hashes, column);
+    }
+    #[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
+    let is_val = |hash: &u64| ((hash >> 11) as f64) < fraction * (1_u64 << 53) as f64;
+    let val: BooleanArray = hashes.iter().map(|hash| Some(is_val(hash))).collect();
+    let train = hashes.iter().map(|hash| Some(!is_val(hash))).collect();
+    Sides { train, val }
+}
+
+fn fold_column(hashes: &mut [u64], column: &ArrayRef) {
+    match column.data_type() {
+        DataType::Boolean => {
+            for (hash, value) in hashes.iter_mut().zip(column.as_boolean().values().iter()) {
+                *hash = fold(*hash, u64::from(value));
+            }
+        }
+        DataType::Utf8 => {
+            for (hash, value) in hashes.iter_mut().zip(column.as_string::<i32>()) {
+                *hash = xxh3_64_with_seed(value.unwrap_or_default().as_bytes(), *hash);
+            }
+        }
+        DataType::Binary => {
+            for (hash, value) in hashes.iter_mut().zip(column.as_binary::<i32>()) {
+                *hash = xxh3_64_with_seed(value.unwrap_or_default(), *hash);
+            }
+        }
+        _ => {
+            let Some((bytes, width)) = fixed_bytes(column) else { return };
+            for (hash, row) in hashes.iter_mut().zip(bytes.chunks_exact(width)) {
+                *hash = if width <= 8 { fold(*hash, little(row)) } else { xxh3_64_with_seed(row, *hash) };
+            }
+        }
+    }
+}
+
+/// Up to eight bytes as a number.
+fn little(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
+}
+
+/// Splits by a column: true or above 0 is validation, false or 0 training; below 0 and null are neither.
+pub(crate) fn by_column(name: &str, column: &ArrayRef) -> Result<Sides> {
+    let numbers = match column.data_type() {
+        DataType::Boolean => cast(column, &DataType::Int8),
+        kind if kind.is_numeric() => Ok(column.clone()),
+        other => {
+            return Err(Error::Type {
+                column: name.to_owned(),
+                found: format!("{other} as validation column"),
+            });
+        }
+    };
+    let floats = numbers
+        .and_then(|numbers| cast(&numbers, &DataType::Float64))
+        .map_err(|source| Error::Arrow { column: name.to_owned(), source })?;
+    let floats = floats.as_primitive::<Float64Type>();
+    let side = |test: fn(f64) -> bool| floats.iter().map(|value| Some(value.is_some_and(test))).collect();
+    Ok(Sides { train: side(|value| value == 0.0), val: side(|value| value > 0.0) })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use arrow::array::{Float32Array, Int64Array, StringArray};
+
+    use super::*;
+
+    #[test]
+    fn pr_1_a_row_lands_on_the_same_side_in_any_batch() {
+        let numbers: ArrayRef = Arc::new(Float32Array::from_iter_values((0_u16..1000).map(f32::from)));
+        let names: ArrayRef = Arc::new(StringArray::from_iter_values((0..1000).map(|n| n.to_string())));
+        let whole = by_fraction(&[numbers.clone(), names.clone()], 1000, 0.25, 3);
+        let part = by_fraction(&[numbers.slice(700, 100), names.slice(700, 100)], 100, 0.25, 3);
+        assert_eq!(whole.val.slice(700, 100), part.val);
+        let count = whole.val.true_count();
+        assert!((200..300).contains(&count), "{count}");
+        assert_eq!(whole.train.true_count(), 1000 - count);
+        assert_ne!(whole.val, by_fraction(&[numbers, names], 1000, 0.25, 4).val);
+    }
+
+    #[test]
+    fn a_column_sends_negatives_and_nulls_nowhere() {
+        let column: ArrayRef = Arc::new(Int64Array::from(vec![Some(1), Some(0), Some(-1), None, Some(7)]));
+        let sides = by_column("v", &column).unwrap();
+        assert_eq!(sides.val, BooleanArray::from(vec![true, false, false, false, true]));
+        assert_eq!(sides.train, BooleanArray::from(vec![false, true, false, false, false]));
+        let column: ArrayRef = Arc::new(BooleanArray::from(vec![true, false]));
+        assert_eq!(by_column("v", &column).unwrap().val, column.as_boolean().clone());
+        let text: ArrayRef = Arc::new(StringArray::from(vec!["x"]));
+        assert!(by_column("v", &text).unwrap_err().to_string().contains("column v"));
+    }
+}
