@@ -221,6 +221,7 @@ def test_every_setting_is_known_by_its_old_name_and_its_new_one():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_a_gang_spans_the_executors_of_a_cluster(tmp_path):
     code = f"""
 import os, sys
@@ -238,13 +239,17 @@ try:
     farandole.spark.run(where, num_proc=3, start_timeout=2)
 except Exception as error:
     print(type(error).__name__, error)
+application = spark.sparkContext.applicationId
 spark.stop()
+# Executors of a local cluster work inside Spark's own folder, whatever it is told.
+import pathlib, pyspark, shutil
+shutil.rmtree(pathlib.Path(os.environ.get("SPARK_HOME", pyspark.__path__[0])) / "work" / application)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=80,
+        timeout=110,
         check=False,
         cwd=tmp_path,
         env=os.environ,

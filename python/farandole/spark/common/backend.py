@@ -56,6 +56,14 @@ class Backend(ABC):
     def num_processes(self) -> int:
         """Number of workers."""
 
+    def check(self) -> None:
+        """Refuses what `run` would refuse before it starts anything; estimators ask before they prepare data.
+
+        Raises:
+            ValueError: There are fewer slots than processes, or a setting forbids the job.
+        """
+        return
+
 
 class SparkBackend(Backend):
     """Workers in the tasks of the active Spark session.
@@ -94,6 +102,12 @@ class SparkBackend(Backend):
 
             return Cluster.active().default_parallelism()
         return self._num_proc
+
+    def check(self) -> None:
+        """As `Backend.check`."""
+        from farandole.spark.session import Cluster  # noqa: PLC0415 - as above
+
+        Cluster.active().check(self.num_processes())
 
 
 class LocalBackend(Backend):
