@@ -1,4 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The worker's side: joins registrar, transports and engine behind init().
+//! The worker's side: joins registrar, transports and engine behind [`init`].
+//!
+//! Owns the one session of this process and the order in which it comes up and goes down:
+//!
+//! ```text
+//! Client::of_process -> await_assignment -> Mesh::join -> links -> HostCommunicator -> Engine -> first barrier
+//!      registrar            World           rendezvous     control and data                     all links are up
+//! ```
+//!
+//! Refuses policy: who gets which rank is the registrar's, when to form a new world the trainer's. A process that
+//! nobody launched gets a world of one.
+//!
+//! Invariants:
+//! - `SE-1`: at most one session per process; `init` while one runs does nothing.
+//! - `SE-2`: when `init` returns, every rank has joined and every link works.
+//! - `SE-3`: no wait is longer than its deadline, and each gives up within seconds when asked to.
+//! - `SE-4`: a forked child sees the world but neither uses nor ends its parent's session.
+
+#![forbid(unsafe_code)]
+
+mod error;
+mod form;
+mod links;
+mod meeting;
+mod process;
+mod rest;
+mod session;
+mod stalls;
+
+pub use error::{Error, Result};
+pub use process::{current, init, is_initialized, shutdown};
+pub use session::Session;
