@@ -3,27 +3,55 @@
 
 //! Queue, negotiation, fusion and completion: one engine per process.
 //!
-//! The door, for bindings (all of it callable from any thread; nothing here takes Python's lock):
+//! Owns the order in which collectives happen. Refuses to know frameworks, registrars and what carries a link or does
+//! the arithmetic: it is handed a world, control links, communicators, devices and a way to sleep.
 //!
 //! ```text
-//! Engine::start(EngineOptions) -> Result<Engine>
-//! engine.world() -> &World
-//! engine.submit(Request) -> Result<Handle>            // asynchronous: the background thread sees to it
-//! engine.submit_attended(Request) -> Result<Handle>   // the caller calls `wait` next: wakes nobody
-//! engine.submit_group(Vec<Request>) -> Result<Vec<Handle>>
-//! engine.submit_with(Request, Box<dyn FnOnce(Result<Completion>) + Send>) -> Result<()>
-//! engine.poll(Handle) -> Result<bool>                 // drives one step
-//! engine.wait(Handle, Duration) -> Result<Option<Completion>>   // None: timed out, the handle stays valid
-//! engine.shutdown()                                   // idempotent
-//! engine.statistics() -> Statistics
+//!  callers            whoever holds the progress lock                                     peers
+//!  submit -> Desk --> ProcessSet: announce --> (tree of hosts) --> coordinator: decide, fuse
+//!  wait   <- handles <-  execute <-- communicator <-- list <------------------------------/
 //! ```
+//!
+//! An operation: every rank announces the tensor; an announcement goes up the tree when a whole subtree has made it
+//! (by number, if all agreed on the same request before); the coordinator puts tensors that everybody wants into a
+//! list, fused; every rank executes lists in order. What becomes ready while a list is executed makes the next one.
+//!
+//! All of [`Engine`] may be called from any thread. Whoever waits, drives; the background thread drives when nobody
+//! waits. Nothing here takes Python's lock, and callbacks run on a thread of their own, outside of all locks.
+//!
+//! For bindings: [`Error::Mismatch`] and [`Error::Failed`] come from `wait`, never from `submit`; Horovod raises both
+//! as its internal error. Everything else of [`Fault::Usage`](farandole_world::Fault) is the submitting call's.
+//!
+//! Invariants:
+//! - `EN-1`: a handle completes exactly once; after its failure nobody touches its buffers.
+//! - `EN-2`: all ranks of a set execute the same operations in the same order, whatever the order of submissions.
+//! - `EN-3`: members of a group are in one list, or all fail.
+//! - `EN-4`: after the same list the caches of all ranks are equal.
+//! - `EN-5`: no wake-up is lost: what is submitted or arrives is looked at without waiting for a timer.
+//! - `EN-6`: the first failure stops the engine; every later call says why, naming rank and host.
+//! - `EN-7`: with nothing pending no thread runs, but for a heartbeat four times a second.
 
 #![forbid(unsafe_code)]
 
+mod background;
+mod cache;
+mod callbacks;
+mod desk;
+mod engine;
 mod error;
+mod hash;
 mod options;
+mod progress;
 mod request;
+mod set;
+mod signature;
+mod tally;
+mod tree;
+mod wire;
 
+pub use callbacks::Callback;
+pub use engine::{Engine, Statistics};
 pub use error::{Cause, Error, Result};
 pub use options::{EngineOptions, Observer, ProgressHost, SetOptions, Settings, Silent, Stall};
 pub use request::{Completion, Handle, Kind, Request};
+pub use tree::control_peers;

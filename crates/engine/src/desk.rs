@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Where callers leave requests and fetch results: names in flight, handles, the queue to whoever drives.
+
+use std::sync::Arc;
+
+use crate::callbacks::{Call, Callback};
+use crate::hash::{Map, Set};
+use crate::set::{Entry, Finished};
+use crate::signature::Signature;
+use crate::{Cause, Completion, Error, Handle, Result};
+
+/// A request that passed the local checks.
+pub(crate) struct Submission {
+    pub(crate) set: usize,
+    pub(crate) entry: Entry,
+    pub(crate) signature: Signature,
+}
+
+enum State {
+    Pending,
+    Called(Callback),
+    Done(Result<Completion>),
+}
+
+#[derive(Default)]
+struct Names {
+    in_flight: Set<Arc<str>>,
+    left: Option<Arc<Cause>>,
+}
+
+/// Guarded by one lock, held for a few dozen instructions at a time and never while another lock is taken.
+pub(crate) struct Desk {
+    next: u64,
+    handles: Map<u64, State>,
+    sets: Vec<Names>,
+    queue: Vec<Submission>,
+    stopped: Option<Arc<Cause>>,
+}
+
+impl Desk {
+    pub(crate) fn new(sets: usize) -> Self {
+        Self {
+            next: 0,
+            handles: Map::default(),
+            sets: (0..sets).map(|_| Names::default()).collect(),
+            queue: Vec::new(),
+            stopped: None,
+        }
+    }
+
+    /// Why requests of this set are refused, if they are.
+    pub(crate) fn open(&self, set: usize) -> Result<()> {
+        match self.stopped.as_ref().or_else(|| self.sets[set].left.as_ref()) {
+            Some(cause) => Err(Error::Stopped { cause: Arc::clone(cause) }),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a name is taken.
+    pub(crate) fn is_in_flight(&self, set: usize, name: &str) -> bool {
+        self.sets[set].in_flight.contains(name)
+    }
+
+    /// Takes a request whose name is free in an open set.
+    pub(crate) fn admit(&mut self, mut submission: Submission, callback: Option<Callback>) -> Handle {
+        self.next += 1;
+        let handle = Handle(self.next);
+        submission.entry.handle = handle;
+        self.sets[submission.set].in_flight.insert(Arc::clone(&submission.entry.name));
+        self.handles.insert(handle.0, callback.map_or(State::Pending, State::Called));
+        self.queue.push(submission);
+        handle
+    }
+
+    /// Swaps the queue for an empty one.
+    pub(crate) fn drain(&mut self, into: &mut Vec<Submission>) {
+        std::mem::swap(&mut self.queue, into);
+    }
+
+    /// Whether the result is there.
+    pub(crate) fn is_done(&self, handle: Handle) -> Result<bool> {
+        match self.handles.get(&handle.0) {
+            Some(State::Done(_)) => Ok(true),
+            Some(State::Pending) => Ok(false),
+            Some(State::Called(_)) | None => Err(Error::UnknownHandle { handle }),
+        }
+    }
+
+    /// Whether there is something to wait for.
+    pub(crate) fn is_pending(&self, handle: Handle) -> bool {
+        matches!(self.is_done(handle), Ok(false))
+    }
+
+    /// Takes the result if it is there; the handle is gone then.
+    pub(crate) fn take(&mut self, handle: Handle) -> Result<Option<Completion>> {
+        if !self.is_done(handle)? {
+            return Ok(None);
+        }
+        match self.handles.remove(&handle.0) {
+            Some(State::Done(result)) => result.map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// Stores results; callbacks that are due are handed out instead.
+    pub(crate) fn post(&mut self, set: usize, finished: &mut Vec<Finished>, calls: &mut Vec<Call>) {
+        for Finished { handle, name, result } in finished.drain(..) {
+            self.sets[set].in_flight.remove(&name);
+            self.finish(handle, result, calls);
+        }
+    }
+
+    fn finish(&mut self, handle: Handle, result: Result<Completion>, calls: &mut Vec<Call>) {
+        match self.handles.get_mut(&handle.0) {
+            Some(State::Called(_)) => {
+                if let Some(State::Called(callback)) = self.handles.remove(&handle.0) {
+                    calls.push((callback, result));
+                }
+            }
+            Some(state) => *state = State::Done(result),
+            None => {}
+        }
+    }
+
+    /// From now on the set refuses requests.
+    pub(crate) fn leave(&mut self, set: usize, cause: &Arc<Cause>) {
+        self.sets[set].left.get_or_insert_with(|| Arc::clone(cause));
+    }
+
+    /// From now on everything is refused; what nobody has drained fails. The first cause stays.
+    pub(crate) fn stop(&mut self, cause: Arc<Cause>, calls: &mut Vec<Call>) {
+        let cause = Arc::clone(self.stopped.get_or_insert(cause));
+        for Submission { set, entry, .. } in std::mem::take(&mut self.queue) {
+            let (operation, tensor) = (entry.operation, Arc::clone(&entry.name));
+            self.sets[set].in_flight.remove(&tensor);
+            self.finish(
+                entry.handle,
+                Err(Error::Failed { operation, tensor, cause: Arc::clone(&cause) }),
+                calls,
+            );
+        }
+    }
+
+    pub(crate) fn stopped(&self) -> Option<&Arc<Cause>> {
+        self.stopped.as_ref()
+    }
+}

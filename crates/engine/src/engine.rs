@@ -1,0 +1,352 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The door: checks that need no other rank, then the desk.
+
+use std::fmt;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use farandole_collectives::{Buffer, Place};
+use farandole_world::{ProcessSetId, Rank, World};
+use parking_lot::Mutex;
+
+use crate::callbacks::Callback;
+use crate::desk::Submission;
+use crate::hash::{Map, of_names};
+use crate::progress::Inner;
+use crate::set::{Entry, ProcessSet, Shared};
+use crate::signature::{Call, Signature};
+use crate::{Cause, Completion, EngineOptions, Error, Handle, Kind, Request, Result, background};
+
+/// What an engine has done, over all process sets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Control messages sent.
+    pub frames_sent: u64,
+    /// Control messages received.
+    pub frames_received: u64,
+    /// Lists of operations executed.
+    pub lists: u64,
+    /// Operations handed to communicators.
+    pub operations: u64,
+    /// Tensors in them.
+    pub tensors: u64,
+    /// Requests of this rank that were announced by number.
+    pub cache_hits: u64,
+}
+
+/// How long shutting down tries to hand the farewell to peers that do not read.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// The engine of this process. Share it in an `Arc`; every method may be called from any thread.
+pub struct Engine {
+    inner: Arc<Inner>,
+    sets: Map<u64, Member>,
+    foreign: Vec<ProcessSetId>,
+    devices: Vec<u32>,
+    pid: u32,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// A process set this rank is in: its index, and its members.
+struct Member {
+    index: usize,
+    ranks: Vec<Rank>,
+}
+
+impl Engine {
+    /// Starts the engine and its background thread.
+    ///
+    /// # Errors
+    /// `Start` when the parts do not fit together or a thread cannot be made.
+    pub fn start(options: EngineOptions) -> Result<Self> {
+        let EngineOptions { world, settings, host, sets, foreign, devices, observer } = options;
+        let world = Arc::new(world);
+        let settings = Arc::new(settings);
+        let ordinals = devices.iter().map(|device| device.ordinal()).collect();
+        let shared = Shared {
+            world: Arc::clone(&world),
+            settings: Arc::clone(&settings),
+            devices: devices.into(),
+            observer,
+        };
+        let mut members = Map::default();
+        let mut states = Vec::with_capacity(sets.len());
+        for (index, set) in sets.into_iter().enumerate() {
+            members.insert(set.id.0.into(), Member { index, ranks: set.members.clone() });
+            states.push(ProcessSet::new(set, shared.clone())?);
+        }
+        if !members.contains_key(&0) || members.len() != states.len() {
+            let reason = "process set 0 is missing, or a process set is given twice".to_owned();
+            return Err(Error::Start { reason });
+        }
+        let inner = Arc::new(Inner::new(world, settings, host, states));
+        let thread = background::spawn(Arc::clone(&inner))?;
+        Ok(Self {
+            inner,
+            sets: members,
+            foreign,
+            devices: ordinals,
+            pid: std::process::id(),
+            thread: Mutex::new(Some(thread)),
+        })
+    }
+
+    /// Where this rank sits.
+    pub fn world(&self) -> &World {
+        &self.inner.world
+    }
+
+    /// Members of a process set, ascending.
+    ///
+    /// # Errors
+    /// `UnknownSet`, `NotAMember`.
+    pub fn members(&self, set: ProcessSetId) -> Result<&[Rank]> {
+        self.member(set).map(|member| &*member.ranks)
+    }
+
+    /// Submits a request and returns at once; the background thread sees to it.
+    ///
+    /// # Errors
+    /// What can be told without other ranks: a wrong request, or an engine that has stopped.
+    pub fn submit(&self, request: Request) -> Result<Handle> {
+        let handle = self.admit(request, None)?;
+        self.inner.announce();
+        Ok(handle)
+    }
+
+    /// As [`Engine::submit`], for a caller that calls [`Engine::wait`] next: nobody else is woken for it, and a small
+    /// synchronous operation needs no system call. Without that `wait` it may be taken up only after a quarter second.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`].
+    pub fn submit_attended(&self, request: Request) -> Result<Handle> {
+        let handle = self.admit(request, None)?;
+        self.inner.announce_quietly();
+        Ok(handle)
+    }
+
+    /// Submits requests that become ready together: none is executed before all ranks submitted all of them.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`], and then none is submitted; `Group` when there is none, or they name several sets.
+    pub fn submit_group(&self, requests: Vec<Request>) -> Result<Vec<Handle>> {
+        self.check_process()?;
+        let members = requests.len();
+        let mut sets: Vec<ProcessSetId> = requests.iter().map(|request| request.process_set).collect();
+        sets.dedup();
+        let (&[set], Ok(size)) = (&*sets, u32::try_from(members)) else {
+            return Err(Error::Group { members, sets: sets.len() });
+        };
+        let group = (of_names(requests.iter().map(|request| &*request.name)), size);
+        let now = Instant::now();
+        let submissions: Vec<Submission> =
+            requests.into_iter().map(|request| self.check(request, group, now)).collect::<Result<_>>()?;
+        let index = self.member(set)?.index;
+        let mut desk = self.inner.desk.lock();
+        desk.open(index)?;
+        for (at, submission) in submissions.iter().enumerate() {
+            let name = &submission.entry.name;
+            let again = submissions[..at].iter().any(|other| other.entry.name == *name);
+            if again || desk.is_in_flight(index, name) {
+                return Err(Error::DuplicateName { set, tensor: Arc::clone(name) });
+            }
+        }
+        let handles = submissions.into_iter().map(|submission| desk.admit(submission, None)).collect();
+        drop(desk);
+        self.inner.announce();
+        Ok(handles)
+    }
+
+    /// Submits a request whose result goes to `done`, which runs on the completion thread, exactly once.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`]; `done` is dropped then.
+    pub fn submit_with(&self, request: Request, done: Callback) -> Result<()> {
+        self.check_process()?;
+        self.inner.callbacks.start()?;
+        self.admit(request, Some(done))?;
+        self.inner.announce();
+        Ok(())
+    }
+
+    /// Whether `wait` would return at once. Drives one step if nobody else does.
+    ///
+    /// # Errors
+    /// `UnknownHandle`, `Forked`.
+    pub fn poll(&self, handle: Handle) -> Result<bool> {
+        self.check_process()?;
+        if self.inner.desk.lock().is_done(handle)? {
+            return Ok(true);
+        }
+        self.inner.help();
+        self.inner.desk.lock().is_done(handle)
+    }
+
+    /// Waits for a result, driving meanwhile. `None` after `timeout`: the handle stays valid.
+    ///
+    /// # Errors
+    /// The failure of the request, after which the handle is gone too; `UnknownHandle`, `Forked`.
+    pub fn wait(&self, handle: Handle, timeout: Duration) -> Result<Option<Completion>> {
+        self.check_process()?;
+        if let Some(completion) = self.inner.desk.lock().take(handle)? {
+            return Ok(Some(completion));
+        }
+        let now = Instant::now();
+        // What is too far away to be represented is as good as a year.
+        let deadline = now.checked_add(timeout).unwrap_or(now + Duration::from_secs(31_536_000));
+        self.inner.wait(handle, deadline)
+    }
+
+    /// Why the engine takes no more requests, if so.
+    pub fn stopped(&self) -> Option<Arc<Cause>> {
+        self.inner.desk.lock().stopped().cloned()
+    }
+
+    /// What the engine has done.
+    pub fn statistics(&self) -> Statistics {
+        let driver = self.inner.summon();
+        let total =
+            driver.sets.iter().map(|set| set.statistics).fold(Statistics::default(), Statistics::plus);
+        self.inner.leave(driver);
+        total
+    }
+
+    /// Leaves in good order: tells the peers, fails what is pending, ends the threads. Does nothing the second time,
+    /// and in a forked child.
+    pub fn shutdown(&self) {
+        if self.check_process().is_err() {
+            return;
+        }
+        let Some(thread) = self.thread.lock().take() else { return };
+        let mut driver = self.inner.summon();
+        self.inner.stop(&mut driver, Cause::ShutDown);
+        let deadline = Instant::now() + FAREWELL;
+        while !driver.sets.iter_mut().all(ProcessSet::flush) && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        // Links and communicators end here, not with the last reference to the engine.
+        driver.sets.clear();
+        self.inner.leave(driver);
+        self.inner.background.stop();
+        self.inner.host.unpark();
+        if thread.join().is_err() {
+            // The panic hook has reported it; there is nothing left to end.
+        }
+        self.inner.callbacks.stop();
+    }
+
+    fn check_process(&self) -> Result<()> {
+        match std::process::id() {
+            pid if pid == self.pid => Ok(()),
+            pid => Err(Error::Forked { pid, parent: self.pid }),
+        }
+    }
+
+    fn member(&self, set: ProcessSetId) -> Result<&Member> {
+        self.sets.get(&set.0.into()).ok_or_else(|| match self.foreign.contains(&set) {
+            true => Error::NotAMember { rank: self.inner.world.rank, set },
+            false => Error::UnknownSet { set },
+        })
+    }
+
+    fn admit(&self, request: Request, callback: Option<Callback>) -> Result<Handle> {
+        self.check_process()?;
+        let set = request.process_set;
+        let submission = self.check(request, (0, 0), Instant::now())?;
+        let mut desk = self.inner.desk.lock();
+        desk.open(submission.set)?;
+        if desk.is_in_flight(submission.set, &submission.entry.name) {
+            return Err(Error::DuplicateName { set, tensor: Arc::clone(&submission.entry.name) });
+        }
+        Ok(desk.admit(submission, callback))
+    }
+
+    /// What can be told without other ranks.
+    fn check(&self, request: Request, (group, group_size): (u64, u32), since: Instant) -> Result<Submission> {
+        let Request { name, kind, dtype, mut shape, input, output, process_set, ready } = request;
+        let member = self.member(process_set)?;
+        let name: Arc<str> = name.into();
+        let (call, mut rows) = (self.call(&kind, process_set, member)?, 0);
+        let device = self.on_device(&name, &input)?
+            | output.as_ref().map_or(Ok(false), |o| self.on_device(&name, o))?;
+        let elements = shape.iter().fold(1u64, |product, dim| product.saturating_mul(*dim));
+        let expected = elements.saturating_mul(dtype.size() as u64);
+        let wrong = |which, actual: &Buffer| match actual.len() as u64 {
+            actual if actual == expected => Ok(()),
+            actual => Err(Error::BufferSize { which, tensor: Arc::clone(&name), expected, actual }),
+        };
+        wrong("input", &input)?;
+        match (call, &output, shape.first_mut()) {
+            (Call::Allgather, _, None) => return Err(Error::Scalar { tensor: name }),
+            // How long the output must be is known only when all ranks have come.
+            (Call::Allgather, _, Some(first)) => rows = std::mem::take(first),
+            (_, Some(output), _) => wrong("output", output)?,
+            (_, None, _) => {}
+        }
+        let entry = Entry {
+            handle: Handle(0),
+            name,
+            operation: kind.name(),
+            group,
+            rows,
+            input,
+            output,
+            ready,
+            since,
+            asked: None,
+            missing: None,
+        };
+        let signature = Signature { call, dtype, shape, device, group, group_size };
+        Ok(Submission { set: member.index, entry, signature })
+    }
+
+    fn call(&self, kind: &Kind, set: ProcessSetId, member: &Member) -> Result<Call> {
+        Ok(match *kind {
+            Kind::Allreduce { op, prescale, postscale } => {
+                Call::Allreduce { op, prescale: prescale.to_bits(), postscale: postscale.to_bits() }
+            }
+            Kind::Broadcast { root } if !member.ranks.contains(&root) => {
+                return Err(Error::RootNotInSet { root, set });
+            }
+            Kind::Broadcast { root } => Call::Broadcast { root: root.0 },
+            Kind::Allgather => Call::Allgather,
+            Kind::Barrier => Call::Barrier,
+        })
+    }
+
+    fn on_device(&self, name: &Arc<str>, buffer: &Buffer) -> Result<bool> {
+        match buffer.place() {
+            Place::Host => Ok(false),
+            Place::Device(ordinal) if self.devices.contains(&ordinal) => Ok(true),
+            Place::Device(ordinal) => Err(Error::UnknownDevice { tensor: Arc::clone(name), ordinal }),
+        }
+    }
+}
+
+impl Statistics {
+    fn plus(self, other: Self) -> Self {
+        Self {
+            frames_sent: self.frames_sent + other.frames_sent,
+            frames_received: self.frames_received + other.frames_received,
+            lists: self.lists + other.lists,
+            operations: self.operations + other.operations,
+            tensors: self.tensors + other.tensors,
+            cache_hits: self.cache_hits + other.cache_hits,
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine").field("rank", &self.inner.world.rank).finish_non_exhaustive()
+    }
+}

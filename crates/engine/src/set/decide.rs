@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The coordinator: judges tensors that everybody announced, keeps groups together, fuses.
+
+use std::sync::Arc;
+
+use super::{Finished, ProcessSet, Step, kind};
+use crate::cache::{Agreed, CacheId};
+use crate::hash::Map;
+use crate::set::list::{self, Item};
+use crate::signature::{Call, Signature};
+use crate::tally::{Wish, verdict};
+
+/// A tensor all ranks want.
+#[derive(Debug)]
+pub(super) struct Ready {
+    pub(super) agreed: Arc<Agreed>,
+    /// Where all ranks have it in their caches, if they do.
+    pub(super) known: Option<CacheId>,
+}
+
+/// The ranks differ: everybody's request of this name, and whole groups, fail.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    pub(super) name: Arc<str>,
+    pub(super) groups: Vec<u64>,
+    pub(super) text: String,
+}
+
+/// What waits for the next list.
+#[derive(Debug)]
+enum Decision {
+    Run(Ready),
+    Refuse(Refusal),
+}
+
+/// A step of the next list.
+#[derive(Debug)]
+pub(super) enum Planned {
+    /// One operation over these.
+    Run(Vec<Ready>),
+    Refuse(Refusal),
+}
+
+#[derive(Default)]
+pub(super) struct Coordinator {
+    decisions: Vec<Decision>,
+    /// Members of groups that are not complete.
+    groups: Map<u64, Vec<Ready>>,
+}
+
+impl Coordinator {
+    pub(super) fn is_empty(&self) -> bool {
+        self.decisions.is_empty()
+    }
+
+    pub(super) fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    fn agree(&mut self, ready: Ready) {
+        let (group, size) = (ready.agreed.signature.group, ready.agreed.signature.group_size);
+        if size == 0 {
+            self.decisions.push(Decision::Run(ready));
+            return;
+        }
+        let members = self.groups.entry(group).or_default();
+        members.push(ready);
+        if members.len() >= size as usize {
+            let members = self.groups.remove(&group).unwrap_or_default();
+            self.decisions.extend(members.into_iter().map(Decision::Run));
+        }
+    }
+}
+
+impl ProcessSet {
+    /// Everybody wants `name`: do they want the same?
+    pub(super) fn decide(&mut self, name: &Arc<str>, wish: Wish) {
+        self.watch.forget(name);
+        let variants = match wish {
+            Wish::Known(id, agreed) => {
+                let known = self.cache.holds(id).then_some(id);
+                return self.coordinator.agree(Ready { agreed, known });
+            }
+            Wish::Told(variants) => variants,
+        };
+        let mut groups: Vec<u64> = variants.iter().map(|variant| variant.signature.group).collect();
+        match verdict(name, variants, &self.members) {
+            Ok(agreed) => self.coordinator.agree(Ready { agreed: Arc::new(agreed), known: None }),
+            Err(text) => {
+                groups.retain(|group| *group != 0);
+                groups.iter().for_each(|group| drop(self.coordinator.groups.remove(group)));
+                self.forget_groups(&groups);
+                let refusal = Refusal { name: Arc::clone(name), groups, text };
+                self.coordinator.decisions.push(Decision::Refuse(refusal));
+            }
+        }
+    }
+
+    /// Members of a refused group are announced by everybody or by nobody who is still waiting: drop their tallies.
+    pub(super) fn forget_groups(&mut self, groups: &[u64]) {
+        if !groups.is_empty() {
+            self.pending.retain(|_, tally| !tally.in_group(groups));
+        }
+    }
+
+    /// Sends the next list when there is one and the last ones are done: what becomes ready meanwhile is fused.
+    pub(super) fn emit(&mut self, finished: &mut Vec<Finished>) -> Step<bool> {
+        if self.coordinator.is_empty() || self.leaving.is_some() {
+            return Ok(false);
+        }
+        // One list at a time lets tensors meet; a second one hides the way down a tree of hosts.
+        let ahead = if self.tree.hosts > 1 { 2 } else { 1 };
+        if self.execution.lists() >= ahead {
+            return Ok(false);
+        }
+        let decisions = std::mem::take(&mut self.coordinator.decisions);
+        let plan = fuse(decisions, self.options.settings.fusion_threshold);
+        let mut frame = std::mem::take(&mut self.scratch);
+        frame.clear();
+        let number = self.lists + 1;
+        let items: Vec<Item> = list::encode(number, plan, &mut self.cache, &mut frame);
+        self.send_down(kind::LIST, &frame)?;
+        self.scratch = frame;
+        self.apply(number, items, finished)?;
+        Ok(true)
+    }
+}
+
+/// Bytes an operation moves for this tensor.
+fn bytes(agreed: &Agreed) -> u64 {
+    let unit = agreed.signature.unit_bytes();
+    match agreed.signature.call {
+        Call::Allgather => {
+            agreed.rows.iter().fold(0u64, |sum, rows| sum.saturating_add(*rows)).saturating_mul(unit)
+        }
+        _ => unit,
+    }
+}
+
+/// Whether two tensors may share an operation.
+fn fit(one: &Signature, two: &Signature) -> bool {
+    one.call == two.call && one.dtype == two.dtype && one.device == two.device && one.call != Call::Barrier
+}
+
+/// Joins tensors in order of readiness: each goes into the last operation of its kind if it has room.
+fn fuse(decisions: Vec<Decision>, threshold: u64) -> Vec<Planned> {
+    let mut plan: Vec<Planned> = Vec::with_capacity(decisions.len());
+    // The last operation of each kind: its place in the plan, and its bytes.
+    let mut open: Vec<(usize, u64)> = Vec::new();
+    for decision in decisions {
+        let ready = match decision {
+            Decision::Run(ready) => ready,
+            Decision::Refuse(refusal) => {
+                plan.push(Planned::Refuse(refusal));
+                continue;
+            }
+        };
+        let (bytes, next) = (bytes(&ready.agreed), plan.len());
+        let kind = open.iter_mut().find_map(|entry| match &mut plan[entry.0] {
+            Planned::Run(operation) if fit(&operation[0].agreed.signature, &ready.agreed.signature) => {
+                Some(entry)
+            }
+            _ => None,
+        });
+        match kind {
+            None => open.push((next, bytes)),
+            Some(entry) if entry.1.saturating_add(bytes) > threshold => *entry = (next, bytes),
+            Some((index, sum)) => {
+                *sum += bytes;
+                if let Planned::Run(operation) = &mut plan[*index] {
+                    operation.push(ready);
+                    continue;
+                }
+            }
+        }
+        plan.push(Planned::Run(vec![ready]));
+    }
+    plan
+}
+
+#[cfg(test)]
+mod tests {
+    use farandole_collectives::DataType;
+
+    use super::*;
+    use crate::signature::tests::plain;
+
+    fn ready(name: &str, signature: Signature) -> Decision {
+        Decision::Run(Ready {
+            agreed: Arc::new(Agreed { name: name.into(), signature, rows: Vec::new() }),
+            known: None,
+        })
+    }
+
+    fn names(plan: &[Planned]) -> Vec<String> {
+        let name = |step: &Planned| match step {
+            Planned::Run(operation) => operation.iter().map(|ready| &*ready.agreed.name).collect(),
+            Planned::Refuse(refusal) => refusal.text.clone(),
+        };
+        plan.iter().map(name).collect()
+    }
+
+    #[test]
+    fn tensors_of_one_kind_share_operations_up_to_the_threshold() {
+        let double = Signature { dtype: DataType::F64, ..plain(&[2]) };
+        let decisions = vec![
+            ready("a", plain(&[2])),
+            ready("b", double.clone()),
+            ready("c", plain(&[2])),
+            ready("d", plain(&[2])),
+            ready("e", double),
+        ];
+        assert_eq!(names(&fuse(decisions, 16)), ["ac", "b", "d", "e"]);
+    }
+
+    #[test]
+    fn a_threshold_of_zero_fuses_nothing() {
+        let decisions = vec![ready("a", plain(&[2])), ready("b", plain(&[2]))];
+        assert_eq!(names(&fuse(decisions, 0)), ["a", "b"]);
+    }
+
+    #[test]
+    fn a_tensor_above_the_threshold_runs_alone() {
+        let decisions = vec![ready("a", plain(&[100])), ready("b", plain(&[1])), ready("c", plain(&[1]))];
+        assert_eq!(names(&fuse(decisions, 16)), ["a", "bc"]);
+    }
+}

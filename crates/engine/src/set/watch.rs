@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What takes too long, who left and who failed.
+//!
+//! Only the members below a node are known to it, so one that holds an incomplete tensor for too long tells its
+//! parent who came; the coordinator puts the answers together, reports the stall and tells everybody, so that the
+//! error of a deadline can name the missing ranks.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use farandole_world::{ProcessSetId, Rank};
+
+use super::{Finished, GRACE, Leaving, ProcessSet, Step, Stop, kind};
+use crate::hash::Map;
+use crate::wire::{Malformed, Reader, Writer};
+use crate::{Cause, Settings, Stall};
+
+/// Longest time the coordinator waits for the answers of others.
+const COLLECT: Duration = Duration::from_secs(1);
+
+/// A stalled tensor at the coordinator.
+struct Case {
+    /// When the first rank submitted it, as far as known.
+    since: Instant,
+    due: Instant,
+    came: Vec<u32>,
+}
+
+pub(super) struct Watch {
+    set: ProcessSetId,
+    /// Age at which a tensor is asked about.
+    patience: Duration,
+    cases: Map<Arc<str>, Case>,
+}
+
+impl Watch {
+    pub(super) fn new(set: ProcessSetId, settings: &Settings) -> Self {
+        let halves = [Some(settings.collective_timeout / 2), settings.stall_shutdown.map(|time| time / 2)];
+        let times = halves.into_iter().chain([settings.stall_check]).flatten();
+        Self { set, patience: times.min().unwrap_or(Duration::MAX), cases: Map::default() }
+    }
+
+    /// The tensor is complete.
+    pub(super) fn forget(&mut self, name: &Arc<str>) {
+        if !self.cases.is_empty() {
+            self.cases.remove(name);
+        }
+    }
+
+    fn answer(&mut self, name: Arc<str>, since: Instant, now: Instant, came: impl Iterator<Item = u32>) {
+        let due = now + COLLECT.min(self.patience / 4);
+        let case = self.cases.entry(name).or_insert_with(|| Case { since, due, came: Vec::new() });
+        case.since = case.since.min(since);
+        case.came.extend(came);
+    }
+}
+
+impl ProcessSet {
+    /// Looks at the clock: call it now and then while anything is pending.
+    pub(crate) fn tick(&mut self, now: Instant) -> Step {
+        self.ask(now)?;
+        let due: Vec<Arc<str>> = self
+            .watch
+            .cases
+            .iter()
+            .filter(|(_, case)| case.due <= now)
+            .map(|(name, _)| Arc::clone(name))
+            .collect();
+        for name in due {
+            if let Some(case) = self.watch.cases.remove(&name) {
+                self.close_case(&name, case, now)?;
+            }
+        }
+        self.check_deadlines(now)
+    }
+
+    fn ask(&mut self, now: Instant) -> Step {
+        let patience = self.watch.patience;
+        let mut asked = Vec::new();
+        for (name, tally) in &mut self.pending {
+            let last = tally.reported.unwrap_or(tally.since);
+            if now.saturating_duration_since(last) >= patience {
+                tally.reported = Some(now);
+                asked.push((Arc::clone(name), tally.since, tally.sources.clone()));
+            }
+        }
+        // A leaf keeps no tallies: what it announced and waits for too long is its own.
+        if self.tree.children.is_empty() && !self.is_coordinator() {
+            for entry in self.local.values_mut() {
+                let last = entry.asked.unwrap_or(entry.since);
+                if now.saturating_duration_since(last) >= patience {
+                    entry.asked = Some(now);
+                    asked.push((Arc::clone(&entry.name), entry.since, vec![0]));
+                }
+            }
+        }
+        for (name, since, sources) in asked {
+            let came: Vec<u32> = sources.iter().flat_map(|source| self.stands_for(*source)).collect();
+            if self.is_coordinator() {
+                self.watch.answer(name, since, now, came.into_iter());
+                continue;
+            }
+            let mut frame = Vec::new();
+            let mut writer = Writer(&mut frame);
+            writer.text(&name);
+            let age = now.saturating_duration_since(since).as_millis();
+            writer.number(u64::try_from(age).unwrap_or(u64::MAX));
+            writer.numbers(came.iter().map(|member| u64::from(*member)));
+            self.send(0, kind::CAME, &frame)?;
+        }
+        Ok(())
+    }
+
+    /// Members a source of tallies stands for.
+    fn stands_for(&self, source: u32) -> Vec<u32> {
+        match (source as usize).checked_sub(1) {
+            None => vec![self.tree.me],
+            Some(child) => self.tree.below[child].clone(),
+        }
+    }
+
+    pub(super) fn on_came(&mut self, frame: &[u8], now: Instant) -> Result<(), Stop> {
+        if !self.is_coordinator() {
+            return Ok(self.send(0, kind::CAME, frame)?);
+        }
+        let mut reader = Reader(frame);
+        let name = Arc::from(reader.text()?);
+        let age = Duration::from_millis(reader.number()?);
+        let came = self.read_members(&mut reader)?;
+        self.watch.answer(name, now.checked_sub(age).unwrap_or(now), now, came.into_iter());
+        Ok(())
+    }
+
+    fn read_members(&self, reader: &mut Reader<'_>) -> Result<Vec<u32>, Malformed> {
+        let size = self.members.len() as u64;
+        let member = |number: u64| {
+            u32::try_from(number).ok().filter(|_| number < size).ok_or(Malformed::Member(number))
+        };
+        reader.numbers()?.into_iter().map(member).collect()
+    }
+
+    fn close_case(&mut self, name: &Arc<str>, mut case: Case, now: Instant) -> Step {
+        if let Some(tally) = self.pending.get(name) {
+            let sources = tally.sources.clone();
+            case.came.extend(sources.iter().flat_map(|source| self.stands_for(*source)));
+        }
+        case.came.sort_unstable();
+        case.came.dedup();
+        let waiting = now.saturating_duration_since(case.since);
+        let settings = Arc::clone(&self.options.settings);
+        let fatal = settings.stall_shutdown.filter(|limit| waiting >= *limit);
+        let stall = Stall {
+            set: self.watch.set,
+            tensor: Arc::clone(name),
+            waiting,
+            came: case.came.iter().map(|member| self.members[*member as usize]).collect(),
+            missing: self.missing(&case.came),
+            fatal: fatal.is_some(),
+        };
+        if settings.stall_check.is_some_and(|limit| waiting >= limit) {
+            self.options.observer.stalled(&stall);
+        }
+        if let Some(limit) = fatal {
+            return Err(Cause::Deadline {
+                operation: "collective",
+                tensor: Arc::clone(name),
+                elapsed: waiting,
+                limit,
+                missing: Some(stall.missing),
+            });
+        }
+        let mut frame = Vec::new();
+        let mut writer = Writer(&mut frame);
+        writer.text(name);
+        writer.numbers(case.came.iter().map(|member| u64::from(*member)));
+        if let Some(entry) = self.local.get_mut(name) {
+            entry.missing = Some(stall.missing);
+        }
+        self.send_down(kind::STALLED, &frame)
+    }
+
+    fn missing(&self, came: &[u32]) -> Vec<Rank> {
+        (0u32..)
+            .zip(&self.members)
+            .filter(|(member, _)| !came.contains(member))
+            .map(|(_, rank)| *rank)
+            .collect()
+    }
+
+    pub(super) fn on_stalled(&mut self, frame: &[u8]) -> Result<(), Stop> {
+        self.send_down(kind::STALLED, frame)?;
+        let mut reader = Reader(frame);
+        let name = reader.text()?;
+        let came = self.read_members(&mut reader)?;
+        let missing = self.missing(&came);
+        if let Some(entry) = self.local.get_mut(name) {
+            entry.missing = Some(missing);
+        }
+        Ok(())
+    }
+
+    fn check_deadlines(&self, now: Instant) -> Step {
+        let limit = self.options.settings.collective_timeout;
+        let waiting = self.local.values().min_by_key(|entry| entry.since);
+        let running = self.execution.oldest();
+        let known = waiting.map(|entry| (entry, Some(entry.missing.clone().unwrap_or_default())));
+        for (entry, missing) in known.into_iter().chain(running.map(|entry| (entry, None))) {
+            let elapsed = now.saturating_duration_since(entry.since);
+            if elapsed >= limit {
+                let tensor = Arc::clone(&entry.name);
+                return Err(Cause::Deadline { operation: entry.operation, tensor, elapsed, limit, missing });
+            }
+        }
+        Ok(())
+    }
+
+    /// A rank left in good order after executing so many lists: what it took part in completes, the rest fails.
+    pub(super) fn on_departure(
+        &mut self,
+        from: usize,
+        frame: &[u8],
+        finished: &mut Vec<Finished>,
+    ) -> Result<(), Stop> {
+        let mut reader = Reader(frame);
+        let member = reader.small()?;
+        let executed = reader.number()?;
+        let rank = *self.members.get(member as usize).ok_or(Malformed::Member(member.into()))?;
+        self.flood(Some(from), kind::DEPARTURE, frame)?;
+        if self.neighbours[from].member == member {
+            self.neighbours[from].closed = true;
+        }
+        match &mut self.leaving {
+            Some(leaving) => {
+                leaving.departed.push(rank);
+                leaving.executed = leaving.executed.min(executed);
+            }
+            None => {
+                let cause = Arc::new(Cause::Departed { rank, host: self.options.host(rank) });
+                self.coordinator.clear();
+                self.pending.clear();
+                self.fail_local(&cause, finished);
+                self.leaving = Some(Leaving { cause, departed: vec![rank], executed });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn on_abort(&mut self, frame: &[u8]) -> Result<(), Stop> {
+        let mut reader = Reader(frame);
+        let rank = Rank(reader.small()?);
+        let text = reader.text()?.to_owned();
+        Err(Cause::Reported { rank, host: self.options.host(rank), text }.into())
+    }
+
+    fn fail_local(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
+        for entry in self.local.drain().map(|(_, entry)| entry) {
+            let result = Err(entry.failed(cause));
+            finished.push(Finished { handle: entry.handle, name: entry.name, result });
+        }
+    }
+
+    fn flood(&mut self, except: Option<usize>, kind: u8, frame: &[u8]) -> Step {
+        for index in (0..self.neighbours.len()).filter(|index| Some(*index) != except) {
+            self.send(index, kind, frame)?;
+        }
+        Ok(())
+    }
+
+    /// Settles what a departure or a lost link leaves open.
+    pub(super) fn settle(&mut self, now: Instant, finished: &mut Vec<Finished>) -> Step {
+        if self.leaving.is_none() && self.suspect.is_none() {
+            return Ok(());
+        }
+        if let Some((at, cause)) = self.suspect.take()
+            && !self.has_left(&cause)
+        {
+            if now.saturating_duration_since(at) >= GRACE {
+                return Err(cause);
+            }
+            self.suspect = Some((at, cause));
+        }
+        if let Some(leaving) = &self.leaving {
+            let useful = self.execution.oldest_list().is_some_and(|list| list <= leaving.executed);
+            if !useful || self.execution.broken {
+                let cause = Arc::clone(&leaving.cause);
+                self.execution.fail(&cause, finished);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a lost peer waits for the judgement of [`GRACE`].
+    pub(crate) fn is_in_doubt(&self) -> bool {
+        self.suspect.is_some()
+    }
+
+    /// Why this set takes no more requests.
+    pub(crate) fn left(&self) -> Option<&Arc<Cause>> {
+        self.leaving.as_ref().map(|leaving| &leaving.cause)
+    }
+
+    /// A peer is gone. If the news that it left in order does not come soon, that is a failure.
+    pub(crate) fn suspect(&mut self, error: farandole_transport::Error, now: Instant) {
+        let cause = Cause::Transport(error);
+        let concerns = lost(&cause).is_none_or(|rank| self.members.contains(&rank));
+        if concerns && !self.has_left(&cause) {
+            self.suspect.get_or_insert((now, cause));
+        }
+    }
+
+    /// Whether a loss is that of a rank that left in order, or comes when there is nothing left to lose.
+    fn has_left(&self, cause: &Cause) -> bool {
+        self.leaving.as_ref().is_some_and(|leaving| {
+            self.execution.is_idle() || lost(cause).is_some_and(|rank| leaving.departed.contains(&rank))
+        })
+    }
+
+    /// Ends every request of this rank in this set. The communicator goes first.
+    pub(crate) fn fail(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
+        self.execution.fail(cause, finished);
+        self.fail_local(cause, finished);
+        self.pending.clear();
+        self.coordinator.clear();
+        self.suspect = None;
+    }
+
+    /// Tells the neighbours that this rank leaves in good order.
+    pub(crate) fn depart(&mut self) {
+        let mut frame = Vec::new();
+        let mut writer = Writer(&mut frame);
+        writer.number(self.tree.me.into());
+        let executed = self.execution.oldest_list().map_or(self.lists, |list| list - 1);
+        writer.number(executed);
+        drop(self.flood(None, kind::DEPARTURE, &frame));
+    }
+
+    /// Tells the neighbours that this rank failed, or that it heard of one that did.
+    pub(crate) fn abort(&mut self, cause: &Cause) {
+        let mut frame = Vec::new();
+        let mut writer = Writer(&mut frame);
+        match cause {
+            Cause::Reported { rank, text, .. } => {
+                writer.number(rank.0.into());
+                writer.text(text);
+            }
+            other => {
+                writer.number(self.options.world.rank.0.into());
+                writer.text(&other.to_string());
+            }
+        }
+        drop(self.flood(None, kind::ABORT, &frame));
+    }
+
+    /// Pushes out what the neighbours have not taken; true when nothing is left.
+    pub(crate) fn flush(&mut self) -> bool {
+        self.neighbours
+            .iter_mut()
+            .all(|neighbour| neighbour.closed || neighbour.sender.flush().unwrap_or(true))
+    }
+}
+
+/// The rank whose loss this is.
+fn lost(cause: &Cause) -> Option<Rank> {
+    let (Cause::Transport(error) | Cause::Collective(farandole_collectives::Error::Transport(error))) = cause
+    else {
+        return None;
+    };
+    match error {
+        farandole_transport::Error::PeerLost { rank, .. } => Some(*rank),
+        _ => None,
+    }
+}

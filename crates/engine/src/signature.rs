@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The part of a request that all ranks must agree on.
+
+use std::fmt;
+
+use farandole_collectives::{DataType, ReduceOp};
+
+use crate::wire::{Malformed, Read, Reader, Writer};
+
+/// A collective with its factors as bits, so that equality means agreement. The root is a rank of the world.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Call {
+    Allreduce { op: ReduceOp, prescale: u64, postscale: u64 },
+    Broadcast { root: u32 },
+    Allgather,
+    Barrier,
+}
+
+impl Call {
+    pub(crate) const fn name(&self) -> &'static str {
+        match self {
+            Self::Allreduce { .. } => "allreduce",
+            Self::Broadcast { .. } => "broadcast",
+            Self::Allgather => "allgather",
+            Self::Barrier => "barrier",
+        }
+    }
+}
+
+/// What must be equal on all ranks. The first dimension of an allgather is not: it counts as 0 here and travels as
+/// `rows` beside the signature.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Signature {
+    pub(crate) call: Call,
+    pub(crate) dtype: DataType,
+    pub(crate) shape: Vec<u64>,
+    /// Whether input or output is on a device.
+    pub(crate) device: bool,
+    /// Names the group's list of names; 0 outside a group.
+    pub(crate) group: u64,
+    /// Members of the group.
+    pub(crate) group_size: u32,
+}
+
+impl Signature {
+    /// Bytes of one row of an allgather, of the whole tensor otherwise. Saturates.
+    pub(crate) fn unit_bytes(&self) -> u64 {
+        let skip = usize::from(self.call == Call::Allgather);
+        let elements = self.shape.iter().skip(skip).fold(1u64, |product, dim| product.saturating_mul(*dim));
+        elements.saturating_mul(self.dtype.size() as u64)
+    }
+
+    pub(crate) fn encode(&self, writer: &mut Writer<'_>) {
+        match self.call {
+            Call::Allreduce { op, prescale, postscale } => {
+                writer.byte(0);
+                writer.byte(op as u8);
+                writer.fixed(prescale);
+                writer.fixed(postscale);
+            }
+            Call::Broadcast { root } => {
+                writer.byte(1);
+                writer.number(root.into());
+            }
+            Call::Allgather => writer.byte(2),
+            Call::Barrier => writer.byte(3),
+        }
+        writer.byte(self.dtype as u8);
+        writer.numbers(self.shape.iter().copied());
+        writer.byte(self.device.into());
+        writer.number(self.group_size.into());
+        if self.group_size > 0 {
+            writer.fixed(self.group);
+        }
+    }
+
+    pub(crate) fn decode(reader: &mut Reader<'_>) -> Read<Self> {
+        let call = match reader.byte()? {
+            0 => {
+                let op = reader.byte()?;
+                let op = ReduceOp::from_wire(op).ok_or(Malformed::Tag(op))?;
+                Call::Allreduce { op, prescale: reader.fixed()?, postscale: reader.fixed()? }
+            }
+            1 => Call::Broadcast { root: reader.small()? },
+            2 => Call::Allgather,
+            3 => Call::Barrier,
+            other => return Err(Malformed::Tag(other)),
+        };
+        let dtype = reader.byte()?;
+        let dtype = DataType::from_wire(dtype).ok_or(Malformed::Tag(dtype))?;
+        let shape = reader.numbers()?;
+        let device = reader.byte()? != 0;
+        let group_size = reader.small()?;
+        let group = if group_size > 0 { reader.fixed()? } else { 0 };
+        Ok(Self { call, dtype, shape, device, group, group_size })
+    }
+}
+
+/// `allreduce Sum of float32 [2, 3] on the host`; the first dimension of an allgather is shown as `..`.
+impl fmt::Display for Signature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.call.name())?;
+        if let Call::Allreduce { op, .. } = self.call {
+            write!(f, " {op:?}")?;
+        }
+        write!(f, " of {} [", self.dtype)?;
+        for (index, dim) in self.shape.iter().enumerate() {
+            let comma = if index > 0 { ", " } else { "" };
+            match (self.call, index) {
+                (Call::Allgather, 0) => f.write_str("..")?,
+                _ => write!(f, "{comma}{dim}")?,
+            }
+        }
+        f.write_str(if self.device { "] on a device" } else { "] on the host" })?;
+        match self.call {
+            Call::Allreduce { prescale, postscale, .. } => {
+                let (prescale, postscale) = (f64::from_bits(prescale), f64::from_bits(postscale));
+                if (prescale, postscale) != (1.0, 1.0) {
+                    write!(f, ", factors {prescale} and {postscale}")?;
+                }
+            }
+            Call::Broadcast { root } => write!(f, " from rank {root}")?,
+            Call::Allgather | Call::Barrier => {}
+        }
+        if self.group_size > 0 {
+            write!(f, ", in a group of {}", self.group_size)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    pub(crate) fn plain(shape: &[u64]) -> Signature {
+        let one = 1f64.to_bits();
+        let call = Call::Allreduce { op: ReduceOp::Sum, prescale: one, postscale: one };
+        Signature {
+            call,
+            dtype: DataType::F32,
+            shape: shape.to_vec(),
+            device: false,
+            group: 0,
+            group_size: 0,
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn signatures_survive_the_wire(shape in prop::collection::vec(any::<u64>(), 0..6), root: u32, device: bool,
+            group: u64, group_size in 0u32..3, dtype in 0usize..15, which in 0u8..4, factor: u64) {
+            let call = match which {
+                0 => Call::Allreduce { op: ReduceOp::Max, prescale: factor, postscale: !factor },
+                1 => Call::Broadcast { root },
+                2 => Call::Allgather,
+                _ => Call::Barrier,
+            };
+            let group = if group_size > 0 { group } else { 0 };
+            let signature = Signature { call, dtype: DataType::ALL[dtype], shape, device, group, group_size };
+            let mut frame = Vec::new();
+            signature.encode(&mut Writer(&mut frame));
+            prop_assert_eq!(Signature::decode(&mut Reader(&frame)), Ok(signature));
+        }
+    }
+
+    #[test]
+    fn a_signature_reads_like_a_call() {
+        assert_eq!(plain(&[2, 3]).to_string(), "allreduce Sum of float32 [2, 3] on the host");
+        let gathered = Signature { call: Call::Allgather, shape: vec![0, 4], ..plain(&[]) };
+        assert_eq!(gathered.to_string(), "allgather of float32 [.., 4] on the host");
+    }
+}

@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Who has announced a tensor, and what each of them wants.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use farandole_world::Rank;
+
+use crate::cache::{Agreed, CacheId};
+use crate::signature::{Call, Signature};
+use crate::wire::{Malformed, Read, Reader, Writer};
+
+/// What some members want, who they are, and for an allgather how many rows each of them brings.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Variant {
+    pub(crate) signature: Signature,
+    pub(crate) members: Vec<u32>,
+    pub(crate) rows: Vec<u64>,
+}
+
+/// What one source (this member, or everybody below one child) wants.
+#[derive(Clone, Debug)]
+pub(crate) enum Wish {
+    /// Exactly what was agreed on before.
+    Known(CacheId, Arc<Agreed>),
+    /// This; more than one entry when they disagree.
+    Told(Vec<Variant>),
+}
+
+/// Announcements of one tensor until the whole subtree has announced it.
+#[derive(Debug)]
+pub(crate) struct Tally {
+    pub(crate) since: Instant,
+    /// When its absentees were last reported upward.
+    pub(crate) reported: Option<Instant>,
+    /// Sources that came: 0 is this member, `n + 1` its `n`th child.
+    pub(crate) sources: Vec<u32>,
+    wish: Option<Wish>,
+}
+
+impl Tally {
+    pub(crate) fn new(since: Instant) -> Self {
+        Self { since, reported: None, sources: Vec::new(), wish: None }
+    }
+
+    /// Adds what `source`, standing for `members`, wants; `others` gives the members of sources that came before.
+    pub(crate) fn add(&mut self, source: u32, wish: Wish, members: &[u32], others: impl Fn(u32) -> Vec<u32>) {
+        self.wish = Some(match (self.wish.take(), wish) {
+            (None, wish) => wish,
+            (Some(Wish::Known(id, entry)), Wish::Known(other, _)) if id == other => Wish::Known(id, entry),
+            (Some(before), wish) => {
+                let came: Vec<u32> = self.sources.iter().flat_map(|source| others(*source)).collect();
+                let mut variants = before.told(&came);
+                for variant in wish.told(members) {
+                    merge(&mut variants, variant);
+                }
+                Wish::Told(variants)
+            }
+        });
+        self.sources.push(source);
+    }
+
+    pub(crate) fn wish(self) -> Wish {
+        self.wish.unwrap_or(Wish::Told(Vec::new()))
+    }
+
+    /// Groups anybody put this tensor into.
+    pub(crate) fn in_group(&self, groups: &[u64]) -> bool {
+        match &self.wish {
+            Some(Wish::Known(_, entry)) => groups.contains(&entry.signature.group),
+            Some(Wish::Told(variants)) => {
+                variants.iter().any(|variant| groups.contains(&variant.signature.group))
+            }
+            None => false,
+        }
+    }
+}
+
+fn merge(variants: &mut Vec<Variant>, variant: Variant) {
+    match variants.iter_mut().find(|known| known.signature == variant.signature) {
+        Some(known) => {
+            known.members.extend(variant.members);
+            known.rows.extend(variant.rows);
+        }
+        None => variants.push(variant),
+    }
+}
+
+impl Wish {
+    /// Spelled out for these members.
+    pub(crate) fn told(self, members: &[u32]) -> Vec<Variant> {
+        match self {
+            Self::Told(variants) => variants,
+            Self::Known(_, entry) => {
+                let rows =
+                    members.iter().filter_map(|member| entry.rows.get(*member as usize)).copied().collect();
+                vec![Variant { signature: entry.signature.clone(), members: members.to_vec(), rows }]
+            }
+        }
+    }
+
+    /// Writes it on behalf of `subtree`.
+    pub(crate) fn encode(&self, name: &str, subtree: &[u32], writer: &mut Writer<'_>) {
+        match self {
+            Self::Known(id, _) => {
+                writer.byte(0);
+                writer.number(id.slot.into());
+                writer.number(id.version.into());
+            }
+            Self::Told(variants) => {
+                writer.byte(1);
+                writer.text(name);
+                writer.number(variants.len() as u64);
+                for variant in variants {
+                    variant.encode(subtree, writer);
+                }
+            }
+        }
+    }
+}
+
+impl Variant {
+    /// Everybody below the sender is written as an empty list.
+    fn encode(&self, subtree: &[u32], writer: &mut Writer<'_>) {
+        self.signature.encode(writer);
+        let mut order: Vec<usize> = (0..self.members.len()).collect();
+        order.sort_unstable_by_key(|at| self.members[*at]);
+        let all = self.members.len() == subtree.len();
+        let listed = if all { &[][..] } else { &order[..] };
+        writer.numbers(listed.iter().map(|at| u64::from(self.members[*at])));
+        if self.signature.call == Call::Allgather {
+            writer.numbers(order.iter().map(|at| self.rows.get(*at).copied().unwrap_or_default()));
+        }
+    }
+
+    pub(crate) fn decode(reader: &mut Reader<'_>, below: &[u32]) -> Read<Self> {
+        let signature = Signature::decode(reader)?;
+        let listed = reader.numbers()?;
+        let members = if listed.is_empty() {
+            below.to_vec()
+        } else {
+            let known = |number: u64| u32::try_from(number).ok().filter(|member| below.contains(member));
+            listed
+                .into_iter()
+                .map(|number| known(number).ok_or(Malformed::Member(number)))
+                .collect::<Read<_>>()?
+        };
+        let rows = if signature.call == Call::Allgather { reader.numbers()? } else { Vec::new() };
+        if signature.call == Call::Allgather && rows.len() != members.len() {
+            return Err(Malformed::Rows(rows.len()));
+        }
+        Ok(Self { signature, members, rows })
+    }
+}
+
+/// One agreement, or the text of the disagreement: the first rule that does not hold, then what every rank submitted.
+pub(crate) fn verdict(name: &Arc<str>, mut variants: Vec<Variant>, ranks: &[Rank]) -> Result<Agreed, String> {
+    if variants.len() == 1
+        && let Some(variant) = variants.pop()
+    {
+        let mut rows = vec![0; variant.rows.len()];
+        for (member, row) in variant.members.iter().zip(&variant.rows) {
+            if let Some(place) = rows.get_mut(*member as usize) {
+                *place = *row;
+            }
+        }
+        return Ok(Agreed { name: Arc::clone(name), signature: variant.signature, rows });
+    }
+    let differs = |part: fn(&Signature) -> Part| {
+        variants.windows(2).any(|pair| part(&pair[0].signature) != part(&pair[1].signature))
+    };
+    let call = variants.first().map_or("", |variant| variant.signature.call.name()).to_uppercase();
+    let rule = RULES.iter().find(|(_, part)| differs(*part)).map_or("requests", |(text, _)| text);
+    let mut text = format!("Mismatched {}: tensor {name}: ", rule.replace("{}", &call));
+    for (index, variant) in variants.iter().enumerate() {
+        let mut members = variant.members.clone();
+        members.sort_unstable();
+        let global: Vec<Rank> =
+            members.iter().filter_map(|member| ranks.get(*member as usize)).copied().collect();
+        text.push_str(if index > 0 { "; " } else { "" });
+        text.push_str(&format!("{} submitted {}", spans(&global), variant.signature));
+    }
+    Err(text)
+}
+
+/// A comparable part of a signature.
+#[derive(PartialEq)]
+enum Part {
+    Number(u64),
+    Pair(u64, u64),
+    List(Vec<u64>),
+}
+
+/// In the order in which they are looked at; `{}` stands for the operation.
+const RULES: [(&str, fn(&Signature) -> Part); 8] = [
+    ("data types", |signature| Part::Number(signature.dtype as u64)),
+    ("operations", |signature| Part::List(signature.call.name().bytes().map(u64::from).collect())),
+    ("{} tensor shapes", |signature| Part::List(signature.shape.clone())),
+    ("prescale and/or postscale factors", |signature| match signature.call {
+        Call::Allreduce { prescale, postscale, .. } => Part::Pair(prescale, postscale),
+        _ => Part::Number(0),
+    }),
+    ("reduction operation", |signature| match signature.call {
+        Call::Allreduce { op, .. } => Part::Number(op as u64),
+        _ => Part::Number(0),
+    }),
+    ("{} root ranks", |signature| match signature.call {
+        Call::Broadcast { root } => Part::Number(root.into()),
+        _ => Part::Number(0),
+    }),
+    ("{} CPU/GPU device selection", |signature| Part::Number(signature.device.into())),
+    ("groups", |signature| Part::Pair(signature.group, signature.group_size.into())),
+];
+
+/// `rank 3`, `ranks 0-2, 5`.
+fn spans(ranks: &[Rank]) -> String {
+    let mut text = String::from(if ranks.len() == 1 { "rank " } else { "ranks " });
+    let mut at = 0;
+    while at < ranks.len() {
+        let start = at;
+        while at + 1 < ranks.len() && ranks[at + 1].0 == ranks[at].0 + 1 {
+            at += 1;
+        }
+        text.push_str(if start > 0 { ", " } else { "" });
+        text.push_str(&ranks[start].to_string());
+        if at > start {
+            text.push_str(&format!("-{}", ranks[at]));
+        }
+        at += 1;
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use farandole_collectives::DataType;
+
+    use super::*;
+    use crate::signature::tests::plain;
+
+    fn variant(signature: Signature, members: &[u32]) -> Variant {
+        Variant { signature, members: members.to_vec(), rows: Vec::new() }
+    }
+
+    fn text(variants: Vec<Variant>) -> String {
+        let ranks: Vec<Rank> = (0..8).map(Rank).collect();
+        verdict(&"t".into(), variants, &ranks).unwrap_err()
+    }
+
+    #[test]
+    fn the_first_rule_that_fails_is_named_with_what_every_rank_submitted() {
+        let other = Signature { dtype: DataType::F64, ..plain(&[3]) };
+        let text = text(vec![variant(plain(&[2]), &[3, 0, 1, 2]), variant(other, &[5])]);
+        assert_eq!(
+            text,
+            "Mismatched data types: tensor t: ranks 0-3 submitted allreduce Sum of float32 [2] on the host; \
+             rank 5 submitted allreduce Sum of float64 [3] on the host"
+        );
+    }
+
+    #[test]
+    fn shapes_roots_and_groups_have_rules_of_their_own() {
+        let broadcast = |root| Signature { call: Call::Broadcast { root }, ..plain(&[2]) };
+        let grouped = Signature { group: 7, group_size: 2, ..plain(&[2]) };
+        let of = |one: Signature, two: Signature| text(vec![variant(one, &[0]), variant(two, &[1])]);
+        assert!(of(plain(&[2]), plain(&[3])).starts_with("Mismatched ALLREDUCE tensor shapes: "));
+        assert!(of(broadcast(0), broadcast(1)).starts_with("Mismatched BROADCAST root ranks: "));
+        assert!(of(plain(&[2]), broadcast(1)).starts_with("Mismatched operations: "));
+        assert!(of(plain(&[2]), grouped).starts_with("Mismatched groups: "));
+    }
+
+    #[test]
+    fn rows_are_put_in_member_order() {
+        let call = Signature { call: Call::Allgather, ..plain(&[0, 4]) };
+        let variants = vec![Variant { signature: call, members: vec![2, 0, 1], rows: vec![30, 10, 20] }];
+        assert_eq!(verdict(&"t".into(), variants, &[Rank(0), Rank(1), Rank(2)]).unwrap().rows, [10, 20, 30]);
+    }
+
+    #[test]
+    fn a_known_wish_meeting_another_is_spelled_out_for_those_who_came() {
+        let call = Signature { call: Call::Allgather, ..plain(&[0]) };
+        let entry = Arc::new(Agreed { name: "t".into(), signature: call.clone(), rows: vec![5, 6, 7] });
+        let mut tally = Tally::new(Instant::now());
+        let of = |source: u32| vec![source];
+        let known = Wish::Known(CacheId { slot: 0, version: 0 }, entry);
+        tally.add(2, known.clone(), &[2], of);
+        tally.add(0, known, &[0], of);
+        let told = Wish::Told(vec![Variant { signature: call, members: vec![1], rows: vec![9] }]);
+        tally.add(1, told, &[1], of);
+        let variants = tally.wish().told(&[]);
+        assert_eq!(verdict(&"t".into(), variants, &[Rank(0), Rank(1), Rank(2)]).unwrap().rows, [5, 9, 7]);
+    }
+
+    #[test]
+    fn variants_survive_the_wire_for_all_and_for_some_below_the_sender() {
+        let call = Signature { call: Call::Allgather, ..plain(&[0, 4]) };
+        for members in [vec![4, 6], vec![6, 4, 5]] {
+            let variant = Variant {
+                signature: call.clone(),
+                rows: members.iter().map(|m| u64::from(*m)).collect(),
+                members,
+            };
+            let mut frame = Vec::new();
+            variant.encode(&[4, 5, 6], &mut Writer(&mut frame));
+            let read = Variant::decode(&mut Reader(&frame), &[4, 5, 6]).unwrap();
+            assert_eq!(read.rows, read.members.iter().map(|m| u64::from(*m)).collect::<Vec<_>>());
+            assert_eq!(read.members.len(), variant.members.len());
+        }
+    }
+}
