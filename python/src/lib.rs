@@ -3,8 +3,10 @@
 
 //! `farandole._native`: registers one submodule per room; no policy lives here.
 
+mod engine;
 mod error;
 mod runtime;
+mod tensor;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -13,7 +15,7 @@ use pyo3::types::PyDict;
 type Register = fn(&Bound<'_, PyModule>) -> PyResult<()>;
 
 /// Every submodule: its name below `farandole._native`, and the function that fills it. Append yours.
-const SUBMODULES: &[(&str, Register)] = &[];
+const SUBMODULES: &[(&str, Register)] = &[("engine", engine::register)];
 
 /// The extension module.
 #[pymodule(gil_used = false)]

@@ -2,11 +2,12 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Data-parallel PyTorch: collectives on tensors, a distributed optimizer, and helpers to start alike.
 
-import farandole.torch as hvd
+Example:
+    import farandole.torch as hvd
 
-hvd.init()
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 """
 
 from importlib.util import find_spec as _find_spec
