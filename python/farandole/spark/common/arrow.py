@@ -57,7 +57,7 @@ def vectors(values: npt.NDArray[Any]) -> pa.StructArray:
         values: shape `(rows, length)`.
     """
     count, length = values.shape
-    offsets = np.arange(0, (count + 1) * length, length or 1, dtype=np.int32)[: count + 1]
+    offsets = np.arange(count + 1, dtype=np.int32) * np.int32(length)
     flat = pa.array(np.ascontiguousarray(values, dtype=np.float64).reshape(-1))
     nothing = pa.nulls(count, VECTOR.field("size").type), pa.nulls(count, VECTOR.field("indices").type)
     dense = pa.ListArray.from_arrays(pa.array(offsets), flat)

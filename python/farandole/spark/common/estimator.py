@@ -55,7 +55,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         check_present(roles, dataset.columns, "DataFrame")
         check_types(roles, dataset.schema)
         store.check_writable()
-        _check_slots(backend)
+        backend.check()
         with progress(self.getVerbose()) as shown:
             shown.message("preparing data")
             seed, parts = self.getRandomSeed() or 0, self.getPartitionsPerProcess()
@@ -69,7 +69,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         prepared = find_data(store, self._roles(), dataset_idx)
         if store.saving_runs():
             store.check_writable()
-        _check_slots(backend)
+        backend.check()
         with progress(self.getVerbose()) as shown:
             shown.message(_described(prepared))
             return self._train(backend, prepared, shown)
@@ -137,13 +137,6 @@ HorovodEstimator = FarandoleEstimator
 
 HorovodModel = FarandoleModel
 """Horovod's name of `FarandoleModel`."""
-
-
-def _check_slots(backend: Backend) -> None:
-    if isinstance(backend, SparkBackend):
-        from farandole.spark.session import Cluster
-
-        Cluster.active().check(backend.num_processes())
 
 
 def _described(prepared: Prepared) -> str:

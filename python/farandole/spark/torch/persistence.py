@@ -5,7 +5,7 @@
 A saved model is a directory, written and read by Spark, on any file system it reaches:
 
     metadata/    Spark ML's JSON: class, uid, parameters
-    data/        Parquet with rows of (part, index, bytes): the parts "state" and "objects" in chunks
+    data/        Parquet with rows of (part, chunk, bytes): the parts "state" and "objects", cut in pieces
 
 "state" holds the weights as plain tensors and is loaded without running anything. "objects" is a pickle of module,
 optimizer and loss in which every weight is a reference into "state"; loading it runs code.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 16 << 20
 _OBJECTS = ("model", "optimizer", "loss")
-_DATA = "part string, index int, bytes binary"
+_DATA = "part string, chunk int, bytes binary"
 _log = logging.getLogger("farandole")
 
 
@@ -136,4 +136,4 @@ def _chunks(part: str, data: bytes) -> list[tuple[str, int, bytearray]]:
 
 
 def _part(rows: list[Any], part: str) -> bytes:
-    return b"".join(bytes(row.bytes) for row in sorted(rows, key=lambda row: row.index) if row.part == part)
+    return b"".join(bytes(row.bytes) for row in sorted(rows, key=lambda row: row.chunk) if row.part == part)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Arrow columns to arrays and back."""
+
+from decimal import Decimal
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from farandole.spark.common.arrow import VECTOR, rows, vectors
+
+
+def test_numbers_and_booleans_become_one_axis():
+    assert rows(pa.array([1, 2, 3], pa.int16()), "c").tolist() == [1, 2, 3]
+    assert rows(pa.array([True, False]), "c").tolist() == [True, False]
+    assert rows(pa.array([Decimal("1.5"), Decimal("2.5")]), "c").tolist() == [1.5, 2.5]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.large_list(pa.int64()), pa.list_(pa.float64(), 2)])
+def test_lists_of_one_length_become_a_matrix(kind):
+    array = pa.array([[1, 2], [3, 4], [5, 6]], kind)
+    assert rows(array, "c").tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert rows(array.slice(1, 2), "c").tolist() == [[3, 4], [5, 6]]
+
+
+def test_dense_and_sparse_vectors_mix():
+    dense = {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0, 3.0]}
+    sparse = {"type": 0, "size": 3, "indices": [0, 2], "values": [4.0, 5.0]}
+    nothing = {"type": 0, "size": 3, "indices": [], "values": []}
+    array = pa.array([dense, sparse, nothing, dense], VECTOR)
+    expected = [[1, 2, 3], [4, 0, 5], [0, 0, 0], [1, 2, 3]]
+    assert rows(array, "c").tolist() == expected
+    assert rows(array.slice(1, 2), "c").tolist() == expected[1:3]
+    assert rows(array.take(pa.array([0, 3])), "c").tolist() == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_vectors_go_out_as_they_came_in():
+    matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
+    array = vectors(matrix)
+    assert array.type == VECTOR
+    assert array.to_pylist()[1] == {"type": 1, "size": None, "indices": None, "values": [3.0, 4.0, 5.0]}
+    assert rows(array, "c").tolist() == matrix.tolist()
+    assert len(vectors(np.empty((0, 3)))) == 0
+    assert vectors(np.empty((2, 0))).to_pylist()[1]["values"] == []
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        (pa.array([1, None]), "column 'c' has nulls: 1 of 2 rows"),
+        (pa.array([[1], [1, 2]]), "column 'c' has rows of different length: 1, 2"),
+        (pa.array(["a"]), "column 'c' has type string, which no tensor can hold"),
+    ],
+)
+def test_what_no_array_can_hold_is_refused_with_its_column(array, told):
+    with pytest.raises(ValueError, match=told):
+        rows(array, "c")

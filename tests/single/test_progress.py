@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a fit shows, and its history as rows."""
+
+import io
+
+import pytest
+
+from farandole.spark.common import history, progress
+
+ENTRY = {
+    "epoch": 1,
+    "train": {"loss": 0.5, "all_metrics": [{"accuracy": 0.75}]},
+    "validation": {"loss": 0.25, "all_metrics": [{"accuracy": 0.875}]},
+    "seconds": 2.0,
+    "rows": 100,
+}
+EPOCH = {"kind": "epoch", "entry": ENTRY, "epochs": 3, "steps": 4, "rows_per_second": 1234.5}
+STEP = {"kind": "step", "epoch": 0, "epochs": 3, "step": 2, "steps": 4, "rows_per_second": 99.0, "loss": 0.6}
+
+
+def test_an_epoch_is_one_line_without_a_terminal():
+    stream = io.StringIO()
+    with progress.Lines(stream) as shown:
+        shown.report(STEP)
+        shown.report(EPOCH)
+    expected = "epoch 2/3  loss 0.5000  accuracy 0.7500  val_loss 0.2500  val_accuracy 0.8750  1,234 rows/s\n"
+    assert stream.getvalue() == expected
+
+
+def test_a_long_epoch_is_heard_of_in_between(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(progress, "_QUIET_SECONDS", 0.0)
+    with progress.Lines(stream) as shown:
+        shown.report(STEP)
+    assert stream.getvalue() == "epoch 1/3  batch 2/4  loss 0.6000  99 rows/s\n"
+
+
+def test_verbose_0_is_silent(capfd):
+    with progress.progress(0) as shown:
+        shown.message("nothing")
+        shown.report(STEP)
+        shown.report(EPOCH)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_shows_epoch_batch_speed_loss_and_validation(capfd, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    with progress.Bar() as shown:
+        shown.message("data [is] ready")
+        shown.report(EPOCH)
+        shown.report(STEP | {"epoch": 2})
+    told = capfd.readouterr().err
+    for part in ("data [is] ready", "3/3", "10/12", "99 rows/s", "loss 0.6000", "val_accuracy 0.8750"):
+        assert part in told
+
+
+def test_an_unknown_report_is_passed_over():
+    with progress.Lines(io.StringIO()) as shown:
+        shown.report({"kind": "something newer"})
+
+
+def test_the_history_becomes_one_row_per_epoch():
+    frame = history.frame([ENTRY, ENTRY | {"epoch": 2}])
+    assert list(frame.columns) == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "seconds", "rows"]
+    assert frame["epoch"].tolist() == [1, 2]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Paths and files of the local store."""
+
+import os
+import pickle
+
+import pytest
+
+from farandole.spark.common import FilesystemStore, LocalStore, Store
+
+
+def test_the_layout_is_horovods(tmp_path):
+    store = LocalStore(str(tmp_path))
+    root = f"file://{tmp_path}"
+    assert store.get_train_data_path() == f"{root}/intermediate_train_data"
+    assert store.get_train_data_path(3) == f"{root}/intermediate_train_data.3"
+    assert store.get_val_data_path(0) == f"{root}/intermediate_val_data.0"
+    assert store.get_test_data_path(1) == f"{root}/intermediate_test_data.1"
+    assert store.get_runs_path() == f"{root}/runs"
+    assert store.get_run_path("r") == f"{root}/runs/r"
+    assert store.get_checkpoint_path("r") == f"{root}/runs/r"
+    assert store.get_logs_path("r") == f"{root}/runs/r/logs"
+    assert (store.get_checkpoint_filename(), store.get_logs_subdir()) == ("checkpoint", "logs")
+
+
+def test_paths_of_ones_own_replace_the_defaults_and_still_get_numbers(tmp_path):
+    store = FilesystemStore(str(tmp_path), train_path="/data/train", runs_path="/runs", checkpoint_filename="last.pt")
+    assert store.get_train_data_path(2) == "file:///data/train.2"
+    assert store.get_run_path("r") == "file:///runs/r"
+    assert store.get_checkpoint_filename() == "last.pt"
+
+
+def test_without_saved_runs_there_is_no_checkpoint_path(tmp_path):
+    store = LocalStore(str(tmp_path), save_runs=False)
+    assert store.get_checkpoint_path("r") is None
+    assert store.get_logs_path("r") is None
+    assert store.to_remote("r").saving_runs is False
+
+
+@pytest.mark.parametrize("url", ["hdfs://namenode:8020/data", "s3://bucket/data", "gs://bucket/data", "dbfs:/data"])
+def test_another_scheme_is_refused_by_name(url):
+    with pytest.raises(ValueError, match=f"scheme '{url.split(':')[0]}' is not supported.*{url}"):
+        Store.create(url)
+
+
+def test_files_are_written_whole_and_read_back(tmp_path):
+    store = LocalStore(str(tmp_path))
+    path = f"{store.get_run_path('r')}/note.txt"
+    assert not store.exists(path)
+    store.write_text(path, "one")
+    store.write_text(path, "two")
+    assert store.read(path) == b"two"
+    assert store.exists(path)
+    assert os.listdir(tmp_path / "runs" / "r") == ["note.txt"]
+
+
+def test_checkpoints_are_listed_by_suffix(tmp_path):
+    store = LocalStore(str(tmp_path))
+    for name in ("b.ckpt", "a.ckpt", "c.txt"):
+        store.write_text(f"{store.get_run_path('r')}/{name}", "")
+    run = store.get_run_path("r")
+    assert store.get_checkpoints("r") == [f"{run}/a.ckpt", f"{run}/b.ckpt"]
+
+
+def test_a_local_directory_is_copied_into_the_run(tmp_path):
+    store = LocalStore(str(tmp_path))
+    with store.get_local_output_dir_fn("r")() as directory:
+        os.makedirs(f"{directory}/logs")
+        with open(f"{directory}/logs/events", "wb") as file:
+            file.write(b"events")
+        store.sync_fn("r")(directory)
+    assert not os.path.exists(directory)
+    assert store.read(f"{store.get_run_path('r')}/logs/events") == b"events"
+
+
+def test_a_directory_counts_as_a_data_set_when_it_holds_parquet(tmp_path):
+    store = LocalStore(str(tmp_path))
+    path = store.get_train_data_path()
+    assert not store.is_parquet_dataset(path)
+    store.write_text(f"{path}/notes.txt", "")
+    assert not store.is_parquet_dataset(path)
+    store.write_text(f"{path}/part-0.parquet", "")
+    assert store.is_parquet_dataset(path)
+
+
+def test_a_store_and_its_remote_form_pickle(tmp_path):
+    store = LocalStore(str(tmp_path), save_runs=False)
+    copied = pickle.loads(pickle.dumps(store))
+    assert type(copied) is LocalStore
+    assert copied.get_checkpoint_path("r") is None
+    remote = LocalStore(str(tmp_path)).to_remote("r", 1)
+    assert pickle.loads(pickle.dumps(remote)) == remote
+    assert remote.train_data_path.endswith("intermediate_train_data.1")
+
+
+def test_what_cannot_be_written_is_said_with_its_path(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = LocalStore(str(tmp_path / "file" / "below"))
+    with pytest.raises(OSError, match="file/below"):
+        store.check_writable()

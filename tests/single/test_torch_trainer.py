@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The training loop on Parquet, most of it in this process: a world of one needs no launcher."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from farandole.spark.common import Backend, LocalBackend, LocalStore
+from farandole.spark.torch import TorchEstimator
+from farandole.spark.torch.losses import label_dtype, shaped, share, weighted
+from farandole.spark.torch.payload import unpack_state
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class Here(Backend):
+    """Runs the function in this process."""
+
+    def run(self, fn, args=(), kwargs=None, env=None, on_progress=None):  # noqa: ARG002
+        return [fn(*args, **(kwargs or {}))]
+
+    def num_processes(self):
+        return 1
+
+
+def write(directory, **columns):
+    """A Parquet data set; two-dimensional columns become fixed-size lists."""
+    arrays = {
+        name: pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+        if values.ndim == 2
+        else pa.array(values)
+        for name, values in columns.items()
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(arrays), directory / "part-0.parquet")
+
+
+def line(rows=96, seed=0):
+    """y = 2 x0 - 3 x1 + 1, and a class that says whether y is positive."""
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(rows, 2)).astype(np.float32)
+    y = (2 * x[:, 0] - 3 * x[:, 1] + 1).astype(np.float32)
+    return x, y
+
+
+def linear(outputs=1, seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(2, outputs)
+
+
+def fit(tmp_path, model, backend=None, **params):
+    known = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.05),
+        "loss": torch.nn.MSELoss(),
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "epochs": 20,
+        "verbose": 0,
+        "random_seed": 1,
+        "store": LocalStore(str(tmp_path)),
+        "backend": backend or Here(),
+    }
+    return TorchEstimator(**known | params).fit_on_parquet()
+
+
+def weights(model):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.getModel().parameters()])
+
+
+@pytest.fixture
+def data(tmp_path):
+    x, y = line()
+    write(tmp_path / "intermediate_train_data", x=x, y=y, c=(y > 0).astype(np.int32), w=np.ones(len(y)))
+    return tmp_path
+
+
+def test_a_line_is_learned_and_the_users_model_is_left_alone(data):
+    model = linear()
+    before = model.weight.detach().clone()
+    fitted = fit(data, model, epochs=40)
+    assert torch.allclose(weights(fitted), torch.tensor([2.0, -3.0, 1.0]), atol=0.05)
+    assert torch.equal(model.weight, before)
+
+
+def test_history_has_a_mean_over_rows_for_every_epoch(data):
+    def double(output, label):
+        return 2 * torch.nn.functional.mse_loss(output, label)
+
+    fitted = fit(data, linear(), epochs=3, batch_size=36, metrics=[double])
+    assert [entry["epoch"] for entry in fitted.getHistory()] == [0, 1, 2]
+    for entry in fitted.getHistory():
+        assert entry["rows"] == 96
+        assert entry["train"]["all_metrics"] == [{"double": pytest.approx(2 * entry["train"]["loss"])}]
+    assert list(fitted.history_frame().columns) == ["epoch", "loss", "double", "seconds", "rows"]
+
+
+def test_validation_data_is_scored_with_the_epochs_model(data):
+    x, y = line(rows=10, seed=3)
+    write(data / "intermediate_val_data", x=x, y=y)
+    fitted = fit(data, linear(), epochs=2, val_batch_size=4)
+    module = fitted.getModel().eval()
+    expected = torch.nn.functional.mse_loss(module(torch.from_numpy(x)).reshape(-1), torch.from_numpy(y)).item()
+    assert fitted.getHistory()[-1]["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_integer_labels_meet_cross_entropy_and_doubles_do_too(data):
+    x, y = line()
+    fitted = fit(data, linear(2), label_cols=["c"], loss=torch.nn.CrossEntropyLoss())
+    assert fitted.getHistory()[-1]["train"]["loss"] < fitted.getHistory()[0]["train"]["loss"]
+    write(data / "intermediate_train_data", x=x, c=(y > 0).astype(np.float64))
+    fit(data, linear(2), label_cols=["c"], loss=torch.nn.functional.cross_entropy, epochs=1)
+
+
+def test_integer_labels_meet_a_regression_loss_as_floats(data):
+    fit(data, linear(), label_cols=["c"], loss=torch.nn.BCEWithLogitsLoss(), epochs=1)
+
+
+def test_rows_of_weight_zero_teach_nothing(data):
+    x, y = line()
+    wrong = np.arange(96) % 2 == 0
+    write(
+        data / "intermediate_train_data", x=x, y=np.where(wrong, 100, y).astype(np.float32), w=np.where(wrong, 0.0, 1.0)
+    )
+    fitted = fit(data, linear(), sample_weight_col="w", epochs=80)
+    assert torch.allclose(weights(fitted), torch.tensor([2.0, -3.0, 1.0]), atol=0.1)
+
+
+def test_two_backward_passes_step_like_a_batch_of_twice_the_size(data):
+    small = fit(data, linear(), batch_size=8, backward_passes_per_step=2, epochs=3, shuffle=False)
+    large = fit(data, linear(), batch_size=16, epochs=3, shuffle=False)
+    assert torch.allclose(weights(small), weights(large), atol=1e-6)
+
+
+def test_several_labels_get_an_output_and_a_loss_each(data):
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.value, self.sign = linear(), linear(2)
+
+        def forward(self, x):
+            return self.value(x), self.sign(x)
+
+    def error(output, label):
+        return (output - label).abs().mean()
+
+    def accuracy(output, label):
+        return (output.argmax(1) == label).float().mean()
+
+    losses = [torch.nn.MSELoss(), torch.nn.CrossEntropyLoss()]
+    fitted = fit(data, Two(), label_cols=["y", "c"], loss=losses, loss_weights=[0.9, 0.1], metrics=[[error, accuracy]])
+    last = fitted.getHistory()[-1]["train"]["all_metrics"]
+    assert set(last[0]) == {"error_y", "accuracy_c"}
+    assert last[0]["accuracy_c"] > 0.9
+    assert last[0]["error_y"] < 0.5
+    assert fitted.getOutputCols() == ["y__output", "c__output"]
+
+
+def test_input_shapes_give_the_model_its_view(data):
+    class Image(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x):
+            assert x.shape[1:] == (1, 2)
+            return self.inner(x[:, 0])
+
+    fit(data, Image(), input_shapes=[[-1, 1, 2]], epochs=1)
+
+
+def test_fewer_steps_are_taken_when_asked_for(data):
+    fitted = fit(data, linear(), train_steps_per_epoch=3, epochs=1)
+    assert fitted.getHistory()[0]["rows"] == 24
+
+
+def test_a_run_goes_on_where_its_checkpoint_ends(data):
+    def adam(model):
+        return {"optimizer": torch.optim.Adam(model.parameters(), lr=0.05), "run_id": "r"}
+
+    once_model = linear()
+    once = fit(data, once_model, epochs=4, **adam(once_model) | {"run_id": "once"})
+    first_model, second_model = linear(), linear(seed=7)
+    fit(data, first_model, epochs=2, **adam(first_model))
+    resumed = fit(data, second_model, epochs=4, **adam(second_model))
+    assert [entry["epoch"] for entry in resumed.getHistory()] == [0, 1, 2, 3]
+    assert torch.allclose(weights(resumed), weights(once), atol=1e-6)
+    assert resumed.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_the_checkpoint_is_plain_tensors_and_the_logs_are_lines(data):
+    fitted = fit(data, linear(), epochs=2, run_id="r")
+    run = data / "runs" / "r"
+    state = unpack_state((run / "checkpoint").read_bytes())
+    assert set(state) == {"model", "optimizer", "history"}
+    assert len((run / "logs" / "history.jsonl").read_text().splitlines()) == 2
+    assert fitted.getPaths()["checkpoint"] == f"file://{run}/checkpoint"
+
+
+def test_nothing_is_left_in_the_store_when_runs_are_not_saved(data):
+    fit(data, linear(), epochs=1, store=LocalStore(str(data), save_runs=False))
+    assert not (data / "runs").exists()
+
+
+def test_a_model_that_does_not_take_the_columns_is_refused_before_training(data):
+    with pytest.raises(ValueError, match=r"the model does not take its 1 feature columns as \(x \(2, 2\)\)"):
+        fit(data, torch.nn.Linear(5, 1))
+    with pytest.raises(ValueError, match="label column count 1 must equal the count of model outputs 2"):
+        fit(data, torch.nn.LSTM(2, 1), loss=lambda output, _: output.sum())
+    with pytest.raises(ValueError, match="the loss of column 'y' does not take"):
+        fit(data, linear(2), loss=torch.nn.CosineEmbeddingLoss())
+
+
+def test_a_column_that_is_not_in_the_data_is_named(data):
+    with pytest.raises(ValueError, match="feature column 'xx' is not in the training data, did you mean 'x'"):
+        fit(data, linear(), feature_cols=["xx"])
+
+
+def test_two_ranks_train_like_one_with_twice_the_batch(data):
+    x, y = line(rows=90)  # the last step is short, and shorter still on one rank
+    write(data / "intermediate_train_data", x=x, y=y)
+    one, two = linear(), linear()
+    alone = fit(
+        data,
+        one,
+        backend=LocalBackend(1),
+        batch_size=16,
+        epochs=3,
+        optimizer=torch.optim.SGD(one.parameters(), lr=0.02),
+    )
+    pair = fit(
+        data, two, backend=LocalBackend(2), batch_size=8, epochs=3, optimizer=torch.optim.SGD(two.parameters(), lr=0.01)
+    )
+    assert torch.allclose(weights(alone), weights(pair), atol=1e-5)
+    for left, right in zip(alone.getHistory(), pair.getHistory(), strict=True):
+        assert left["rows"] == right["rows"] == 90
+        assert left["train"]["loss"] == pytest.approx(right["train"]["loss"], rel=1e-4)
+    assert pair.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_labels_are_cast_by_their_loss():
+    from farandole.spark.common.columns import Column
+
+    whole, real, vector = Column("a", "int32", ()), Column("b", "float64", ()), Column("c", "float64", (3,))
+    for loss in (torch.nn.CrossEntropyLoss(), torch.nn.functional.nll_loss):
+        assert [label_dtype(loss, column) for column in (whole, real, vector)] == ["int64", "int64", "float32"]
+    for loss in (torch.nn.MSELoss(), torch.nn.functional.l1_loss, torch.nn.functional.binary_cross_entropy):
+        assert label_dtype(loss, whole) == "float32"
+    assert [label_dtype(lambda output, _: output, column) for column in (whole, real)] == ["int64", "float32"]
+
+
+def test_a_float_label_takes_the_shape_of_its_output():
+    assert shaped(torch.zeros(4), torch.zeros(4, 1), None).shape == (4, 1)
+    assert shaped(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 3), None).shape == (4,)
+    assert shaped(torch.zeros(4, 6), torch.zeros(4), (-1, 2, 3)).shape == (4, 2, 3)
+
+
+def test_weighted_losses_are_means_of_loss_times_weight():
+    output, label = torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]])
+    for loss in (torch.nn.MSELoss(), torch.nn.functional.mse_loss):
+        assert weighted(loss)(output, label, torch.tensor([2.0, 0.5])).item() == pytest.approx((2 + 2) / 2)
+
+
+def test_every_row_of_a_step_counts_alike():
+    assert share(8, 2, 16) == 1
+    assert share(2, 2, 10) + share(8, 2, 10) == 2
+    assert share(0, 2, 8) == 0

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What is wrong is said in one sentence that names it, before any worker starts."""
+
+from __future__ import annotations
+
+import os
+import traceback
+
+import pytest
+import torch
+from pyspark.ml.linalg import Vectors
+
+from farandole.spark.common import LocalStore, SparkBackend
+from farandole.spark.torch import TorchEstimator
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class NeverRun(SparkBackend):
+    """A backend whose workers must not be needed."""
+
+    def __init__(self, num_proc=2):
+        super().__init__(num_proc)
+
+    def run(self, *_, **__):
+        raise AssertionError("workers were started")
+
+
+def estimator(store, **params):
+    model = torch.nn.Linear(2, 2)
+    known = {
+        "backend": NeverRun(),
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss": torch.nn.CrossEntropyLoss(),
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "verbose": 0,
+        "store": LocalStore(str(store)),
+    }
+    return TorchEstimator(**known | params)
+
+
+@pytest.fixture(scope="module")
+def good(spark):
+    return spark.createDataFrame([(Vectors.dense([1.0, 2.0]), index % 2, "t") for index in range(20)], ["x", "y", "s"])
+
+
+def refused(fitting, kind=ValueError):
+    with pytest.raises(kind) as raised:
+        fitting()
+    text = "".join(traceback.format_exception(raised.value))
+    assert "org.apache.spark" not in text
+    return str(raised.value)
+
+
+def test_a_missing_column_is_named_with_what_there_is(good, tmp_path):
+    told = refused(lambda: estimator(tmp_path, feature_cols=["xs"]).fit(good))
+    assert told == "feature column 'xs' is not in the DataFrame, did you mean 'x'? columns: x, y, s"
+    assert "label column 'label'" in refused(lambda: estimator(tmp_path, label_cols=["label"]).fit(good))
+    assert "sample weight column 'w'" in refused(lambda: estimator(tmp_path, sample_weight_col="w").fit(good))
+    assert "validation column 'v'" in refused(lambda: estimator(tmp_path, validation="v").fit(good))
+
+
+def test_a_column_of_a_type_that_no_tensor_holds_is_named_with_its_type(good, tmp_path):
+    told = refused(lambda: estimator(tmp_path, feature_cols=["x", "s"]).fit(good))
+    assert told.startswith("feature column 's' has type string, which no tensor can hold")
+    told = refused(lambda: estimator(tmp_path, validation="s").fit(good))
+    assert told == "validation column 's' must be a number or a boolean, its type is string"
+
+
+def test_a_null_in_a_feature_is_said_with_its_column(spark, tmp_path):
+    frame = spark.createDataFrame([(1.0, 1), (None, 0)], "x double, y int")
+    assert "'x'" in refused(lambda: estimator(tmp_path).fit(frame))
+    assert "null" in refused(lambda: estimator(tmp_path).fit(frame))
+
+
+def test_ragged_vectors_are_said_with_their_column(spark, tmp_path):
+    for values in ([Vectors.dense([1.0]), Vectors.dense([1.0, 2.0])], [[1.0], [1.0, 2.0]]):
+        frame = spark.createDataFrame([(value, 0) for value in values], ["x", "y"])
+        for partitions in (1, 2):
+            told = refused(lambda frame=frame, n=partitions: estimator(tmp_path).fit(frame.repartition(n)))
+            assert "x" in told
+            assert "length" in told
+
+
+def test_an_empty_data_frame_is_said(good, tmp_path):
+    assert "no rows" in refused(lambda: estimator(tmp_path).fit(good.limit(0)))
+
+
+def test_a_validation_split_without_rows_is_said(good, tmp_path):
+    told = refused(lambda: estimator(tmp_path, validation=0.0001).fit(good))
+    assert "validation" in told
+
+
+def test_more_processes_than_slots_are_refused_with_both_numbers(good, tmp_path):
+    told = refused(lambda: estimator(tmp_path, backend=NeverRun(3)).fit(good))
+    assert "3" in told
+    assert "2" in told
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_store_that_cannot_be_written_is_refused_with_its_path(good, tmp_path):
+    (tmp_path / "file").write_text("")
+    told = refused(lambda: estimator(tmp_path / "file" / "store").fit(good), OSError)
+    assert f"{tmp_path}/file/store" in told
+
+
+def test_a_model_of_another_width_is_refused_with_the_shapes(spark, tmp_path):
+    frame = spark.createDataFrame([(Vectors.dense([1.0, 2.0, 3.0]), 0)] * 4, ["x", "y"])
+    told = refused(lambda: estimator(tmp_path).fit(frame))
+    assert told.startswith("the model does not take its 1 feature columns as (x (2, 3))")
+
+
+def test_a_shape_of_another_size_is_refused_with_both(good, tmp_path):
+    told = refused(lambda: estimator(tmp_path, input_shapes=[[-1, 3]]).fit(good))
+    assert told == "feature column 'x' with size 2 does not fit shape [-1, 3]"
