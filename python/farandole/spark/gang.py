@@ -218,7 +218,7 @@ class _Gang:
             case "exit":
                 self.exited(event)
             case "lost":
-                self.output.say(f"task {event.task} was lost: {event.text}")
+                self.lost(event)
             case "aborted":
                 self.aborted(event)
             case "result":
@@ -248,10 +248,19 @@ class _Gang:
             # It may be a survivor that lost its peer: the verdict knows better, if one comes.
             self.seen.failed, self.seen.give_up_at = event, time.monotonic() + _GRACE_AFTER_EXIT
 
+    def lost(self, event: Event) -> None:
+        self.output.say(f"task {event.task} was lost: {event.text}")
+        if not self.seen.assigned and event.task is not None:
+            self.seen.registered.discard(event.task)
+
     def aborted(self, event: Event) -> None:
-        if event.task in self.seen.ended:
-            self.seen.failed = self.seen.ended[event.task]
-        self.seen.verdict, self.seen.give_up_at = event, time.monotonic() + _GRACE_AFTER_VERDICT
+        self.seen.verdict = event
+        ended = self.seen.ended.get(event.task) if event.task is not None else None
+        if ended is not None:
+            self.seen.failed, self.seen.give_up_at = ended, time.monotonic() + _GRACE_AFTER_VERDICT
+        else:
+            # An agent was lost or replaced: whether its task runs again is for Spark to say.
+            self.seen.failed, self.seen.give_up_at = None, float("inf")
 
     def log(self, event: Event) -> None:
         if event.dropped:

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What the driver makes of events, on a registrar and agents that play a script."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from farandole.spark import gang
+from farandole.spark.common.errors import FarandoleJobError
+from farandole.spark.gang import Agents, Output, conduct
+from farandole.spark.outcome import Ending
+
+FIELDS = ("task", "rank", "stream", "text", "data", "exit_code", "signal")
+
+
+def event(kind: str, **told: object) -> SimpleNamespace:
+    return SimpleNamespace(kind=kind, dropped=0, **{name: told.get(name) for name in FIELDS})
+
+
+class Script(Agents):
+    """Plays both sides: each call of `events` hands out the next batch; the agents are done when told."""
+
+    def __init__(self, *batches: list[SimpleNamespace], endings: list[Ending] | None = None) -> None:
+        self.batches = list(batches)
+        self.given = endings
+        self.aborted: str | None = None
+        self.cancelled = 0
+        self.closed = False
+
+    def events(self, timeout: float) -> list[SimpleNamespace]:
+        return self.batches.pop(0) if self.batches else []
+
+    def assignment(self) -> list[dict]:
+        return [{"rank": rank, "task": rank, "host": f"host-{rank}"} for rank in range(2)]
+
+    def abort(self, reason: str) -> None:
+        self.aborted = reason
+
+    def close(self) -> None:
+        self.closed = True
+
+    def start(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return self.cancelled > 0 or (self.given is not None and not self.batches)
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def endings(self) -> list[Ending]:
+        assert self.given is not None
+        return self.given
+
+
+def play(script: Script, on_progress=None, start_timeout=60.0, **output) -> list[Ending]:
+    return conduct(script, script, 2, Output(**output), on_progress, start_timeout, "Spark tasks to start")
+
+
+STARTED = [event("registered", task=0), event("registered", task=1), event("assigned")]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    for name in ("_GRACE_AFTER_VERDICT", "_GRACE_AFTER_EXIT", "_GRACE_AFTER_ABORT"):
+        monkeypatch.setattr(gang, name, 0.0)
+
+
+def test_the_verdicts_rank_is_blamed_when_its_task_brings_no_rows():
+    script = Script(
+        STARTED,
+        [event("log", task=1, rank=1, stream="stderr", text="last words")],
+        [event("exit", task=1, rank=1, signal=9)],
+        [event("aborted", task=1, rank=1, text="rank 1 on host-1 was ended by SIGKILL")],
+    )
+    with pytest.raises(FarandoleJobError, match="rank 1 on host-1 was ended by signal SIGKILL") as caught:
+        play(script, stdout=io.StringIO(), stderr=io.StringIO())
+    assert caught.value.stderr_tail == "last words"
+    assert script.aborted is not None
+    assert script.cancelled > 0
+    assert script.closed
+
+
+def test_a_lost_agent_is_left_to_spark_which_starts_the_gang_again(capsys):
+    again = [event("registered", task=task) for task in (1, 0)]
+    script = Script(
+        STARTED,
+        [event("lost", task=1, rank=1, text="its agent's connection closed")],
+        [event("aborted", task=1, rank=1, text="rank 1 on host-1 was lost")],
+        [],
+        [*again, event("assigned")],
+        [event("exit", task=0, rank=0, exit_code=0), event("exit", task=1, rank=1, exit_code=0)],
+        endings=[],
+    )
+    assert play(script) == []
+    assert script.aborted is None
+    said = capsys.readouterr().err
+    assert "task 1 was lost: its agent's connection closed" in said
+    assert said.count("started again by Spark") == 1
+
+
+def test_who_has_registered_is_told_when_time_is_up():
+    script = Script([event("registered", task=1)])
+    with pytest.raises(TimeoutError, match=r"Timed out waiting for Spark tasks to start.* 1 of 2 tasks"):
+        play(script, start_timeout=0.0)
+    assert script.closed
+
+
+def test_records_of_other_kinds_do_not_reach_the_callback():
+    seen = []
+    script = Script(
+        STARTED,
+        [
+            event("metric", rank=1, text="progress", data=json.dumps({"step": 3}).encode()),
+            event("metric", rank=1, text="stall", data=b"\x00"),
+        ],
+        endings=[],
+    )
+    play(script, on_progress=lambda rank, record: seen.append((rank, record)))
+    assert seen == [(1, {"step": 3})]
+
+
+def test_dropped_lines_are_counted_not_hidden(capsys):
+    late = event("log", task=0, rank=0, stream="stdout", text="here")
+    late.dropped = 12
+    out = io.StringIO()
+    play(Script(STARTED, [late], endings=[]), stdout=out)
+    assert out.getvalue() == "[0]<stdout>:here\n"
+    assert "12 lines of workers were dropped" in capsys.readouterr().err
+
+
+def test_silence_is_kept_at_verbose_0(capsys):
+    play(Script(STARTED, [event("lost", task=0, text="gone")], endings=[]), verbose=0)
+    assert capsys.readouterr() == ("", "")
