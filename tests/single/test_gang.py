@@ -7,13 +7,16 @@ from __future__ import annotations
 import io
 import json
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from farandole.spark import gang
 from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.gang import Agents, Output, conduct
-from farandole.spark.outcome import Ending
+
+if TYPE_CHECKING:
+    from farandole.spark.outcome import Ending
 
 FIELDS = ("task", "rank", "stream", "text", "data", "exit_code", "signal")
 
@@ -32,7 +35,7 @@ class Script(Agents):
         self.cancelled = 0
         self.closed = False
 
-    def events(self, timeout: float) -> list[SimpleNamespace]:
+    def events(self, _timeout: float) -> list[SimpleNamespace]:
         return self.batches.pop(0) if self.batches else []
 
     def assignment(self) -> list[dict]:
