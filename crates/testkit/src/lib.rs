@@ -1,4 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A world in one process, a host-memory device, faulty links (development only).
+//! What tests are made of: a world of threads in one process, an oracle that computes every operation plainly,
+//! seeded data, a device over host memory, links that break. For development only: nothing here is in a wheel.
+//!
+//! ```text
+//! Harness::new(4).run(|rank, communicator| ..)     every rank a thread, loopback links, a communicator each
+//! complete(&mut communicator, operation)           submit and drive to the end, with a deadline
+//! oracle::allreduce(..) == the bytes all ranks must hold
+//! ```
+//!
+//! It owns no rule of the product: the oracle repeats what `farandole_collectives::kernel` documents, element by
+//! element and by other means.
+
+#![deny(unsafe_code)]
+
+mod data;
+mod device;
+mod faulty;
+mod harness;
+mod memory;
+pub mod oracle;
+
+pub use data::{Seed, elements, special_elements};
+pub use device::HostDevice;
+pub use faulty::cut_after;
+pub use harness::{Harness, complete, complete_all, run_world};
+pub use memory::{contents, filled};

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What is refused, and what happens when a link breaks.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
+#![expect(dead_code, reason = "each test file uses a part of the common module")]
+
+mod common;
+
+use common::{Tensor, allreduce};
+use farandole_collectives::{
+    Communicator, DataType, Device, Error, HostCommunicator, Operation, ReduceOp, Segment, Token,
+};
+use farandole_testkit::{Harness, HostDevice, complete, elements, run_world};
+use farandole_transport::{Error as LinkError, loopback};
+use farandole_world::Rank;
+
+#[test]
+fn a_cut_link_is_an_error_on_every_rank_and_nobody_hangs() {
+    for size in [2, 3, 4, 5] {
+        // Within the greeting, between messages, inside a chunk, late.
+        for bytes in [0, 10, 64, 1000, 30_000] {
+            for kind in 0..3 {
+                let outcomes =
+                    Harness::new(size).ring(16 << 10).cut(0, 1, bytes).run(|rank, mut communicator| {
+                        let input = elements(DataType::F32, 50_000, rank.index() as u64);
+                        let tensor = Tensor::new(&input, true);
+                        let gathered = Tensor::into_size(&input, input.len() * size);
+                        let operation = match kind {
+                            0 => allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor)),
+                            1 => Operation::Broadcast { root: 0, segments: vec![tensor.segment()] },
+                            _ => {
+                                let bytes = vec![vec![input.len(); size]];
+                                Operation::Allgather { segments: vec![gathered.segment()], bytes }
+                            }
+                        };
+                        // A barrier tells those of the loss who had nothing to do with the link.
+                        let outcome = complete(&mut communicator, operation)
+                            .and_then(|()| complete(&mut communicator, Operation::Barrier));
+                        let again = communicator.submit(Token(9), Operation::Barrier);
+                        assert_eq!(outcome.is_err(), again.is_err());
+                        outcome
+                    });
+                for (rank, outcome) in outcomes.iter().enumerate() {
+                    let lost = Err(Error::Transport(LinkError::PeerLost {
+                        rank: Rank(0),
+                        host: String::new(),
+                        reason: String::new(),
+                    }));
+                    assert_eq!(
+                        std::mem::discriminant(outcome),
+                        std::mem::discriminant(&lost),
+                        "rank {rank} of {size}, cut after {bytes}, kind {kind}"
+                    );
+                    assert!(
+                        matches!(outcome, Err(Error::Transport(LinkError::PeerLost { .. }))),
+                        "rank {rank} of {size}, cut after {bytes}, kind {kind}: {outcome:?}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_peer_that_finished_and_left_spoils_nothing() {
+    for size in [2, 4] {
+        for _ in 0..50 {
+            run_world(size, |rank, mut communicator| {
+                let tensor = Tensor::new(&elements(DataType::F32, 20_000, rank.index() as u64), true);
+                let operation = allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor));
+                complete(&mut communicator, operation).unwrap();
+                complete(&mut communicator, Operation::Barrier).unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn members_that_disagree_about_the_world_are_told_so() {
+    let mut mesh = loopback::mesh(3, 16 << 10).unwrap();
+    mesh[2].retain(|link| link.peer == Rank(0));
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..)
+            .zip(mesh)
+            .map(|(rank, links)| {
+                scope.spawn(move || {
+                    let mut communicator = HostCommunicator::new(Rank(rank), links).unwrap();
+                    complete(&mut communicator, Operation::Barrier)
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(outcomes.iter().all(Result::is_err), "{outcomes:?}");
+    let told = "bad frame from rank 0: its communicator says members 3 where this one says 2";
+    assert_eq!(outcomes[2].as_ref().unwrap_err().to_string(), told);
+}
+
+#[test]
+fn buffers_that_do_not_fit_are_refused_before_anything_moves() {
+    run_world(2, |rank, mut communicator| {
+        let four = Tensor::new(&[0; 4], true);
+        let uneven = Tensor::into_size(&[0; 4], 8);
+        let sum = |tensor: &Tensor| allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(tensor));
+        let mut refuse =
+            |operation: Operation| communicator.submit(Token(1), operation).unwrap_err().to_string();
+        let says = "buffers do not fit the operation: ";
+        assert_eq!(refuse(sum(&uneven)), format!("{says}an allreduce of 4 bytes writes to 8 bytes"));
+        assert_eq!(
+            refuse(sum(&Tensor::new(&[0; 5], true))),
+            format!("{says}5 bytes are no whole number of float32 elements")
+        );
+        assert_eq!(
+            refuse(allreduce(DataType::Bool, ReduceOp::Average, &[])),
+            "Average is not defined for bool"
+        );
+        let segments = vec![four.segment()];
+        assert_eq!(
+            refuse(Operation::Broadcast { root: 2, segments: segments.clone() }),
+            format!("{says}the root of a broadcast among 2 members is 2")
+        );
+        assert_eq!(
+            refuse(Operation::Allgather { segments: segments.clone(), bytes: vec![vec![4]] }),
+            format!("{says}an allgather among 2 members has sizes for 1")
+        );
+        assert_eq!(
+            refuse(Operation::Allgather { segments, bytes: vec![vec![4, 4]] }),
+            format!("{says}an allgather of 4 of 8 bytes has an input of 4 and an output of 4")
+        );
+        let device = HostDevice::new(3, 1);
+        let (_memory, buffer) = device.upload(&[0; 4]);
+        let on_device = Segment { input: buffer.clone(), output: buffer };
+        let operation = Operation::Broadcast { root: 0, segments: vec![on_device] };
+        assert!(
+            refuse(operation).starts_with("device 3 failed: its memory was given to the host communicator")
+        );
+        assert_eq!(device.ordinal(), 3);
+        // The communicator is as good as new.
+        assert_eq!(communicator.pending(), 0);
+        complete(&mut communicator, sum(&four)).unwrap_or_else(|error| panic!("rank {rank}: {error}"));
+    });
+}
+
+#[test]
+fn links_that_make_no_world_are_refused() {
+    let links = |rank: usize| loopback::mesh(3, 16 << 10).unwrap().swap_remove(rank);
+    let refused = |rank, links| HostCommunicator::new(Rank(rank), links).err().unwrap().to_string();
+    let says = "buffers do not fit the operation: ";
+    assert_eq!(refused(1, links(0)), format!("{says}rank 1 has a link to itself"));
+    let mut twice = links(0);
+    twice.extend(links(0));
+    assert_eq!(refused(0, twice), format!("{says}two links lead to rank 1"));
+}

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Fusion, broadcast, allgather, barrier, and many operations at once.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::{Tensor, allreduce};
+use farandole_collectives::{Communicator, DataType, Operation, ReduceOp, Token};
+use farandole_testkit::{Harness, complete, complete_all, elements, oracle, run_world};
+
+/// Boundaries everywhere: empty, one element, odd, over a chunk.
+const TENSORS: [usize; 9] = [1, 0, 700, 64, 5000, 3, 12_345, 16, 1];
+
+#[test]
+fn a_tensor_has_the_same_bits_alone_and_fused_and_on_every_rank() {
+    for (size, ring) in [(2, 16 << 10), (3, 16 << 10), (4, 1 << 20), (5, 32 << 10), (9, 16 << 10)] {
+        for dtype in [DataType::F32, DataType::F16, DataType::F64, DataType::I8] {
+            let results = Harness::new(size).ring(ring).run(|rank, mut communicator| {
+                let make = |k: usize| {
+                    let bytes = elements(dtype, TENSORS[k], (rank.index() * 100 + k) as u64);
+                    Tensor::new(&bytes, k % 2 == 0)
+                };
+                let fused: Vec<Tensor> = (0..TENSORS.len()).map(make).collect();
+                complete(&mut communicator, allreduce(dtype, ReduceOp::Average, &fused)).unwrap();
+                let alone: Vec<Tensor> = (0..TENSORS.len()).map(make).collect();
+                for tensor in &alone {
+                    let operation = allreduce(dtype, ReduceOp::Average, std::slice::from_ref(tensor));
+                    complete(&mut communicator, operation).unwrap();
+                }
+                let bytes = |tensors: &[Tensor]| tensors.iter().map(Tensor::result).collect::<Vec<_>>();
+                assert!(bytes(&fused) == bytes(&alone), "{dtype} of {size}");
+                bytes(&fused)
+            });
+            assert!(results.iter().all(|result| *result == results[0]), "{dtype} of {size}");
+        }
+    }
+}
+
+#[test]
+fn a_tensor_larger_than_any_ring_is_reduced() {
+    for size in [2, 4] {
+        let count = 700_001;
+        let inputs: Vec<Vec<u8>> =
+            (0..size).map(|rank| elements(DataType::F32, count, rank as u64)).collect();
+        let call =
+            oracle::Allreduce { dtype: DataType::F32, op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
+        let expected = oracle::allreduce(call, &inputs);
+        Harness::new(size).ring(64 << 10).run(|rank, mut communicator| {
+            let tensor = Tensor::new(&inputs[rank.index()], true);
+            let operation = allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor));
+            complete(&mut communicator, operation).unwrap();
+            oracle::compare(DataType::F32, &tensor.result(), &expected).unwrap();
+        });
+    }
+}
+
+#[test]
+fn broadcast_gives_everybody_the_roots_bytes_from_any_root() {
+    for size in [1, 2, 3, 4, 5, 8, 11] {
+        Harness::new(size).ring(16 << 10).run(|rank, mut communicator| {
+            for root in [0, size / 2, size - 1] {
+                for lengths in [vec![], vec![0], vec![1], vec![3, 0, 61, 5000], vec![100_003, 9]] {
+                    let bytes = |rank: usize| -> Vec<Vec<u8>> {
+                        let make = |(k, length): (usize, &usize)| {
+                            elements(DataType::U8, *length, (rank * 10 + k) as u64)
+                        };
+                        lengths.iter().enumerate().map(make).collect()
+                    };
+                    let tensors: Vec<Tensor> = bytes(rank.index())
+                        .iter()
+                        .enumerate()
+                        .map(|(k, bytes)| Tensor::new(bytes, k % 2 == 0))
+                        .collect();
+                    let segments = tensors.iter().map(Tensor::segment).collect();
+                    complete(&mut communicator, Operation::Broadcast { root, segments }).unwrap();
+                    for (tensor, expected) in tensors.iter().zip(bytes(root)) {
+                        assert!(
+                            tensor.result() == expected,
+                            "rank {rank} of {size} from {root}: {lengths:?}"
+                        );
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn allgather_joins_uneven_parts_in_rank_order() {
+    for size in [1, 2, 3, 4, 7, 8] {
+        Harness::new(size).ring(16 << 10).run(|rank, mut communicator| {
+            // Bytes of member m in tensor k: some have none, some more than a ring.
+            let count =
+                |k: usize, m: usize| [(m * 37 + 11) % 100, if m == 1 { 0 } else { m * 20_000 }, 0, 1][k];
+            let input = |k: usize, m: usize| elements(DataType::U8, count(k, m), (m * 10 + k) as u64);
+            for tensors in [vec![0], vec![1], vec![2], vec![0, 1, 2, 3]] {
+                let bytes: Vec<Vec<usize>> =
+                    tensors.iter().map(|k| (0..size).map(|m| count(*k, m)).collect()).collect();
+                let memory: Vec<Tensor> = tensors
+                    .iter()
+                    .zip(&bytes)
+                    .map(|(k, counts)| Tensor::into_size(&input(*k, rank.index()), counts.iter().sum()))
+                    .collect();
+                let segments = memory.iter().map(Tensor::segment).collect();
+                complete(&mut communicator, Operation::Allgather { segments, bytes }).unwrap();
+                for (k, tensor) in tensors.iter().zip(&memory) {
+                    let inputs: Vec<Vec<u8>> = (0..size).map(|m| input(*k, m)).collect();
+                    assert!(
+                        tensor.result() == oracle::allgather(&inputs),
+                        "rank {rank} of {size}, tensor {k}"
+                    );
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn nobody_passes_a_barrier_before_everybody_has_reached_it() {
+    for size in [1, 2, 3, 8, 9, 13] {
+        let reached = AtomicUsize::new(0);
+        run_world(size, |_, mut communicator| {
+            for round in 1..=20 {
+                reached.fetch_add(1, Ordering::SeqCst);
+                complete(&mut communicator, Operation::Barrier).unwrap();
+                assert!(reached.load(Ordering::SeqCst) >= round * size);
+            }
+        });
+    }
+}
+
+#[test]
+fn operations_queued_together_complete_in_order() {
+    for size in [2, 3] {
+        Harness::new(size).ring(32 << 10).run(|rank, mut communicator| {
+            let mut tensors = Vec::new();
+            let mut operations = Vec::new();
+            for k in 0..60_usize {
+                let bytes = elements(DataType::I64, (k * k * 7) % 9000, (rank.index() * 1000 + k) as u64);
+                let tensor = Tensor::new(&bytes, true);
+                operations.push(match k % 3 {
+                    0 => allreduce(DataType::I64, ReduceOp::Max, std::slice::from_ref(&tensor)),
+                    1 => Operation::Broadcast { root: k % size, segments: vec![tensor.segment()] },
+                    _ => Operation::Barrier,
+                });
+                tensors.push(tensor);
+            }
+            complete_all(&mut communicator, operations).unwrap();
+            let call =
+                oracle::Allreduce { dtype: DataType::I64, op: ReduceOp::Max, prescale: 1.0, postscale: 1.0 };
+            for (k, tensor) in tensors.iter().enumerate() {
+                let of = |rank: usize| elements(DataType::I64, (k * k * 7) % 9000, (rank * 1000 + k) as u64);
+                let expected = match k % 3 {
+                    0 => oracle::allreduce(call, &(0..size).map(of).collect::<Vec<_>>()),
+                    1 => of(k % size),
+                    _ => of(rank.index()),
+                };
+                assert!(tensor.result() == expected, "operation {k} on rank {rank} of {size}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_world_of_one_completes_at_the_next_progress() {
+    run_world(1, |_, mut communicator| {
+        let tensor = Tensor::new(&elements(DataType::F32, 100_000, 1), false);
+        let operation = allreduce(DataType::F32, ReduceOp::Average, std::slice::from_ref(&tensor));
+        communicator.submit(Token(5), operation).unwrap();
+        assert_eq!(communicator.pending(), 1);
+        let mut completed = Vec::new();
+        communicator.progress(&mut completed).unwrap();
+        assert_eq!((completed, communicator.pending()), (vec![Token(5)], 0));
+        assert_eq!(tensor.result(), elements(DataType::F32, 100_000, 1));
+    });
+}
+
+#[test]
+fn a_set_of_some_ranks_numbers_its_members_in_rank_order() {
+    let mut mesh = farandole_transport::loopback::mesh(4, 64 << 10).unwrap();
+    // Ranks 1 and 3, each with its link to the other alone.
+    let links = |mesh: &mut Vec<Vec<_>>, rank: usize, peer: usize| {
+        let own: Vec<farandole_transport::Link> = std::mem::take(&mut mesh[rank]);
+        own.into_iter().filter(|link| link.peer.index() == peer).collect::<Vec<_>>()
+    };
+    let ends = [(1_u32, links(&mut mesh, 1, 3)), (3, links(&mut mesh, 3, 1))];
+    std::thread::scope(|scope| {
+        for (rank, links) in ends {
+            scope.spawn(move || {
+                let rank = farandole_world::Rank(rank);
+                let mut set = farandole_collectives::HostCommunicator::new(rank, links).unwrap();
+                assert_eq!((set.size(), set.member()), (2, usize::from(rank.0 == 3)));
+                let tensor = Tensor::new(&[u8::try_from(rank.0).unwrap(); 10], true);
+                let operation = allreduce(DataType::U8, ReduceOp::Sum, std::slice::from_ref(&tensor));
+                complete(&mut set, operation).unwrap_or_else(|error| panic!("{error}"));
+                assert_eq!(tensor.result(), [4; 10]);
+            });
+        }
+    });
+}

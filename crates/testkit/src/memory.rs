@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Memory of tests, which nobody else knows.
+#![expect(unsafe_code, reason = "buffers are read and written through unsafe methods")]
+
+use farandole_collectives::Memory;
+
+/// Memory that holds these bytes.
+pub fn filled(bytes: &[u8]) -> Memory {
+    let memory = Memory::new(bytes.len());
+    let buffer = memory.buffer();
+    // SAFETY: the memory was made here, so nobody else has it.
+    unsafe { buffer.bytes_mut() }.copy_from_slice(bytes);
+    memory
+}
+
+/// The bytes in a memory no operation is using.
+pub fn contents(memory: &Memory) -> Vec<u8> {
+    let buffer = memory.buffer();
+    // SAFETY: tests call this before they submit or after completion: nobody writes.
+    unsafe { buffer.bytes() }.to_vec()
+}

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Every operation in one process, one element at a time, as its documentation says it.
+
+use farandole_collectives::{DataType, ReduceOp};
+use half::{bf16, f16};
+
+/// The parameters of an allreduce.
+#[derive(Clone, Copy, Debug)]
+pub struct Allreduce {
+    /// Element type.
+    pub dtype: DataType,
+    /// How elements combine.
+    pub op: ReduceOp,
+    /// Multiplies inputs.
+    pub prescale: f64,
+    /// Multiplies the result.
+    pub postscale: f64,
+}
+
+/// Whether an operation is defined for a type.
+pub fn is_defined(dtype: DataType, op: ReduceOp) -> bool {
+    match (dtype, op) {
+        (_, ReduceOp::Adasum) | (DataType::Bool, ReduceOp::Average) => false,
+        (DataType::C64 | DataType::C128, op) => matches!(op, ReduceOp::Sum | ReduceOp::Average),
+        _ => true,
+    }
+}
+
+/// What every rank must hold after an allreduce of these inputs, in rank order.
+pub fn allreduce(call: Allreduce, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let Allreduce { dtype, .. } = call;
+    // Complex numbers act by parts.
+    let size = match dtype {
+        DataType::C64 => 4,
+        DataType::C128 => 8,
+        _ => dtype.size(),
+    };
+    let count = inputs.first().map_or(0, |input| input.len() / size);
+    let mut out = Vec::new();
+    for k in 0..count {
+        let element: Vec<&[u8]> = inputs.iter().map(|input| &input[k * size..(k + 1) * size]).collect();
+        out.extend(reduce_element(call, &element));
+    }
+    out
+}
+
+macro_rules! integer {
+    ($type:ty, $call:expr, $element:expr) => {{
+        let Allreduce { op, prescale, postscale, .. } = $call;
+        let scale =
+            |value: $type, factor: f64| if factor == 1.0 { value } else { cast!($type, value, factor) };
+        let values: Vec<$type> = $element
+            .iter()
+            .map(|bytes| <$type>::from_ne_bytes(array(bytes)))
+            .map(|value| scale(value, prescale))
+            .collect();
+        let total: i128 = values.iter().map(|value| i128::from(*value)).sum();
+        let result = match op {
+            ReduceOp::Average => wrap!($type, total / values.len() as i128),
+            ReduceOp::Product => values.iter().fold(1, |a: $type, b| a.wrapping_mul(*b)),
+            ReduceOp::Min => values.iter().copied().min().unwrap_or_default(),
+            ReduceOp::Max => values.iter().copied().max().unwrap_or_default(),
+            ReduceOp::Sum | ReduceOp::Adasum => wrap!($type, total),
+        };
+        scale(result, postscale).to_ne_bytes().to_vec()
+    }};
+}
+
+macro_rules! wrap {
+    ($type:ty, $value:expr) => {{
+        #[expect(clippy::cast_possible_truncation, reason = "sums wrap")]
+        let value = $value as $type;
+        value
+    }};
+}
+
+macro_rules! cast {
+    ($type:ty, $value:expr, $factor:expr) => {{
+        #[expect(clippy::cast_possible_truncation, reason = "scaling truncates")]
+        let value = ($value as f64 * $factor) as $type;
+        value
+    }};
+}
+
+macro_rules! float {
+    ($type:ty, $call:expr, $element:expr, $read:expr, $write:expr) => {{
+        let Allreduce { op, prescale, postscale, .. } = $call;
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::allow_attributes,
+            reason = "factors take the type"
+        )]
+        let (pre, post) = (prescale as $type, postscale as $type);
+        let values = $element.iter().map(|bytes| $read(array(bytes))).map(|value: $type| value * pre);
+        let count = $element.len() as $type;
+        let joined = values.reduce(|a, b| match op {
+            ReduceOp::Product => a * b,
+            ReduceOp::Min if a.is_nan() || b.is_nan() => <$type>::NAN,
+            ReduceOp::Max if a.is_nan() || b.is_nan() => <$type>::NAN,
+            ReduceOp::Min => {
+                if a < b {
+                    a
+                } else {
+                    b
+                }
+            }
+            ReduceOp::Max => {
+                if a > b {
+                    a
+                } else {
+                    b
+                }
+            }
+            ReduceOp::Sum | ReduceOp::Average | ReduceOp::Adasum => a + b,
+        });
+        let joined = joined.unwrap_or_default();
+        let mean = if op == ReduceOp::Average { joined / count } else { joined };
+        $write(mean * post).to_vec()
+    }};
+}
+
+fn reduce_element(call: Allreduce, element: &[&[u8]]) -> Vec<u8> {
+    match call.dtype {
+        DataType::U8 => integer!(u8, call, element),
+        DataType::I8 => integer!(i8, call, element),
+        DataType::U16 => integer!(u16, call, element),
+        DataType::I16 => integer!(i16, call, element),
+        DataType::U32 => integer!(u32, call, element),
+        DataType::I32 => integer!(i32, call, element),
+        DataType::U64 => integer!(u64, call, element),
+        DataType::I64 => integer!(i64, call, element),
+        DataType::F16 => {
+            float!(f32, call, element, |bytes| f16::from_ne_bytes(bytes).to_f32(), |value| f16::from_f32(
+                value
+            )
+            .to_ne_bytes())
+        }
+        DataType::Bf16 => {
+            float!(f32, call, element, |bytes| bf16::from_ne_bytes(bytes).to_f32(), |value| bf16::from_f32(
+                value
+            )
+            .to_ne_bytes())
+        }
+        DataType::F32 | DataType::C64 => float!(f32, call, element, f32::from_ne_bytes, f32::to_ne_bytes),
+        DataType::F64 | DataType::C128 => float!(f64, call, element, f64::from_ne_bytes, f64::to_ne_bytes),
+        DataType::Bool => {
+            let or = matches!(call.op, ReduceOp::Sum | ReduceOp::Max);
+            let any = element.iter().any(|bytes| bytes[0] != 0);
+            let all = element.iter().all(|bytes| bytes[0] != 0);
+            vec![u8::from(if or { any } else { all })]
+        }
+    }
+}
+
+/// The bytes of one element.
+fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
+    let mut array = [0; N];
+    array.copy_from_slice(bytes);
+    array
+}
+
+/// What every rank must hold after an allgather: one member after the other.
+pub fn allgather(inputs: &[Vec<u8>]) -> Vec<u8> {
+    inputs.concat()
+}
+
+/// Where two tensors differ first, in words; NaNs are equal to NaNs.
+///
+/// # Errors
+/// The element and its bytes on both sides.
+pub fn compare(dtype: DataType, got: &[u8], expected: &[u8]) -> Result<(), String> {
+    if got.len() != expected.len() {
+        return Err(format!("{} bytes instead of {}", got.len(), expected.len()));
+    }
+    let size = match dtype {
+        DataType::C64 => 4,
+        DataType::C128 => 8,
+        _ => dtype.size(),
+    };
+    let pairs = got.chunks_exact(size).zip(expected.chunks_exact(size));
+    match pairs.enumerate().find(|(_, (a, b))| a != b && !(is_nan(dtype, a) && is_nan(dtype, b))) {
+        Some((k, (a, b))) => {
+            Err(format!("element {k} of {} is {a:02x?} instead of {b:02x?}", got.len() / size))
+        }
+        None => Ok(()),
+    }
+}
+
+fn is_nan(dtype: DataType, bytes: &[u8]) -> bool {
+    match dtype {
+        DataType::F16 => f16::from_ne_bytes(array(bytes)).is_nan(),
+        DataType::Bf16 => bf16::from_ne_bytes(array(bytes)).is_nan(),
+        DataType::F32 | DataType::C64 => f32::from_ne_bytes(array(bytes)).is_nan(),
+        DataType::F64 | DataType::C128 => f64::from_ne_bytes(array(bytes)).is_nan(),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oracle_itself_is_right_on_numbers_done_by_hand() {
+        let call = |dtype, op| Allreduce { dtype, op, prescale: 1.0, postscale: 1.0 };
+        let of = |values: [i8; 3]| values.map(|value| value.to_ne_bytes().to_vec());
+        assert_eq!(allreduce(call(DataType::I8, ReduceOp::Average), &of([100, 100, 101])), [100]);
+        assert_eq!(allreduce(call(DataType::I8, ReduceOp::Average), &of([-1, -1, 0])), [0]);
+        assert_eq!(allreduce(call(DataType::I8, ReduceOp::Sum), &of([100, 100, 0])), [200]);
+        let floats = [1.5_f32, -4.0, 0.25].map(|value| value.to_ne_bytes().to_vec());
+        let scaled = Allreduce { dtype: DataType::F32, op: ReduceOp::Min, prescale: 2.0, postscale: 0.5 };
+        assert_eq!(allreduce(scaled, &floats), (-4.0_f32).to_ne_bytes());
+        assert!(compare(DataType::F32, &f32::NAN.to_ne_bytes(), &(-f32::NAN).to_ne_bytes()).is_ok());
+        assert!(compare(DataType::I32, &1_i32.to_ne_bytes(), &2_i32.to_ne_bytes()).is_err());
+    }
+}
