@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! How large the rings between ranks are.
+
+use farandole_world::World;
+
+/// Channel of the engine's negotiation.
+pub(crate) const CONTROL: u32 = 0;
+/// Channel of the communicator's data.
+pub(crate) const DATA: u32 = 1;
+
+/// Bytes of each ring of the control channel: many frames of negotiation.
+pub(crate) const CONTROL_CAPACITY: usize = 64 << 10;
+
+/// Fewer bytes make a transfer wait for every chunk; more leave the cache.
+const LEAST: u64 = 64 << 10;
+const MOST: u64 = 4 << 20;
+
+/// Bytes of each ring between two ranks, so that the fullest host's rings fit into `budget`: equal on all ranks, as
+/// both ends of a link must agree.
+pub(crate) fn data_capacity(world: &World, budget: u64) -> usize {
+    let local = world.seats.iter().map(|seat| u64::from(seat.local_size)).max().unwrap_or(1);
+    let rings = (local * (local - 1)).max(1);
+    let fair = (budget / rings).clamp(LEAST, MOST);
+    usize::try_from(fair.next_power_of_two() >> u32::from(!fair.is_power_of_two())).unwrap_or(1 << 20)
+}
+
+/// What one process may take of its host's `budget`.
+pub(crate) fn share(world: &World, budget: u64) -> u64 {
+    budget / u64::from(world.seat().local_size.max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use farandole_world::{Generation, HostHash, TaskId, TaskPlace, assign};
+
+    use super::*;
+
+    fn world(hosts: &[&str]) -> World {
+        let places: Vec<TaskPlace> = (0u32..)
+            .zip(hosts)
+            .map(|(task, host)| TaskPlace { task: TaskId(task), host: HostHash((*host).to_owned()) })
+            .collect();
+        assign(Generation(0), &places).unwrap()
+    }
+
+    #[test]
+    fn the_fullest_host_decides_for_all() {
+        let uneven = world(&["a", "a", "a", "a", "b"]);
+        let seen_from_b = uneven.seen_from(farandole_world::Rank(4)).unwrap();
+        assert_eq!(data_capacity(&uneven, 24 << 20), 2 << 20);
+        assert_eq!(data_capacity(&seen_from_b, 24 << 20), 2 << 20);
+    }
+
+    #[test]
+    fn rings_are_neither_tiny_nor_huge() {
+        assert_eq!(data_capacity(&world(&["a", "a"]), 0), 64 << 10);
+        assert_eq!(data_capacity(&world(&["a", "a"]), 1 << 40), 4 << 20);
+        assert_eq!(data_capacity(&world(&["a"]), 1 << 20), 1 << 20);
+    }
+
+    #[test]
+    fn capacities_are_powers_of_two_within_the_budget() {
+        assert_eq!(data_capacity(&world(&["a", "a", "a"]), 10 << 20), 1 << 20);
+    }
+}

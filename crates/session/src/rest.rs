@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! How the engine sleeps and looks after its peers: on a parker, and by the mesh where there are any.
+
+use std::time::{Duration, Instant};
+
+use farandole_engine::ProgressHost;
+use farandole_transport::{Mesh, Parker, Result, Unparker};
+
+/// A parker, and the mesh it belongs to.
+pub(crate) struct Rest {
+    parker: Parker,
+    unparker: Unparker,
+    mesh: Option<Mesh>,
+}
+
+impl Rest {
+    /// For a world with peers.
+    pub(crate) fn among(mesh: Mesh) -> Self {
+        let parker = mesh.parker();
+        Self { unparker: parker.unparker(), parker, mesh: Some(mesh) }
+    }
+
+    /// For a world of one.
+    pub(crate) fn alone() -> Result<Self> {
+        let parker = Parker::new()?;
+        Ok(Self { unparker: parker.unparker(), parker, mesh: None })
+    }
+}
+
+impl ProgressHost for Rest {
+    fn prepare(&self) {
+        self.parker.prepare();
+    }
+
+    fn park(&self, limit: Duration) {
+        // A parker that cannot sleep makes the engine spin; whatever broke it ends the links too, and is told by them.
+        drop(self.parker.park(Instant::now() + limit));
+    }
+
+    fn cancel(&self) {
+        self.parker.cancel();
+    }
+
+    fn unpark(&self) {
+        self.unparker.wake();
+    }
+
+    fn check(&self) -> Result<()> {
+        self.mesh.as_ref().map_or(Ok(()), |mesh| mesh.check())
+    }
+
+    fn beat(&self) {
+        if let Some(mesh) = &self.mesh {
+            mesh.beat();
+        }
+    }
+}

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! A running session.
+
+use std::process;
+use std::sync::Arc;
+
+use farandole_engine::Engine;
+use farandole_registrar::Client;
+use farandole_world::World;
+
+use crate::{Error, Result};
+
+/// This process's membership in a world. The engine owns the links and the mesh, and takes them down with itself.
+pub struct Session {
+    engine: Engine,
+    client: Option<Client>,
+    world: Arc<World>,
+    process: u32,
+}
+
+impl Session {
+    pub(crate) fn new(engine: Engine, client: Option<Client>, world: Arc<World>) -> Self {
+        Self { engine, client, world, process: process::id() }
+    }
+
+    /// Where this process sits.
+    pub fn world(&self) -> &Arc<World> {
+        &self.world
+    }
+
+    /// What runs the operations.
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// The connection to the registrar; none in a process nobody launched.
+    pub fn client(&self) -> Option<&Client> {
+        self.client.as_ref()
+    }
+
+    pub(crate) fn process(&self) -> u32 {
+        self.process
+    }
+
+    /// # Errors
+    /// `Forked` in a child of the process that began the session.
+    pub(crate) fn check_process(&self) -> Result<()> {
+        let pid = process::id();
+        if pid == self.process { Ok(()) } else { Err(Error::Forked { pid, parent: self.process }) }
+    }
+
+    /// Whoever still holds the session gets errors from now on.
+    pub(crate) fn shutdown(&self) {
+        self.engine.shutdown();
+    }
+}
