@@ -5,9 +5,10 @@
 
 use std::thread;
 
-use farandole_collectives::{DataType, Memory, ReduceOp};
+use farandole_collectives::{DataType, ReduceOp};
 use farandole_engine::Kind;
-use farandole_registrar::server::{Options, Registrar};
+use farandole_registrar::{Options, Registrar};
+use farandole_testkit::{contents, filled};
 use farandole_world::{HostFacts, TaskId};
 
 use super::*;
@@ -45,9 +46,8 @@ fn world<T: Send>(
 }
 
 fn sum(session: &Session, values: &[f32]) -> Vec<f32> {
-    let memory = Memory::new(size_of_val(values));
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
-    memory.fill(&bytes);
+    let memory = filled(&bytes);
     let request = Request {
         name: "sum".to_owned(),
         kind: Kind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 },
@@ -60,42 +60,54 @@ fn sum(session: &Session, values: &[f32]) -> Vec<f32> {
     };
     let handle = session.engine().submit(request).unwrap();
     let completion = session.engine().wait(handle, LIMIT).unwrap().unwrap();
-    let output = completion.output.unwrap().to_vec();
+    let output = contents(&completion.output.unwrap());
     output.chunks_exact(4).map(|bytes| f32::from_ne_bytes(bytes.try_into().unwrap())).collect()
 }
 
 #[test]
 fn ranks_of_one_host_form_a_world_and_reduce() {
-    let sums = world(3, |_| "a".to_owned(), |client, deadline| {
-        let session = launched(&config(), client, 0, deadline, &mut || false).unwrap();
-        sum(&session, &[session.world().rank.0 as f32, 1.0])
-    });
+    let sums = world(
+        3,
+        |_| "a".to_owned(),
+        |client, deadline| {
+            let session = launched(&config(), client, 0, deadline, &mut || false).unwrap();
+            sum(&session, &[session.world().rank.0 as f32, 1.0])
+        },
+    );
     assert_eq!(sums, vec![vec![3.0, 3.0]; 3]);
 }
 
 #[test]
 fn ranks_of_several_hosts_form_a_world_over_tcp() {
-    let sums = world(4, |task| (task % 2).to_string(), |client, deadline| {
-        let session = launched(&config(), client, 0, deadline, &mut || false).unwrap();
-        assert_eq!((session.world().seat().local_size, session.world().seat().cross_size), (2, 2));
-        sum(&session, &vec![1.0; 100_000]).iter().sum::<f32>()
-    });
+    let sums = world(
+        4,
+        |task| (task % 2).to_string(),
+        |client, deadline| {
+            let session = launched(&config(), client, 0, deadline, &mut || false).unwrap();
+            assert_eq!((session.world().seat().local_size, session.world().seat().cross_size), (2, 2));
+            sum(&session, &vec![1.0; 100_000]).iter().sum::<f32>()
+        },
+    );
     assert_eq!(sums, vec![400_000.0; 4]);
 }
 
 #[test]
 fn a_world_can_form_again_after_all_have_left() {
-    let sums = world(2, |_| "a".to_owned(), |client, deadline| {
-        (0..3)
-            .map(|number| {
-                let session =
-                    launched(&config(), client.clone(), number, deadline, &mut || false).unwrap();
-                let sum = sum(&session, &[1.0])[0];
-                session.shutdown();
-                sum
-            })
-            .collect::<Vec<f32>>()
-    });
+    let sums = world(
+        2,
+        |_| "a".to_owned(),
+        |client, deadline| {
+            (0..3)
+                .map(|number| {
+                    let session =
+                        launched(&config(), client.clone(), number, deadline, &mut || false).unwrap();
+                    let sum = sum(&session, &[1.0])[0];
+                    session.shutdown();
+                    sum
+                })
+                .collect::<Vec<f32>>()
+        },
+    );
     assert_eq!(sums, vec![vec![2.0; 3]; 2]);
 }
 
