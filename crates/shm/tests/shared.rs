@@ -6,6 +6,8 @@
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::thread;
 
 use farandole_shm::{Bell, Error, Guard, Segment, handover, private};
@@ -93,4 +95,26 @@ fn a_bell_is_rung_once_and_only_when_its_owner_sleeps() {
 #[test]
 fn a_guard_holds_in_its_own_process() {
     assert!(Guard::new().intact());
+}
+
+#[test]
+fn shm_5_a_forked_child_cannot_use_a_ring_of_its_parent() {
+    const FORKED: i32 = 200;
+    let guard = Guard::new();
+    let (mut producer, mut consumer) = private(4096).unwrap();
+    producer.window().unwrap();
+    let mut command = Command::new("/proc/self/exe");
+    let probe = move || {
+        let refused = !guard.intact()
+            && producer.window().err() == Some(Error::Forked)
+            && producer.commit(1) == Err(Error::Forked);
+        producer.close();
+        Err(std::io::Error::from_raw_os_error(if refused { FORKED } else { 0 }))
+    };
+    // SAFETY: the closure runs in the forked child before exec; it reads atomics and allocates nothing.
+    unsafe { command.pre_exec(probe) };
+    assert_eq!(command.spawn().unwrap_err().raw_os_error(), Some(FORKED));
+    assert!(!consumer.closed(), "the child changed the parent's ring");
+    assert!(consumer.window().unwrap().is_empty());
+    assert!(guard.intact());
 }

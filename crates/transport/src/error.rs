@@ -80,3 +80,19 @@ pub enum Error {
         reason: String,
     },
 }
+
+impl From<farandole_shm::Error> for Error {
+    fn from(error: farandole_shm::Error) -> Self {
+        match error {
+            farandole_shm::Error::Forked => Self::Forked,
+            other => Self::System { what: "shared memory", reason: other.to_string() },
+        }
+    }
+}
+
+impl Error {
+    /// Names the call that failed: for `map_err`.
+    pub(crate) fn of<E: std::fmt::Display>(what: &'static str) -> impl Fn(E) -> Self {
+        move |error| Self::System { what, reason: error.to_string() }
+    }
+}

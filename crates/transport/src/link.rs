@@ -5,6 +5,9 @@
 //!
 //! A sender fills the window and commits; a receiver reads the window and releases. On shared memory the two windows
 //! are the same memory; on TCP they are private rings that a poll of either half pumps. Nothing here blocks.
+//!
+//! To poll a link is to call `window` of its receiver and, while `flush` of its sender says false, `flush`. Whoever
+//! parks polls all links after `Parker::prepare`: on TCP, bytes move only when somebody polls.
 
 use std::fmt;
 

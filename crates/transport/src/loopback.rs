@@ -10,7 +10,7 @@ use farandole_world::Rank;
 
 use crate::peer::Peer;
 use crate::ring::{RingReceiver, RingSender};
-use crate::{Error, Link, LinkKind, Parker, Result};
+use crate::{Link, LinkKind, Parker, Result};
 
 /// A link between `a` and `b`: the first is `a`'s end (its peer is `b`). Nobody is woken: poll.
 ///
@@ -27,12 +27,15 @@ fn pair_with(
     bell_a: Option<Arc<Bell>>,
     bell_b: Option<Arc<Bell>>,
 ) -> Result<(Link, Link)> {
-    let ring =
-        || private(capacity).map_err(|error| Error::System { what: "ring", reason: error.to_string() });
-    let peer = |rank| Arc::new(Peer::new(rank, "loopback".to_owned()));
+    let peer = |rank| {
+        let peer = Peer::new(rank);
+        // A new peer has no host yet.
+        drop(peer.host.set("loopback".to_owned()));
+        Arc::new(peer)
+    };
     let (peer_a, peer_b) = (peer(a), peer(b));
-    let (to_b, from_a) = ring()?;
-    let (to_a, from_b) = ring()?;
+    let (to_b, from_a) = private(capacity)?;
+    let (to_a, from_b) = private(capacity)?;
     let capacity = to_b.capacity();
     let link = |peer, sender, receiver| Link {
         peer,

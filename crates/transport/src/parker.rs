@@ -51,21 +51,16 @@ pub struct Unparker {
     shared: Arc<Shared>,
 }
 
-fn system(what: &'static str) -> impl Fn(Errno) -> Error {
-    move |error| Error::System { what, reason: error.to_string() }
-}
-
 impl Parker {
     /// A parker of its own; a mesh brings one.
     ///
     /// # Errors
     /// `System`.
     pub fn new() -> Result<Self> {
-        let bell =
-            Bell::create().map_err(|error| Error::System { what: "bell", reason: error.to_string() })?;
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
+        let bell = Bell::create()?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::of("epoll_create"))?;
         let data = epoll::EventData::new_u64(0);
-        epoll::add(&epoll, bell.event(), data, epoll::EventFlags::IN).map_err(system("epoll_ctl"))?;
+        epoll::add(&epoll, bell.event(), data, epoll::EventFlags::IN).map_err(Error::of("epoll_ctl"))?;
         let shared = Shared {
             bell: Arc::new(bell),
             epoll,
@@ -85,7 +80,7 @@ impl Parker {
         let flags =
             epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
         epoll::add(&self.shared.epoll, socket, epoll::EventData::new_u64(1), flags)
-            .map_err(system("epoll_ctl"))
+            .map_err(Error::of("epoll_ctl"))
     }
 
     pub(crate) fn unwatch(&self, socket: impl AsFd) {
@@ -117,7 +112,7 @@ impl Parker {
     /// `Forked`, `System`.
     pub fn park(&self, deadline: Instant) -> Result<Wake> {
         let shared = &*self.shared;
-        shared.guard.check().map_err(|_| Error::Forked)?;
+        shared.guard.check()?;
         shared.sleepers.fetch_add(1, Ordering::SeqCst);
         // Counted first, looked second: `Unparker::wake` looks in the other order.
         let outcome = if shared.bell.parked() { self.wait(deadline) } else { Ok(Wake::Woken) };
@@ -126,7 +121,7 @@ impl Parker {
             if !others {
                 shared.bell.unpark();
             }
-            return outcome.map_err(system("epoll_wait"));
+            return outcome.map_err(Error::of("epoll_wait"));
         }
         shared.bell.answer();
         shared.signalled.swap(false, Ordering::AcqRel);
@@ -136,7 +131,7 @@ impl Parker {
         } else {
             shared.bell.unpark();
         }
-        outcome.map_err(system("epoll_wait"))
+        outcome.map_err(Error::of("epoll_wait"))
     }
 
     fn wait(&self, deadline: Instant) -> Result<Wake, Errno> {

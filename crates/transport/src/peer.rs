@@ -3,8 +3,10 @@
 
 //! What is known of the process at the other end; shared by all links to it and by the liveness watch.
 
-use std::sync::OnceLock;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, OnceLock};
 
+use farandole_shm::Bell;
 use farandole_world::Rank;
 
 use crate::Error;
@@ -13,13 +15,30 @@ use crate::Error;
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) rank: Rank,
-    pub(crate) host: String,
+    /// Known as soon as its card is.
+    pub(crate) host: OnceLock<String>,
+    bell: OnceLock<Arc<Bell>>,
     lost: OnceLock<String>,
 }
 
 impl Peer {
-    pub(crate) fn new(rank: Rank, host: String) -> Self {
-        Self { rank, host, lost: OnceLock::new() }
+    pub(crate) fn new(rank: Rank) -> Self {
+        Self { rank, host: OnceLock::new(), bell: OnceLock::new(), lost: OnceLock::new() }
+    }
+
+    /// Its doorbell; the one handed over first serves all links. True when it is new.
+    pub(crate) fn adopt(
+        &self,
+        memory: OwnedFd,
+        event: OwnedFd,
+    ) -> Result<(Arc<Bell>, bool), farandole_shm::Error> {
+        if let Some(bell) = self.bell.get() {
+            return Ok((Arc::clone(bell), false));
+        }
+        let new = Arc::new(Bell::adopt(memory, event)?);
+        let bell = Arc::clone(self.bell.get_or_init(|| Arc::clone(&new)));
+        let first = Arc::ptr_eq(&bell, &new);
+        Ok((bell, first))
     }
 
     /// Remembers the first reason only: what follows a death is its consequence. True when it is the first.
@@ -39,13 +58,13 @@ impl Peer {
     /// A refusal of shared memory, as a link's error.
     pub(crate) fn fault(&self, error: farandole_shm::Error) -> Error {
         match error {
-            farandole_shm::Error::Forked => Error::Forked,
             farandole_shm::Error::Corrupt { .. } => self.gone(&error.to_string()),
-            other => Error::System { what: "link", reason: other.to_string() },
+            other => Error::from(other),
         }
     }
 
     fn error(&self, reason: String) -> Error {
-        Error::PeerLost { rank: self.rank, host: self.host.clone(), reason }
+        let host = self.host.get().map_or("an unknown host", String::as_str).to_owned();
+        Error::PeerLost { rank: self.rank, host, reason }
     }
 }

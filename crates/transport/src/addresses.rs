@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Where this host can be reached, and in which order a peer tries.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
+
+use farandole_config::PortRange;
+
+use crate::{Error, Result};
+
+/// Addresses of this host: the one that faces the default route first, loopback last. Link-local ones are left out,
+/// because they mean nothing without an interface.
+pub(crate) fn own() -> Vec<IpAddr> {
+    let mut found: Vec<IpAddr> = primary().into_iter().collect();
+    let table = |path| std::fs::read_to_string(path).unwrap_or_default();
+    found.extend(ipv4(&table("/proc/net/fib_trie")).into_iter().map(IpAddr::V4));
+    found.extend(ipv6(&table("/proc/net/if_inet6")).into_iter().map(IpAddr::V6));
+    found.push(IpAddr::V4(Ipv4Addr::LOCALHOST));
+    let mut own: Vec<IpAddr> = Vec::new();
+    for address in found {
+        if !own.contains(&address) {
+            own.push(address);
+        }
+    }
+    own.sort_by_key(IpAddr::is_loopback);
+    own
+}
+
+/// The address packets to the world would leave from; no packet is sent.
+fn primary() -> Option<IpAddr> {
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
+    socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9)).ok()?;
+    Some(socket.local_addr().ok()?.ip()).filter(|address| !address.is_unspecified())
+}
+
+/// The kernel's routing table names local addresses on the line before `/32 host LOCAL`.
+fn ipv4(table: &str) -> Vec<Ipv4Addr> {
+    let mut found = Vec::new();
+    let mut last = None;
+    for line in table.lines().map(str::trim) {
+        if let Some(address) = line.strip_prefix("|-- ") {
+            last = address.parse::<Ipv4Addr>().ok();
+        } else if line == "/32 host LOCAL"
+            && let Some(address) = last.take()
+            && !address.is_link_local()
+        {
+            found.push(address);
+        }
+    }
+    found
+}
+
+/// `<32 hex digits> <interface> <prefix> <scope> <flags> <name>`, scope 20 being link-local.
+fn ipv6(table: &str) -> Vec<Ipv6Addr> {
+    table
+        .lines()
+        .filter_map(|line| {
+            let mut fields = line.split_whitespace();
+            let address = u128::from_str_radix(fields.next()?, 16).ok()?;
+            (fields.nth(2)? != "20").then(|| Ipv6Addr::from(address))
+        })
+        .collect()
+}
+
+/// Listens on `bind`, or on everything, at the first free port of the range.
+pub(crate) fn listen(bind: Option<IpAddr>, ports: PortRange) -> Result<(TcpListener, Vec<SocketAddr>)> {
+    let anywhere = [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)];
+    let hosts = bind.as_ref().map_or(&anywhere[..], std::slice::from_ref);
+    let mut last = "no port tried".to_owned();
+    for port in ports.first..=ports.last {
+        for host in hosts {
+            match TcpListener::bind((*host, port)) {
+                Ok(listener) => {
+                    let port = listener.local_addr().map_err(Error::of("getsockname"))?.port();
+                    let mut own = bind.map_or_else(own, |address| vec![address]);
+                    own.retain(|address| bind.is_some() || host.is_ipv6() || address.is_ipv4());
+                    return Ok((
+                        listener,
+                        own.into_iter().map(|address| SocketAddr::new(address, port)).collect(),
+                    ));
+                }
+                Err(error) => last = error.to_string(),
+            }
+        }
+    }
+    Err(Error::System {
+        what: "bind",
+        reason: format!("no free port in {}-{}: {last}", ports.first, ports.last),
+    })
+}
+
+/// The order in which a peer's addresses are tried: loopback first on the same host; elsewhere only when there is
+/// nothing else, as two containers of one machine may have it in common.
+pub(crate) fn ordered(addresses: &[SocketAddr], same_host: bool) -> Vec<SocketAddr> {
+    let (near, far): (Vec<_>, Vec<_>) = addresses.iter().partition(|address| address.ip().is_loopback());
+    if same_host {
+        near.into_iter().chain(far).collect()
+    } else if far.is_empty() {
+        near
+    } else {
+        far
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn local_addresses_are_read_from_the_kernels_tables() {
+        let trie = "Main:\n  +-- 0.0.0.0/0 3 0 5\n     |-- 10.1.2.3\n        /32 host LOCAL\n     |-- 10.1.2.255\n        \
+                    /32 link BROADCAST\n     |-- 169.254.0.1\n        /32 host LOCAL\n";
+        assert_eq!(ipv4(trie), [Ipv4Addr::new(10, 1, 2, 3)]);
+        let inet6 = "fd000000000000000000000000000001 02 40 00 80 eth0\nfe800000000000000000000000000001 02 40 20 80 eth0\n";
+        assert_eq!(ipv6(inet6), ["fd00::1".parse::<Ipv6Addr>().unwrap()]);
+    }
+
+    #[test]
+    fn this_host_has_loopback_and_has_it_last() {
+        let own = own();
+        assert!(own.contains(&IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        let first = own.iter().position(IpAddr::is_loopback).unwrap();
+        assert!(own[first..].iter().all(IpAddr::is_loopback));
+    }
+
+    #[test]
+    fn a_busy_port_range_is_named_in_the_error() {
+        let address = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let (listener, _) = listen(Some(address), PortRange { first: 0, last: 0 }).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let error = listen(Some(address), PortRange { first: port, last: port }).unwrap_err();
+        assert!(error.to_string().contains(&format!("no free port in {port}-{port}")), "{error}");
+    }
+
+    #[test]
+    fn loopback_is_tried_on_the_same_host_or_for_want_of_others() {
+        let addresses = ["10.0.0.1:5".parse().unwrap(), "127.0.0.1:5".parse().unwrap()];
+        assert_eq!(ordered(&addresses, true)[0].to_string(), "127.0.0.1:5");
+        assert_eq!(ordered(&addresses, false), addresses[..1]);
+        assert_eq!(ordered(&addresses[1..], false), addresses[1..]);
+    }
+}

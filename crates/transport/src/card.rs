@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What a rank publishes at the meeting point: where it can be reached.
+
+use std::net::SocketAddr;
+
+use farandole_world::{Generation, HostHash, Rank};
+
+use crate::handshake::VERSION;
+
+/// More addresses than any host has.
+const MOST: usize = 256;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Card {
+    pub(crate) host: HostHash,
+    pub(crate) pid: u32,
+    /// Name of its socket in the abstract namespace; empty without shared memory.
+    pub(crate) local: String,
+    pub(crate) addresses: Vec<SocketAddr>,
+}
+
+impl Card {
+    pub(crate) fn key(generation: Generation, rank: Rank) -> String {
+        format!("mesh/{generation}/{rank}")
+    }
+
+    /// One fact a line.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut text =
+            format!("farandole {VERSION}\nhost {}\npid {}\nlocal {}\n", self.host, self.pid, self.local);
+        for address in &self.addresses {
+            text.push_str(&format!("address {address}\n"));
+        }
+        text.into_bytes()
+    }
+
+    /// The error says what is wrong with the card.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
+        let mut lines = text.lines();
+        if lines.next() != Some(&format!("farandole {VERSION}")) {
+            return Err(format!("not a card of protocol version {VERSION}"));
+        }
+        let mut card =
+            Self { host: HostHash(String::new()), pid: 0, local: String::new(), addresses: Vec::new() };
+        for line in lines {
+            let (name, value) = line.split_once(' ').ok_or_else(|| format!("not a fact: {line}"))?;
+            match name {
+                "host" => card.host = HostHash(value.to_owned()),
+                "pid" => card.pid = value.parse().map_err(|_| format!("not a process id: {value}"))?,
+                "local" => value.clone_into(&mut card.local),
+                "address" if card.addresses.len() < MOST => {
+                    card.addresses.push(value.parse().map_err(|_| format!("not an address: {value}"))?);
+                }
+                _ => return Err(format!("an unknown fact, or too many: {name}")),
+            }
+        }
+        Ok(card)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_survives_encoding() {
+        let card = Card {
+            host: HostHash("box-0123".to_owned()),
+            pid: 7,
+            local: String::new(),
+            addresses: vec!["10.0.0.1:80".parse().unwrap(), "[fe::1]:81".parse().unwrap()],
+        };
+        assert_eq!(Card::decode(&card.encode()), Ok(card));
+    }
+
+    #[test]
+    fn garbage_is_refused_with_its_reason() {
+        assert!(Card::decode(&[0xff, 0xfe]).is_err());
+        assert_eq!(
+            Card::decode(b"farandole 1\naddress nowhere\n"),
+            Err("not an address: nowhere".to_owned())
+        );
+        assert!(Card::decode(b"farandole 99\n").unwrap_err().contains("version"));
+    }
+}

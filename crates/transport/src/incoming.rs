@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The acceptor's side of one handshake, as a machine that never waits.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Instant;
+
+use farandole_shm::{Error as ShmError, Segment, handover};
+use farandole_world::Rank;
+use rustix::io::Errno;
+
+use crate::handshake::{CONTROL, Carrier, HELLO, Hello, PROOF, Status, Transcript, VERSION};
+use crate::shared::{Arrival, Shared};
+use crate::watch::Watch;
+
+/// A connection whose handshake is not finished.
+pub(crate) struct Incoming {
+    socket: OwnedFd,
+    /// Whether it came over the Unix socket.
+    local: bool,
+    pub(crate) deadline: Instant,
+    buffer: [u8; HELLO],
+    filled: usize,
+    stage: Stage,
+}
+
+enum Stage {
+    Hello,
+    Proof { hello: Hello, transcript: Box<Transcript>, descriptors: Vec<OwnedFd> },
+}
+
+/// What became of it.
+pub(crate) enum Progress {
+    /// More has to arrive.
+    Waiting(Incoming),
+    /// Turned away.
+    Refused,
+    /// A link, already among the arrivals.
+    Linked,
+    /// A peer to watch.
+    Watched(Watch),
+}
+
+type Established = (Status, Option<Arrival>, Option<Watch>);
+
+impl AsFd for Incoming {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Incoming {
+    /// The socket must not block.
+    pub(crate) fn new(socket: OwnedFd, local: bool, deadline: Instant) -> Self {
+        Self { socket, local, deadline, buffer: [0; HELLO], filled: 0, stage: Stage::Hello }
+    }
+
+    /// Reads what is there and answers.
+    pub(crate) fn advance(mut self, shared: &Shared) -> Progress {
+        loop {
+            let wanted = if matches!(self.stage, Stage::Hello) { HELLO } else { PROOF };
+            match handover::receive(&self.socket, &mut self.buffer[self.filled..wanted]) {
+                Ok((0, _)) => return Progress::Refused,
+                Ok((received, arrived)) => {
+                    self.filled += received;
+                    // Descriptors of somebody who has proved nothing are closed here.
+                    if let Stage::Proof { descriptors, .. } = &mut self.stage {
+                        descriptors.extend(arrived);
+                    }
+                }
+                Err(ShmError::System { source: Errno::AGAIN, .. }) => return Progress::Waiting(self),
+                Err(_) => return Progress::Refused,
+            }
+            if self.filled < wanted {
+                continue;
+            }
+            self.filled = 0;
+            self.stage = match self.stage {
+                Stage::Hello => match challenge(&self.socket, self.buffer, self.local, shared) {
+                    Some(stage) => stage,
+                    None => return Progress::Refused,
+                },
+                Stage::Proof { hello, transcript, descriptors } => {
+                    if !transcript.proved(&self.buffer[..PROOF]) {
+                        return Progress::Refused;
+                    }
+                    return finish(self.socket, &hello, &transcript, descriptors, shared);
+                }
+            };
+        }
+    }
+}
+
+/// Answers a hello; `None` turns the connection away.
+fn challenge(socket: &OwnedFd, bytes: [u8; HELLO], local: bool, shared: &Shared) -> Option<Stage> {
+    let hello = Hello::decode(&bytes)?;
+    let status = judge(&hello, local, shared);
+    let (transcript, answer) = Transcript::answer(&shared.key, bytes, status).ok()?;
+    handover::send(socket, &answer, &[]).ok()?;
+    let stage = Stage::Proof { hello, transcript: Box::new(transcript), descriptors: Vec::new() };
+    (status == Status::Welcome).then_some(stage)
+}
+
+fn judge(hello: &Hello, local: bool, shared: &Shared) -> Status {
+    let fitting = match hello.carrier {
+        Carrier::SharedMemory => local && hello.channel != CONTROL,
+        Carrier::Tcp => !local && hello.channel != CONTROL,
+        Carrier::Control => !local && hello.channel == CONTROL,
+    };
+    if hello.version != VERSION || !fitting {
+        Status::Version
+    } else if hello.generation != shared.generation {
+        Status::Generation
+    } else if hello.to != shared.rank || hello.size != shared.size || hello.from >= Rank(shared.size) {
+        Status::World
+    } else if hello.from <= hello.to {
+        // The higher rank dials.
+        Status::World
+    } else if hello.carrier == Carrier::SharedMemory && !shared.use_shared_memory {
+        Status::NoSharedMemory
+    } else {
+        Status::Welcome
+    }
+}
+
+/// The dialer holds the key: takes its end, and gives ours.
+fn finish(
+    socket: OwnedFd,
+    hello: &Hello,
+    transcript: &Transcript,
+    descriptors: Vec<OwnedFd>,
+    shared: &Shared,
+) -> Progress {
+    let Some(peer) = shared.peers.get(hello.from.index()) else { return Progress::Refused };
+    let (status, arrival, watch): Established = match hello.carrier {
+        Carrier::SharedMemory => {
+            adopt(hello, descriptors, shared).unwrap_or((Status::NoSharedMemory, None, None))
+        }
+        Carrier::Tcp | Carrier::Control => (Status::Welcome, None, None),
+    };
+    let mut own = Vec::new();
+    if hello.carrier == Carrier::SharedMemory && status == Status::Welcome {
+        own.extend(shared.parker.bell().descriptors());
+        own.extend(shared.pidfd.as_ref().map(AsFd::as_fd));
+    }
+    let sent = handover::send(&socket, &transcript.accept(status), &own);
+    if sent.is_ok()
+        && let Some(arrival) = arrival
+    {
+        shared.arrive(hello.channel, hello.from, hello.capacity, arrival);
+    }
+    match hello.carrier {
+        // The bell is adopted once for all links, so its watch stays even if this link came to nothing.
+        Carrier::SharedMemory => watch.map_or(Progress::Linked, Progress::Watched),
+        _ if sent.is_err() => Progress::Refused,
+        Carrier::Tcp => {
+            shared.arrive(hello.channel, hello.from, hello.capacity, Arrival::Tcp { socket });
+            Progress::Linked
+        }
+        Carrier::Control => Progress::Watched(Watch::remote(Arc::clone(peer), socket)),
+    }
+}
+
+/// Maps what the dialer handed over; `None` when it cannot be used.
+fn adopt(hello: &Hello, descriptors: Vec<OwnedFd>, shared: &Shared) -> Option<Established> {
+    let peer = shared.peers.get(hello.from.index())?;
+    let mut descriptors = descriptors.into_iter();
+    let (segment, memory, event) = (descriptors.next()?, descriptors.next()?, descriptors.next()?);
+    let segment = Segment::adopt(segment, 2, usize::try_from(hello.capacity).ok()?).ok()?;
+    let (sender, receiver) = (segment.producer(1).ok()?, segment.consumer(0).ok()?);
+    let (bell, first) = peer.adopt(memory, event).ok()?;
+    let watch = first.then(|| Watch::local(Arc::clone(peer), Arc::clone(&bell), descriptors.next()));
+    Some((Status::Welcome, Some(Arrival::Shared { sender, receiver, bell }), watch))
+}

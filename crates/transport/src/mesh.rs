@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The ranks of one generation, connected on demand.
+
+use std::collections::HashSet;
+use std::net::IpAddr;
+use std::os::fd::AsFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use farandole_config::PortRange;
+use farandole_shm::Segment;
+use farandole_world::{Generation, HostHash, Rank};
+use parking_lot::Mutex;
+
+use crate::card::Card;
+use crate::dial::{self, Failure, Request};
+use crate::handshake::{CONTROL, Carrier, Key, nonce};
+use crate::peer::Peer;
+use crate::ring::{RingReceiver, RingSender};
+use crate::service::{Listeners, PATIENCE, Service};
+use crate::shared::{Arrival, Facts, Shared};
+use crate::watch::Watch;
+use crate::{Error, Link, LinkKind, Parker, Rendezvous, Result, addresses, tcp};
+
+/// How to join a mesh.
+#[derive(Clone)]
+pub struct MeshOptions {
+    /// This process's rank.
+    pub rank: Rank,
+    /// Ranks in the world.
+    pub size: u32,
+    /// Ranks with one hash try shared memory.
+    pub host: HostHash,
+    /// The secret of the job: whoever does not hold it is turned away.
+    pub key: [u8; 32],
+    /// The world among the worlds of the job; others are turned away.
+    pub generation: Generation,
+    /// The address to listen on and to publish; all of this host's by default.
+    pub bind: Option<IpAddr>,
+    /// Ports to listen on.
+    pub ports: PortRange,
+    /// Off: TCP everywhere.
+    pub use_shared_memory: bool,
+    /// Bytes of segments this process may create; links beyond go over TCP.
+    pub shared_memory_bytes: u64,
+    /// A peer that shows no life for so long is lost.
+    pub peer_timeout: Duration,
+    /// The longest `join`, and each `open`, may take.
+    pub patience: Duration,
+}
+
+impl MeshOptions {
+    /// Options with the defaults of the knobs.
+    pub fn new(rank: Rank, size: u32, host: HostHash, key: [u8; 32]) -> Self {
+        Self {
+            rank,
+            size,
+            host,
+            key,
+            generation: Generation(0),
+            bind: None,
+            ports: PortRange { first: 0, last: 0 },
+            use_shared_memory: true,
+            shared_memory_bytes: 256 << 20,
+            peer_timeout: Duration::from_secs(5),
+            patience: Duration::from_secs(600),
+        }
+    }
+}
+
+impl std::fmt::Debug for MeshOptions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MeshOptions")
+            .field("rank", &self.rank)
+            .field("size", &self.size)
+            .field("host", &self.host)
+            .field("generation", &self.generation)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A joined mesh. Dropping it leaves in order: peers are told, and the service thread is joined. Links outlive it, but
+/// then nobody watches their peers.
+pub struct Mesh {
+    shared: Arc<Shared>,
+    options: MeshOptions,
+    /// By rank; the own card too.
+    cards: Vec<Card>,
+    /// Bytes of the segments created so far.
+    created: AtomicU64,
+    /// Peers that a control connection was dialled to. Held while dialling one.
+    controlled: Mutex<HashSet<Rank>>,
+    service: Option<JoinHandle<()>>,
+}
+
+impl Mesh {
+    /// Listens, publishes where, and learns where all other ranks are. Collective: returns when every rank joined.
+    ///
+    /// # Errors
+    /// `Rendezvous`; `Timeout` naming the rank that did not come; `System` when nothing can be listened on.
+    pub fn join(options: MeshOptions, rendezvous: &dyn Rendezvous) -> Result<Self> {
+        let deadline = Instant::now() + options.patience;
+        let (tcp, own) = addresses::listen(options.bind, options.ports)?;
+        let (unix, local) = if options.use_shared_memory { unix() } else { (None, String::new()) };
+        let shared = Arc::new(Shared::new(Facts {
+            rank: options.rank,
+            size: options.size,
+            generation: options.generation,
+            key: Key(options.key),
+            use_shared_memory: options.use_shared_memory,
+            peer_timeout: options.peer_timeout,
+        })?);
+        let service = Service::new(Arc::clone(&shared), Listeners { tcp, unix })?;
+        let thread = thread::Builder::new().name("farandole-mesh".to_owned());
+        let service = thread.spawn(move || service.run()).map_err(Error::of("clone"))?;
+        let card = Card { host: options.host.clone(), pid: std::process::id(), local, addresses: own };
+        let mut mesh = Self {
+            shared,
+            cards: Vec::new(),
+            created: AtomicU64::new(0),
+            controlled: Mutex::new(HashSet::new()),
+            service: Some(service),
+            options,
+        };
+        mesh.meet(card, rendezvous, deadline)?;
+        Ok(mesh)
+    }
+
+    fn meet(&mut self, own: Card, rendezvous: &dyn Rendezvous, deadline: Instant) -> Result<()> {
+        let generation = self.options.generation;
+        rendezvous.put(&Card::key(generation, self.options.rank), &own.encode())?;
+        for peer in &self.shared.peers {
+            let card = if peer.rank == self.options.rank {
+                own.clone()
+            } else {
+                let key = Card::key(generation, peer.rank);
+                let bytes = rendezvous.get(&key, deadline).map_err(|error| match error {
+                    Error::Timeout { elapsed, .. } => {
+                        let what = format!("rank {} of {} to join", peer.rank, self.options.size);
+                        Error::Timeout { what, elapsed }
+                    }
+                    other => other,
+                })?;
+                Card::decode(&bytes).map_err(|reason| Error::Rendezvous { key, reason })?
+            };
+            // Set once, here.
+            drop(peer.host.set(card.host.0.clone()));
+            self.cards.push(card);
+        }
+        Ok(())
+    }
+
+    /// Opens one link to each of `peers` (the own rank is passed over), in their order. Collective among them: every
+    /// two ranks name each other, with one channel and one capacity. A channel is opened once.
+    ///
+    /// Ranks of one host exchange a segment over an authenticated Unix socket; that both map it is the proof that they
+    /// share memory. Where that fails, and elsewhere, the link is a TCP connection. Memory of `capacity` bytes each
+    /// way (rounded up to pages) is taken when first touched.
+    ///
+    /// # Errors
+    /// `Timeout` naming the rank that did not open its end; `Unreachable`, `Handshake`, `PeerLost`, `Forked`.
+    pub fn open(&self, channel: u32, peers: &[Rank], capacity: usize) -> Result<Vec<Link>> {
+        self.shared.guard.check()?;
+        if channel == CONTROL {
+            return Err(Error::Handshake { reason: format!("channel {channel} is reserved") });
+        }
+        let deadline = Instant::now() + self.options.patience;
+        let own = self.options.rank;
+        let mut links: Vec<(usize, Link)> = Vec::new();
+        // The higher rank dials. Dialling needs the other's service thread only, so no order of ranks can lock up.
+        let places = || peers.iter().copied().enumerate();
+        for (place, rank) in places().filter(|(_, rank)| *rank < own) {
+            links.push((place, self.dial(self.peer(rank)?, channel, capacity, deadline)?));
+        }
+        for (place, rank) in places().filter(|(_, rank)| *rank > own) {
+            links.push((place, self.answer(self.peer(rank)?, channel, capacity, deadline)?));
+        }
+        links.sort_by_key(|(place, _)| *place);
+        Ok(links.into_iter().map(|(_, link)| link).collect())
+    }
+
+    fn peer(&self, rank: Rank) -> Result<&Arc<Peer>> {
+        let size = self.options.size;
+        let unknown = || Error::Handshake { reason: format!("no rank {rank} in a world of {size}") };
+        self.shared.peers.get(rank.index()).ok_or_else(unknown)
+    }
+
+    fn answer(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, deadline: Instant) -> Result<Link> {
+        let (theirs, arrival) = self.shared.await_arrival(channel, peer, deadline)?;
+        let capacity = Segment::round(capacity);
+        if theirs != capacity as u64 {
+            let rank = peer.rank;
+            let reason =
+                format!("rank {rank} opened channel {channel} with {theirs} bytes a ring, here: {capacity}");
+            return Err(Error::Handshake { reason });
+        }
+        match arrival {
+            Arrival::Shared { sender, receiver, bell } => Ok(Link {
+                peer: peer.rank,
+                kind: LinkKind::SharedMemory,
+                capacity,
+                sender: Box::new(RingSender::new(sender, Arc::clone(peer), Some(Arc::clone(&bell)))),
+                receiver: Box::new(RingReceiver::new(receiver, Arc::clone(peer), Some(bell))),
+            }),
+            Arrival::Tcp { socket } => {
+                tcp::link(socket, Arc::clone(peer), self.shared.parker.clone(), capacity)
+            }
+        }
+    }
+
+    fn dial(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, deadline: Instant) -> Result<Link> {
+        let capacity = Segment::round(capacity);
+        let card = self.cards.get(peer.rank.index()).ok_or_else(|| peer.gone("it never joined"))?;
+        let same_host = card.host == self.options.host;
+        if let Some(error) = peer.lost() {
+            return Err(error);
+        }
+        if same_host
+            && !card.local.is_empty()
+            && let Some(link) = self.dial_shared(peer, &card.local, channel, capacity, deadline)?
+        {
+            return Ok(link);
+        }
+        let addresses = addresses::ordered(&card.addresses, same_host);
+        let mut controlled = self.controlled.lock();
+        if !controlled.contains(&peer.rank) {
+            let request = Request { to: peer.rank, carrier: Carrier::Control, channel: CONTROL, capacity: 0 };
+            let socket = dial::any(&self.shared, &request, &addresses, deadline)?;
+            rustix::io::ioctl_fionbio(&socket, true).map_err(Error::of("ioctl"))?;
+            self.shared.watch(Watch::remote(Arc::clone(peer), socket));
+            controlled.insert(peer.rank);
+        }
+        drop(controlled);
+        let request = Request { to: peer.rank, carrier: Carrier::Tcp, channel, capacity: capacity as u64 };
+        let socket = dial::any(&self.shared, &request, &addresses, deadline)?;
+        tcp::link(socket, Arc::clone(peer), self.shared.parker.clone(), capacity)
+    }
+
+    /// `None` where shared memory is not to be had; TCP then serves.
+    fn dial_shared(
+        &self,
+        peer: &Arc<Peer>,
+        name: &str,
+        channel: u32,
+        capacity: usize,
+        deadline: Instant,
+    ) -> Result<Option<Link>> {
+        let bytes = Segment::size(2, capacity);
+        let budget = self.options.shared_memory_bytes;
+        let within = |sum: u64| sum.checked_add(bytes).filter(|sum| *sum <= budget);
+        if !self.options.use_shared_memory
+            || self.created.fetch_update(Ordering::Relaxed, Ordering::Relaxed, within).is_err()
+        {
+            return Ok(None);
+        }
+        match self.exchange(peer, name, channel, capacity, deadline) {
+            Ok(link) => Ok(Some(link)),
+            // A peer that holds another key is no matter of memory.
+            Err(Failure::Stranger(reason)) => Err(Error::Handshake { reason }),
+            Err(_) => {
+                self.created.fetch_sub(bytes, Ordering::Relaxed);
+                Ok(None)
+            }
+        }
+    }
+
+    fn exchange(
+        &self,
+        peer: &Arc<Peer>,
+        name: &str,
+        channel: u32,
+        capacity: usize,
+        deadline: Instant,
+    ) -> std::result::Result<Link, Failure> {
+        let failed = |error: farandole_shm::Error| Failure::Unanswered(error.to_string());
+        let deadline = deadline.min(Instant::now() + PATIENCE);
+        let segment = Segment::create(2, capacity).map_err(failed)?;
+        let (sender, receiver) = (segment.producer(0).map_err(failed)?, segment.consumer(1).map_err(failed)?);
+        let request =
+            Request { to: peer.rank, carrier: Carrier::SharedMemory, channel, capacity: capacity as u64 };
+        let mut own = vec![segment.as_fd()];
+        own.extend(self.shared.parker.bell().descriptors());
+        own.extend(self.shared.pidfd.as_ref().map(AsFd::as_fd));
+        let socket = dial::local(name, deadline)?;
+        let (_, theirs) = dial::converse(&self.shared, &request, socket, &own, deadline)?;
+        let mut theirs = theirs.into_iter();
+        let (Some(memory), Some(event)) = (theirs.next(), theirs.next()) else {
+            return Err(Failure::Unanswered("no bell was handed over".to_owned()));
+        };
+        let (bell, first) = peer.adopt(memory, event).map_err(failed)?;
+        if first {
+            self.shared.watch(Watch::local(Arc::clone(peer), Arc::clone(&bell), theirs.next()));
+        }
+        Ok(Link {
+            peer: peer.rank,
+            kind: LinkKind::SharedMemory,
+            capacity,
+            sender: Box::new(RingSender::new(sender, Arc::clone(peer), Some(Arc::clone(&bell)))),
+            receiver: Box::new(RingReceiver::new(receiver, Arc::clone(peer), Some(bell))),
+        })
+    }
+
+    /// Whether a peer was lost otherwise than by leaving in order: the first one. Costs two loads.
+    ///
+    /// # Errors
+    /// `PeerLost`, `Forked`.
+    pub fn check(&self) -> Result<()> {
+        self.shared.guard.check()?;
+        self.shared.first_loss().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Shows local peers that this process runs. The service thread does so by itself, so this is for a caller whose
+    /// own progress should count too; it is never needed.
+    pub fn beat(&self) {
+        if self.shared.guard.intact() {
+            self.shared.parker.bell().beat();
+        }
+    }
+
+    /// Where the threads of this process sleep; it is also woken when a peer is lost.
+    pub fn parker(&self) -> Parker {
+        self.shared.parker.clone()
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> Rank {
+        self.options.rank
+    }
+
+    /// Ranks in the world.
+    pub fn size(&self) -> u32 {
+        self.options.size
+    }
+
+    /// The host of a rank, as it said itself.
+    pub fn host(&self, rank: Rank) -> Option<&HostHash> {
+        self.cards.get(rank.index()).map(|card| &card.host)
+    }
+
+    /// The process id of a rank on its host.
+    pub fn pid(&self, rank: Rank) -> Option<u32> {
+        self.cards.get(rank.index()).map(|card| card.pid)
+    }
+
+    /// Connections turned away so far: strangers, garbage, handshakes that took too long.
+    pub fn refused(&self) -> u64 {
+        self.shared.refused.load(Ordering::Relaxed)
+    }
+}
+
+/// A listener under a random name in the abstract namespace; none where there is no such namespace.
+fn unix() -> (Option<UnixListener>, String) {
+    let listen = || {
+        let random = nonce().ok()?;
+        let name: String = random[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+        let name = format!("farandole-{name}");
+        let address = UnixAddr::from_abstract_name(&name).ok()?;
+        Some((UnixListener::bind_addr(&address).ok()?, name))
+    };
+    listen().map_or((None, String::new()), |(listener, name)| (Some(listener), name))
+}
+
+impl Drop for Mesh {
+    fn drop(&mut self) {
+        let Some(service) = self.service.take() else { return };
+        if !self.shared.guard.intact() {
+            // The thread exists in the parent only.
+            std::mem::forget(service);
+            return;
+        }
+        self.shared.parker.bell().close();
+        self.shared.stop();
+        // A panic of the thread was reported when it happened.
+        drop(service.join());
+    }
+}
+
+impl std::fmt::Debug for Mesh {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mesh").field("options", &self.options).finish_non_exhaustive()
+    }
+}

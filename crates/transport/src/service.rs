@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The thread of a mesh: accepts peers, shows that this process lives, and notices when others do not.
+//!
+//! Strangers cannot hold it up: it never waits for one connection, drops each after [`PATIENCE`], and the oldest when
+//! there are more than [`MOST`].
+
+use std::collections::BTreeMap;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::event::{Timespec, epoll};
+use rustix::io::Errno;
+
+use crate::incoming::{Incoming, Progress};
+use crate::shared::Shared;
+use crate::watch::{Verdict, Watch};
+use crate::{Error, Result};
+
+/// The longest a handshake may take.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
+/// Handshakes at the same time.
+const MOST: usize = 128;
+/// Pause after the system had no descriptor for a connection.
+const EXHAUSTED: Duration = Duration::from_millis(20);
+
+const EVENT: u64 = 0;
+const TCP: u64 = 1;
+const UNIX: u64 = 2;
+const FIRST: u64 = 3;
+
+pub(crate) struct Listeners {
+    pub(crate) tcp: TcpListener,
+    pub(crate) unix: Option<UnixListener>,
+}
+
+pub(crate) struct Service {
+    shared: Arc<Shared>,
+    listeners: Listeners,
+    epoll: OwnedFd,
+    /// By ascending age of their tokens: the first is the oldest.
+    incoming: BTreeMap<u64, Incoming>,
+    watched: BTreeMap<u64, Watch>,
+    next: u64,
+    interval: Duration,
+}
+
+impl Service {
+    pub(crate) fn new(shared: Arc<Shared>, listeners: Listeners) -> Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::of("epoll_create"))?;
+        add(&epoll, &shared.event, EVENT)?;
+        listeners.tcp.set_nonblocking(true).map_err(Error::of("ioctl"))?;
+        add(&epoll, &listeners.tcp, TCP)?;
+        if let Some(unix) = &listeners.unix {
+            unix.set_nonblocking(true).map_err(Error::of("ioctl"))?;
+            add(&epoll, unix, UNIX)?;
+        }
+        let interval = (shared.peer_timeout / 10).clamp(Duration::from_millis(5), Duration::from_millis(500));
+        let (incoming, watched) = (BTreeMap::new(), BTreeMap::new());
+        Ok(Self { shared, listeners, epoll, incoming, watched, next: FIRST, interval })
+    }
+
+    /// Serves until stopped.
+    pub(crate) fn run(mut self) {
+        let mut last = Instant::now();
+        while !self.shared.stopping() {
+            let left = (last + self.interval).saturating_duration_since(Instant::now());
+            for token in self.wait(left) {
+                self.serve(token);
+            }
+            let lived = last.elapsed();
+            if lived >= self.interval {
+                last = Instant::now();
+                // Whoever was stopped himself must not hold the silence of that time against others.
+                self.tick(lived.min(2 * self.interval));
+            }
+        }
+        for watch in self.watched.values() {
+            watch.goodbye();
+        }
+    }
+
+    fn wait(&self, left: Duration) -> Vec<u64> {
+        // Round up: a wait of zero milliseconds before the tick would spin.
+        let left =
+            Timespec::try_from(left + Duration::from_millis(1)).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
+        let mut events =
+            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 64];
+        let found = epoll::wait(&self.epoll, &mut events[..], Some(&left)).unwrap_or(0);
+        events[..found].iter().map(|event| event.data.u64()).collect()
+    }
+
+    fn serve(&mut self, token: u64) {
+        match token {
+            EVENT => {
+                // Read to reset; the count means nothing.
+                let _ = rustix::io::read(&self.shared.event, &mut [0_u8; 8]);
+                for watch in self.shared.take_watches() {
+                    self.watch(watch);
+                }
+            }
+            TCP => self.accept(false),
+            UNIX => self.accept(true),
+            token => {
+                if let Some(incoming) = self.incoming.remove(&token) {
+                    // It may be handed on: then its later events are not for this thread.
+                    let _ = epoll::delete(&self.epoll, &incoming);
+                    self.advance(token, incoming);
+                } else if let Some(verdict) = self.watched.get_mut(&token).map(Watch::news) {
+                    self.settle(token, verdict);
+                }
+            }
+        }
+    }
+
+    fn accept(&mut self, local: bool) {
+        loop {
+            let accepted = match (&self.listeners.unix, local) {
+                (Some(unix), true) => unix.accept().and_then(|(stream, _)| {
+                    stream.set_nonblocking(true)?;
+                    Ok(OwnedFd::from(stream))
+                }),
+                _ => self.listeners.tcp.accept().and_then(|(stream, _)| {
+                    stream.set_nonblocking(true)?;
+                    stream.set_nodelay(true)?;
+                    Ok(OwnedFd::from(stream))
+                }),
+            };
+            match accepted {
+                Ok(socket) => self.begin(socket, local),
+                Err(error) => {
+                    let errno = Errno::from_io_error(&error);
+                    if matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) {
+                        std::thread::sleep(EXHAUSTED);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    fn begin(&mut self, socket: OwnedFd, local: bool) {
+        if self.incoming.len() >= MOST
+            && let Some((_, oldest)) = self.incoming.pop_first()
+        {
+            self.refuse(oldest);
+        }
+        let token = self.token();
+        self.advance(token, Incoming::new(socket, local, Instant::now() + PATIENCE));
+    }
+
+    fn advance(&mut self, token: u64, incoming: Incoming) {
+        match incoming.advance(&self.shared) {
+            Progress::Waiting(incoming) => {
+                if add(&self.epoll, &incoming, token).is_ok() {
+                    self.incoming.insert(token, incoming);
+                }
+            }
+            Progress::Watched(watch) => self.watch(watch),
+            Progress::Refused => {
+                self.shared.refused.fetch_add(1, Ordering::Relaxed);
+            }
+            Progress::Linked => {}
+        }
+    }
+
+    fn refuse(&self, incoming: Incoming) {
+        self.shared.refused.fetch_add(1, Ordering::Relaxed);
+        drop(incoming);
+    }
+
+    fn watch(&mut self, watch: Watch) {
+        let token = self.token();
+        if let Some(descriptor) = watch.descriptor() {
+            // A peer that cannot be waited for is still watched by its heartbeat.
+            drop(add(&self.epoll, descriptor, token));
+        }
+        self.watched.insert(token, watch);
+    }
+
+    fn settle(&mut self, token: u64, verdict: Verdict) {
+        if let Verdict::Lost { reason, orderly } = verdict
+            && let Some(watch) = self.watched.remove(&token)
+        {
+            if let Some(descriptor) = watch.descriptor() {
+                // The descriptor is closed next in any case.
+                let _ = epoll::delete(&self.epoll, descriptor);
+            }
+            self.shared.lose(&watch.peer, reason, orderly);
+        }
+    }
+
+    fn tick(&mut self, lived: Duration) {
+        self.shared.parker.bell().beat();
+        let timeout = self.shared.peer_timeout;
+        let verdicts: Vec<_> =
+            self.watched.iter_mut().map(|(token, watch)| (*token, watch.tick(lived, timeout))).collect();
+        for (token, verdict) in verdicts {
+            self.settle(token, verdict);
+        }
+        let now = Instant::now();
+        while let Some(oldest) = self.incoming.first_entry().filter(|oldest| oldest.get().deadline <= now) {
+            let oldest = oldest.remove();
+            self.refuse(oldest);
+        }
+    }
+
+    fn token(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}
+
+fn add(epoll: &OwnedFd, source: impl AsFd, token: u64) -> Result<()> {
+    epoll::add(epoll, source, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
+        .map_err(Error::of("epoll_ctl"))
+}

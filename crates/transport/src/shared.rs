@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What the mesh, its service thread and its dialers share.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use farandole_shm::{Bell, Consumer, Guard, Producer};
+use farandole_world::{Generation, Rank};
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::handshake::Key;
+use crate::peer::Peer;
+use crate::watch::Watch;
+use crate::{Error, Parker, Result};
+
+/// A link of which a peer dialled and proved its end.
+#[derive(Debug)]
+pub(crate) enum Arrival {
+    Shared { sender: Producer, receiver: Consumer, bell: Arc<Bell> },
+    Tcp { socket: OwnedFd },
+}
+
+pub(crate) struct Shared {
+    pub(crate) rank: Rank,
+    pub(crate) size: u32,
+    pub(crate) generation: Generation,
+    pub(crate) key: Key,
+    pub(crate) use_shared_memory: bool,
+    pub(crate) peer_timeout: Duration,
+    pub(crate) parker: Parker,
+    /// Refers to this process, for peers to watch; `None` where the kernel has none.
+    pub(crate) pidfd: Option<OwnedFd>,
+    /// By rank; the own entry is unused.
+    pub(crate) peers: Vec<Arc<Peer>>,
+    pub(crate) guard: Guard,
+    /// Connections that were turned away.
+    pub(crate) refused: AtomicU64,
+    /// Wakes the service thread.
+    pub(crate) event: OwnedFd,
+    stop: AtomicBool,
+    /// By channel and peer, with the capacity of its rings. Lock order: nothing is locked while this is held.
+    arrivals: Mutex<HashMap<(u32, Rank), (u64, Arrival)>>,
+    arrived: Condvar,
+    /// For the service thread to take. Lock order: as above.
+    watches: Mutex<Vec<Watch>>,
+    first_loss: OnceLock<Error>,
+}
+
+/// The facts a [`Shared`] starts from.
+pub(crate) struct Facts {
+    pub(crate) rank: Rank,
+    pub(crate) size: u32,
+    pub(crate) generation: Generation,
+    pub(crate) key: Key,
+    pub(crate) use_shared_memory: bool,
+    pub(crate) peer_timeout: Duration,
+}
+
+impl Shared {
+    pub(crate) fn new(facts: Facts) -> Result<Self> {
+        let pidfd =
+            rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty());
+        Ok(Self {
+            rank: facts.rank,
+            size: facts.size,
+            generation: facts.generation,
+            key: facts.key,
+            use_shared_memory: facts.use_shared_memory,
+            peer_timeout: facts.peer_timeout,
+            parker: Parker::new()?,
+            pidfd: pidfd.ok(),
+            peers: (0..facts.size).map(|rank| Arc::new(Peer::new(Rank(rank)))).collect(),
+            guard: Guard::new(),
+            refused: AtomicU64::new(0),
+            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map_err(Error::of("eventfd"))?,
+            stop: AtomicBool::new(false),
+            arrivals: Mutex::new(HashMap::new()),
+            arrived: Condvar::new(),
+            watches: Mutex::new(Vec::new()),
+            first_loss: OnceLock::new(),
+        })
+    }
+
+    /// A link arrived; an earlier one of the same name was given up by its dialer.
+    pub(crate) fn arrive(&self, channel: u32, from: Rank, capacity: u64, arrival: Arrival) {
+        let replaced = self.arrivals.lock().insert((channel, from), (capacity, arrival));
+        self.arrived.notify_all();
+        drop(replaced);
+    }
+
+    /// Waits for a link that `peer` dials.
+    pub(crate) fn await_arrival(
+        &self,
+        channel: u32,
+        peer: &Peer,
+        deadline: Instant,
+    ) -> Result<(u64, Arrival)> {
+        let started = Instant::now();
+        let mut arrivals = self.arrivals.lock();
+        loop {
+            if let Some(arrival) = arrivals.remove(&(channel, peer.rank)) {
+                return Ok(arrival);
+            }
+            if let Some(error) = peer.lost() {
+                return Err(error);
+            }
+            if self.arrived.wait_until(&mut arrivals, deadline).timed_out() {
+                let host = peer.host.get().map_or("", String::as_str);
+                let what = format!("rank {} on {host} to open channel {channel}", peer.rank);
+                return Err(Error::Timeout { what, elapsed: started.elapsed() });
+            }
+        }
+    }
+
+    pub(crate) fn watch(&self, watch: Watch) {
+        self.watches.lock().push(watch);
+        self.nudge();
+    }
+
+    pub(crate) fn take_watches(&self) -> Vec<Watch> {
+        std::mem::take(&mut *self.watches.lock())
+    }
+
+    /// A peer is gone; everybody who waits for anything looks again.
+    pub(crate) fn lose(&self, peer: &Peer, reason: String, orderly: bool) {
+        if !peer.lose(reason) {
+            return;
+        }
+        if !orderly && let Some(error) = peer.lost() {
+            // The first loss is the one reported.
+            drop(self.first_loss.set(error));
+        }
+        drop(self.arrivals.lock());
+        self.arrived.notify_all();
+        // An eventfd of this process is refused only when it is full: then it is rung.
+        let _ = self.parker.bell().ring();
+    }
+
+    pub(crate) fn first_loss(&self) -> Option<&Error> {
+        self.first_loss.get()
+    }
+
+    pub(crate) fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.nudge();
+    }
+
+    pub(crate) fn stopping(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    fn nudge(&self) {
+        // Full means that it is signalled already.
+        let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
+    }
+}

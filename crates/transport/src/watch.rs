@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Noticing that a peer died, stopped or left.
+//!
+//! A local peer's death is told by its pidfd at once, and its heartbeat is a counter in its bell's page. A remote
+//! peer sends a byte now and then on a connection of its own, which also ends when the process does.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use farandole_shm::Bell;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+
+use crate::peer::Peer;
+
+const BEAT: u8 = 1;
+const GOODBYE: u8 = 0;
+
+/// What a look at a peer found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    Alive,
+    Lost { reason: String, orderly: bool },
+}
+
+/// A watched peer.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    pub(crate) peer: Arc<Peer>,
+    life: Life,
+    /// Time of our own life, not of the clock, since the last sign.
+    silent: Duration,
+}
+
+#[derive(Debug)]
+enum Life {
+    Local { bell: Arc<Bell>, beats: u64, pidfd: Option<OwnedFd>, pid: Option<u32> },
+    Remote { socket: OwnedFd, left: bool },
+}
+
+impl Watch {
+    /// Watches a process of this host.
+    pub(crate) fn local(peer: Arc<Peer>, bell: Arc<Bell>, pidfd: Option<OwnedFd>) -> Self {
+        let pid = pidfd.as_ref().and_then(|pidfd| process(pidfd.as_fd()));
+        Self { peer, life: Life::Local { beats: bell.heartbeat(), bell, pidfd, pid }, silent: Duration::ZERO }
+    }
+
+    /// Watches through a connection; it must not block.
+    pub(crate) fn remote(peer: Arc<Peer>, socket: OwnedFd) -> Self {
+        Self { peer, life: Life::Remote { socket, left: false }, silent: Duration::ZERO }
+    }
+
+    /// What becomes readable when there is news; none when only the heartbeat tells.
+    pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        match &self.life {
+            Life::Local { pidfd, .. } => pidfd.as_ref().map(AsFd::as_fd),
+            Life::Remote { socket, .. } => Some(socket.as_fd()),
+        }
+    }
+
+    /// The descriptor is readable.
+    pub(crate) fn news(&mut self) -> Verdict {
+        match &mut self.life {
+            Life::Local { bell, pid, .. } if bell.closed() => {
+                Verdict::Lost { reason: format!("it left the job and {} ended", named(*pid)), orderly: true }
+            }
+            Life::Local { pid, .. } => Verdict::Lost { reason: death(*pid), orderly: false },
+            Life::Remote { socket, left } => {
+                let mut bytes = [0; 64];
+                let reason = loop {
+                    match recv(&*socket, &mut bytes[..], RecvFlags::DONTWAIT) {
+                        Ok((0, _)) => {
+                            break "its process ended: its connection was closed without a goodbye"
+                                .to_owned();
+                        }
+                        Ok((received, _)) => {
+                            self.silent = Duration::ZERO;
+                            *left |= bytes[..received].contains(&GOODBYE);
+                        }
+                        Err(Errno::INTR) => {}
+                        Err(Errno::AGAIN) => return Verdict::Alive,
+                        Err(error) => break format!("its connection broke: {error}"),
+                    }
+                };
+                let reason = if *left { "it left the job".to_owned() } else { reason };
+                Verdict::Lost { reason, orderly: *left }
+            }
+        }
+    }
+
+    /// `lived` of our own life has passed: shows the peer that we live, and looks whether it does.
+    pub(crate) fn tick(&mut self, lived: Duration, timeout: Duration) -> Verdict {
+        self.silent += lived;
+        let pid = match &mut self.life {
+            Life::Local { bell, beats, pid, .. } => {
+                let now = bell.heartbeat();
+                if now != *beats || bell.closed() {
+                    *beats = now;
+                    self.silent = Duration::ZERO;
+                }
+                *pid
+            }
+            Life::Remote { socket, .. } => {
+                // What cannot be sent now is made up for by the next beat; an end is read by `news`.
+                let _ = send(&*socket, &[BEAT], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+                None
+            }
+        };
+        if self.silent < timeout {
+            return Verdict::Alive;
+        }
+        let state = pid.and_then(stat).filter(|stat| stat.state == "T" || stat.state == "t");
+        let state = state.map_or(String::new(), |_| format!(": {} is stopped", named(pid)));
+        Verdict::Lost {
+            reason: format!("it stopped answering {:.1?} ago{state}", self.silent),
+            orderly: false,
+        }
+    }
+
+    /// Tells the peer that we leave in order; the bell says it to local ones.
+    pub(crate) fn goodbye(&self) {
+        if let Life::Remote { socket, .. } = &self.life {
+            // A peer that does not read will see the end of the connection.
+            let _ = send(socket, &[GOODBYE], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+        }
+    }
+}
+
+fn named(pid: Option<u32>) -> String {
+    pid.map_or("its process".to_owned(), |pid| format!("its process {pid}"))
+}
+
+/// The process id in our namespace, as the kernel shows it for the descriptor.
+fn process(pidfd: BorrowedFd<'_>) -> Option<u32> {
+    use std::os::fd::AsRawFd;
+    let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("Pid:"))?;
+    line.trim().parse().ok().filter(|pid| *pid > 0)
+}
+
+struct Stat {
+    state: String,
+    exit_code: u32,
+}
+
+/// State and exit code; a process that its parent did not collect yet still has both.
+fn stat(pid: u32) -> Option<Stat> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Counting starts behind the name, which may hold anything: field 3 is the state, field 52 the exit code.
+    let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
+    Some(Stat { state: (*fields.first()?).to_owned(), exit_code: fields.get(49)?.parse().ok()? })
+}
+
+/// How it died, as far as it can be known.
+fn death(pid: Option<u32>) -> String {
+    let process = named(pid);
+    match pid.and_then(stat).filter(|stat| stat.state == "Z") {
+        Some(stat) if stat.exit_code & 0x7f != 0 => {
+            format!("{process} was killed by signal {}", stat.exit_code & 0x7f)
+        }
+        Some(stat) => format!("{process} exited with status {}", stat.exit_code >> 8),
+        None => format!("{process} ended"),
+    }
+}

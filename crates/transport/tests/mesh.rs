@@ -1,0 +1,304 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Joining, opening, refusing strangers, leaving, waking.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use farandole_transport::contract::{PATIENCE, meshes, open_pair};
+use farandole_transport::{
+    Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker, Rendezvous, Wake, frames,
+};
+use farandole_world::{Generation, HostHash, Rank};
+
+fn options(rank: u32, size: u32) -> MeshOptions {
+    let mut options = MeshOptions::new(Rank(rank), size, HostHash("here".to_owned()), [7; 32]);
+    options.patience = PATIENCE;
+    options
+}
+
+/// Where rank 0 listens, as a stranger on the host would find out.
+fn address(meeting: &MemoryRendezvous) -> SocketAddr {
+    let card = meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap();
+    let card = String::from_utf8(card).unwrap();
+    let line = card.lines().find_map(|line| line.strip_prefix("address 127.0.0.1")).unwrap();
+    format!("127.0.0.1{line}").parse().unwrap()
+}
+
+fn join_two(first: MeshOptions, second: MeshOptions) -> (MemoryRendezvous, Mesh, Mesh) {
+    let meeting = MemoryRendezvous::default();
+    let other = meeting.clone();
+    let joining = thread::spawn(move || Mesh::join(second, &other).unwrap());
+    let mesh = Mesh::join(first, &meeting).unwrap();
+    (meeting, mesh, joining.join().unwrap())
+}
+
+#[test]
+fn eight_ranks_open_two_channels_and_all_hear_each_other() {
+    let meshes = meshes(8, |options| options.use_shared_memory = options.rank.0 < 5);
+    let ranks: Vec<Rank> = (0..8).map(Rank).collect();
+    thread::scope(|scope| {
+        for mesh in &meshes {
+            let ranks = &ranks;
+            scope.spawn(move || {
+                for channel in [1, 2] {
+                    let links = mesh.open(channel, ranks, 4096).unwrap();
+                    assert_eq!(links.len(), 7);
+                    let mut ends: Vec<_> = links.into_iter().map(frames).collect();
+                    for (sender, _) in &mut ends {
+                        sender.queue(9, &mesh.rank().0.to_le_bytes()).unwrap();
+                    }
+                    let limit = Instant::now() + PATIENCE;
+                    for (_, receiver) in &mut ends {
+                        let frame = loop {
+                            if let Some(frame) = receiver.try_receive().unwrap() {
+                                break frame;
+                            }
+                            assert!(Instant::now() < limit);
+                            thread::yield_now();
+                        };
+                        assert_eq!(frame.payload, receiver.peer().0.to_le_bytes());
+                    }
+                    // Closed here although others may still read: an orderly close loses nothing.
+                }
+            });
+        }
+    });
+    assert!(meshes.iter().all(|mesh| mesh.check().is_ok()));
+}
+
+#[test]
+fn memory_beyond_the_budget_is_not_taken() {
+    let (_, zero, one) =
+        join_two(options(0, 2), MeshOptions { shared_memory_bytes: 100_000, ..options(1, 2) });
+    let meshes = [zero, one];
+    assert_eq!(open_pair(&meshes, 1, 16384).0.kind, LinkKind::SharedMemory);
+    assert_eq!(open_pair(&meshes, 2, 65536).0.kind, LinkKind::Tcp);
+}
+
+#[test]
+fn ranks_of_different_hosts_use_tcp() {
+    let meshes = meshes(2, |options| {
+        options.host = HostHash(format!("host-{}", options.rank));
+        options.bind = Some(Ipv4Addr::LOCALHOST.into());
+    });
+    let (a, b) = open_pair(&meshes, 0, 4096);
+    assert_eq!((a.kind, b.kind), (LinkKind::Tcp, LinkKind::Tcp));
+    assert_eq!(meshes[0].host(Rank(1)).unwrap().0, "host-1");
+}
+
+#[test]
+fn a_peer_with_another_key_is_refused_by_both_ends() {
+    let short = Duration::from_millis(700);
+    for use_shared_memory in [true, false] {
+        let first = MeshOptions { patience: short, use_shared_memory, ..options(0, 2) };
+        let second = MeshOptions { key: [8; 32], ..first.clone() };
+        let (_, zero, one) = join_two(first, MeshOptions { rank: Rank(1), ..second });
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| zero.open(0, &[Rank(1)], 4096).unwrap_err());
+            let error = one.open(0, &[Rank(0)], 4096).unwrap_err();
+            assert!(matches!(&error, Error::Handshake { reason } if reason.contains("key")), "{error}");
+            let error = waiting.join().unwrap();
+            assert!(matches!(error, Error::Timeout { .. }), "{error}");
+        });
+        assert!(zero.refused() > 0);
+    }
+}
+
+#[test]
+fn a_peer_of_another_generation_is_refused() {
+    let meeting = MemoryRendezvous::default();
+    let (old, new) = (meeting.clone(), meeting.clone());
+    // Rank 1 of generation 1 is shown the way to rank 0 of generation 0.
+    let zero = thread::spawn(move || Mesh::join(options(0, 2), &old).unwrap());
+    let card = meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap();
+    meeting.put("mesh/1/0", &card).unwrap();
+    let one = Mesh::join(MeshOptions { generation: Generation(1), ..options(1, 2) }, &new).unwrap();
+    meeting.put("mesh/0/1", &meeting.get("mesh/1/1", Instant::now() + PATIENCE).unwrap()).unwrap();
+    let _zero = zero.join().unwrap();
+    let error = one.open(0, &[Rank(0)], 4096).unwrap_err();
+    assert!(matches!(&error, Error::Handshake { reason } if reason.contains("generation")), "{error}");
+}
+
+#[test]
+fn strangers_who_send_garbage_or_nothing_do_not_keep_a_peer_out() {
+    let first = MeshOptions { use_shared_memory: false, ..options(0, 2) };
+    let second = MeshOptions { rank: Rank(1), ..first.clone() };
+    let (meeting, zero, one) = join_two(first, second);
+    let address = address(&meeting);
+    // More than may be under way: the oldest are dropped. Each sends a part of a hello and then nothing.
+    let slow: Vec<TcpStream> = (0..200)
+        .map(|_| {
+            let mut stream = TcpStream::connect(address).unwrap();
+            stream.write_all(b"farandol").unwrap();
+            stream
+        })
+        .collect();
+    let mut garbage = TcpStream::connect(address).unwrap();
+    garbage.write_all(&[0xa5; 4096]).unwrap();
+    garbage.set_read_timeout(Some(PATIENCE)).unwrap();
+    // Closed, perhaps with what was not read: either way nothing is answered.
+    assert_eq!(garbage.read(&mut [0; 16]).unwrap_or(0), 0);
+    let started = Instant::now();
+    let (a, b) = open_pair(&[zero, one], 3, 4096);
+    assert!(started.elapsed() < Duration::from_secs(3));
+    drop((a, b, slow));
+}
+
+#[test]
+fn a_handshake_that_takes_too_long_is_ended() {
+    let first = MeshOptions { use_shared_memory: false, ..options(0, 1) };
+    let meeting = MemoryRendezvous::default();
+    let mesh = Mesh::join(first, &meeting).unwrap();
+    let mut slow = TcpStream::connect(address(&meeting)).unwrap();
+    slow.write_all(b"farandol").unwrap();
+    slow.set_read_timeout(Some(PATIENCE)).unwrap();
+    assert_eq!(slow.read(&mut [0; 1]).unwrap_or(0), 0, "closed without an answer");
+    assert_eq!(mesh.refused(), 1);
+}
+
+#[test]
+fn ends_that_disagree_on_the_capacity_are_told() {
+    let meshes = meshes(2, |_| {});
+    thread::scope(|scope| {
+        let other = scope.spawn(|| meshes[1].open(5, &[Rank(0)], 4096));
+        let error = meshes[0].open(5, &[Rank(1)], 8192).unwrap_err();
+        assert!(
+            error.to_string().contains("rank 1 opened channel 5 with 4096 bytes a ring, here: 8192"),
+            "{error}"
+        );
+        drop(other.join().unwrap());
+    });
+}
+
+#[test]
+fn the_rank_that_does_not_come_is_named() {
+    let error = Mesh::join(
+        MeshOptions { patience: Duration::from_millis(50), ..options(0, 2) },
+        &MemoryRendezvous::default(),
+    )
+    .unwrap_err();
+    assert!(error.to_string().contains("rank 1 of 2 to join"), "{error}");
+}
+
+#[test]
+fn a_peer_that_left_in_order_is_no_failure_but_ends_its_links() {
+    for use_shared_memory in [true, false] {
+        let mut meshes = meshes(2, |options| options.use_shared_memory = use_shared_memory);
+        let (mut a, b) = open_pair(&meshes, 1, 4096);
+        drop(b);
+        drop(meshes.pop());
+        let limit = Instant::now() + PATIENCE;
+        let error = loop {
+            match a.receiver.window() {
+                Ok(_) => assert!(Instant::now() < limit),
+                Err(error) => break error,
+            }
+            thread::yield_now();
+        };
+        assert!(matches!(error, Error::PeerLost { rank: Rank(1), .. }), "{error}");
+        meshes[0].check().unwrap();
+    }
+}
+
+/// Polls until a byte is there, sleeping in between, and takes it.
+fn take(link: &mut Link, parker: &Parker, limit: Instant) -> u8 {
+    loop {
+        parker.prepare();
+        let flushed = link.sender.flush().unwrap();
+        let window = link.receiver.window().unwrap();
+        if let Some(byte) = window.first().copied() {
+            parker.cancel();
+            link.receiver.release(1).unwrap();
+            return byte;
+        }
+        if parker.park(limit).unwrap() == Wake::TimedOut {
+            panic!("lost a wake-up; flushed: {flushed}");
+        }
+    }
+}
+
+fn give(link: &mut Link, byte: u8) {
+    link.sender.window().unwrap()[0] = byte;
+    link.sender.commit(1).unwrap();
+}
+
+#[test]
+fn no_wake_up_is_lost_between_ranks_that_sleep() {
+    for use_shared_memory in [true, false] {
+        let meshes = meshes(2, |options| options.use_shared_memory = use_shared_memory);
+        let (mut a, mut b) = open_pair(&meshes, 1, 4096);
+        let (park_a, park_b) = (meshes[0].parker(), meshes[1].parker());
+        let end = Instant::now() + Duration::from_secs(2);
+        let limit = Instant::now() + PATIENCE;
+        let echo = thread::spawn(move || {
+            loop {
+                let byte = take(&mut b, &park_b, limit);
+                give(&mut b, byte);
+                if byte == 0 {
+                    return b;
+                }
+            }
+        });
+        let mut rounds = 0_u64;
+        loop {
+            let last = Instant::now() > end;
+            give(&mut a, u8::from(!last));
+            take(&mut a, &park_a, limit);
+            rounds += 1;
+            if last {
+                break;
+            }
+        }
+        assert!(rounds > 1000, "{rounds}");
+        drop(echo.join().unwrap());
+    }
+}
+
+#[test]
+fn a_sender_that_sleeps_for_space_is_woken_by_a_release() {
+    for use_shared_memory in [true, false] {
+        let meshes = meshes(2, |options| options.use_shared_memory = use_shared_memory);
+        let (mut a, mut b) = open_pair(&meshes, 1, 4096);
+        let parker = meshes[0].parker();
+        let total: usize = 32 << 20;
+        let reader = thread::spawn(move || {
+            let limit = Instant::now() + PATIENCE;
+            let mut seen = 0;
+            while seen < total {
+                let bytes = b.receiver.window().unwrap().len();
+                b.receiver.release(bytes).unwrap();
+                seen += bytes;
+                assert!(Instant::now() < limit);
+                if bytes == 0 {
+                    thread::yield_now();
+                }
+            }
+            b
+        });
+        let limit = Instant::now() + PATIENCE;
+        let mut sent = 0;
+        while sent < total {
+            parker.prepare();
+            let bytes = a.sender.window().unwrap().len().min(total - sent);
+            if bytes == 0 {
+                assert_eq!(parker.park(limit).unwrap(), Wake::Woken, "lost a wake-up after {sent} bytes");
+                continue;
+            }
+            parker.cancel();
+            a.sender.commit(bytes).unwrap();
+            sent += bytes;
+        }
+        while !a.sender.flush().unwrap() {
+            parker.prepare();
+            if !a.sender.flush().unwrap() {
+                assert_eq!(parker.park(limit).unwrap(), Wake::Woken);
+            }
+        }
+        drop(reader.join().unwrap());
+    }
+}
