@@ -20,12 +20,24 @@ pub(crate) type Interrupted<'a> = dyn FnMut() -> bool + Send + 'a;
 pub(crate) struct Meeting<'a, 'b> {
     client: &'a Client,
     session: u64,
+    failure: Mutex<Option<RegistrarError>>,
     interrupted: Mutex<&'a mut Interrupted<'b>>,
 }
 
 impl<'a, 'b> Meeting<'a, 'b> {
     pub(crate) fn new(client: &'a Client, session: u64, interrupted: &'a mut Interrupted<'b>) -> Self {
-        Self { client, session, interrupted: Mutex::new(interrupted) }
+        Self { client, session, failure: Mutex::new(None), interrupted: Mutex::new(interrupted) }
+    }
+
+    /// What the registrar said, if it was the registrar that failed.
+    pub(crate) fn failure(self) -> Option<RegistrarError> {
+        self.failure.into_inner()
+    }
+
+    fn failed(&self, key: &str, error: RegistrarError) -> Error {
+        let reason = error.to_string();
+        *self.failure.lock() = Some(error);
+        Error::Rendezvous { key: key.to_owned(), reason }
     }
 
     fn key(&self, key: &str) -> String {
@@ -35,7 +47,7 @@ impl<'a, 'b> Meeting<'a, 'b> {
 
 impl Rendezvous for Meeting<'_, '_> {
     fn put(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.client.put(&self.key(key), value).map_err(|error| failed(key, &error))
+        self.client.put(&self.key(key), value).map_err(|error| self.failed(key, error))
     }
 
     fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
@@ -48,15 +60,11 @@ impl Rendezvous for Meeting<'_, '_> {
                     return Err(Error::Timeout { what: format!("key {key}"), elapsed: started.elapsed() });
                 }
                 Err(RegistrarError::Timeout { .. }) => {}
-                Err(error) => return Err(failed(key, &error)),
+                Err(error) => return Err(self.failed(key, error)),
             }
             if (self.interrupted.lock())() {
                 return Err(Error::Rendezvous { key: key.to_owned(), reason: "interrupted".to_owned() });
             }
         }
     }
-}
-
-fn failed(key: &str, error: &RegistrarError) -> Error {
-    Error::Rendezvous { key: key.to_owned(), reason: error.to_string() }
 }

@@ -103,8 +103,13 @@ fn join(
         given_up = interrupted();
         given_up
     };
-    let joined = Mesh::join(options, &Meeting::new(client, number, &mut ask));
-    if given_up { Err(Error::Interrupted) } else { Ok(joined?) }
+    let meeting = Meeting::new(client, number, &mut ask);
+    let joined = Mesh::join(options, &meeting);
+    match (meeting.failure(), given_up) {
+        (_, true) => Err(Error::Interrupted),
+        (Some(failure), _) => Err(failure.into()),
+        (None, false) => Ok(joined?),
+    }
 }
 
 fn start(config: &Config, world: &World, rest: Rest, control: Vec<Link>, data: Vec<Link>) -> Result<Engine> {
