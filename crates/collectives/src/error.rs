@@ -3,6 +3,8 @@
 
 //! What can go wrong in an operation.
 
+use farandole_world::Fault;
+
 use crate::{DataType, ReduceOp};
 
 /// Result of this crate.
@@ -38,3 +40,16 @@ pub enum Error {
         reason: String,
     },
 }
+
+impl Error {
+    /// What the trainer may do now.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::Transport(_) => Fault::Peer,
+            Self::Unsupported { .. } | Self::Shape { .. } => Fault::Usage,
+            Self::Device { .. } => Fault::Environment,
+        }
+    }
+}
+
+const _: () = assert!(size_of::<Error>() < 128, "errors travel in every result of the hot path");

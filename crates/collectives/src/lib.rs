@@ -2,6 +2,34 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Buffers, dtypes, devices, communicators; the algorithms and kernels of every operation.
+//!
+//! It owns how tensors are combined among ranks that are already connected. It refuses to know who asks, by what name,
+//! or when: naming, matching, fusing and deadlines are the engine's; connecting is transport's; frameworks give it
+//! addresses. Nothing here blocks, sleeps or spawns: a [`Communicator`] is polled, and a poll moves what can move.
+//!
+//! ```text
+//!             Operation over Segments (a gather list: fused tensors are never packed)
+//!                                      |  submit, progress
+//!                             HostCommunicator                 one link to every other member
+//!   Allreduce   small: everybody sends all to everybody        1 step,  (P - 1) * N bytes sent by each
+//!               large: post | reduce | fetch by chunks         2 steps, 2 * (P - 1) / P * N
+//!   Broadcast   flat, binomial tree, or chain                  1, log P or P - 1 steps
+//!   Allgather   everybody sends its own to everybody           1 step,  (P - 1) * n
+//!   Barrier     everybody to everybody, or dissemination       1 or log P steps
+//!                                      |
+//!                kernel::Reducer: blocks of all members, in rank order, straight from the links' windows
+//! ```
+//!
+//! Invariants:
+//! - `CO-1`: every element is reduced in member order; its bits are the same on every member, and do not depend on
+//!   where in a fused list it lies, on the size of chunks, on the instructions used or on the kind of links.
+//! - `CO-2`: operations complete on a member in the order of their submission, and every link is drained of one before
+//!   the next begins.
+//! - `CO-3`: no set of members that submitted equal operations in the same order can wait for each other forever,
+//!   whatever the size of rings and tensors (the proof is in `host/pipeline.rs`).
+//! - `CO-4`: the first failure of a link is repeated by every later call; no operation completes with wrong bytes.
+//! - `CO-5`: what a buffer does not fit is refused at submission, before a byte moves.
+//! - `CO-6`: an input that is not its own output is never written.
 
 #![deny(unsafe_code)]
 

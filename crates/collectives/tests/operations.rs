@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{Tensor, allreduce};
 use farandole_collectives::{Communicator, DataType, Operation, ReduceOp, Token};
-use farandole_testkit::{Harness, complete, complete_all, elements, oracle, run_world};
+use farandole_testkit::{Harness, Links, complete, complete_all, elements, oracle, run_world};
 
 /// Boundaries everywhere: empty, one element, odd, over a chunk.
 const TENSORS: [usize; 9] = [1, 0, 700, 64, 5000, 3, 12_345, 16, 1];
@@ -55,6 +55,36 @@ fn a_tensor_larger_than_any_ring_is_reduced() {
             complete(&mut communicator, operation).unwrap();
             oracle::compare(DataType::F32, &tensor.result(), &expected).unwrap();
         });
+    }
+}
+
+#[test]
+fn every_kind_of_link_gives_the_same_bits() {
+    for size in [2, 3, 5] {
+        let run = |links: Links| {
+            Harness::new(size).over(links).ring(64 << 10).run(|rank, mut communicator| {
+                let mut results = Vec::new();
+                for count in [1, 1000, 60_000] {
+                    let input = elements(DataType::F32, count, rank.index() as u64);
+                    let summed = Tensor::new(&input, false);
+                    let sum = allreduce(DataType::F32, ReduceOp::Average, std::slice::from_ref(&summed));
+                    let sent = Tensor::new(&input, true);
+                    let broadcast = Operation::Broadcast { root: size - 1, segments: vec![sent.segment()] };
+                    let gathered = Tensor::into_size(&input, input.len() * size);
+                    let bytes = vec![vec![input.len(); size]];
+                    let gather = Operation::Allgather { segments: vec![gathered.segment()], bytes };
+                    let operations = vec![sum, broadcast, Operation::Barrier, gather];
+                    complete_all(&mut communicator, operations).unwrap();
+                    results.extend([summed, sent, gathered].map(|tensor| tensor.result()));
+                }
+                results
+            })
+        };
+        let expected = run(Links::Loopback);
+        assert!(expected.iter().all(|results| *results == expected[0]));
+        for links in [Links::SharedMemory, Links::Tcp, Links::TwoHosts] {
+            assert!(run(links) == expected, "{links:?} of {size}");
+        }
     }
 }
 

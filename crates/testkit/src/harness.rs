@@ -3,23 +3,38 @@
 
 //! A world of threads.
 
+use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{Communicator, HostCommunicator, Operation, Result, Token};
-use farandole_transport::{Error, Link, loopback};
-use farandole_world::Rank;
+use farandole_transport::{Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, loopback};
+use farandole_world::{HostHash, Rank};
 
 use crate::cut_after;
 
 /// How long anything may take that should take milliseconds.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Builds worlds of threads over loopback links.
+/// Builds worlds of threads.
 #[derive(Clone, Copy, Debug)]
 pub struct Harness {
     size: usize,
     ring: usize,
+    links: Links,
     cut: Option<Cut>,
+}
+
+/// What carries the links of a world.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Links {
+    /// Memory of this process.
+    Loopback,
+    /// Segments of shared memory.
+    SharedMemory,
+    /// TCP connections.
+    Tcp,
+    /// Shared memory between ranks of the same parity, as if there were two hosts; TCP between the others.
+    TwoHosts,
 }
 
 /// The link from one rank to another stops after some bytes.
@@ -33,13 +48,19 @@ struct Cut {
 impl Harness {
     /// A world of `size` ranks with rings of 1 MiB.
     pub fn new(size: usize) -> Self {
-        Self { size, ring: 1 << 20, cut: None }
+        Self { size, ring: 1 << 20, links: Links::Loopback, cut: None }
     }
 
     /// Rings of at least this many bytes.
     #[must_use]
     pub fn ring(self, bytes: usize) -> Self {
         Self { ring: bytes, ..self }
+    }
+
+    /// Other links than those of loopback.
+    #[must_use]
+    pub fn over(self, links: Links) -> Self {
+        Self { links, ..self }
     }
 
     /// The link from one rank to another breaks after some bytes.
@@ -54,36 +75,75 @@ impl Harness {
     /// When links cannot be made, and when a rank panics: its links close, so that the others end too.
     #[expect(clippy::expect_used, reason = "a test without its world has failed")]
     pub fn run<T: Send>(&self, body: impl Fn(Rank, HostCommunicator) -> T + Sync) -> Vec<T> {
-        let mut links = loopback::mesh(self.size, self.ring).expect("loopback links");
-        if let Some(Cut { from, to, bytes }) = self.cut {
-            let to = Rank(u32::try_from(to).unwrap_or(u32::MAX));
-            links[from] = std::mem::take(&mut links[from])
-                .into_iter()
-                .map(|link| if link.peer == to { cut_after(link, bytes) } else { link })
-                .collect();
-        }
-        over(links, body)
-    }
-}
-
-/// Runs `body` on every rank over links that exist already: element `r` holds rank `r`'s.
-#[expect(clippy::expect_used, reason = "a test without its world has failed")]
-fn over<T: Send>(links: Vec<Vec<Link>>, body: impl Fn(Rank, HostCommunicator) -> T + Sync) -> Vec<T> {
-    let body = &body;
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0_u32..)
-            .zip(links)
-            .map(|(rank, links)| {
+        // Meshes watch their peers: they live as long as the world.
+        let (_meshes, links) = match self.links {
+            Links::Loopback => (Vec::new(), loopback::mesh(self.size, self.ring).expect("loopback links")),
+            _ => self.meshes(),
+        };
+        let body = &body;
+        std::thread::scope(|scope| {
+            let start = |(rank, links): (u32, Vec<Link>)| {
+                let links = links.into_iter().map(|link| self.cut_from(Rank(rank), link)).collect();
                 scope.spawn(move || {
                     let communicator = HostCommunicator::new(Rank(rank), links).expect("a communicator");
                     body(Rank(rank), communicator)
                 })
-            })
-            .collect();
-        let joined: Vec<_> = threads.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
-        let whole: std::result::Result<Vec<T>, _> = joined.into_iter().collect();
-        whole.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    })
+            };
+            join((0..).zip(links).map(start).collect())
+        })
+    }
+
+    fn cut_from(&self, rank: Rank, link: Link) -> Link {
+        match self.cut {
+            Some(cut) if cut.from == rank.index() && cut.to == link.peer.index() => {
+                cut_after(link, cut.bytes)
+            }
+            _ => link,
+        }
+    }
+
+    /// Every rank's mesh and its links to all others.
+    #[expect(clippy::expect_used, reason = "a test without its world has failed")]
+    fn meshes(&self) -> (Vec<Mesh>, Vec<Vec<Link>>) {
+        let size = u32::try_from(self.size).unwrap_or(u32::MAX);
+        let peers: Vec<Rank> = (0..size).map(Rank).collect();
+        let meeting = MemoryRendezvous::default();
+        let joined = std::thread::scope(|scope| {
+            let start = |rank: u32| {
+                let host = if self.links == Links::TwoHosts { rank % 2 } else { 0 };
+                let mut options =
+                    MeshOptions::new(Rank(rank), size, HostHash(format!("host {host}")), [7; 32]);
+                options.use_shared_memory = self.links != Links::Tcp;
+                options.patience = DEADLINE;
+                let (meeting, peers, ring) = (meeting.clone(), &peers, self.ring);
+                scope.spawn(move || {
+                    let mesh = Mesh::join(options, &meeting).expect("a mesh");
+                    let links = mesh.open(1, peers, ring).expect("links");
+                    let kinds = links.iter().map(|link| (link.peer, link.kind));
+                    assert!(kinds.into_iter().all(|(peer, kind)| self.expects(rank, peer) == kind));
+                    (mesh, links)
+                })
+            };
+            join((0..size).map(start).collect())
+        });
+        joined.into_iter().unzip()
+    }
+
+    fn expects(&self, rank: u32, peer: Rank) -> LinkKind {
+        match self.links {
+            Links::Loopback => LinkKind::Loopback,
+            Links::Tcp => LinkKind::Tcp,
+            Links::TwoHosts if rank % 2 != peer.0 % 2 => LinkKind::Tcp,
+            Links::SharedMemory | Links::TwoHosts => LinkKind::SharedMemory,
+        }
+    }
+}
+
+/// What all threads return, or the panic of the first that has one.
+fn join<T>(threads: Vec<ScopedJoinHandle<'_, T>>) -> Vec<T> {
+    let joined: Vec<_> = threads.into_iter().map(ScopedJoinHandle::join).collect();
+    let whole: std::result::Result<Vec<T>, _> = joined.into_iter().collect();
+    whole.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 /// Runs `body` on every rank of a world of `size`.

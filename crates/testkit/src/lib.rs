@@ -5,7 +5,7 @@
 //! seeded data, a device over host memory, links that break. For development only: nothing here is in a wheel.
 //!
 //! ```text
-//! Harness::new(4).run(|rank, communicator| ..)     every rank a thread, loopback links, a communicator each
+//! Harness::new(4).run(|rank, communicator| ..)     every rank a thread with a communicator; loopback links, or any other
 //! complete(&mut communicator, operation)           submit and drive to the end, with a deadline
 //! oracle::allreduce(..) == the bytes all ranks must hold
 //! ```
@@ -25,5 +25,5 @@ pub mod oracle;
 pub use data::{Seed, elements, special_elements};
 pub use device::HostDevice;
 pub use faulty::cut_after;
-pub use harness::{Harness, complete, complete_all, run_world};
+pub use harness::{Harness, Links, complete, complete_all, run_world};
 pub use memory::{contents, filled};

@@ -98,7 +98,7 @@ impl HostCommunicator {
             any = moved.any || moved.done;
             running.done = moved.done;
         }
-        if running.done && self.peers.flush()? {
+        if running.done && self.peers.flush() {
             completed.extend(running.token);
             self.running = None;
             any = true;
