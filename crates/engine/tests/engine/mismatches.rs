@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+use farandole_collectives::{DataType, ReduceOp};
+use farandole_engine::{Engine, Error, Kind, Request};
+use farandole_world::{ProcessSetId, Rank};
+
+use crate::cluster::{Cluster, SUM, call, call_sum, request, sum, wait};
+
+/// All ranks of two hosts submit what `of` says; each gets the same text.
+fn text(of: impl Fn(u32) -> Request + Sync) -> String {
+    let texts = Cluster::new(&[2, 1]).run(|rank, engine| {
+        let error = call(&engine, of(rank)).unwrap_err();
+        assert!(matches!(error, Error::Mismatch { .. }), "{error:?}");
+        // The engine goes on, also under this name.
+        assert_eq!(call_sum(&engine, "t", &[1.0]), [3.0]);
+        error.to_string()
+    });
+    assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+    texts.into_iter().next().unwrap()
+}
+
+#[test]
+fn data_types() {
+    let text = text(|rank| {
+        let dtype = if rank == 2 { DataType::I32 } else { DataType::F32 };
+        Request { dtype, ..sum("t", &[1.0, 2.0]) }
+    });
+    assert_eq!(
+        text,
+        "Mismatched data types: tensor t: ranks 0-1 submitted allreduce Sum of float32 [2] on the host; \
+         rank 2 submitted allreduce Sum of int32 [2] on the host"
+    );
+}
+
+#[test]
+fn operations() {
+    let text = text(|rank| {
+        let kind = if rank == 1 { Kind::Broadcast { root: Rank(0) } } else { SUM };
+        request("t", kind, &[1], &[1.0])
+    });
+    assert!(text.starts_with("Mismatched operations: tensor t: "), "{text}");
+    assert!(text.contains("rank 1 submitted broadcast of float32 [1] on the host from rank 0"), "{text}");
+}
+
+#[test]
+fn shapes() {
+    let reduced = text(|rank| sum("t", &vec![1.0; 1 + rank as usize]));
+    assert!(
+        reduced.starts_with("Mismatched ALLREDUCE tensor shapes: tensor t: rank 0 submitted"),
+        "{reduced}"
+    );
+    assert_eq!(reduced.matches(" submitted ").count(), 3);
+    let gathered = text(|rank| {
+        request("t", Kind::Allgather, &[1, u64::from(rank / 2) + 1], &vec![1.0; 1 + rank as usize / 2])
+    });
+    assert!(gathered.starts_with("Mismatched ALLGATHER tensor shapes: "), "{gathered}");
+    assert!(gathered.contains("allgather of float32 [.., 2]"), "{gathered}");
+}
+
+#[test]
+fn factors_reductions_and_roots() {
+    let factors = text(|rank| {
+        let kind = Kind::Allreduce { op: ReduceOp::Sum, prescale: 1.0 + f64::from(rank / 2), postscale: 1.0 };
+        request("t", kind, &[1], &[1.0])
+    });
+    assert!(factors.starts_with("Mismatched prescale and/or postscale factors: "), "{factors}");
+    let reductions = text(|rank| {
+        let op = if rank == 0 { ReduceOp::Min } else { ReduceOp::Max };
+        request("t", Kind::Allreduce { op, prescale: 1.0, postscale: 1.0 }, &[1], &[1.0])
+    });
+    assert!(reductions.starts_with("Mismatched reduction operation: "), "{reductions}");
+    let roots = text(|rank| request("t", Kind::Broadcast { root: Rank(rank) }, &[1], &[1.0]));
+    assert!(roots.starts_with("Mismatched BROADCAST root ranks: "), "{roots}");
+}
+
+#[test]
+fn groups_that_differ_fail_as_a_whole_and_their_names_are_free_again() {
+    // EN-3.
+    Cluster::new(&[1, 2]).run(|rank, engine| {
+        let second = if rank == 1 { "c" } else { "b" };
+        let handles = engine.submit_group(vec![sum("a", &[1.0]), sum(second, &[1.0])]).unwrap();
+        for handle in handles {
+            let error = wait(&engine, handle).unwrap_err();
+            assert!(error.to_string().starts_with("Mismatched groups: tensor a: "), "{error}");
+        }
+        after(&engine, &["a", "b", "c"]);
+    });
+}
+
+fn after(engine: &Engine, names: &[&str]) {
+    call(engine, Request::barrier("meet", ProcessSetId::GLOBAL)).unwrap();
+    for name in names {
+        assert_eq!(call_sum(engine, name, &[1.0]), [3.0]);
+    }
+}
+
+#[test]
+fn a_refused_name_between_good_ones_harms_none() {
+    Cluster::new(&[2, 1]).run(|rank, engine| {
+        let names: Vec<String> = (0..30).map(|k| format!("t{k}")).collect();
+        let length = |k: usize| if k % 10 == 3 && rank == 1 { 2 } else { 1 };
+        let handles: Vec<_> =
+            (0..30).map(|k| engine.submit(sum(&names[k], &vec![1.0; length(k)])).unwrap()).collect();
+        for (k, handle) in handles.into_iter().enumerate() {
+            assert_eq!(wait(&engine, handle).is_err(), k % 10 == 3);
+        }
+    });
+}

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use farandole_engine::{Observer, Request, Stall};
+use farandole_world::{Fault, ProcessSetId, Rank};
+
+use crate::cluster::{Cluster, LIMIT, call, call_sum, sum, values, wait};
+
+struct Hears(Sender<Stall>);
+
+impl Observer for Hears {
+    fn stalled(&self, stall: &Stall) {
+        self.0.send(stall.clone()).unwrap();
+    }
+}
+
+fn heard(hosts: &[u32]) -> (Cluster, Receiver<Stall>) {
+    let (sender, stalls) = channel();
+    (Cluster { observer: Arc::new(Hears(sender)), ..Cluster::new(hosts) }, stalls)
+}
+
+#[test]
+fn a_stall_is_reported_with_who_came_and_who_did_not_and_may_still_end_well() {
+    let (cluster, stalls) = heard(&[2, 2, 1]);
+    let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(100)));
+    let stalls = parking_lot::Mutex::new(stalls);
+    cluster.run(|rank, engine| {
+        if rank == 3 {
+            let stall = stalls.lock().recv_timeout(LIMIT).unwrap();
+            assert_eq!((&*stall.tensor, &*stall.missing), ("late", &[Rank(3)][..]));
+            assert_eq!(stall.came, [Rank(0), Rank(1), Rank(2), Rank(4)]);
+            assert!(!stall.fatal && stall.waiting >= Duration::from_millis(100));
+        }
+        let handle = engine.submit(sum("late", &[1.0])).unwrap();
+        assert_eq!(values(&engine, handle), [5.0]);
+    });
+}
+
+#[test]
+fn the_coordinator_reports_also_what_it_did_not_submit_itself() {
+    let (cluster, stalls) = heard(&[1, 2]);
+    let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(50)));
+    let stalls = parking_lot::Mutex::new(stalls);
+    cluster.run(|rank, engine| {
+        if rank == 0 {
+            let stall = stalls.lock().recv_timeout(LIMIT).unwrap();
+            assert_eq!(stall.missing, [Rank(0)]);
+        }
+        assert_eq!(call_sum(&engine, "t", &[1.0]), [3.0]);
+    });
+}
+
+#[test]
+fn a_deadline_names_the_operation_the_tensor_and_the_ranks_that_did_not_come() {
+    let cluster =
+        Cluster::new(&[2, 2]).with(|settings| settings.collective_timeout = Duration::from_millis(600));
+    cluster.run(|rank, engine| {
+        if rank == 1 {
+            // Hears of it at its next call.
+            while engine.stopped().is_none() {
+                std::thread::yield_now();
+            }
+            let error = engine.submit(sum("t", &[1.0])).unwrap_err();
+            assert!(error.to_string().contains("ranks that did not come: 1"), "{error}");
+            return;
+        }
+        let error = call(&engine, sum("t", &[1.0])).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("allreduce of t timed out after "), "{text}");
+        assert!(text.contains("the limit being 600ms: ranks that did not come: 1"), "{text}");
+        assert_eq!(error.fault(), Fault::Peer);
+    });
+}
+
+#[test]
+fn a_stall_beyond_the_shutdown_time_stops_all_ranks() {
+    let (cluster, stalls) = heard(&[2, 1]);
+    let cluster = cluster.with(|settings| {
+        settings.stall_check = Some(Duration::from_millis(50));
+        settings.stall_shutdown = Some(Duration::from_millis(200));
+    });
+    cluster.run(|rank, engine| {
+        let name = if rank == 2 { "other" } else { "t" };
+        let error = call(&engine, sum(name, &[1.0])).unwrap_err();
+        assert!(error.to_string().contains("timed out after "), "{error}");
+    });
+    assert!(stalls.iter().any(|stall| stall.fatal));
+}
+
+#[test]
+fn a_wait_that_times_out_leaves_the_handle_valid() {
+    Cluster::new(&[2]).run(|rank, engine| {
+        if rank == 1 {
+            call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+            assert_eq!(call_sum(&engine, "t", &[1.0]), [2.0]);
+            return;
+        }
+        let handle = engine.submit_attended(sum("t", &[1.0])).unwrap();
+        for _ in 0..3 {
+            assert!(engine.wait(handle, Duration::from_millis(5)).unwrap().is_none());
+        }
+        call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
+        assert!(wait(&engine, handle).is_ok());
+    });
+}
