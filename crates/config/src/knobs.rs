@@ -87,6 +87,8 @@ knobs! {
     job: String = "", "JOB", None, false;
     /// Task number of this process within its job. Set by launchers.
     task: u64 = "0", "TASK", None, false;
+    /// Generation of the job that this process was started for; 0 where none is known. Set by launchers.
+    generation: u64 = "0", "GENERATION", None, false;
     /// Addresses the registrar is reached at; default: all of the driver's own.
     driver_host: String = "", "DRIVER_HOST", Some("--driver-host"), true;
     /// Ports to listen on; `0` lets the system choose.

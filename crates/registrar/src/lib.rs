@@ -3,18 +3,49 @@
 
 //! The job's meeting point: registration, assignment, key-value, logs, metrics, results.
 //!
-//! What `session` sees (blocking, callable from any thread, `Clone`):
+//! Owns the gRPC protocol (`proto/`), the decision of who is in the job (`membership`, pure), the server that the
+//! driver runs and the client that tasks use. Refuses to start processes (`launcher`) and to link ranks
+//! (`transport`); values that pass through are bytes to it, and nothing from a socket is unpickled.
 //!
 //! ```text
-//! // client::Client: this process's connection, one per process, shared with `report`.
-//! Client::of_process(&Config, deadline: Instant) -> Result<Option<Client>>    // None without FARANDOLE_JOB
-//! Client::connect(&Ticket, TaskId, Option<Generation>, deadline: Instant) -> Result<Client>
-//! client.ticket() -> &Ticket            // .job_id() -> &JobId, .link_key() -> [u8; 32]
-//! client.task() -> TaskId
-//! client.await_assignment(deadline: Instant) -> Result<World>                 // seen from this task's rank
-//! client.put(key: &str, value: &[u8]) -> Result<()>                           // keys are per generation
-//! client.get(key: &str, deadline: Instant) -> Result<Vec<u8>>                 // waits for the key
-//! client.metric(kind: &str, data: &[u8]) -> Result<()>                        // bounded, never blocks
-//! host::facts() -> HostFacts;  host::addresses() -> Vec<IpAddr>               // loopback last
-//! // Error: Timeout | Refused | Unreachable | Aborted { reason } | Forked | ... ; .fault() -> Fault
+//! driver                              task
+//! Registrar --- TLS, one certificate per job --- Client (agent): register, watch, log, exit
+//!   | membership  key-values  events    \------- Client (worker): await_assignment, put, get, metric
+//!   v
+//! events()
 //! ```
+//!
+//! Every call proves the token of the [`Ticket`]; the client accepts only the certificate that the ticket names.
+//! Ranks go by `farandole_world::assign`, and both ends compute them from the same registrations.
+//!
+//! Invariants: `MB-1` to `MB-5` of `membership`, and
+//! - `RG-1`: a call without the job's token learns and changes nothing.
+//! - `RG-2`: what a task, or anybody else, can make the registrar hold is bounded: connections, calls a second,
+//!   message size, key-values, results, and records (oldest dropped and counted).
+//! - `RG-3`: a generation that is over can neither write nor read key-values; its waiting calls end at once.
+//! - `RG-4`: a client or a registrar used in a fork of its process says so instead of hanging.
+
+#![forbid(unsafe_code)]
+
+pub mod client;
+mod convert;
+mod error;
+mod event;
+mod exit;
+#[rustfmt::skip]
+mod generated;
+pub mod host;
+mod kv;
+mod membership;
+mod server;
+mod ticket;
+mod tls;
+mod wire;
+
+pub use client::{Cancel, Client};
+pub use error::{Error, Result};
+pub use event::Event;
+pub use exit::{Exit, How, Verdict, signal_name};
+pub use server::{Options, Registrar};
+pub use ticket::Ticket;
+pub use wire::{MAX_RESULT, PROTOCOL_VERSION};

@@ -1,4 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Records of logs, metrics and progress, bounded rings, the sink trait.
+//! Records of a running job, the bounded ring they wait in, and the trait of those who take them.
+//!
+//! Owns the words for what workers say: log lines and metrics, progress being one kind of metric. Refuses transport
+//! and presentation: `registrar` carries records, the command and the Python package show them.
+//!
+//! ```text
+//! worker's output -> LogLine --\                          /-> Ring -> driver's events
+//! report(kind, data) -> Metric --> Outbox -> registrar --<
+//!                                                         \-> Sink (a terminal)
+//! ```
+//!
+//! Invariants:
+//! - `TM-1`: a ring never holds more weight than its budget, except for one record that alone is heavier.
+//! - `TM-2`: records leave a ring in the order they came; what is dropped is the oldest that may be dropped, and
+//!   every drop is counted once.
+//! - `TM-3`: a record that may not be dropped is never dropped.
+
+mod record;
+mod ring;
+
+pub use record::{LogLine, Metric, PROGRESS, Record, Sink, Stream};
+pub use ring::{Drained, Ring, Weight};

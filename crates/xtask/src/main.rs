@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Tasks of the workspace: `cargo xtask check` (all checks), `cargo xtask docs` (refreshes generated pages).
+//! Tasks of the workspace: `cargo xtask check` (all checks), `cargo xtask docs` (refreshes generated pages),
+//! `cargo xtask proto` (refreshes generated code).
 
 mod config_docs;
 mod edges;
 mod files;
+mod proto;
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -18,11 +20,13 @@ fn main() -> Result<()> {
         Some("check") => {
             edges::check(&root)?;
             config_docs::check(&root)?;
+            proto::check(&root)?;
             files::check(&root)
         }
         Some("deps") => edges::check(&root),
         Some("docs") => config_docs::write(&root),
-        other => bail!("usage: cargo xtask check|deps|docs, not {other:?}"),
+        Some("proto") => proto::write(&root),
+        other => bail!("usage: cargo xtask check|deps|docs|proto, not {other:?}"),
     }
 }
 

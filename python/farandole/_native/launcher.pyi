@@ -70,9 +70,8 @@ def run_agent(
 
     Raises:
         ValueError: The ticket is malformed, or the command is empty.
-        PermissionError: The registrar refused the ticket, the task or the attempt.
-        ConnectionError: The registrar cannot be reached, with the reason at each of its addresses.
-        TimeoutError: Not all tasks registered in time.
+        FarandoleEnvironmentError: The registrar refused the ticket, the task or the attempt; or it cannot be reached,
+            with the reason at each of its addresses; or not all tasks registered in time.
         FileNotFoundError: There is no such program.
     """
 
@@ -87,4 +86,14 @@ def report(kind: str, data: bytes) -> bool:
 
     Returns:
         Whether there is a job to report to; `False` in a process nobody launched.
+    """
+
+def flush_reports(timeout: float = 5.0) -> bool:
+    """Waits until the driver has every record reported so far.
+
+    Args:
+        timeout: Seconds to wait at most.
+
+    Returns:
+        Whether it has; `False` in a process nobody launched.
     """

@@ -74,7 +74,7 @@ class Registrar:
 
         Raises:
             ValueError: `tasks` is 0, or an option does not parse.
-            OSError: Nothing could be listened on.
+            FarandoleEnvironmentError: Nothing could be listened on.
         """
     @property
     def ticket(self) -> str:

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Signs of life of an agent, and the registrar's word when to stop.
+
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
+
+use super::Caller;
+use crate::exit::Verdict;
+use crate::generated as wire;
+use crate::wire::PROTOCOL_VERSION;
+
+/// Time between two signs of life.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// Time between two attempts to connect again.
+const PAUSE: Duration = Duration::from_millis(200);
+
+type OnEnd = Box<dyn FnOnce(Verdict) + Send>;
+
+/// Beats for as long as the client lives. `on_end` is called at most once.
+pub(super) async fn beat(caller: Caller, session: u64, patience: Duration, on_end: OnEnd) {
+    let mut on_end = Some(on_end);
+    let mut heard = Instant::now();
+    loop {
+        let reason = match session_of_beats(&caller, session, &mut on_end).await {
+            Ok(lasted) => {
+                heard = lasted;
+                "it closed the connection".to_owned()
+            }
+            Err(status) => status.message().to_owned(),
+        };
+        if heard.elapsed() >= patience {
+            if let Some(on_end) = on_end.take() {
+                let reason = format!("lost the registrar for {:.1?}: {reason}", heard.elapsed());
+                on_end(Verdict { reason, cause: None });
+            }
+            return;
+        }
+        tokio::time::sleep(PAUSE).await;
+    }
+}
+
+/// Beats over one connection until it ends; returns when it did.
+async fn session_of_beats(
+    caller: &Caller,
+    session: u64,
+    on_end: &mut Option<OnEnd>,
+) -> Result<Instant, Status> {
+    let (sender, receiver) = mpsc::channel(1);
+    let one = wire::Beat { protocol_version: PROTOCOL_VERSION, session };
+    sender.try_send(one).map_err(|error| Status::internal(error.to_string()))?;
+    let request = caller.request(ReceiverStream::new(receiver));
+    let mut directives = caller.stub().heartbeat(request).await?.into_inner();
+    let mut interval = tokio::time::interval(INTERVAL);
+    loop {
+        tokio::select! {
+            _ = interval.tick() => {
+                // Full: the last one has not left yet, which the connection's own keep-alive will judge.
+                if let Err(mpsc::error::TrySendError::Closed(_)) = sender.try_send(one) {
+                    return Ok(Instant::now());
+                }
+            }
+            directive = directives.message() => match directive {
+                Ok(Some(directive)) => {
+                    if let (Some(stop), Some(on_end)) = (directive.stop, on_end.take()) {
+                        on_end(stop.into());
+                    }
+                }
+                Ok(None) | Err(_) => return Ok(Instant::now()),
+            },
+        }
+    }
+}

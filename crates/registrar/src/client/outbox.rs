@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Records on their way to the driver: bounded memory, and the slow-down reaches whoever writes.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use tokio::sync::{Notify, mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+
+use super::Caller;
+use crate::generated as wire;
+
+/// Bytes of records that wait.
+const BUDGET: usize = 4 << 20;
+/// Bytes in a batch.
+const BATCH: usize = 256 << 10;
+/// The longest a line waits for room before it is dropped: output must not stop a worker for good.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Failed streams in a row after which records are dropped.
+const FAILURES: u32 = 5;
+
+#[derive(Default)]
+struct State {
+    lines: VecDeque<wire::LogLine>,
+    metrics: VecDeque<wire::Metric>,
+    bytes: usize,
+    dropped: u64,
+    flushes: u64,
+    broken: bool,
+}
+
+/// The waiting records of one client.
+pub(super) struct Outbox {
+    state: Mutex<State>,
+    room: Condvar,
+    wake: Notify,
+    flushed: watch::Sender<u64>,
+}
+
+impl Outbox {
+    pub(super) fn new() -> Self {
+        Self {
+            state: Mutex::default(),
+            room: Condvar::new(),
+            wake: Notify::new(),
+            flushed: watch::Sender::new(0),
+        }
+    }
+
+    /// Adds a line; blocks while there is no room.
+    pub(super) fn push_line(&self, line: wire::LogLine) {
+        let mut state = self.state.lock();
+        let deadline = Instant::now() + PATIENCE;
+        while state.bytes >= BUDGET && !state.broken {
+            if self.room.wait_until(&mut state, deadline).timed_out() {
+                break;
+            }
+        }
+        if state.bytes >= BUDGET || state.broken {
+            state.dropped += 1;
+            return;
+        }
+        state.bytes += line.text.len() + 16;
+        state.lines.push_back(line);
+        self.wake.notify_one();
+    }
+
+    /// Adds a metric; drops the oldest ones rather than block.
+    pub(super) fn push_metric(&self, metric: wire::Metric) {
+        let mut state = self.state.lock();
+        while state.bytes >= BUDGET || state.broken {
+            let Some(old) = state.metrics.pop_front() else { break };
+            state.bytes -= weight(&old);
+            state.dropped += 1;
+        }
+        if state.bytes >= BUDGET || state.broken {
+            state.dropped += 1;
+            return;
+        }
+        state.bytes += weight(&metric);
+        state.metrics.push_back(metric);
+        self.wake.notify_one();
+    }
+
+    /// Asks for everything added so far to be confirmed. Wait for the receiver to reach the number.
+    pub(super) fn flush(&self) -> (u64, watch::Receiver<u64>) {
+        let mut state = self.state.lock();
+        state.flushes += 1;
+        self.wake.notify_one();
+        (state.flushes, self.flushed.subscribe())
+    }
+
+    fn take(&self) -> Option<wire::RecordBatch> {
+        let mut state = self.state.lock();
+        if state.lines.is_empty() && state.metrics.is_empty() {
+            return None;
+        }
+        let mut batch =
+            wire::RecordBatch { dropped: std::mem::take(&mut state.dropped), ..Default::default() };
+        let mut size = 0;
+        while size < BATCH
+            && let Some(line) = state.lines.pop_front()
+        {
+            size += line.text.len() + 16;
+            batch.lines.push(line);
+        }
+        while size < BATCH
+            && let Some(metric) = state.metrics.pop_front()
+        {
+            size += weight(&metric);
+            batch.metrics.push(metric);
+        }
+        state.bytes -= size;
+        self.room.notify_all();
+        Some(batch)
+    }
+
+    fn give_up(&self) {
+        let mut state = self.state.lock();
+        state.broken = true;
+        state.dropped += (state.lines.len() + state.metrics.len()) as u64;
+        state.lines.clear();
+        state.metrics.clear();
+        state.bytes = 0;
+        self.room.notify_all();
+    }
+
+    fn is_empty(&self) -> bool {
+        let state = self.state.lock();
+        state.lines.is_empty() && state.metrics.is_empty()
+    }
+
+    fn wanted(&self) -> u64 {
+        self.state.lock().flushes
+    }
+}
+
+fn weight(metric: &wire::Metric) -> usize {
+    metric.kind.len() + metric.data.len() + 16
+}
+
+/// Sends what waits, for as long as the client lives.
+pub(super) async fn pump(outbox: Arc<Outbox>, caller: Caller) {
+    let mut failures = 0;
+    loop {
+        match stream(&outbox, &caller).await {
+            Ok(()) => failures = 0,
+            Err(status) => {
+                failures += 1;
+                tracing::warn!(%status, "records were lost on their way to the driver");
+            }
+        }
+        if failures >= FAILURES {
+            outbox.give_up();
+        }
+        if failures > 0 {
+            outbox.flushed.send_replace(outbox.wanted());
+            tokio::time::sleep(Duration::from_millis(100) * failures.min(10)).await;
+        }
+    }
+}
+
+/// One stream of batches: opened by the first record, closed by a flush.
+async fn stream(outbox: &Outbox, caller: &Caller) -> Result<(), tonic::Status> {
+    let mut batch = loop {
+        let wanted = outbox.wanted();
+        if let Some(batch) = outbox.take() {
+            break batch;
+        }
+        outbox.flushed.send_replace(wanted);
+        outbox.wake.notified().await;
+    };
+    let (sender, receiver) = mpsc::channel(2);
+    let request = caller.request(ReceiverStream::new(receiver));
+    let mut stub = caller.stub();
+    let mut call = tokio::spawn(async move { stub.records(request).await.map(drop) });
+    loop {
+        tokio::select! {
+            sent = sender.send(batch) => if sent.is_err() { break },
+            ended = &mut call => return ended.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string()))),
+        }
+        let next = loop {
+            let wanted = outbox.wanted();
+            match outbox.take() {
+                Some(batch) => break Some(batch),
+                None if wanted > *outbox.flushed.borrow() => break None,
+                None => outbox.wake.notified().await,
+            }
+        };
+        let Some(next) = next else { break };
+        batch = next;
+    }
+    let wanted = outbox.wanted();
+    drop(sender);
+    call.await.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string())))?;
+    // A record that came since is confirmed by a later flush, so only flushes asked for before count.
+    outbox.flushed.send_if_modified(|flushed| {
+        let newer = wanted > *flushed && outbox.is_empty();
+        if newer {
+            *flushed = wanted;
+        }
+        newer
+    });
+    Ok(())
+}

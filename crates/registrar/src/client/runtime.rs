@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! One thread that serves every client of this process. A fork starts its own: threads do not cross it.
+
+use parking_lot::Mutex;
+use tokio::runtime::{Handle, Runtime};
+
+use crate::error::{Error, Result};
+
+static RUNTIME: Mutex<Option<(u32, Runtime)>> = Mutex::new(None);
+
+/// The runtime of this process, started on first use.
+pub(super) fn handle() -> Result<Handle> {
+    let mut slot = RUNTIME.lock();
+    let pid = std::process::id();
+    if let Some((made_in, runtime)) = slot.take() {
+        if made_in == pid {
+            let handle = runtime.handle().clone();
+            *slot = Some((made_in, runtime));
+            return Ok(handle);
+        }
+        // Its thread stayed in the parent: shutting it down here would wait for it.
+        std::mem::forget(runtime);
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .thread_name("farandole-client")
+        .enable_all()
+        .build()
+        .map_err(|error| Error::Runtime { reason: error.to_string() })?;
+    let handle = runtime.handle().clone();
+    *slot = Some((pid, runtime));
+    Ok(handle)
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What can go wrong between a task and its registrar.
+
+use std::time::Duration;
+
+use farandole_world::Fault;
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failed call.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The text is no ticket.
+    #[error("not a ticket of a Farandole job: {reason}")]
+    Ticket {
+        /// What is wrong with it. Never the text itself, which may be most of a secret.
+        reason: &'static str,
+    },
+    /// An option cannot be used.
+    #[error("cannot start a registrar: {reason}")]
+    Options {
+        /// Why.
+        reason: String,
+    },
+    /// A knob does not parse.
+    #[error(transparent)]
+    Config(#[from] farandole_config::Error),
+    /// No address could be listened on.
+    #[error("cannot listen on {host} with ports {first} to {last}: {reason}")]
+    Listen {
+        /// The address.
+        host: String,
+        /// First port of the range.
+        first: u16,
+        /// Last port of the range.
+        last: u16,
+        /// The last failure.
+        reason: String,
+    },
+    /// No certificate could be made, or no TLS set up.
+    #[error("cannot set up TLS: {reason}")]
+    Tls {
+        /// Why.
+        reason: String,
+    },
+    /// No thread could be started.
+    #[error("cannot start a runtime: {reason}")]
+    Runtime {
+        /// Why.
+        reason: String,
+    },
+    /// The registrar answers at none of its addresses.
+    #[error("cannot reach the registrar of job {job} within {elapsed:.1?}: {}", list(.tried))]
+    Unreachable {
+        /// The job.
+        job: String,
+        /// Every address, and what happened there.
+        tried: Vec<(String, String)>,
+        /// Time spent.
+        elapsed: Duration,
+    },
+    /// The registrar answered no.
+    #[error("the registrar of job {job} refused {call}: {reason}")]
+    Refused {
+        /// The job.
+        job: String,
+        /// What was asked.
+        call: &'static str,
+        /// Its reason.
+        reason: String,
+    },
+    /// The job, or this process's generation of it, is over.
+    #[error("job {job} has ended: {reason}")]
+    Aborted {
+        /// The job.
+        job: String,
+        /// Why.
+        reason: String,
+    },
+    /// The connection broke during a call.
+    #[error("lost the registrar of job {job} during {call}: {reason}")]
+    Lost {
+        /// The job.
+        job: String,
+        /// What was asked.
+        call: &'static str,
+        /// What was seen.
+        reason: String,
+    },
+    /// A deadline passed.
+    #[error("timed out after {elapsed:.1?} waiting for {what}")]
+    Timeout {
+        /// What was awaited.
+        what: String,
+        /// Time spent.
+        elapsed: Duration,
+    },
+    /// The other end runs another version.
+    #[error(
+        "protocol versions differ: this process speaks {ours}, the registrar {theirs}; install one version of farandole everywhere"
+    )]
+    Version {
+        /// Ours.
+        ours: u32,
+        /// Theirs.
+        theirs: u32,
+    },
+    /// The registrar sent what it should not.
+    #[error("the registrar of job {job} sent a malformed answer to {call}: {reason}")]
+    Malformed {
+        /// The job.
+        job: String,
+        /// What was asked.
+        call: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The process was forked after the connection was made; a connection belongs to one process.
+    #[error(
+        "made in process {made_in} and used in its fork {used_in}: start processes by spawn or forkserver"
+    )]
+    Forked {
+        /// The process that made the connection.
+        made_in: u32,
+        /// The process that used it.
+        used_in: u32,
+    },
+    /// Closed by its owner.
+    #[error("closed: {what}")]
+    Closed {
+        /// What was.
+        what: &'static str,
+    },
+}
+
+impl Error {
+    /// Whose fault it is.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::Ticket { .. } | Self::Options { .. } | Self::Config(_) | Self::Forked { .. } => {
+                Fault::Usage
+            }
+            Self::Listen { .. }
+            | Self::Tls { .. }
+            | Self::Runtime { .. }
+            | Self::Unreachable { .. }
+            | Self::Refused { .. }
+            | Self::Timeout { .. }
+            | Self::Version { .. } => Fault::Environment,
+            Self::Aborted { .. } => Fault::Membership,
+            Self::Lost { .. } | Self::Closed { .. } => Fault::Peer,
+            Self::Malformed { .. } => Fault::Bug,
+        }
+    }
+}
+
+fn list(tried: &[(String, String)]) -> String {
+    let each: Vec<String> = tried.iter().map(|(address, reason)| format!("{address}: {reason}")).collect();
+    if each.is_empty() { "the ticket has no address".to_owned() } else { each.join("; ") }
+}

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What the driver hears of its job.
+
+use farandole_telemetry::{Record, Weight};
+use farandole_world::{Rank, TaskId, World};
+
+use crate::exit::{Exit, Verdict};
+
+/// Something that happened.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Event {
+    /// A task waits for its rank.
+    Registered {
+        /// The task.
+        task: TaskId,
+    },
+    /// All tasks have their ranks. Seen from rank 0.
+    Assigned {
+        /// The world.
+        world: World,
+    },
+    /// A worker wrote or reported something.
+    Record(Record),
+    /// A worker ended.
+    Exited {
+        /// Its task.
+        task: TaskId,
+        /// Its rank.
+        rank: Rank,
+        /// How.
+        exit: Exit,
+    },
+    /// A worker returned something.
+    Result {
+        /// Its task.
+        task: TaskId,
+        /// Its rank.
+        rank: Rank,
+        /// What.
+        data: Vec<u8>,
+    },
+    /// An agent is gone, before (`rank: None`) or after ranks were assigned.
+    Lost {
+        /// Its task.
+        task: TaskId,
+        /// Its rank.
+        rank: Option<Rank>,
+        /// What was seen.
+        reason: String,
+    },
+    /// A generation is over, or the whole job, and its workers are being ended.
+    Aborted {
+        /// Why, and which task failed first, if one did.
+        verdict: Verdict,
+        /// The rank of that task.
+        rank: Option<Rank>,
+    },
+}
+
+impl Weight for Event {
+    fn weight(&self) -> usize {
+        match self {
+            Self::Record(record) => record.weight(),
+            Self::Result { data, .. } => data.len(),
+            _ => 64,
+        }
+    }
+
+    /// Records may be dropped when the driver does not keep up; what the job's life hangs on may not.
+    fn droppable(&self) -> bool {
+        matches!(self, Self::Record(_))
+    }
+}

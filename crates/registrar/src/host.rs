@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Facts about this host: who it is, and where it can be reached.
+
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use farandole_world::HostFacts;
+
+/// This process's host.
+pub fn facts() -> HostFacts {
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let ipc = fs::read_link("/proc/self/ns/ipc").map(|link| link.to_string_lossy().into_owned());
+    HostFacts {
+        hostname: name.trim().split('.').next().unwrap_or_default().to_owned(),
+        boot_id: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned(),
+        ipc_namespace: ipc.unwrap_or_default(),
+        container_id: farandole_config::environment("CONTAINER_ID").unwrap_or_default(),
+    }
+}
+
+/// This host's addresses: IPv4, then IPv6, then loopback. Link-local ones are left out: they need a scope that
+/// another host cannot know.
+pub fn addresses() -> Vec<IpAddr> {
+    let four = fs::read_to_string("/proc/net/fib_trie").unwrap_or_default();
+    let six = fs::read_to_string("/proc/net/if_inet6").unwrap_or_default();
+    let mut found = local_ipv4(&four);
+    if found.is_empty() {
+        found.push(Ipv4Addr::LOCALHOST);
+    }
+    let mut all: Vec<IpAddr> =
+        found.into_iter().map(IpAddr::V4).chain(local_ipv6(&six).into_iter().map(IpAddr::V6)).collect();
+    all.sort_by_key(|address| (address.is_loopback(), address.is_ipv6()));
+    all
+}
+
+/// Addresses followed by `/32 host LOCAL` in the kernel's routing trie.
+fn local_ipv4(trie: &str) -> Vec<Ipv4Addr> {
+    let mut found: Vec<Ipv4Addr> = Vec::new();
+    let mut last = None;
+    for line in trie.lines() {
+        if let Some(text) = line.trim_start().strip_prefix("|-- ") {
+            last = text.trim().parse().ok();
+        } else if line.trim() == "/32 host LOCAL"
+            && let Some(address) = last.take()
+            && !found.contains(&address)
+            && !address.is_link_local()
+        {
+            found.push(address);
+        }
+    }
+    found
+}
+
+/// Addresses of global (`00`) and loopback (`10`) scope.
+fn local_ipv6(table: &str) -> Vec<Ipv6Addr> {
+    table
+        .lines()
+        .filter_map(|line| {
+            let mut fields = line.split_whitespace();
+            let address = u128::from_str_radix(fields.next()?, 16).ok()?;
+            let scope = fields.nth(2)?;
+            matches!(scope, "00" | "10").then(|| Ipv6Addr::from(address))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_host_has_a_name_a_boot_and_a_loopback() {
+        let facts = facts();
+        assert!(!facts.hostname.is_empty() && !facts.hostname.contains('.'));
+        assert_eq!(facts.boot_id.len(), 36);
+        assert!(facts.ipc_namespace.starts_with("ipc:["));
+        assert!(addresses().iter().any(IpAddr::is_loopback));
+    }
+
+    #[test]
+    fn only_local_addresses_are_taken_from_the_routing_trie() {
+        let trie = "Main:\n  |-- 127.0.0.0\n   /8 host LOCAL\n  |-- 127.0.0.1\n   /32 host LOCAL\n  |-- 10.0.0.7\n   /32 host LOCAL\n  |-- 10.0.0.255\n   /32 link BROADCAST\n";
+        assert_eq!(local_ipv4(trie), [Ipv4Addr::LOCALHOST, Ipv4Addr::new(10, 0, 0, 7)]);
+    }
+
+    #[test]
+    fn link_local_addresses_are_left_out() {
+        let table = "00000000000000000000000000000001 01 80 10 80       lo\n\
+                     fe80000000000000000000000000abcd 02 40 20 80     eth0\n\
+                     20010db8000000000000000000000002 02 40 00 80     eth0\n";
+        let found = local_ipv6(table);
+        assert_eq!(found, [Ipv6Addr::LOCALHOST, "2001:db8::2".parse::<Ipv6Addr>().unwrap()]);
+    }
+}

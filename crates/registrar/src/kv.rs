@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Keys and values of the current generation. Values are bytes that nobody here looks into.
+
+use std::collections::HashMap;
+
+use bytes::Bytes;
+use farandole_world::Generation;
+use tokio::sync::oneshot;
+
+/// Longest key.
+pub(crate) const MAX_KEY: usize = 1 << 10;
+/// Longest value.
+pub(crate) const MAX_VALUE: usize = 1 << 20;
+/// Most bytes of keys and values together.
+const MAX_TOTAL: usize = 256 << 20;
+
+/// Why a value was not taken.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Full {
+    #[error("a key has at most {MAX_KEY} bytes, this one has {length}")]
+    Key { length: usize },
+    #[error("a value has at most {MAX_VALUE} bytes, this one has {length}")]
+    Value { length: usize },
+    #[error("all keys and values together have at most {MAX_TOTAL} bytes")]
+    Total,
+}
+
+/// A value, or a place in the queue for it.
+pub(crate) enum Lookup {
+    Found(Bytes),
+    Wait(oneshot::Receiver<Bytes>),
+}
+
+#[derive(Default)]
+struct Slot {
+    value: Option<Bytes>,
+    waiters: Vec<oneshot::Sender<Bytes>>,
+}
+
+/// The store.
+#[derive(Default)]
+pub(crate) struct KeyValues {
+    generation: Generation,
+    slots: HashMap<String, Slot>,
+    bytes: usize,
+}
+
+impl KeyValues {
+    /// Forgets everything when `generation` is a new one. Waiters of an older one learn by their channel's end.
+    fn enter(&mut self, generation: Generation) {
+        if self.generation != generation {
+            *self = Self { generation, ..Self::default() };
+        }
+    }
+
+    /// Sets `key`; the last value wins. Wakes whoever waits for it.
+    pub(crate) fn put(&mut self, generation: Generation, key: String, value: Bytes) -> Result<(), Full> {
+        self.enter(generation);
+        if key.len() > MAX_KEY {
+            return Err(Full::Key { length: key.len() });
+        }
+        if value.len() > MAX_VALUE {
+            return Err(Full::Value { length: value.len() });
+        }
+        let old =
+            self.slots.get(&key).and_then(|slot| slot.value.as_ref()).map_or(0, |old| old.len() + key.len());
+        let total = self.bytes - old + key.len() + value.len();
+        if total > MAX_TOTAL {
+            return Err(Full::Total);
+        }
+        self.bytes = total;
+        let slot = self.slots.entry(key).or_default();
+        for waiter in slot.waiters.drain(..) {
+            // A waiter that gave up is gone already.
+            drop(waiter.send(value.clone()));
+        }
+        slot.value = Some(value);
+        Ok(())
+    }
+
+    /// Looks `key` up, or queues for it.
+    pub(crate) fn get(&mut self, generation: Generation, key: String) -> Lookup {
+        self.enter(generation);
+        let slot = self.slots.entry(key).or_default();
+        if let Some(value) = &slot.value {
+            return Lookup::Found(value.clone());
+        }
+        slot.waiters.retain(|waiter| !waiter.is_closed());
+        let (sender, receiver) = oneshot::channel();
+        slot.waiters.push(sender);
+        Lookup::Wait(receiver)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: Generation = Generation(1);
+
+    #[test]
+    fn a_waiter_gets_the_value_that_comes_later() {
+        let mut kv = KeyValues::default();
+        let Lookup::Wait(mut waiter) = kv.get(ONE, "a".into()) else { panic!("found") };
+        kv.put(ONE, "a".into(), Bytes::from_static(b"1")).unwrap();
+        assert_eq!(waiter.try_recv().unwrap(), "1");
+        kv.put(ONE, "a".into(), Bytes::from_static(b"22")).unwrap();
+        assert!(matches!(kv.get(ONE, "a".into()), Lookup::Found(value) if value == "22"));
+        assert_eq!(kv.bytes, 3);
+    }
+
+    #[test]
+    fn a_new_generation_starts_empty_and_ends_the_waits_of_the_old() {
+        let mut kv = KeyValues::default();
+        kv.put(ONE, "a".into(), Bytes::from_static(b"1")).unwrap();
+        let Lookup::Wait(mut waiter) = kv.get(ONE, "b".into()) else { panic!("found") };
+        assert!(matches!(kv.get(Generation(2), "a".into()), Lookup::Wait(_)));
+        assert_eq!(waiter.try_recv(), Err(oneshot::error::TryRecvError::Closed));
+    }
+
+    #[test]
+    fn oversized_keys_and_values_are_refused() {
+        let mut kv = KeyValues::default();
+        let long = "k".repeat(MAX_KEY + 1);
+        assert_eq!(kv.put(ONE, long, Bytes::new()), Err(Full::Key { length: MAX_KEY + 1 }));
+        let big = Bytes::from(vec![0; MAX_VALUE + 1]);
+        assert_eq!(kv.put(ONE, "k".into(), big), Err(Full::Value { length: MAX_VALUE + 1 }));
+    }
+}

@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::exit::How;
+
+const OPTIONS: Options = Options {
+    tasks: 3,
+    heartbeat_timeout: Duration::from_secs(5),
+    disconnect_grace: Duration::from_secs(1),
+    failure_grace: Duration::from_millis(500),
+};
+
+fn at(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+fn host(name: &str) -> HostHash {
+    HostHash(name.into())
+}
+
+fn exit(how: How) -> Exit {
+    Exit { how, peer_error: false, stopped: false }
+}
+
+/// A job whose three tasks run generation 1, registered at time 0 with sessions 0, 1, 2.
+fn running() -> Membership {
+    let mut job = Membership::new(OPTIONS);
+    for task in 0..3 {
+        job.register(at(0), TaskId(task), 0, u64::from(task), host("a")).unwrap();
+    }
+    job
+}
+
+fn exited(job: &mut Membership, ms: u64, task: u32, exit: Exit) -> Vec<Decision> {
+    job.observe(at(ms), Input::Exited { task: TaskId(task), generation: Generation(1), exit })
+}
+
+fn verdicts(decisions: &[Decision]) -> Vec<&Verdict> {
+    decisions
+        .iter()
+        .filter_map(|decision| match decision {
+            Decision::Stop { verdict, .. } => Some(verdict),
+            _ => None,
+        })
+        .collect()
+}
+
+#[test]
+fn the_last_registration_assigns_every_task() {
+    // MB-1.
+    let mut job = Membership::new(OPTIONS);
+    job.register(at(0), TaskId(2), 0, 1, host("b")).unwrap();
+    job.register(at(0), TaskId(0), 0, 2, host("a")).unwrap();
+    assert_eq!(job.missing().collect::<Vec<_>>(), [TaskId(1)]);
+    let (generation, decisions) = job.register(at(1), TaskId(1), 0, 3, host("b")).unwrap();
+    assert_eq!(generation, Generation(1));
+    let Some(Decision::Assigned { world }) = decisions.last() else { panic!("no world: {decisions:?}") };
+    let tasks: Vec<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
+    assert_eq!(tasks, [0, 1, 2]);
+}
+
+#[test]
+fn unknown_duplicate_and_stale_registrations_are_refused() {
+    // MB-3.
+    let mut job = Membership::new(OPTIONS);
+    assert!(matches!(
+        job.register(at(0), TaskId(3), 0, 1, host("a")),
+        Err(Refusal::UnknownTask { last: 2, .. })
+    ));
+    job.register(at(0), TaskId(0), 4, 1, host("a")).unwrap();
+    assert_eq!(job.register(at(0), TaskId(0), 4, 1, host("a")).unwrap(), (Generation(1), vec![]));
+    assert!(matches!(job.register(at(0), TaskId(0), 4, 2, host("a")), Err(Refusal::Duplicate { .. })));
+    assert!(matches!(
+        job.register(at(0), TaskId(0), 3, 3, host("a")),
+        Err(Refusal::Stale { current: 4, .. })
+    ));
+    assert!(job.register(at(0), TaskId(0), 5, 4, host("a")).is_ok());
+}
+
+#[test]
+fn a_newer_attempt_ends_the_generation_and_all_newer_attempts_make_the_next() {
+    let mut job = running();
+    let (generation, decisions) = job.register(at(10), TaskId(1), 1, 11, host("a")).unwrap();
+    assert_eq!(generation, Generation(2));
+    assert_eq!(verdicts(&decisions)[0].reason, "task 1 was started again, as attempt 1");
+    job.register(at(11), TaskId(0), 1, 12, host("a")).unwrap();
+    let (_, decisions) = job.register(at(12), TaskId(2), 1, 13, host("a")).unwrap();
+    assert!(
+        matches!(decisions.last(), Some(Decision::Assigned { world }) if world.generation == Generation(2))
+    );
+    // What the old generation still says changes nothing.
+    assert_eq!(exited(&mut job, 13, 0, exit(How::Signal(9))), []);
+}
+
+#[test]
+fn a_signal_outweighs_an_earlier_peer_error() {
+    // MB-4.
+    let mut job = running();
+    assert_eq!(exited(&mut job, 100, 0, Exit { peer_error: true, ..exit(How::Code(1)) }), []);
+    assert_eq!(exited(&mut job, 150, 2, exit(How::Signal(9))), []);
+    assert_eq!(job.observe(at(599), Input::Tick), []);
+    let decisions = job.observe(at(600), Input::Tick);
+    let verdict = verdicts(&decisions)[0];
+    assert_eq!(verdict.cause, Some(TaskId(2)));
+    assert_eq!(verdict.reason, "rank 2 on a was ended by SIGKILL");
+}
+
+#[test]
+fn a_lone_peer_error_waits_for_the_loss_that_caused_it() {
+    let mut job = running();
+    exited(&mut job, 100, 0, Exit { peer_error: true, ..exit(How::Code(1)) });
+    assert_eq!(job.observe(at(2_000), Input::Tick), []);
+    job.observe(at(2_000), Input::Disconnected { task: TaskId(1), session: 1 });
+    job.observe(at(2_900), Input::Beat { task: TaskId(2), session: 2 });
+    let lost = job.observe(at(3_000), Input::Tick);
+    assert!(matches!(&lost[0], Decision::Lost { task: TaskId(1), .. }), "{lost:?}");
+    let decisions = job.observe(at(3_500), Input::Tick);
+    let reasons = verdicts(&lost).into_iter().chain(verdicts(&decisions)).collect::<Vec<_>>();
+    assert_eq!(reasons[0].reason, "rank 1 on a was lost: its agent's connection closed");
+}
+
+#[test]
+fn an_agent_that_comes_back_in_time_is_not_lost() {
+    let mut job = running();
+    job.observe(at(100), Input::Disconnected { task: TaskId(1), session: 1 });
+    job.observe(at(900), Input::Beat { task: TaskId(1), session: 1 });
+    assert_eq!(job.observe(at(2_000), Input::Tick), []);
+}
+
+#[test]
+fn a_waiting_task_whose_connection_closes_may_register_again() {
+    let mut job = Membership::new(OPTIONS);
+    job.register(at(0), TaskId(0), 0, 1, host("a")).unwrap();
+    let decisions = job.observe(at(1), Input::Disconnected { task: TaskId(0), session: 1 });
+    assert!(matches!(decisions[..], [Decision::Withdrawn { task: TaskId(0), .. }]));
+    assert!(job.register(at(2), TaskId(0), 0, 2, host("a")).is_ok());
+}
+
+#[test]
+fn all_exits_good_finish_the_job_and_nothing_follows() {
+    // MB-5.
+    let mut job = running();
+    exited(&mut job, 1, 0, exit(How::Code(0)));
+    exited(&mut job, 1, 1, exit(How::Code(0)));
+    assert_eq!(
+        exited(&mut job, 1, 2, exit(How::Code(0))),
+        [Decision::Finished { generation: Generation(1) }]
+    );
+    assert!(matches!(job.register(at(2), TaskId(0), 9, 9, host("a")), Err(Refusal::Finished { .. })));
+    assert_eq!(job.observe(at(60_000), Input::Abort { reason: "late".into() }), []);
+}
+
+#[test]
+fn when_everybody_has_ended_the_verdict_does_not_wait() {
+    let mut job = running();
+    exited(&mut job, 1, 0, exit(How::Code(0)));
+    exited(&mut job, 1, 1, Exit { peer_error: true, ..exit(How::Code(1)) });
+    let decisions = exited(&mut job, 2, 2, exit(How::Code(3)));
+    assert_eq!(verdicts(&decisions)[0].reason, "rank 2 on a exited with code 3");
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Register { task: u32, attempt: u64, session: u64, host: u8 },
+    Beat { task: u32, session: u64 },
+    Disconnected { task: u32, session: u64 },
+    Exited { task: u32, generation: u64, code: i32, peer_error: bool },
+    Abort,
+    Wait { ms: u64 },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let (task, session) = (0u32..4, 0u64..12);
+    prop_oneof![
+        8 => (task.clone(), 0u64..4, session.clone(), 0u8..3)
+            .prop_map(|(task, attempt, session, host)| Step::Register { task, attempt, session, host }),
+        2 => (task.clone(), session.clone()).prop_map(|(task, session)| Step::Beat { task, session }),
+        1 => (task.clone(), session).prop_map(|(task, session)| Step::Disconnected { task, session }),
+        4 => (task, 1u64..4, 0i32..2, any::<bool>()).prop_map(|(task, generation, code, peer_error)| {
+            Step::Exited { task, generation, code, peer_error }
+        }),
+        1 => Just(Step::Abort),
+        2 => (0u64..6_000).prop_map(|ms| Step::Wait { ms }),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn any_history_keeps_the_invariants(steps in prop::collection::vec(step(), 1..80)) {
+        let mut job = Membership::new(OPTIONS);
+        let mut now = Duration::ZERO;
+        let mut last = 0;
+        let mut stopped = BTreeSet::new();
+        let mut ended = false;
+        let mut attempts: BTreeMap<u32, u64> = BTreeMap::new();
+        for step in steps {
+            let decisions = match step {
+                Step::Register { task, attempt, session, host: name } => {
+                    match job.register(now, TaskId(task), attempt, session, host(&name.to_string())) {
+                        Ok((generation, decisions)) => {
+                            prop_assert!(task < 3 && !ended);
+                            prop_assert!(generation.0 == job.generation().0 || generation.0 == job.generation().0 + 1);
+                            if decisions.iter().any(|decision| matches!(decision, Decision::Registered { .. })) {
+                                // MB-3; a withdrawn attempt is forgotten.
+                                prop_assert!(attempts.get(&task).is_none_or(|old| attempt > *old));
+                                attempts.insert(task, attempt);
+                            }
+                            decisions
+                        }
+                        Err(_) => Vec::new(),
+                    }
+                }
+                Step::Beat { task, session } => job.observe(now, Input::Beat { task: TaskId(task), session }),
+                Step::Disconnected { task, session } => {
+                    job.observe(now, Input::Disconnected { task: TaskId(task), session })
+                }
+                Step::Exited { task, generation, code, peer_error } => {
+                    let exit = Exit { how: How::Code(code), peer_error, stopped: false };
+                    job.observe(now, Input::Exited { task: TaskId(task), generation: Generation(generation), exit })
+                }
+                Step::Abort => job.observe(now, Input::Abort { reason: "enough".into() }),
+                Step::Wait { ms } => {
+                    now += Duration::from_millis(ms);
+                    job.observe(now, Input::Tick)
+                }
+            };
+            for decision in decisions {
+                match decision {
+                    Decision::Assigned { world } => {
+                        prop_assert!(!ended, "MB-5");
+                        prop_assert_eq!(world.generation.0, last + 1, "MB-2");
+                        last = world.generation.0;
+                        let tasks: BTreeSet<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
+                        prop_assert_eq!(tasks, BTreeSet::from([0, 1, 2]), "MB-1");
+                        prop_assert_eq!(world.size(), 3, "MB-1");
+                    }
+                    Decision::Stop { generation, .. } => prop_assert!(stopped.insert(generation), "MB-4"),
+                    Decision::Withdrawn { task, .. } => {
+                        // The attempt that runs, if one does, is the one that fences again.
+                        match job.running.as_mut().and_then(|running| running.member(task)) {
+                            Some(member) => attempts.insert(task.0, member.attempt),
+                            None => attempts.remove(&task.0),
+                        };
+                    }
+                    Decision::Finished { generation } => {
+                        prop_assert!(!stopped.contains(&generation), "a stopped generation is not done");
+                        ended = true;
+                    }
+                    Decision::Aborted { .. } => ended = true,
+                    Decision::Registered { .. } | Decision::Lost { .. } => {}
+                }
+            }
+        }
+    }
+}

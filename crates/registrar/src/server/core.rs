@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The job's state behind its locks, and the effects of what `membership` decides.
+//!
+//! Lock order: membership, then board, then events; key-values alone.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use farandole_telemetry::{Drained, Ring};
+use farandole_world::{Generation, HostHash, JobId, Rank, TaskId, World};
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+use super::Options;
+use crate::convert;
+use crate::event::Event;
+use crate::exit::{Exit, Verdict};
+use crate::kv::KeyValues;
+use crate::membership::{self, Decision, Input, Membership, Refusal};
+
+/// Bytes of events that wait for the driver.
+const EVENTS: usize = 64 << 20;
+/// How often time is looked at.
+const TICK: Duration = Duration::from_millis(50);
+/// How many missing tasks a message lists.
+const LISTED: usize = 16;
+
+/// A world as published.
+pub(super) struct Published {
+    pub(super) world: World,
+    pub(super) encoded: Bytes,
+    ranks: HashMap<TaskId, Rank>,
+}
+
+/// What calls wait on.
+#[derive(Clone, Default)]
+pub(super) struct Board {
+    pub(super) world: Option<Arc<Published>>,
+    over: Option<(Generation, Arc<Verdict>)>,
+    aborted: Option<Arc<Verdict>>,
+    pub(super) closed: bool,
+}
+
+impl Board {
+    /// Why `generation` is over, if it is.
+    pub(super) fn verdict(&self, generation: Generation) -> Option<Verdict> {
+        if let Some((over, verdict)) = &self.over
+            && generation == *over
+        {
+            return Some(Verdict::clone(verdict));
+        }
+        if let Some(verdict) = &self.aborted {
+            return Some(Verdict::clone(verdict));
+        }
+        let current = self.world.as_ref().map_or(Generation(0), |published| published.world.generation);
+        (generation.0 > 0 && generation < current).then(|| Verdict {
+            reason: format!("generation {generation} was followed by generation {current}"),
+            cause: None,
+        })
+    }
+
+    fn rank(&self, task: TaskId) -> Option<Rank> {
+        self.world.as_ref().and_then(|published| published.ranks.get(&task).copied())
+    }
+}
+
+/// The job.
+pub(super) struct Core {
+    job_id: JobId,
+    tasks: u32,
+    started: Instant,
+    start_timeout: Duration,
+    membership: Mutex<Membership>,
+    board: watch::Sender<Board>,
+    kv: Mutex<KeyValues>,
+    events: Ring<Event>,
+}
+
+impl Core {
+    pub(super) fn new(job_id: JobId, options: &Options) -> Self {
+        let membership = Membership::new(membership::Options {
+            tasks: options.tasks,
+            heartbeat_timeout: options.peer_timeout,
+            disconnect_grace: Duration::from_secs(1).min(options.peer_timeout),
+            failure_grace: Duration::from_millis(500),
+        });
+        Self {
+            job_id,
+            tasks: options.tasks,
+            started: Instant::now(),
+            start_timeout: options.start_timeout,
+            membership: Mutex::new(membership),
+            board: watch::Sender::new(Board::default()),
+            kv: Mutex::new(KeyValues::default()),
+            events: Ring::new(EVENTS),
+        }
+    }
+
+    /// Takes a task in.
+    pub(super) fn register(
+        &self,
+        task: TaskId,
+        attempt: u64,
+        session: u64,
+        host: HostHash,
+    ) -> Result<Generation, Refusal> {
+        let mut membership = self.membership.lock();
+        let (generation, decisions) =
+            membership.register(self.started.elapsed(), task, attempt, session, host)?;
+        self.apply(decisions);
+        Ok(generation)
+    }
+
+    /// Takes in what happened.
+    pub(super) fn observe(&self, input: Input) {
+        let mut membership = self.membership.lock();
+        let decisions = membership.observe(self.started.elapsed(), input);
+        self.apply(decisions);
+    }
+
+    /// Takes in a worker's end; the driver hears of it before it hears of what follows.
+    pub(super) fn exited(&self, task: TaskId, generation: Generation, exit: Exit) {
+        let mut membership = self.membership.lock();
+        if membership.generation() == generation {
+            let rank = self.board.borrow().rank(task).unwrap_or_default();
+            self.events.push(Event::Exited { task, rank, exit: exit.clone() });
+        }
+        let decisions = membership.observe(self.started.elapsed(), Input::Exited { task, generation, exit });
+        self.apply(decisions);
+    }
+
+    pub(super) fn abort(&self, reason: String) {
+        self.observe(Input::Abort { reason });
+    }
+
+    /// Tells the driver something.
+    pub(super) fn push(&self, event: Event) {
+        self.events.push(event);
+    }
+
+    pub(super) fn events(&self, deadline: Instant) -> Drained<Event> {
+        self.events.drain(deadline)
+    }
+
+    pub(super) fn is_finished(&self) -> bool {
+        self.events.is_finished()
+    }
+
+    pub(super) fn assignment(&self) -> Option<World> {
+        self.board.borrow().world.as_ref().map(|published| published.world.clone())
+    }
+
+    pub(super) fn rank(&self, task: TaskId) -> Option<Rank> {
+        self.board.borrow().rank(task)
+    }
+
+    pub(super) fn board(&self) -> watch::Receiver<Board> {
+        self.board.subscribe()
+    }
+
+    pub(super) fn kv(&self) -> &Mutex<KeyValues> {
+        &self.kv
+    }
+
+    /// The lowest tasks that have not registered, and how many there are.
+    pub(super) fn missing(&self) -> (Vec<u32>, u32) {
+        let membership = self.membership.lock();
+        let all: Vec<u32> = membership.missing().map(|task| task.0).collect();
+        let count = u32::try_from(all.len()).unwrap_or(u32::MAX);
+        (all.into_iter().take(LISTED).collect(), count)
+    }
+
+    /// Lets calls end.
+    pub(super) fn close(&self) {
+        self.board.send_modify(|board| board.closed = true);
+        self.events.close();
+    }
+
+    pub(super) async fn until_closed(&self) {
+        // The sender lives in `self`, so the wait ends by the condition alone.
+        drop(self.board().wait_for(|board| board.closed).await);
+    }
+
+    /// Lets membership know that time passes.
+    pub(super) async fn tick(&self) {
+        let mut interval = tokio::time::interval(TICK);
+        interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut board = self.board();
+        while !board.borrow_and_update().closed {
+            interval.tick().await;
+            self.observe(Input::Tick);
+            if self.started.elapsed() >= self.start_timeout && self.board.borrow().world.is_none() {
+                self.give_up();
+            }
+        }
+    }
+
+    fn give_up(&self) {
+        let (listed, count) = self.missing();
+        let more = if listed.len() < count as usize { " and more" } else { "" };
+        self.abort(format!(
+            "only {} of {} tasks registered within {:.1?}, missing: {listed:?}{more}",
+            self.tasks - count,
+            self.tasks,
+            self.start_timeout,
+        ));
+    }
+
+    /// Called with membership locked, so that decisions take effect in their order.
+    fn apply(&self, decisions: Vec<Decision>) {
+        for decision in decisions {
+            tracing::info!(job = %self.job_id, ?decision);
+            match decision {
+                Decision::Registered { task } => self.events.push(Event::Registered { task }),
+                Decision::Withdrawn { task, reason } => {
+                    self.events.push(Event::Lost { task, rank: None, reason })
+                }
+                Decision::Lost { task, reason } => {
+                    let rank = self.board.borrow().rank(task);
+                    self.events.push(Event::Lost { task, rank, reason });
+                }
+                Decision::Assigned { world } => {
+                    let ranks =
+                        (0u32..).map(Rank).zip(&world.seats).map(|(rank, seat)| (seat.task, rank)).collect();
+                    let published = Arc::new(Published {
+                        encoded: convert::encode_world(&world),
+                        ranks,
+                        world: world.clone(),
+                    });
+                    self.events.push(Event::Assigned { world });
+                    self.board.send_modify(|board| board.world = Some(published));
+                }
+                Decision::Stop { generation, verdict } => {
+                    let rank = verdict.cause.and_then(|task| self.board.borrow().rank(task));
+                    self.events.push(Event::Aborted { verdict: verdict.clone(), rank });
+                    self.board.send_modify(|board| board.over = Some((generation, Arc::new(verdict))));
+                }
+                Decision::Aborted { reason } => {
+                    let verdict = Verdict { reason, cause: None };
+                    let told = self.board.borrow().over.as_ref().is_some_and(|(_, over)| **over == verdict);
+                    if !told {
+                        self.events.push(Event::Aborted { verdict: verdict.clone(), rank: None });
+                    }
+                    self.board.send_modify(|board| board.aborted = Some(Arc::new(verdict)));
+                }
+                Decision::Finished { .. } => {}
+            }
+        }
+    }
+}

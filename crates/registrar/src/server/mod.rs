@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The driver's side: a server that feeds `membership` and keeps what passes through it within bounds.
+
+mod auth;
+mod core;
+mod incoming;
+mod service;
+
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use farandole_config::{Config, PortRange};
+use farandole_telemetry::Drained;
+use farandole_world::{JobId, World};
+use parking_lot::Mutex;
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+use tonic::transport::{Identity as TlsIdentity, Server, ServerTlsConfig};
+
+use self::auth::Gate;
+use self::core::Core;
+use self::service::Service;
+use crate::error::{Error, Result};
+use crate::event::Event;
+use crate::generated::registrar_server::RegistrarServer;
+use crate::ticket::{Ticket, Token};
+use crate::{host, tls};
+
+/// Longest message: a value of the key-value store and what surrounds it.
+const MAX_MESSAGE: usize = 2 << 20;
+/// How long open calls may take to end once the registrar closes.
+const CLOSING: Duration = Duration::from_secs(1);
+
+/// What a registrar is started with.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Tasks that will register.
+    pub tasks: u32,
+    /// Name of the job; made up when absent.
+    pub job_id: Option<String>,
+    /// Address to listen on and to offer; all own addresses when absent.
+    pub host: Option<String>,
+    /// Ports to try.
+    pub port_range: PortRange,
+    /// How long all tasks may take to register.
+    pub start_timeout: Duration,
+    /// Silence after which an agent is lost.
+    pub peer_timeout: Duration,
+}
+
+impl Options {
+    /// Options for a job of `tasks`, the rest from the configuration.
+    pub fn from_config(tasks: u32, config: &Config) -> Self {
+        Self {
+            tasks,
+            job_id: None,
+            host: Some(config.driver_host.clone()).filter(|host| !host.is_empty()),
+            port_range: config.port_range,
+            start_timeout: config.start_timeout,
+            peer_timeout: config.peer_timeout,
+        }
+    }
+}
+
+struct Running {
+    runtime: Runtime,
+    server: JoinHandle<()>,
+}
+
+/// A running registrar. Dropping it closes it.
+pub struct Registrar {
+    core: Arc<Core>,
+    ticket: Ticket,
+    running: Mutex<Option<Running>>,
+    made_in: u32,
+}
+
+impl Registrar {
+    /// Makes a certificate and a token, and starts to listen.
+    ///
+    /// # Errors
+    /// `Options` for no tasks or an unusable job id, `Listen`, `Tls`, `Runtime`.
+    pub fn start(options: Options) -> Result<Self> {
+        if options.tasks == 0 {
+            return Err(Error::Options { reason: "a job has at least one task".to_owned() });
+        }
+        let job_id = job_id(options.job_id.clone())?;
+        let token = Token::random();
+        let identity = tls::identity()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("farandole-registrar")
+            .enable_all()
+            .build()
+            .map_err(|error| Error::Runtime { reason: error.to_string() })?;
+        let (listener, addresses) = listen(options.host.as_deref(), options.port_range)?;
+        let ticket = Ticket::new(token.clone(), identity.fingerprint, job_id.clone(), addresses);
+        let core = Arc::new(Core::new(job_id, &options));
+        let gate = Gate::new(token, options.tasks);
+        let registrar = RegistrarServer::new(Service::new(Arc::clone(&core)))
+            .max_decoding_message_size(MAX_MESSAGE)
+            .max_encoding_message_size(usize::MAX);
+        let guarded = tonic::service::interceptor::InterceptedService::new(registrar, gate);
+        let certificate = TlsIdentity::from_pem(identity.certificate_pem, identity.key_pem);
+        let tls = ServerTlsConfig::new().identity(certificate).timeout(Duration::from_secs(10));
+        let router = Server::builder()
+            .tls_config(tls)
+            .map_err(|error| Error::Tls { reason: error.to_string() })?
+            .max_concurrent_streams(1024)
+            .http2_max_header_list_size(16 << 10)
+            .http2_keepalive_interval(Some(options.peer_timeout / 2))
+            .http2_keepalive_timeout(Some(options.peer_timeout))
+            .add_service(guarded);
+        let context = runtime.enter();
+        let incoming = incoming::accept(listener, options.tasks)
+            .map_err(|error| Error::Runtime { reason: error.to_string() })?;
+        drop(context);
+        let closed = Arc::clone(&core);
+        let server = runtime.spawn(async move {
+            let serving =
+                router.serve_with_incoming_shutdown(incoming, async move { closed.until_closed().await });
+            if let Err(error) = serving.await {
+                tracing::error!(%error, "the registrar stopped listening");
+            }
+        });
+        let ticking = Arc::clone(&core);
+        runtime.spawn(async move { ticking.tick().await });
+        let running = Mutex::new(Some(Running { runtime, server }));
+        Ok(Self { core, ticket, running, made_in: std::process::id() })
+    }
+
+    /// What a task needs to be let in.
+    pub fn ticket(&self) -> &Ticket {
+        &self.ticket
+    }
+
+    /// The job's name.
+    pub fn job_id(&self) -> &JobId {
+        self.ticket.job_id()
+    }
+
+    /// Waits until something has happened, at most until `deadline`, and takes everything that has.
+    ///
+    /// # Errors
+    /// `Forked`.
+    pub fn events(&self, deadline: Instant) -> Result<Drained<Event>> {
+        self.own_process()?;
+        Ok(self.core.events(deadline))
+    }
+
+    /// Whether the registrar is closed and every event was taken.
+    pub fn is_finished(&self) -> bool {
+        self.core.is_finished()
+    }
+
+    /// The latest world, seen from rank 0.
+    pub fn assignment(&self) -> Option<World> {
+        self.core.assignment()
+    }
+
+    /// Makes every agent end its worker. Later calls change nothing.
+    ///
+    /// # Errors
+    /// `Forked`.
+    pub fn abort(&self, reason: &str) -> Result<()> {
+        self.own_process()?;
+        self.core.abort(reason.to_owned());
+        Ok(())
+    }
+
+    /// Aborts what still runs, tells the agents, and stops listening. Later calls do nothing.
+    pub fn close(&self) {
+        let running = self.running.lock().take();
+        let Some(running) = running else { return };
+        if self.own_process().is_err() {
+            // Its threads stayed in the parent: joining them here would wait forever.
+            std::mem::forget(running);
+            return;
+        }
+        self.core.abort("the driver closed the job".to_owned());
+        self.core.close();
+        let Running { runtime, server } = running;
+        // The server ends when every connection has; what is still open after this is cut off by the shutdown.
+        runtime.block_on(async move { drop(tokio::time::timeout(CLOSING, server).await) });
+        runtime.shutdown_timeout(CLOSING);
+    }
+
+    fn own_process(&self) -> Result<()> {
+        let used_in = std::process::id();
+        if used_in == self.made_in { Ok(()) } else { Err(Error::Forked { made_in: self.made_in, used_in }) }
+    }
+}
+
+impl Drop for Registrar {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn job_id(given: Option<String>) -> Result<JobId> {
+    let Some(name) = given else {
+        return Ok(JobId(format!("job-{:08x}", rand::random::<u32>())));
+    };
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.' | ':');
+    if name.is_empty() || name.len() > 128 || !name.chars().all(plain) {
+        let reason =
+            format!("a job id has 1 to 128 letters, digits, dashes, dots, colons, underscores: {name}");
+        return Err(Error::Options { reason });
+    }
+    Ok(JobId(name))
+}
+
+/// Listens on the first free port of the range. A host that is no address of this machine (a service name, an
+/// address behind NAT) is offered in the ticket while we listen on every address.
+fn listen(host: Option<&str>, ports: PortRange) -> Result<(TcpListener, Vec<String>)> {
+    let any: &[&str] = if dual_stack() { &["::", "0.0.0.0"] } else { &["0.0.0.0"] };
+    let mut binds: Vec<String> =
+        host.map(|host| host.trim_matches(['[', ']']).to_owned()).into_iter().collect();
+    binds.extend(any.iter().map(|&address| address.to_owned()));
+    let mut last = "no port in the range".to_owned();
+    for bind in &binds {
+        for port in ports.first..=ports.last {
+            let found = match (bind.as_str(), port).to_socket_addrs() {
+                Ok(addresses) => addresses.collect::<Vec<SocketAddr>>(),
+                Err(error) => {
+                    last = format!("{bind}: {error}");
+                    break;
+                }
+            };
+            match TcpListener::bind(&found[..])
+                .and_then(|listener| Ok((listener.local_addr()?.port(), listener)))
+            {
+                Ok((port, listener)) => return Ok((listener, offered(host, port))),
+                Err(error) => last = format!("{bind} port {port}: {error}"),
+            }
+        }
+    }
+    Err(Error::Listen {
+        host: host.unwrap_or("all addresses").to_owned(),
+        first: ports.first,
+        last: ports.last,
+        reason: last,
+    })
+}
+
+fn offered(host: Option<&str>, port: u16) -> Vec<String> {
+    if let Some(host) = host {
+        let bare = host.trim_matches(['[', ']']);
+        return vec![if bare.contains(':') { format!("[{bare}]:{port}") } else { format!("{bare}:{port}") }];
+    }
+    let reachable = |address: &IpAddr| address.is_ipv4() || dual_stack();
+    host::addresses()
+        .into_iter()
+        .filter(reachable)
+        .map(|address| SocketAddr::new(address, port).to_string())
+        .collect()
+}
+
+/// Whether one IPv6 socket serves IPv4, too.
+fn dual_stack() -> bool {
+    std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only").is_ok_and(|text| text.trim() == "0")
+}

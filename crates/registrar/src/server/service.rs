@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The gRPC service: an adapter from calls to [`Core`].
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use farandole_world::{Generation, HostFacts, TaskId};
+use tokio::sync::{mpsc, watch};
+use tokio::time::timeout;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::auth::Caller;
+use super::core::{Board, Core};
+use crate::convert;
+use crate::event::Event;
+use crate::exit::{Exit, Verdict};
+use crate::generated as wire;
+use crate::generated::registrar_server::Registrar;
+use crate::kv::{Lookup, MAX_KEY};
+use crate::membership::{Input, Refusal};
+use crate::wire::{MAX_RESULT, PROTOCOL, PROTOCOL_VERSION};
+
+/// The longest a call waits here before its caller asks again.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
+
+/// The service.
+pub(super) struct Service {
+    core: Arc<Core>,
+}
+
+type Reply<T> = Result<Response<T>, Status>;
+
+impl Service {
+    pub(super) fn new(core: Arc<Core>) -> Self {
+        Self { core }
+    }
+
+    /// The caller's generation, if it is the one at work.
+    fn current(&self, caller: Caller) -> Result<watch::Receiver<Board>, Status> {
+        let board = self.core.board();
+        let (known, verdict) = {
+            let board = board.borrow();
+            let current = board.world.as_ref().map(|published| published.world.generation);
+            (current == Some(caller.generation), board.verdict(caller.generation))
+        };
+        match (verdict, known) {
+            (Some(verdict), _) => Err(over(&verdict)),
+            (None, true) => Ok(board),
+            (None, false) => {
+                let reason = format!("generation {} has not been assigned", caller.generation);
+                Err(Status::failed_precondition(reason))
+            }
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl Registrar for Service {
+    async fn register(&self, request: Request<wire::RegisterRequest>) -> Reply<wire::RegisterReply> {
+        let caller = caller(&request)?;
+        let message = request.into_inner();
+        same_version(message.protocol_version)?;
+        let facts = HostFacts::from(message.host.unwrap_or_default());
+        let generation = self
+            .core
+            .register(caller.task, message.attempt, message.session, facts.hash())
+            .map_err(|refusal| refused(&refusal))?;
+        Ok(Response::new(wire::RegisterReply { generation: generation.0 }))
+    }
+
+    async fn await_assignment(
+        &self,
+        request: Request<wire::AwaitAssignmentRequest>,
+    ) -> Reply<wire::AwaitAssignmentReply> {
+        let caller = caller(&request)?;
+        let wait = Duration::from_millis(request.get_ref().timeout_ms).min(LONGEST_WAIT);
+        let mut board = self.core.board();
+        let ready = |board: &Board| {
+            let assigned =
+                board.world.as_ref().is_some_and(|published| published.world.generation >= caller.generation);
+            assigned || board.verdict(caller.generation).is_some()
+        };
+        if let Ok(Ok(board)) = timeout(wait, board.wait_for(ready)).await {
+            if let Some(verdict) = board.verdict(caller.generation) {
+                return Err(over(&verdict));
+            }
+            let world = board.world.as_ref().map(|published| published.encoded.clone());
+            return Ok(Response::new(wire::AwaitAssignmentReply {
+                world,
+                missing: Vec::new(),
+                missing_count: 0,
+            }));
+        }
+        let (missing, missing_count) = self.core.missing();
+        Ok(Response::new(wire::AwaitAssignmentReply { world: None, missing, missing_count }))
+    }
+
+    type HeartbeatStream = ReceiverStream<Result<wire::Directive, Status>>;
+
+    async fn heartbeat(&self, request: Request<Streaming<wire::Beat>>) -> Reply<Self::HeartbeatStream> {
+        let caller = caller(&request)?;
+        let (sender, receiver) = mpsc::channel(1);
+        let core = Arc::clone(&self.core);
+        tokio::spawn(async move {
+            listen(&core, caller, request.into_inner(), sender).await;
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn put(&self, request: Request<wire::PutRequest>) -> Reply<wire::PutReply> {
+        drop(self.current(caller(&request)?)?);
+        let caller = caller(&request)?;
+        let message = request.into_inner();
+        self.core
+            .kv()
+            .lock()
+            .put(caller.generation, message.key, message.value)
+            .map_err(|full| Status::resource_exhausted(full.to_string()))?;
+        Ok(Response::new(wire::PutReply {}))
+    }
+
+    async fn get(&self, request: Request<wire::GetRequest>) -> Reply<wire::GetReply> {
+        let caller = caller(&request)?;
+        let mut board = self.current(caller)?;
+        let message = request.into_inner();
+        if message.key.len() > MAX_KEY {
+            return Err(Status::invalid_argument(format!("a key has at most {MAX_KEY} bytes")));
+        }
+        let wait = Duration::from_millis(message.timeout_ms).min(LONGEST_WAIT);
+        let lookup = self.core.kv().lock().get(caller.generation, message.key);
+        let value = match lookup {
+            Lookup::Found(value) => Some(value),
+            Lookup::Wait(arrival) => tokio::select! {
+                arrived = timeout(wait, arrival) => match arrived {
+                    Ok(Ok(value)) => Some(value),
+                    Ok(Err(_)) => return Err(Status::aborted("the generation is over")),
+                    Err(_) => None,
+                },
+                verdict = verdict(&mut board, caller.generation) => return Err(over(&verdict)),
+            },
+        };
+        Ok(Response::new(wire::GetReply { value }))
+    }
+
+    async fn records(&self, request: Request<Streaming<wire::RecordBatch>>) -> Reply<wire::RecordsReply> {
+        let caller = caller(&request)?;
+        let mut batches = request.into_inner();
+        while let Some(batch) = batches.message().await? {
+            let rank = self.core.rank(caller.task).map(|rank| rank.0);
+            if batch.dropped > 0 {
+                tracing::warn!(task = caller.task.0, dropped = batch.dropped, "a worker dropped records");
+            }
+            for record in convert::records(batch, caller.task.0, rank) {
+                self.core.push(Event::Record(record));
+            }
+        }
+        Ok(Response::new(wire::RecordsReply {}))
+    }
+
+    async fn result(&self, request: Request<Streaming<wire::ResultChunk>>) -> Reply<wire::ResultReply> {
+        let caller = caller(&request)?;
+        drop(self.current(caller)?);
+        let mut chunks = request.into_inner();
+        let mut data = Vec::new();
+        while let Some(chunk) = chunks.message().await? {
+            if data.len() + chunk.data.len() > MAX_RESULT {
+                return Err(Status::out_of_range(format!("a result has at most {MAX_RESULT} bytes")));
+            }
+            data.extend_from_slice(&chunk.data);
+        }
+        let rank = self.core.rank(caller.task).unwrap_or_default();
+        self.core.push(Event::Result { task: caller.task, rank, data });
+        Ok(Response::new(wire::ResultReply {}))
+    }
+
+    async fn exit(&self, request: Request<wire::ExitRequest>) -> Reply<wire::ExitReply> {
+        let caller = caller(&request)?;
+        let exit = Exit::try_from(request.into_inner()).map_err(Status::invalid_argument)?;
+        let success = exit.how.is_success() && !exit.stopped;
+        self.core.exited(caller.task, caller.generation, exit);
+        if success {
+            return Ok(Response::new(wire::ExitReply { verdict: None }));
+        }
+        let mut board = self.core.board();
+        let verdict = timeout(LONGEST_WAIT, verdict(&mut board, caller.generation)).await.ok();
+        Ok(Response::new(wire::ExitReply { verdict: verdict.map(Into::into) }))
+    }
+}
+
+/// Hears an agent's beats until its connection ends, and tells it when to stop.
+async fn listen(
+    core: &Core,
+    caller: Caller,
+    mut beats: Streaming<wire::Beat>,
+    directives: mpsc::Sender<Result<wire::Directive, Status>>,
+) {
+    let mut board = core.board();
+    let mut closing = core.board();
+    let mut session = None;
+    let mut told = false;
+    loop {
+        tokio::select! {
+            biased;
+            beat = beats.message() => match beat {
+                Ok(Some(beat)) => {
+                    if let Err(status) = same_version(beat.protocol_version) {
+                        drop(directives.send(Err(status)).await);
+                        break;
+                    }
+                    session = Some(beat.session);
+                    core.observe(Input::Beat { task: caller.task, session: beat.session });
+                }
+                Ok(None) | Err(_) => break,
+            },
+            verdict = verdict(&mut board, caller.generation), if !told => {
+                told = true;
+                let directive = wire::Directive { stop: Some(verdict.into()) };
+                if directives.send(Ok(directive)).await.is_err() {
+                    break;
+                }
+            }
+            // After the verdict, so that closing tells everybody first.
+            () = closed(&mut closing) => break,
+        }
+    }
+    if let Some(session) = session {
+        core.observe(Input::Disconnected { task: caller.task, session });
+    }
+}
+
+/// Waits for the registrar to close.
+async fn closed(board: &mut watch::Receiver<Board>) {
+    drop(board.wait_for(|board| board.closed).await);
+}
+
+/// Waits for the verdict on a generation.
+async fn verdict(board: &mut watch::Receiver<Board>, generation: Generation) -> Verdict {
+    match board.wait_for(|board| board.verdict(generation).is_some()).await {
+        Ok(board) => board.verdict(generation),
+        Err(_) => None,
+    }
+    .unwrap_or_else(|| Verdict { reason: "the driver is gone".to_owned(), cause: None })
+}
+
+fn caller<T>(request: &Request<T>) -> Result<Caller, Status> {
+    request.extensions().get().copied().ok_or_else(|| Status::internal("a call came past the gate"))
+}
+
+fn same_version(theirs: u32) -> Result<(), Status> {
+    if theirs == PROTOCOL_VERSION {
+        return Ok(());
+    }
+    let reason = format!("this registrar speaks protocol {PROTOCOL_VERSION}, the caller {theirs}");
+    let mut status = Status::failed_precondition(reason);
+    status.metadata_mut().insert(PROTOCOL, PROTOCOL_VERSION.into());
+    Err(status)
+}
+
+fn refused(refusal: &Refusal) -> Status {
+    let reason = refusal.to_string();
+    match refusal {
+        Refusal::UnknownTask { .. } => Status::not_found(reason),
+        Refusal::Duplicate { .. } => Status::already_exists(reason),
+        Refusal::Stale { .. } => Status::failed_precondition(reason),
+        Refusal::Aborted { .. } | Refusal::Finished { .. } => Status::aborted(reason),
+    }
+}
+
+fn over(verdict: &Verdict) -> Status {
+    let cause = verdict.cause.map_or_else(String::new, |TaskId(task)| format!(" (task {task})"));
+    Status::aborted(format!("{}{cause}", verdict.reason))
+}

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! One certificate per job, known to clients by its digest alone.
+
+use std::fmt;
+use std::sync::Arc;
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{
+    CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
+};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::{CertificateError, DigitallySignedStruct, Error as TlsError, SignatureScheme};
+use sha2::{Digest, Sha256};
+use subtle::ConstantTimeEq;
+
+use crate::error::{Error, Result};
+use crate::ticket::Fingerprint;
+
+/// The name in the certificate. Clients go by the digest, not by the name.
+pub(crate) const SERVER_NAME: &str = "registrar.farandole";
+
+/// A certificate, its key, and its digest.
+pub(crate) struct Identity {
+    pub(crate) certificate_pem: String,
+    pub(crate) key_pem: String,
+    pub(crate) fingerprint: Fingerprint,
+}
+
+/// Makes a self-signed certificate with a key of its own.
+pub(crate) fn identity() -> Result<Identity> {
+    let made = rcgen::generate_simple_self_signed(vec![SERVER_NAME.to_owned()])
+        .map_err(|error| Error::Tls { reason: error.to_string() })?;
+    Ok(Identity {
+        certificate_pem: made.cert.pem(),
+        key_pem: made.signing_key.serialize_pem(),
+        fingerprint: Sha256::digest(made.cert.der()).into(),
+    })
+}
+
+/// Accepts the one certificate with the digest from the ticket, and only from a peer that holds its key.
+pub(crate) struct Pinned {
+    fingerprint: Fingerprint,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl Pinned {
+    pub(crate) fn new(fingerprint: Fingerprint) -> Self {
+        let provider = CryptoProvider::get_default().map_or_else(
+            || rustls::crypto::ring::default_provider().signature_verification_algorithms,
+            |provider: &Arc<CryptoProvider>| provider.signature_verification_algorithms,
+        );
+        Self { fingerprint, algorithms: provider }
+    }
+}
+
+impl fmt::Debug for Pinned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pinned").finish_non_exhaustive()
+    }
+}
+
+impl ServerCertVerifier for Pinned {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        _intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        _now: UnixTime,
+    ) -> std::result::Result<ServerCertVerified, TlsError> {
+        let found: Fingerprint = Sha256::digest(end_entity).into();
+        if bool::from(found.ct_eq(&self.fingerprint)) {
+            Ok(ServerCertVerified::assertion())
+        } else {
+            Err(TlsError::InvalidCertificate(CertificateError::ApplicationVerificationFailure))
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> std::result::Result<HandshakeSignatureValid, TlsError> {
+        verify_tls12_signature(message, certificate, signed, &self.algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> std::result::Result<HandshakeSignatureValid, TlsError> {
+        verify_tls13_signature(message, certificate, signed, &self.algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What both ends agree on beside the messages.
+
+/// Compared on every registration and heartbeat.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// Metadata: the job's token.
+pub(crate) const TOKEN: &str = "farandole-token";
+/// Metadata: the calling task.
+pub(crate) const TASK: &str = "farandole-task";
+/// Metadata: the generation that the caller is part of.
+pub(crate) const GENERATION: &str = "farandole-generation";
+/// Metadata of a refusal: the registrar's protocol version.
+pub(crate) const PROTOCOL: &str = "farandole-protocol";
+
+/// Largest result that passes through the registrar; larger ones go through a store.
+pub const MAX_RESULT: usize = 16 << 20;

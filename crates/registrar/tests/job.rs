@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! A registrar and its tasks in one process, over real sockets.
+
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use farandole_config::PortRange;
+use farandole_registrar::{Client, Error, Event, Exit, How, Options, Registrar, Ticket, host};
+use farandole_telemetry::{Record, Stream};
+use farandole_world::{Generation, HostFacts, Rank, TaskId};
+
+fn options(tasks: u32) -> Options {
+    Options {
+        tasks,
+        job_id: None,
+        host: None,
+        port_range: PortRange { first: 0, last: 0 },
+        start_timeout: Duration::from_secs(60),
+        peer_timeout: Duration::from_secs(5),
+    }
+}
+
+fn registrar(tasks: u32) -> Registrar {
+    Registrar::start(options(tasks)).unwrap()
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+fn connect(ticket: &Ticket, task: u32) -> Client {
+    Client::connect(ticket, TaskId(task), None, soon()).unwrap()
+}
+
+/// A registered and assigned agent for each task, all on this host.
+fn agents(registrar: &Registrar, tasks: u32) -> Vec<Client> {
+    let agents: Vec<Client> = (0..tasks).map(|task| connect(registrar.ticket(), task)).collect();
+    for agent in &agents {
+        agent.register(0, &host::facts(), soon()).unwrap();
+    }
+    for agent in &agents {
+        agent.await_assignment(soon()).unwrap();
+    }
+    agents
+}
+
+/// Events until one fits, which is returned with those before it.
+fn until(registrar: &Registrar, fits: impl Fn(&Event) -> bool) -> Vec<Event> {
+    let deadline = soon();
+    let mut seen = Vec::new();
+    while Instant::now() < deadline {
+        for event in registrar.events(deadline).unwrap().records {
+            seen.push(event);
+            if seen.last().is_some_and(&fits) {
+                return seen;
+            }
+        }
+    }
+    panic!("no such event among {seen:?}");
+}
+
+fn failed(how: How) -> Exit {
+    Exit { how, peer_error: false, stopped: false }
+}
+
+#[test]
+fn tasks_of_two_hosts_get_ranks_by_host_and_task() {
+    let registrar = registrar(4);
+    let clients: Vec<Client> = (0..4).map(|task| connect(registrar.ticket(), task)).collect();
+    for (client, name) in clients.iter().zip(["a", "b", "a", "b"]) {
+        let facts = HostFacts { hostname: name.into(), ..HostFacts::default() };
+        assert_eq!(client.register(0, &facts, soon()).unwrap(), Generation(1));
+    }
+    let ranks: Vec<Rank> =
+        clients.iter().map(|client| client.await_assignment(soon()).unwrap().rank).collect();
+    assert_eq!(ranks, [Rank(0), Rank(2), Rank(1), Rank(3)]);
+    assert_eq!(registrar.assignment().unwrap().size(), 4);
+}
+
+#[test]
+fn a_worker_meets_its_agents_assignment_and_its_peers_keys() {
+    let registrar = registrar(2);
+    let agents = agents(&registrar, 2);
+    let worker = Client::connect(registrar.ticket(), TaskId(1), Some(Generation(1)), soon()).unwrap();
+    assert_eq!(worker.await_assignment(soon()).unwrap().rank, Rank(1));
+    let (ready, waiting) = mpsc::channel();
+    let waiter = thread::spawn({
+        let agent = agents[0].clone();
+        move || {
+            ready.send(()).unwrap();
+            agent.get("address/1", soon())
+        }
+    });
+    waiting.recv().unwrap();
+    worker.put("address/1", b"here").unwrap();
+    assert_eq!(waiter.join().unwrap().unwrap(), b"here");
+    let error = worker.get("address/7", Instant::now() + Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(&error, Error::Timeout { what, .. } if what == "key address/7"), "{error}");
+}
+
+#[test]
+fn a_wrong_token_an_unknown_task_and_a_foreign_certificate_are_refused() {
+    // RG-1.
+    let registrar = registrar(1);
+    let other = Registrar::start(options(1)).unwrap();
+    let unknown = connect(registrar.ticket(), 5).register(0, &host::facts(), soon()).unwrap_err();
+    assert!(unknown.to_string().contains("unknown task 5: the job has tasks 0 to 0"), "{unknown}");
+
+    let forged = registrar.ticket().forged_token();
+    let wrong = connect(&forged, 0).register(0, &host::facts(), soon()).unwrap_err();
+    assert!(wrong.to_string().contains("the token is not this job's"), "{wrong}");
+
+    let misled = other.ticket().readdressed(registrar.ticket().addresses());
+    let foreign = match Client::connect(&misled, TaskId(0), None, soon()) {
+        Ok(_) => panic!("connected to a foreign certificate"),
+        Err(error) => error,
+    };
+    assert!(foreign.to_string().contains("another certificate"), "{foreign}");
+    assert!(registrar.assignment().is_none());
+}
+
+#[test]
+fn duplicates_and_stale_attempts_are_refused_and_a_newer_one_makes_a_new_generation() {
+    let registrar = registrar(1);
+    let first = connect(registrar.ticket(), 0);
+    assert_eq!(first.register(3, &host::facts(), soon()).unwrap(), Generation(1));
+    assert_eq!(first.register(3, &host::facts(), soon()).unwrap(), Generation(1));
+    first.await_assignment(soon()).unwrap();
+    first.put("key", b"old").unwrap();
+    let duplicate = connect(registrar.ticket(), 0).register(3, &host::facts(), soon()).unwrap_err();
+    assert!(duplicate.to_string().contains("from another process"), "{duplicate}");
+    let stale = connect(registrar.ticket(), 0).register(2, &host::facts(), soon()).unwrap_err();
+    assert!(stale.to_string().contains("attempt 2 is stale"), "{stale}");
+
+    let second = connect(registrar.ticket(), 0);
+    assert_eq!(second.register(4, &host::facts(), soon()).unwrap(), Generation(2));
+    second.await_assignment(soon()).unwrap();
+    // RG-3.
+    let fenced = first.put("key", b"stale").unwrap_err();
+    assert!(matches!(fenced, Error::Aborted { .. }), "{fenced}");
+    assert!(matches!(
+        second.get("key", Instant::now() + Duration::from_millis(20)),
+        Err(Error::Timeout { .. })
+    ));
+}
+
+#[test]
+fn oversized_values_and_keys_are_refused() {
+    // RG-2.
+    let registrar = registrar(1);
+    let agent = agents(&registrar, 1).remove(0);
+    let large = agent.put("key", &vec![0; (1 << 20) + 1]).unwrap_err();
+    assert!(large.to_string().contains("a value has at most 1048576 bytes"), "{large}");
+    let larger = agent.put("key", &vec![0; 8 << 20]).unwrap_err();
+    assert!(matches!(larger, Error::Refused { .. }), "{larger}");
+    let long = agent.get(&"k".repeat(2000), soon()).unwrap_err();
+    assert!(long.to_string().contains("a key has at most 1024 bytes"), "{long}");
+    assert!(agent.metric("kind", &vec![0; 2 << 20]).is_err());
+}
+
+#[test]
+fn a_missing_task_is_named_at_the_deadline() {
+    let registrar = registrar(3);
+    let client = connect(registrar.ticket(), 1);
+    client.register(0, &host::facts(), soon()).unwrap();
+    let error = client.await_assignment(Instant::now() + Duration::from_millis(50)).unwrap_err();
+    assert!(error.to_string().contains("2 missing: [0, 2]"), "{error}");
+}
+
+#[test]
+fn a_start_that_takes_too_long_aborts_the_job() {
+    let registrar =
+        Registrar::start(Options { start_timeout: Duration::from_millis(200), ..options(2) }).unwrap();
+    let client = connect(registrar.ticket(), 1);
+    client.register(0, &host::facts(), soon()).unwrap();
+    let error = client.await_assignment(soon()).unwrap_err();
+    assert!(
+        error.to_string().contains("only 1 of 2 tasks registered within 200.0ms, missing: [0]"),
+        "{error}"
+    );
+}
+
+#[test]
+fn lines_metrics_and_results_reach_the_driver_in_order() {
+    let registrar = registrar(1);
+    let agent = agents(&registrar, 1).remove(0);
+    for number in 0..1000 {
+        agent.log(Stream::Stderr, &format!("line {number}")).unwrap();
+    }
+    agent.metric("progress", b"{}").unwrap();
+    agent.flush(soon()).unwrap();
+    agent.result(&vec![7; 3 << 20], soon()).unwrap();
+    agent.log(Stream::Stdout, "after").unwrap();
+    agent.flush(soon()).unwrap();
+    assert!(agent.exit(&failed(How::Code(0)), soon()).unwrap().is_none());
+    let events = until(&registrar, |event| matches!(event, Event::Exited { .. }));
+    let lines: Vec<&str> = events
+        .iter()
+        .filter_map(|event| match event {
+            Event::Record(Record::Log(line)) => Some(line.text.as_str()),
+            _ => None,
+        })
+        .collect();
+    let expected: Vec<String> =
+        (0..1000).map(|number| format!("line {number}")).chain(["after".to_owned()]).collect();
+    assert_eq!(lines, expected);
+    let metric = |event: &Event| matches!(event, Event::Record(Record::Metric(metric)) if metric.kind == "progress" && metric.rank == Some(0));
+    assert!(events.iter().any(metric));
+    assert!(events.iter().any(|event| matches!(event, Event::Result { data, .. } if data.len() == 3 << 20)));
+}
+
+#[test]
+fn a_failure_stops_everybody_with_one_verdict() {
+    let registrar = registrar(3);
+    let agents = agents(&registrar, 3);
+    let (sender, ends) = mpsc::channel();
+    for agent in &agents {
+        let sender = sender.clone();
+        agent.watch(Duration::from_secs(10), move |verdict| sender.send(verdict).unwrap());
+    }
+    let peer = Exit { peer_error: true, ..failed(How::Code(1)) };
+    let blamed = thread::scope(|scope| {
+        let early = scope.spawn(|| agents[0].exit(&peer, soon()));
+        let cause = scope.spawn(|| agents[2].exit(&failed(How::Signal(9)), soon()));
+        [early.join().unwrap(), cause.join().unwrap()]
+    });
+    for verdict in blamed {
+        let verdict = verdict.unwrap().unwrap();
+        assert_eq!(verdict.cause, Some(TaskId(2)));
+        assert!(verdict.reason.ends_with("was ended by SIGKILL"), "{}", verdict.reason);
+    }
+    let stop = ends.recv_timeout(Duration::from_secs(10)).unwrap();
+    assert_eq!(stop.cause, Some(TaskId(2)));
+    let events = until(&registrar, |event| matches!(event, Event::Aborted { .. }));
+    assert!(matches!(events.last(), Some(Event::Aborted { rank: Some(Rank(2)), .. })));
+    let waiting = agents[1].get("never", soon()).unwrap_err();
+    assert!(matches!(waiting, Error::Aborted { .. }), "{waiting}");
+}
+
+#[test]
+fn an_agent_that_vanishes_is_lost_within_two_seconds() {
+    let registrar = registrar(2);
+    let mut agents = agents(&registrar, 2);
+    for agent in &agents {
+        agent.watch(Duration::from_secs(10), |_| ());
+    }
+    // Both are heard before one goes: a registration alone leaves five seconds.
+    agents[0].put("heard", b"").unwrap();
+    thread::scope(|scope| {
+        let beating = scope.spawn(|| thread::park_timeout(Duration::from_millis(300)));
+        beating.join().unwrap();
+    });
+    let gone = Instant::now();
+    drop(agents.remove(1));
+    let events = until(&registrar, |event| matches!(event, Event::Aborted { .. }));
+    assert!(gone.elapsed() < Duration::from_secs(3), "{:?}", gone.elapsed());
+    assert!(
+        events.iter().any(|event| matches!(event, Event::Lost { task: TaskId(1), rank: Some(Rank(1)), .. }))
+    );
+}
+
+#[test]
+fn an_abort_reaches_agents_and_a_close_frees_the_port() {
+    let registrar = registrar(1);
+    let agent = agents(&registrar, 1).remove(0);
+    let (sender, ends) = mpsc::channel();
+    agent.watch(Duration::from_secs(10), move |verdict| sender.send(verdict).unwrap());
+    registrar.abort("enough").unwrap();
+    assert_eq!(ends.recv_timeout(Duration::from_secs(10)).unwrap().reason, "enough");
+    let closing = Instant::now();
+    registrar.close();
+    assert!(closing.elapsed() < Duration::from_secs(3), "{:?}", closing.elapsed());
+    let ticket = registrar.ticket().clone();
+    let error = match Client::connect(&ticket, TaskId(0), None, Instant::now() + Duration::from_millis(500)) {
+        Ok(_) => panic!("something still listens"),
+        Err(error) => error,
+    };
+    assert!(matches!(error, Error::Unreachable { .. }), "{error}");
+}
+
+#[test]
+fn a_client_that_waits_is_ended_by_its_cancel() {
+    let registrar = registrar(2);
+    let cancel = farandole_registrar::Cancel::new();
+    let client =
+        Client::connect_or_cancel(registrar.ticket(), TaskId(0), None, soon(), cancel.clone()).unwrap();
+    client.register(0, &host::facts(), soon()).unwrap();
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| client.await_assignment(soon()));
+        cancel.cancel();
+        assert!(matches!(waiter.join().unwrap(), Err(Error::Closed { .. })));
+    });
+}
+
+#[test]
+fn sixty_four_tasks_are_assigned_within_50_ms_of_the_last_registration() {
+    const TASKS: u32 = 64;
+    let registrar = registrar(TASKS);
+    let facts = host::facts();
+    let clients: Vec<Client> = (0..TASKS).map(|task| connect(registrar.ticket(), task)).collect();
+    for client in &clients[1..] {
+        client.register(0, &facts, soon()).unwrap();
+    }
+    let (sender, done) = mpsc::channel();
+    let took = thread::scope(|scope| {
+        for client in &clients[1..] {
+            let sender = sender.clone();
+            scope.spawn(move || {
+                let world = client.await_assignment(soon()).unwrap();
+                sender.send((Instant::now(), world.size())).unwrap();
+            });
+        }
+        let last = Instant::now();
+        clients[0].register(0, &facts, soon()).unwrap();
+        clients[0].await_assignment(soon()).unwrap();
+        let others: Vec<(Instant, usize)> = (1..TASKS).map(|_| done.recv().unwrap()).collect();
+        assert!(others.iter().all(|(_, size)| *size == 64));
+        others.iter().map(|(at, _)| at.duration_since(last)).max().unwrap_or_default()
+    });
+    println!("last registration to everybody's assignment, 64 tasks: {took:?}");
+    assert!(took < Duration::from_millis(50 * 4), "{took:?}");
+}

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What workers say.
+
+use std::fmt;
+
+use crate::ring::Weight;
+
+/// Kind of the metrics that move a progress bar.
+pub const PROGRESS: &str = "progress";
+
+/// Fixed cost of a record in a ring, so that many empty ones are bounded too.
+const OVERHEAD: usize = 64;
+
+/// Which of a worker's two streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Stream {
+    /// Standard output.
+    Stdout,
+    /// Standard error.
+    Stderr,
+}
+
+impl Stream {
+    /// `stdout` or `stderr`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Stdout => "stdout",
+            Self::Stderr => "stderr",
+        }
+    }
+}
+
+impl fmt::Display for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One line of a worker's output, without its end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogLine {
+    /// The worker's task.
+    pub task: u32,
+    /// Its rank.
+    pub rank: Option<u32>,
+    /// Where it was written.
+    pub stream: Stream,
+    /// The text.
+    pub text: String,
+}
+
+/// A record a worker made on purpose.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Metric {
+    /// The worker's task.
+    pub task: u32,
+    /// Its rank.
+    pub rank: Option<u32>,
+    /// What it is, such as [`PROGRESS`].
+    pub kind: String,
+    /// Its content; the two ends agree on the form.
+    pub data: Vec<u8>,
+}
+
+/// Either.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Record {
+    /// A line of output.
+    Log(LogLine),
+    /// A metric.
+    Metric(Metric),
+}
+
+impl Weight for Record {
+    fn weight(&self) -> usize {
+        OVERHEAD
+            + match self {
+                Self::Log(line) => line.text.len(),
+                Self::Metric(metric) => metric.kind.len() + metric.data.len(),
+            }
+    }
+}
+
+/// Somebody who takes records: a ring, a terminal, a file.
+pub trait Sink: Send + Sync {
+    /// Takes one record. May block to slow the sender down; must not panic.
+    fn accept(&self, record: Record);
+}
