@@ -1,4 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Streaming shuffled batches from Parquet, in a plan that is a pure function of seed and epoch.
+//! Streaming batches from Parquet, in the order that the plan of `farandole-dataset` lays down.
+//!
+//! Owns the threads that fetch and decode, the bytes they hold, and the batches. Refuses to decide the order, and to
+//! know what a tensor is: a batch is aligned buffers.
+//!
+//! ```text
+//! Dataset::open --> Reader (columns, casts, budget) --> Epoch: threads
+//!     part of the plan --[range reads]--> column chunks --[decode]--> rows, shuffled --> block (held under the budget)
+//!     step of the plan --[gather from blocks]--> batch --[bounded, in order]--> consumer
+//! ```
+//!
+//! Narrow columns are shuffled when they are decoded, column by column, while a block's column fits into the cache;
+//! batches then copy neighbouring values. Wide rows are moved once, from the decoded block into the batch.
+//!
+//! A consumer that finds no batch ready puts the next one together itself when its blocks are there.
+//!
+//! Invariants:
+//! - `RE-1`: batches come in the plan's order, whatever the timing of threads.
+//! - `RE-2`: decoded blocks never take more than the byte budget; a plan that needs more is refused at its start.
+//! - `RE-3`: parts are loaded in the order of their first step, so that the budget cannot be filled with later ones.
+//! - `RE-4`: threads end with the epoch: at its end, at an error, when it is dropped.
+//! - `RE-5`: what is wrong with a file reaches the consumer as an error that names file, row group and column.
+
+#![forbid(unsafe_code)]
+
+mod assemble;
+mod batch;
+mod block;
+mod dataset;
+mod decode;
+mod epoch;
+mod error;
+mod footer;
+mod lists;
+mod reader;
+mod schema;
+mod state;
+mod values;
+
+pub use batch::{Batch, Held};
+pub use dataset::{Dataset, Field};
+pub use epoch::{Epoch, Next};
+pub use error::{Error, Fault, Result};
+pub use reader::{Options, Reader};

@@ -92,13 +92,15 @@ pub struct Plan {
     padding: Option<usize>,
 }
 
-/// Steps of an epoch, the same on every rank.
-pub(crate) fn steps_of(rows: u64, request: &Request) -> u64 {
-    let global = u64::from(request.size) * request.batch_size;
-    let left = rows.saturating_sub(request.start_row);
-    match request.tail {
-        Tail::Keep | Tail::Pad => left.div_ceil(global),
-        Tail::Drop => left / global,
+impl Request {
+    /// Steps of an epoch over `rows` rows, the same on every rank.
+    pub fn steps(&self, rows: u64) -> u64 {
+        let global = (u64::from(self.size) * self.batch_size).max(1);
+        let left = rows.saturating_sub(self.start_row);
+        match self.tail {
+            Tail::Keep | Tail::Pad => left.div_ceil(global),
+            Tail::Drop => left / global,
+        }
     }
 }
 
@@ -112,7 +114,7 @@ impl Plan {
         let (rank, size) = (u64::from(request.rank.0), u64::from(request.size));
         let order = lanes.order(request.seed, request.epoch, request.shuffle);
         let (lane_count, total) = (order.lanes.len() as u64, lanes.rows());
-        let steps = steps_of(total, request);
+        let steps = request.steps(total);
         let own = total.saturating_sub(request.start_row).saturating_sub(rank).div_ceil(size);
         let rows = own.min(steps * request.batch_size);
         // The positions of a rank walk over lane_count / gcd lanes in turn, and in each lane by size / gcd rows.

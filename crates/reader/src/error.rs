@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What can go wrong between files and batches.
+
+/// Result of this room.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Data that cannot be read as asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No Parquet here.
+    #[error("no Parquet files and no manifest in {url}")]
+    NotADataset {
+        /// The directory.
+        url: String,
+    },
+    /// Files without a single row.
+    #[error("no rows in {url}")]
+    NoRows {
+        /// The directory.
+        url: String,
+    },
+    /// A column that no batch can hold.
+    #[error("column {column} cannot be read into batches: {reason}")]
+    Unreadable {
+        /// The column.
+        column: String,
+        /// Why not.
+        reason: String,
+    },
+    /// Nothing to read.
+    #[error("no column of {url} can be read into batches")]
+    NoColumns {
+        /// The directory.
+        url: String,
+    },
+    /// A column that one file lacks.
+    #[error("no column {column} in {file}")]
+    Missing {
+        /// The column.
+        column: String,
+        /// The file.
+        file: String,
+    },
+    /// A column that one file has in another type.
+    #[error("column {column} is {found} in {file}, elsewhere it is {expected}")]
+    Changed {
+        /// The column.
+        column: String,
+        /// The file.
+        file: String,
+        /// Type in this file.
+        found: String,
+        /// Type in the others.
+        expected: String,
+    },
+    /// Nulls.
+    #[error("column {column} has {nulls} nulls in row group {group} of {file}")]
+    Nulls {
+        /// The column.
+        column: String,
+        /// How many.
+        nulls: usize,
+        /// The row group.
+        group: usize,
+        /// The file.
+        file: String,
+    },
+    /// Rows of different lengths.
+    #[error("column {column} has rows of other lengths than {expected} in row group {group} of {file}")]
+    Ragged {
+        /// The column.
+        column: String,
+        /// The length that all should have.
+        expected: u64,
+        /// The row group.
+        group: usize,
+        /// The file.
+        file: String,
+    },
+    /// A file that is not what it should be.
+    #[error("cannot read {file}, row group {group}: {source}")]
+    Parquet {
+        /// The file.
+        file: String,
+        /// The row group.
+        group: usize,
+        /// What the library said.
+        source: parquet::errors::ParquetError,
+    },
+    /// A file whose footer cannot be read.
+    #[error("not a Parquet file, or truncated: {file}: {source}")]
+    Footer {
+        /// The file.
+        file: String,
+        /// What the library said.
+        source: parquet::errors::ParquetError,
+    },
+    /// A file that contradicts the plan.
+    #[error("{file} has {found} rows in row group {group}, {expected} were expected: was it replaced?")]
+    Rows {
+        /// The file.
+        file: String,
+        /// The row group.
+        group: usize,
+        /// Rows in it.
+        found: u64,
+        /// Rows that were announced.
+        expected: u64,
+    },
+    /// Bytes that the decoder stumbled over.
+    #[error("the decoder gave up on {file}, row group {group}: {message}")]
+    Corrupt {
+        /// The file.
+        file: String,
+        /// The row group.
+        group: usize,
+        /// Its last words.
+        message: String,
+    },
+    /// A conversion that Arrow refuses.
+    #[error("cannot convert column {column} of {file}: {source}")]
+    Arrow {
+        /// The column.
+        column: String,
+        /// The file.
+        file: String,
+        /// What it said.
+        source: arrow::error::ArrowError,
+    },
+    /// A conversion that we do not have.
+    #[error("cannot cast column {column} from {from} to {to}")]
+    Cast {
+        /// The column.
+        column: String,
+        /// Its type.
+        from: &'static str,
+        /// The type asked for.
+        to: String,
+    },
+    /// The budget is too small for the blocks that one step needs.
+    #[error("a budget of {budget} bytes is too small for this data set, the least that works is {needed}")]
+    Budget {
+        /// What was allowed.
+        budget: u64,
+        /// What is needed.
+        needed: u64,
+    },
+    /// Next after an error or the end.
+    #[error("this epoch already ended")]
+    Ended,
+    /// The store.
+    #[error(transparent)]
+    Store(#[from] farandole_store::Error),
+    /// The manifest or the request.
+    #[error(transparent)]
+    Dataset(#[from] farandole_dataset::Error),
+    /// No thread to be had.
+    #[error("cannot start a reading thread: {source}")]
+    Thread {
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+/// What a caller may do about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The data or the request.
+    Usage,
+    /// The world outside.
+    Environment,
+}
+
+impl Error {
+    /// Whose fault it is.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::NotADataset { .. }
+            | Self::NoRows { .. }
+            | Self::Unreadable { .. }
+            | Self::NoColumns { .. }
+            | Self::Missing { .. }
+            | Self::Changed { .. }
+            | Self::Nulls { .. }
+            | Self::Ragged { .. }
+            | Self::Arrow { .. }
+            | Self::Cast { .. }
+            | Self::Budget { .. }
+            | Self::Ended
+            | Self::Dataset(_) => Fault::Usage,
+            Self::Store(error) => match error.fault() {
+                farandole_store::Fault::Usage => Fault::Usage,
+                farandole_store::Fault::Environment => Fault::Environment,
+            },
+            Self::Parquet { .. }
+            | Self::Footer { .. }
+            | Self::Rows { .. }
+            | Self::Corrupt { .. }
+            | Self::Thread { .. } => Fault::Environment,
+        }
+    }
+}

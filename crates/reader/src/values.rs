@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Moving and converting values.
+
+use arrow::buffer::{Buffer, MutableBuffer};
+use arrow::datatypes::ArrowNativeType;
+use farandole_dataset::Element;
+
+/// Whether [`gather`] can turn `from` into `to`.
+pub(crate) fn castable(from: Element, to: Element) -> bool {
+    from == to || matches!(to, Element::Float32 | Element::Float64 | Element::Int64)
+}
+
+/// Rows to take: of a block, in an order or as they lie.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows<'a> {
+    pub(crate) order: Option<&'a [u32]>,
+    pub(crate) first: usize,
+    pub(crate) count: usize,
+    pub(crate) stride: usize,
+}
+
+impl<'a> Rows<'a> {
+    fn contiguous(&self) -> bool {
+        self.order.is_none() && self.stride == 1
+    }
+
+    fn indices(&self) -> Indices<'a> {
+        Indices { order: self.order, at: self.first, left: self.count, stride: self.stride }
+    }
+}
+
+struct Indices<'a> {
+    order: Option<&'a [u32]>,
+    at: usize,
+    left: usize,
+    stride: usize,
+}
+
+impl Iterator for Indices<'_> {
+    type Item = usize;
+
+    #[inline]
+    fn next(&mut self) -> Option<usize> {
+        self.left = self.left.checked_sub(1)?;
+        let at = self.at;
+        self.at += self.stride;
+        self.order.map_or(Some(at), |order| order.get(at).map(|row| *row as usize))
+    }
+}
+
+/// A column to copy from: rows of `elements` values.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Source<'a> {
+    pub(crate) data: &'a Buffer,
+    pub(crate) element: Element,
+    pub(crate) elements: usize,
+}
+
+/// Copies `rows` of `source` to `out`, which holds elements `to`, from its element number `at` on.
+pub(crate) fn gather(source: Source<'_>, rows: Rows<'_>, out: &mut MutableBuffer, to: Element, at: usize) {
+    let elements = source.elements;
+    if source.element == to {
+        let width = to.width().unwrap_or(1);
+        if elements > 1 || rows.contiguous() {
+            let row = elements * width;
+            return copy_rows(
+                source.data.as_slice(),
+                row,
+                rows,
+                part_mut(out.as_slice_mut(), at * width, rows.count * row),
+            );
+        }
+        return match width {
+            1 => copy_values(source.data.as_slice(), rows, part_mut(out.as_slice_mut(), at, rows.count)),
+            2 => copy_values::<u16>(
+                source.data.typed_data(),
+                rows,
+                part_mut(out.typed_data_mut(), at, rows.count),
+            ),
+            4 => copy_values::<u32>(
+                source.data.typed_data(),
+                rows,
+                part_mut(out.typed_data_mut(), at, rows.count),
+            ),
+            _ => copy_values::<u64>(
+                source.data.typed_data(),
+                rows,
+                part_mut(out.typed_data_mut(), at, rows.count),
+            ),
+        };
+    }
+    let count = rows.count * elements;
+    match to {
+        Element::Float32 => cast_from(source, rows, part_mut(out.typed_data_mut::<f32>(), at, count)),
+        Element::Float64 => cast_from(source, rows, part_mut(out.typed_data_mut::<f64>(), at, count)),
+        _ => cast_from(source, rows, part_mut(out.typed_data_mut::<i64>(), at, count)),
+    }
+}
+
+fn part_mut<T>(all: &mut [T], at: usize, count: usize) -> &mut [T] {
+    all.get_mut(at..at + count).unwrap_or_default()
+}
+
+fn copy_values<T: Copy>(source: &[T], rows: Rows<'_>, out: &mut [T]) {
+    for (slot, row) in out.iter_mut().zip(rows.indices()) {
+        if let Some(value) = source.get(row) {
+            *slot = *value;
+        }
+    }
+}
+
+fn copy_rows(source: &[u8], width: usize, rows: Rows<'_>, out: &mut [u8]) {
+    if rows.contiguous() {
+        if let Some(part) = source.get(rows.first * width..(rows.first + rows.count) * width) {
+            out.copy_from_slice(part);
+        }
+        return;
+    }
+    for (slot, row) in out.chunks_exact_mut(width.max(1)).zip(rows.indices()) {
+        if let Some(values) = source.get(row * width..(row + 1) * width) {
+            slot.copy_from_slice(values);
+        }
+    }
+}
+
+/// Conversion as `as` does it: floats to the nearest, integers from floats towards zero and within their range.
+trait To<T> {
+    fn to(self) -> T;
+}
+
+macro_rules! conversions {
+    ($($from:ty => $($to:ty),+;)+) => {
+        $($(impl To<$to> for $from {
+            #[inline]
+            #[expect(clippy::cast_possible_truncation, reason = "conversions are asked for")]
+            fn to(self) -> $to {
+                self as $to
+            }
+        })+)+
+    };
+}
+
+conversions! {
+    f64 => f32, i64;
+    f32 => i64;
+}
+
+macro_rules! widening {
+    ($($from:ty),+) => {
+        $(
+            impl To<f32> for $from {
+                #[inline]
+                fn to(self) -> f32 { self as f32 }
+            }
+            impl To<f64> for $from {
+                #[inline]
+                fn to(self) -> f64 { self as f64 }
+            }
+        )+
+    };
+}
+
+widening!(i8, i16, i32, i64, u8, u16, u32, u64);
+
+macro_rules! integers {
+    ($($from:ty),+) => {
+        $(impl To<i64> for $from {
+            #[inline]
+            fn to(self) -> i64 { i64::from(self) }
+        })+
+    };
+}
+
+integers!(i8, i16, i32, u8, u16, u32);
+
+impl To<i64> for u64 {
+    #[inline]
+    fn to(self) -> i64 {
+        self.cast_signed()
+    }
+}
+
+impl To<f64> for f32 {
+    #[inline]
+    fn to(self) -> f64 {
+        f64::from(self)
+    }
+}
+
+/// Same type: only reached through the table below.
+macro_rules! identity {
+    ($($kind:ty),+) => {
+        $(impl To<$kind> for $kind {
+            #[inline]
+            fn to(self) -> $kind { self }
+        })+
+    };
+}
+
+identity!(f32, f64, i64);
+
+fn cast_from<T>(source: Source<'_>, rows: Rows<'_>, out: &mut [T])
+where
+    i8: To<T>,
+    i16: To<T>,
+    i32: To<T>,
+    i64: To<T>,
+    u8: To<T>,
+    u16: To<T>,
+    u32: To<T>,
+    u64: To<T>,
+    f32: To<T>,
+    f64: To<T>,
+{
+    match source.element {
+        Element::Int8 => cast_rows::<i8, T>(source, rows, out),
+        Element::Int16 => cast_rows::<i16, T>(source, rows, out),
+        Element::Int32 => cast_rows::<i32, T>(source, rows, out),
+        Element::Int64 => cast_rows::<i64, T>(source, rows, out),
+        Element::Bool | Element::UInt8 => cast_rows::<u8, T>(source, rows, out),
+        Element::UInt16 => cast_rows::<u16, T>(source, rows, out),
+        Element::UInt32 => cast_rows::<u32, T>(source, rows, out),
+        Element::UInt64 => cast_rows::<u64, T>(source, rows, out),
+        Element::Float32 => cast_rows::<f32, T>(source, rows, out),
+        Element::Float64 => cast_rows::<f64, T>(source, rows, out),
+        Element::Utf8 | Element::Binary => {}
+    }
+}
+
+fn cast_rows<S: ArrowNativeType + To<T>, T>(source: Source<'_>, rows: Rows<'_>, out: &mut [T]) {
+    let values: &[S] = source.data.typed_data();
+    let elements = source.elements;
+    if elements == 1 {
+        for (slot, row) in out.iter_mut().zip(rows.indices()) {
+            if let Some(value) = values.get(row) {
+                *slot = (*value).to();
+            }
+        }
+        return;
+    }
+    for (slots, row) in out.chunks_exact_mut(elements.max(1)).zip(rows.indices()) {
+        if let Some(row) = values.get(row * elements..(row + 1) * elements) {
+            for (slot, value) in slots.iter_mut().zip(row) {
+                *slot = (*value).to();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: Rows<'_> = Rows { order: None, first: 0, count: 4, stride: 1 };
+
+    fn run(source: Source<'_>, rows: Rows<'_>, to: Element) -> MutableBuffer {
+        let mut out = MutableBuffer::from_len_zeroed(64);
+        gather(source, rows, &mut out, to, 1);
+        out
+    }
+
+    #[test]
+    fn rows_are_taken_by_order_and_stride() {
+        let data = Buffer::from_vec(vec![10_i32, 11, 12, 13]);
+        let source = Source { data: &data, element: Element::Int32, elements: 1 };
+        assert_eq!(run(source, ALL, Element::Int32).typed_data::<i32>()[..5], [0, 10, 11, 12, 13]);
+        let rows = Rows { order: Some(&[3, 1, 2, 0]), first: 1, count: 2, stride: 2 };
+        assert_eq!(run(source, rows, Element::Int32).typed_data::<i32>()[..4], [0, 11, 10, 0]);
+        let pairs = Source { data: &data, element: Element::Int32, elements: 2 };
+        let rows = Rows { order: Some(&[1, 0]), first: 0, count: 2, stride: 1 };
+        assert_eq!(run(pairs, rows, Element::Int32).typed_data::<i32>()[..5], [0, 12, 13, 10, 11]);
+    }
+
+    #[test]
+    fn values_are_converted_on_the_way() {
+        let data = Buffer::from_vec(vec![1.5_f64, -2.5, 1e10, f64::NAN]);
+        let source = Source { data: &data, element: Element::Float64, elements: 1 };
+        assert_eq!(run(source, ALL, Element::Float32).typed_data::<f32>()[1..4], [1.5, -2.5, 1e10]);
+        assert_eq!(run(source, ALL, Element::Int64).typed_data::<i64>()[1..5], [1, -2, 10_000_000_000, 0]);
+        let data = Buffer::from_vec(vec![0_u8, 1, 1, 0]);
+        let source = Source { data: &data, element: Element::Bool, elements: 2 };
+        let rows = Rows { order: None, first: 1, count: 1, stride: 1 };
+        assert_eq!(run(source, rows, Element::Float32).typed_data::<f32>()[..3], [0.0, 1.0, 0.0]);
+        assert!(!castable(Element::Float64, Element::Int8) && castable(Element::Int8, Element::Int8));
+    }
+}

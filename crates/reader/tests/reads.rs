@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Prepared and foreign data, read back.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use arrow::array::{ArrayRef, Float32Array, Int64Array, ListArray, RecordBatch};
+use arrow::buffer::OffsetBuffer;
+use arrow::datatypes::{DataType, Field};
+use farandole_dataset::Tail;
+use farandole_prepare::{PartitionWriter, Summary, commit};
+use farandole_reader::{Batch, Dataset, Epoch, Error, Next, Options, Reader};
+use farandole_store::Store;
+use farandole_world::Rank;
+use parquet::arrow::ArrowWriter;
+
+const WAIT: Duration = Duration::from_secs(30);
+
+/// Rows `from..to`: an id, and a vector of three made of it.
+fn rows(from: i64, to: i64) -> RecordBatch {
+    let ids: ArrayRef = Arc::new(Int64Array::from_iter_values(from..to));
+    #[expect(clippy::cast_precision_loss, reason = "small numbers")]
+    let values: ArrayRef = Arc::new(Float32Array::from_iter_values(
+        (from..to).flat_map(|id| [id as f32, id as f32 + 0.5, -(id as f32)]),
+    ));
+    let item = Arc::new(Field::new("item", DataType::Float32, true));
+    let lengths = std::iter::repeat_n(3, usize::try_from(to - from).unwrap());
+    let vectors: ArrayRef = Arc::new(ListArray::new(item, OffsetBuffer::from_lengths(lengths), values, None));
+    RecordBatch::try_from_iter([("id", ids), ("vector", vectors)]).unwrap()
+}
+
+fn prepare(url: &str, partitions: i64, each: i64) {
+    let spec = r#"{"train": "train", "row_group_rows": 100}"#;
+    let mut summaries = Vec::new();
+    for partition in 0..partitions {
+        let mut writer = PartitionWriter::new(url, spec, u64::try_from(partition).unwrap(), "a").unwrap();
+        for start in (partition * each..(partition + 1) * each).step_by(70) {
+            writer.write(&rows(start, (start + 70).min((partition + 1) * each))).unwrap();
+        }
+        summaries.push(Summary::decode(&writer.finish().unwrap().encode().unwrap()).unwrap());
+    }
+    commit(url, spec, summaries).unwrap();
+}
+
+fn foreign(url: &str, files: i64, each: i64) -> Store {
+    let store = Store::open(url).unwrap();
+    for file in 0..files {
+        let batch = rows(file * each, (file + 1) * each);
+        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
+        writer.write(&batch.slice(0, batch.num_rows() / 3)).unwrap();
+        writer.flush().unwrap();
+        writer.write(&batch.slice(batch.num_rows() / 3, batch.num_rows() - batch.num_rows() / 3)).unwrap();
+        store.write(&format!("f{file}.parquet"), writer.into_inner().unwrap().into()).unwrap();
+    }
+    store.write("_SUCCESS", Vec::new().into()).unwrap();
+    store
+}
+
+fn open(url: &str, options: Options) -> Reader {
+    Reader::new(Arc::new(Dataset::open(url).unwrap()), options).unwrap()
+}
+
+fn next(epoch: &Epoch) -> Option<Batch> {
+    match epoch.next(WAIT).unwrap() {
+        Next::Batch(batch) => Some(batch),
+        Next::End => None,
+        Next::Pending => unreachable!("nothing came within {WAIT:?}"),
+    }
+}
+
+fn ids(batch: &Batch) -> Vec<i64> {
+    batch
+        .bytes(0)
+        .unwrap()
+        .chunks_exact(8)
+        .map(|bytes| i64::from_le_bytes(bytes.try_into().unwrap()))
+        .collect()
+}
+
+fn floats(batch: &Batch, column: usize) -> Vec<f32> {
+    batch
+        .bytes(column)
+        .unwrap()
+        .chunks_exact(4)
+        .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()))
+        .collect()
+}
+
+/// Checks that vectors go with their ids; returns all ids in order.
+fn collect(reader: &Reader, number: u64) -> Vec<i64> {
+    let epoch = reader.epoch(number, 0).unwrap();
+    let mut all = Vec::new();
+    while let Some(batch) = next(&epoch) {
+        let ids = ids(&batch);
+        #[expect(clippy::cast_precision_loss, reason = "small numbers")]
+        let expected: Vec<f32> =
+            ids.iter().flat_map(|id| [*id as f32, *id as f32 + 0.5, -(*id as f32)]).collect();
+        assert_eq!(floats(&batch, 1), expected);
+        assert_eq!(batch.held(1).unwrap().start % 64, 0);
+        all.extend(&ids[..batch.valid_rows()]);
+    }
+    all
+}
+
+#[test]
+fn prepared_rows_come_back_whole_once_and_in_an_order_of_their_epoch() {
+    prepare("memory://prepared", 3, 1000);
+    let reader = open("memory://prepared/train", Options { batch_size: 64, ..Options::default() });
+    let first = collect(&reader, 0);
+    assert_eq!(first.len(), 3000);
+    assert_ne!(first, collect(&reader, 1));
+    let single =
+        open("memory://prepared/train", Options { batch_size: 64, threads: 1, ..Options::default() });
+    assert_eq!(first, collect(&single, 0), "RE-1: no matter how many threads");
+    let mut sorted = first;
+    sorted.sort_unstable();
+    assert!(sorted.into_iter().eq(0..3000));
+}
+
+#[test]
+fn foreign_files_are_read_by_their_footers() {
+    foreign("memory://foreign", 4, 500);
+    let dataset = Dataset::open("memory://foreign").unwrap();
+    assert_eq!(dataset.manifest().rows, 2000);
+    assert_eq!(dataset.fields()[1].shape, [3]);
+    let reader = open("memory://foreign", Options { batch_size: 33, ..Options::default() });
+    let mut all = collect(&reader, 3);
+    all.sort_unstable();
+    assert!(all.into_iter().eq(0..2000));
+    let plain = open("memory://foreign", Options { batch_size: 33, shuffle: false, ..Options::default() });
+    assert!(collect(&plain, 0).into_iter().eq(0..2000), "RD-6");
+}
+
+#[test]
+fn ranks_share_the_rows_and_padding_weighs_nothing() {
+    prepare("memory://ranks", 2, 501);
+    let mut all: Vec<i64> = Vec::new();
+    for rank in 0..4 {
+        let options =
+            Options { batch_size: 16, rank: Rank(rank), size: 4, tail: Tail::Pad, ..Options::default() };
+        let reader = open("memory://ranks/train", options);
+        let epoch = reader.epoch(0, 0).unwrap();
+        assert_eq!(epoch.steps(), 16);
+        while let Some(batch) = next(&epoch) {
+            assert_eq!(batch.rows(), 16);
+            let ids = ids(&batch);
+            all.extend(&ids[..batch.valid_rows()]);
+        }
+    }
+    all.sort_unstable();
+    assert!(all.into_iter().eq(0..1002));
+}
+
+#[test]
+fn casts_happen_on_the_way() {
+    prepare("memory://cast", 1, 300);
+    let cast = HashMap::from([("id".to_owned(), "float32".to_owned())]);
+    let reader = open("memory://cast/train", Options { batch_size: 300, cast, ..Options::default() });
+    let epoch = reader.epoch(0, 0).unwrap();
+    let batch = next(&epoch).unwrap();
+    let firsts: Vec<f32> = floats(&batch, 1).chunks(3).map(|row| row[0]).collect();
+    assert_eq!(floats(&batch, 0), firsts);
+    let cast = HashMap::from([("id".to_owned(), "int8".to_owned())]);
+    let dataset = Arc::new(Dataset::open("memory://cast/train").unwrap());
+    let error = Reader::new(dataset, Options { batch_size: 1, cast, ..Options::default() }).unwrap_err();
+    assert_eq!(error.to_string(), "cannot cast column id from int64 to int8");
+}
+
+#[test]
+fn an_epoch_can_be_left_in_the_middle() {
+    prepare("memory://left", 2, 1000);
+    let reader = open("memory://left/train", Options { batch_size: 10, ..Options::default() });
+    let epoch = reader.epoch(0, 0).unwrap();
+    next(&epoch).unwrap();
+    drop(epoch);
+    let whole = collect(&reader, 0);
+    let epoch = reader.epoch(0, 500).unwrap();
+    let mut rest = Vec::new();
+    while let Some(batch) = next(&epoch) {
+        rest.extend(ids(&batch));
+    }
+    assert_eq!(rest.len(), 1500);
+    assert!(rest.iter().all(|id| !whole[..500].contains(id)), "RD-5");
+}
+
+#[test]
+fn a_budget_that_is_too_small_is_refused_with_the_least_that_works() {
+    prepare("memory://budget", 1, 2000);
+    let options = |byte_budget| Options { batch_size: 10, byte_budget, ..Options::default() };
+    let Err(Error::Budget { needed, .. }) = open("memory://budget/train", options(100)).epoch(0, 0) else {
+        unreachable!("100 bytes are not enough");
+    };
+    let frugal = open("memory://budget/train", options(needed));
+    assert_eq!(collect(&frugal, 0), collect(&open("memory://budget/train", options(1 << 30)), 0));
+}
+
+#[test]
+fn broken_files_are_errors_that_name_the_file() {
+    let store = foreign("memory://broken", 2, 1000);
+    let whole = store.read("f1.parquet").unwrap();
+    store.write("f1.parquet", whole.slice(..whole.len() / 2)).unwrap();
+    let error = Dataset::open("memory://broken").unwrap_err().to_string();
+    assert!(error.starts_with("not a Parquet file, or truncated: memory://broken/f1.parquet"), "{error}");
+    store.write("f1.parquet", whole.clone()).unwrap();
+    let reader = open("memory://broken", Options { batch_size: 10, ..Options::default() });
+    store.delete("f1.parquet").unwrap();
+    let failed = |reader: &Reader| {
+        let epoch = reader.epoch(0, 0).unwrap();
+        loop {
+            match epoch.next(WAIT) {
+                Ok(Next::Batch(_)) => {}
+                Ok(other) => unreachable!("{other:?}"),
+                Err(error) => {
+                    assert!(matches!(epoch.next(WAIT), Err(Error::Ended)));
+                    return error.to_string();
+                }
+            }
+        }
+    };
+    assert_eq!(failed(&reader), "no such file: memory://broken/f1.parquet");
+    let mut flipped = whole.to_vec();
+    flipped[4..400].fill(0xFF);
+    store.write("f1.parquet", flipped.into()).unwrap();
+    let error = failed(&reader);
+    assert!(error.contains("memory://broken/f1.parquet") && error.contains("row group 0"), "{error}");
+}
+
+#[test]
+fn what_is_missing_is_named() {
+    foreign("memory://missing", 1, 10);
+    let dataset = Arc::new(Dataset::open("memory://missing").unwrap());
+    let columns = Some(vec!["id".to_owned(), "x".to_owned()]);
+    let error = Reader::new(dataset, Options { columns, batch_size: 1, ..Options::default() }).unwrap_err();
+    assert_eq!(error.to_string(), "no column x, there are: id, vector");
+    assert!(matches!(Dataset::open("memory://nothing"), Err(Error::NotADataset { .. })));
+}
