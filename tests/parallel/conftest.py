@@ -23,6 +23,9 @@ pytest.importorskip("torch")
 
 from farandole._native import launcher, registrar
 
+# Workers import no test: what they run comes with its module.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
 LIMIT = 60.0
 """Seconds for starting a world, and for every function it runs."""
 
@@ -57,10 +60,15 @@ def serve(address, key):
             except EOFError:
                 return
             try:
-                answer = function(*args)
+                answer = (True, function(*args))
             except BaseException:  # noqa: BLE001 - whatever it is, the test is told
-                answer = Failed(traceback.format_exc())
+                answer = (False, traceback.format_exc())
             connection.send_bytes(cloudpickle.dumps(answer))
+
+
+def describe(outcomes):
+    """How workers ended, for messages."""
+    return "; ".join(f"{getattr(outcome, 'stderr_tail', outcome)}" for outcome in outcomes if outcome is not None)
 
 
 class World:
@@ -78,14 +86,23 @@ class World:
         try:
             for agent in self.agents:
                 agent.start()
-            listener._listener._socket.settimeout(LIMIT)
-            connections = [listener.accept() for _ in range(size)]
+            connections = [self._accept(listener, time.monotonic() + LIMIT) for _ in range(size)]
             self.connections: dict[int, Connection] = {connection.recv(): connection for connection in connections}
         except BaseException:
+            listener.close()
             self.close()
             raise
-        finally:
-            listener.close()
+        listener.close()
+
+    def _accept(self, listener, end):
+        listener._listener._socket.settimeout(0.2)
+        while True:
+            try:
+                return listener.accept()
+            except TimeoutError:
+                ended = [outcome for outcome in self.outcomes if outcome is not None]
+                if ended or time.monotonic() > end:
+                    pytest.fail(f"not all of {self.size} ranks started within {LIMIT} s: {describe(ended)}")
 
     def _agent(self, task, payload, env):
         command = [sys.executable, "-m", "farandole.runner.worker"]
@@ -112,10 +129,13 @@ class World:
             ready = wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
                 self.close()
-                pytest.fail(f"ranks {sorted(waiting.values())} did not answer within {LIMIT} s: {self.outcomes}")
+                pytest.fail(
+                    f"ranks {sorted(waiting.values())} did not answer within {LIMIT} s: {describe(self.outcomes)}"
+                )
             for connection in ready:
                 try:
-                    answers[waiting[connection]] = cloudpickle.loads(connection.recv_bytes())
+                    good, answer = cloudpickle.loads(connection.recv_bytes())
+                    answers[waiting[connection]] = answer if good else Failed(answer)
                 except (EOFError, ConnectionResetError):
                     answers[waiting[connection]] = Died()
         results = [answers[rank] for rank in range(self.size)]
