@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from farandole.spark import gang
 from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.gang import Agents, Output, conduct
-
-if TYPE_CHECKING:
-    from farandole.spark.outcome import Ending
+from farandole.spark.outcome import Ending, results
 
 FIELDS = ("task", "rank", "stream", "text", "data", "exit_code", "signal")
 
@@ -105,6 +103,29 @@ def test_a_lost_agent_is_left_to_spark_which_starts_the_gang_again(capsys):
     said = capsys.readouterr().err
     assert "task 1 was lost: its agent's connection closed" in said
     assert said.count("started again by Spark") == 1
+
+
+def test_published_results_answer_for_rows_that_spark_lost(capsys):
+    script = Script(
+        STARTED,
+        [event("result", task=task, rank=task, data=pickle.dumps(("ok", task))) for task in (0, 1)],
+        [event("exit", task=task, rank=task, exit_code=0) for task in (0, 1)],
+        endings=[Ending(0, "host-0", refused="the job is done"), Ending(1, "host-1", refused="the job is done")],
+    )
+    assert results(play(script), 2) == [0, 1]
+    assert "their results were kept" in capsys.readouterr().err
+
+
+def test_a_published_failure_is_raised_with_its_traceback_when_no_rows_come():
+    told = ("error", "ValueError", "odd", "Traceback of the odd one", None)
+    script = Script(
+        STARTED,
+        [event("result", task=1, rank=1, data=pickle.dumps(told))],
+        [event("exit", task=1, rank=1, exit_code=1)],
+    )
+    with pytest.raises(FarandoleJobError, match="rank 1 on host-1 failed: ValueError: odd") as caught:
+        play(script)
+    assert caught.value.remote_traceback == "Traceback of the odd one"
 
 
 def test_who_has_registered_is_told_when_time_is_up():

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 import cloudpickle
 
 from farandole.spark.common.errors import FarandoleJobError, signal_name
+from farandole.spark.outcome import Ending, failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from farandole._native.registrar import Event, Registrar
-    from farandole.spark.outcome import Ending
 
 PROGRESS = "progress"
 """Kind of the records that `farandole.spark.task.report` sends."""
@@ -108,6 +108,7 @@ class _Seen:
     failed: Event | None = None
     verdict: Event | None = None
     give_up_at: float = float("inf")
+    results: dict[int, bytes] = field(default_factory=dict)
     tails: dict[int, list[str]] = field(default_factory=dict)
 
 
@@ -199,7 +200,45 @@ class _Gang:
                     news_at = now + _NEWS_EVERY
                     self.output.say(f"waiting for {self.activity}: {len(self.seen.registered)} of {self.size} are here")
         self.pump(0.0)
-        return self.agents.endings()
+        return self.endings()
+
+    def endings(self) -> list[Ending]:
+        """How every task ended: as the agents say, or as this generation published when Spark lost their rows."""
+        told: list[Ending] = []
+        lost: FarandoleJobError | None = None
+        try:
+            told = self.agents.endings()
+        except FarandoleJobError as error:
+            lost = error
+        if lost is None and len(told) == self.size and all(ending.succeeded for ending in told):
+            return told
+        if self.all_ended_well() and len(self.seen.results) == self.size:
+            self.output.say("Spark lost rows of a job whose workers had all ended well; their results were kept")
+            return [self.ending(self.seen.ended[task]) for task in sorted(self.seen.results)]
+        if lost is not None:
+            raise lost
+        return told
+
+    def all_ended_well(self) -> bool:
+        ended = self.seen.ended
+        return len(ended) == self.size and all(event.exit_code == 0 for event in ended.values())
+
+    def ending(self, event: Event) -> Ending:
+        """What the registrar alone knows of a worker's end; results up to 16 MiB pass through it, too."""
+        task = event.task or 0
+        return Ending(
+            task,
+            self.host(task) or "",
+            rank=event.rank,
+            exit_code=event.exit_code,
+            signal_name=signal_name(event.signal) if event.signal is not None else None,
+            stderr_tail="\n".join(self.seen.tails.get(task, [])),
+            result=self.seen.results.get(task),
+        )
+
+    def host(self, task: int | None) -> str | None:
+        seats = self.registrar.assignment() or []
+        return next((seat["host"] for seat in seats if seat["task"] == task), None)
 
     def pump(self, timeout: float) -> None:
         for event in self.registrar.events(timeout):
@@ -222,7 +261,7 @@ class _Gang:
             case "aborted":
                 self.aborted(event)
             case "result":
-                pass  # results come back in the endings
+                self.seen.results[event.task or 0] = event.data or b""
 
     def metric(self, event: Event) -> None:
         if event.text == PROGRESS and self.on_progress is not None and event.data is not None:
@@ -275,22 +314,11 @@ class _Gang:
     def seen_failure(self) -> FarandoleJobError:
         """The first failure as the registrar told it, for when its task does not come back with more."""
         event, verdict = self.seen.failed, self.seen.verdict
-        if event is None:
-            reason = verdict.text if verdict is not None else None
-            return FarandoleJobError(reason or "the job was ended", rank=verdict.rank if verdict is not None else None)
-        seats = self.registrar.assignment() or []
-        host = next((seat["host"] for seat in seats if seat["task"] == event.task), None)
-        name = signal_name(event.signal) if event.signal is not None else None
-        how = f"was ended by signal {name}" if name else f"exited with code {event.exit_code}"
-        tail = self.seen.tails.get(event.task, []) if event.task is not None else []
-        return FarandoleJobError(
-            f"rank {event.rank} on {host} {how}",
-            rank=event.rank,
-            host=host,
-            exit_code=event.exit_code,
-            signal_name=name,
-            stderr_tail="\n".join(tail),
-        )
+        if event is not None:
+            error, error.__cause__ = failure(self.ending(event))
+            return error
+        reason = verdict.text if verdict is not None else None
+        return FarandoleJobError(reason or "the job was ended", rank=verdict.rank if verdict is not None else None)
 
     def not_started(self) -> str:
         short_of = self.agents.short_of()

@@ -142,7 +142,7 @@ def failure(ending: Ending) -> tuple[FarandoleJobError, BaseException | None]:
         remote = tuple(told) if tag == "error" else None  # pyright: ignore[reportAssignmentType]
     if ending.refused is not None:
         reason = f"{who} could not start its worker: {ending.refused}"
-    elif remote is not None:
+    elif remote is not None and remote[0] != "SystemExit":
         kind, message, *_ = remote
         reason = f"{who} failed: {kind}: {message}" if message else f"{who} failed: {kind}"
     elif ending.aborted:
