@@ -1,0 +1,415 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! A task's side of a job.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use farandole_registrar::{Cancel, Client, Exit, How, MAX_RESULT, Ticket, Verdict, host};
+use farandole_telemetry::{LogLine, Record, Sink};
+use farandole_world::{Rank, TaskId, World};
+use parking_lot::Mutex;
+
+use crate::environment::{Master, variables};
+use crate::error::{Error, Result};
+use crate::worker::{Remains, Start, TakeLine, Worker};
+
+/// Key under which rank 0's agent publishes where frameworks with a rendezvous of their own meet.
+const MASTER: &str = "launcher/master";
+/// How long the end of a worker may take to be reported.
+const REPORT: Duration = Duration::from_secs(30);
+/// The same, when the job is over and the driver may be gone.
+const LATE_REPORT: Duration = Duration::from_secs(1);
+/// Python's switch for unbuffered output.
+const UNBUFFERED: &str = "PYTHONUNBUFFERED";
+/// Errors by which a worker says that somebody else failed first.
+const PEER_ERRORS: [&str; 2] = ["FarandoleInternalError", "HorovodInternalError"];
+
+/// Where a worker's lines go.
+#[derive(Clone)]
+pub enum Output {
+    /// To the driver, through the registrar.
+    Registrar,
+    /// Somewhere in this process.
+    Sink(Arc<dyn Sink>),
+}
+
+/// What an agent has to do.
+#[derive(Clone)]
+pub struct Task {
+    /// How to reach the registrar.
+    pub ticket: Ticket,
+    /// The task to register as.
+    pub task: TaskId,
+    /// Fencing token: a higher one replaces earlier starts of the task.
+    pub attempt: u64,
+    /// Program and arguments.
+    pub command: Vec<String>,
+    /// Changes to the inherited environment; `None` removes.
+    pub environment: BTreeMap<String, Option<String>>,
+    /// Bytes the worker reads from `FARANDOLE_PAYLOAD_FD`, if any.
+    pub payload: Option<Vec<u8>>,
+    /// Whether the worker may write a result to `FARANDOLE_RESULT_FD`.
+    pub collect_result: bool,
+    /// Where its lines go.
+    pub output: Output,
+    /// How long registration and assignment may take.
+    pub start_timeout: Duration,
+    /// How long the registrar may be silent before the worker is ended.
+    pub peer_timeout: Duration,
+}
+
+/// How a worker ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// Its rank; `None` when the job ended before there were ranks.
+    pub rank: Option<Rank>,
+    /// Number of ranks.
+    pub size: Option<usize>,
+    /// The way it ended; `None` when none was started.
+    pub how: Option<How>,
+    /// The last lines of its stderr.
+    pub stderr_tail: Vec<String>,
+    /// What it wrote to its result pipe.
+    pub result: Option<Vec<u8>>,
+    /// Whether something else ended it: the job's abort, or another rank's failure.
+    pub aborted: bool,
+    /// Why the job ended, unless all was well.
+    pub reason: Option<String>,
+}
+
+impl Outcome {
+    /// Whether the worker did its work.
+    pub fn is_success(&self) -> bool {
+        !self.aborted && self.how.as_ref().is_some_and(How::is_success)
+    }
+
+    fn without_worker(reason: String) -> Self {
+        Self {
+            rank: None,
+            size: None,
+            how: None,
+            stderr_tail: Vec::new(),
+            result: None,
+            aborted: true,
+            reason: Some(reason),
+        }
+    }
+}
+
+/// What an agent waits for once its worker runs.
+enum Signal {
+    Exited,
+    Stop(Verdict),
+    Cancelled(String),
+}
+
+enum Phase {
+    /// Nothing was started: cancelling breaks the connection.
+    Starting(Cancel),
+    Running,
+    Cancelled(String),
+}
+
+/// A running agent. Dropping it cancels it.
+pub struct Agent {
+    task: TaskId,
+    phase: Arc<Mutex<Phase>>,
+    signals: mpsc::Sender<Signal>,
+    outcome: Mutex<mpsc::Receiver<Result<Outcome>>>,
+}
+
+impl Agent {
+    /// Starts it in a thread of its own.
+    ///
+    /// # Errors
+    /// `Usage` for an empty command, `System` when there is no thread.
+    pub fn start(task: Task) -> Result<Self> {
+        if task.command.first().is_none_or(String::is_empty) {
+            return Err(Error::Usage { reason: "the command is empty".to_owned() });
+        }
+        let number = task.task;
+        let cancel = Cancel::new();
+        let phase = Arc::new(Mutex::new(Phase::Starting(cancel.clone())));
+        let (signals, received) = mpsc::channel();
+        let (sender, outcome) = mpsc::channel();
+        let run = Run { task, phase: Arc::clone(&phase), signals: signals.clone(), received };
+        thread::Builder::new()
+            .name(format!("farandole-agent-{number}"))
+            .spawn(move || {
+                // Whoever no longer waits has cancelled.
+                drop(sender.send(run.run(cancel)));
+            })
+            .map_err(|source| Error::System { what: "starting a thread", source })?;
+        Ok(Self { task: number, phase, signals, outcome: Mutex::new(outcome) })
+    }
+
+    /// Waits for the end of the worker and of its report; `None` when `timeout` passes first. Has an answer once.
+    pub fn wait(&self, timeout: Duration) -> Option<Result<Outcome>> {
+        match self.outcome.lock().recv_timeout(timeout) {
+            Ok(outcome) => Some(outcome),
+            Err(mpsc::RecvTimeoutError::Timeout) => None,
+            Err(mpsc::RecvTimeoutError::Disconnected) => Some(Err(Error::Vanished { task: self.task })),
+        }
+    }
+
+    /// Ends the worker, or the wait for ranks. The outcome still comes.
+    pub fn cancel(&self, reason: &str) {
+        let mut phase = self.phase.lock();
+        if let Phase::Starting(cancel) = &*phase {
+            cancel.cancel();
+            *phase = Phase::Cancelled(reason.to_owned());
+        }
+        // An agent that has ended hears nothing.
+        drop(self.signals.send(Signal::Cancelled(reason.to_owned())));
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        self.cancel("nobody waits for the agent any more");
+    }
+}
+
+struct Run {
+    task: Task,
+    phase: Arc<Mutex<Phase>>,
+    signals: mpsc::Sender<Signal>,
+    received: mpsc::Receiver<Signal>,
+}
+
+impl Run {
+    fn run(self, cancel: Cancel) -> Result<Outcome> {
+        let deadline = Instant::now() + self.task.start_timeout;
+        let (client, world) = match self.join(cancel, deadline) {
+            Ok(joined) => joined,
+            Err(farandole_registrar::Error::Closed { .. }) => {
+                let Phase::Cancelled(reason) = &*self.phase.lock() else {
+                    return Err(Error::Vanished { task: self.task.task });
+                };
+                return Ok(Outcome::without_worker(reason.clone()));
+            }
+            Err(farandole_registrar::Error::Aborted { reason, .. }) => {
+                return Ok(Outcome::without_worker(reason));
+            }
+            Err(source) => {
+                return Err(Error::Registrar { task: self.task.task, source: Box::new(source) });
+            }
+        };
+        let master = match master(&client, &world, deadline) {
+            Ok(master) => master,
+            Err(farandole_registrar::Error::Aborted { reason, .. }) => {
+                return Ok(Outcome { rank: Some(world.rank), ..Outcome::without_worker(reason) });
+            }
+            Err(source) => {
+                return Err(Error::Registrar { task: self.task.task, source: Box::new(source) });
+            }
+        };
+        self.supervise(&client, &world, &master)
+    }
+
+    /// From nothing to a rank.
+    fn join(&self, cancel: Cancel, deadline: Instant) -> farandole_registrar::Result<(Client, World)> {
+        let task = &self.task;
+        let client = Client::connect_or_cancel(&task.ticket, task.task, None, deadline, cancel)?;
+        client.register(task.attempt, &host::facts(), deadline)?;
+        let stop = self.signals.clone();
+        client.watch(2 * task.peer_timeout, move |verdict| {
+            // An agent that has ended hears nothing.
+            drop(stop.send(Signal::Stop(verdict)));
+        });
+        let world = client.await_assignment(deadline)?;
+        Ok((client, world))
+    }
+
+    fn supervise(self, client: &Client, world: &World, master: &Master) -> Result<Outcome> {
+        {
+            let mut phase = self.phase.lock();
+            if let Phase::Cancelled(reason) = &*phase {
+                return Ok(Outcome { rank: Some(world.rank), ..Outcome::without_worker(reason.clone()) });
+            }
+            *phase = Phase::Running;
+        }
+        let exited = self.signals.clone();
+        let started = Worker::start(self.start(client, world, master), move || {
+            // An agent that has ended hears nothing.
+            drop(exited.send(Signal::Exited));
+        });
+        let worker = match started {
+            Ok(worker) => worker,
+            Err(error) => {
+                let how = How::NotStarted(chain(&error));
+                let exit = Exit { how, peer_error: false, stopped: false };
+                // The error below says what happened, whether or not the registrar could be told.
+                drop(client.exit(&exit, Instant::now() + REPORT));
+                return Err(error);
+            }
+        };
+        let ended_by = match self.received.recv() {
+            Ok(Signal::Exited) => None,
+            Ok(other) => {
+                worker.end(|deadline| self.exited_by(deadline));
+                Some(other)
+            }
+            Err(_) => return Err(Error::Vanished { task: self.task.task }),
+        };
+        let remains = worker.finish()?;
+        Ok(self.report(client, world, remains, ended_by))
+    }
+
+    fn start(&self, client: &Client, world: &World, master: &Master) -> Start {
+        let ours = variables(&self.task.ticket, world, master);
+        let mut environment = self.task.environment.clone();
+        if farandole_config::environment(UNBUFFERED).is_none() {
+            // A line is seen when it is printed, and not lost with a killed worker.
+            environment.entry(UNBUFFERED.to_owned()).or_insert_with(|| Some("1".to_owned()));
+        }
+        environment.extend(ours.into_iter().map(|(name, value)| (name, Some(value))));
+        let take_line: TakeLine = match &self.task.output {
+            Output::Registrar => {
+                let client = client.clone();
+                Arc::new(move |stream, text| {
+                    // A fork of this process has no reader threads, so this cannot be one.
+                    drop(client.log(stream, &text));
+                })
+            }
+            Output::Sink(sink) => {
+                let (sink, task, rank) = (Arc::clone(sink), self.task.task.0, Some(world.rank.0));
+                Arc::new(move |stream, text| sink.accept(Record::Log(LogLine { task, rank, stream, text })))
+            }
+        };
+        Start {
+            command: self.task.command.clone(),
+            environment,
+            payload: self.task.payload.clone(),
+            collect_result: self.task.collect_result,
+            take_line,
+        }
+    }
+
+    fn exited_by(&self, deadline: Instant) -> bool {
+        loop {
+            match self.received.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(Signal::Exited) => return true,
+                Ok(_) => {}
+                Err(_) => return false,
+            }
+        }
+    }
+
+    /// Tells the registrar, and learns who failed first.
+    fn report(&self, client: &Client, world: &World, remains: Remains, ended_by: Option<Signal>) -> Outcome {
+        let Remains { how, stderr_tail, result } = remains;
+        let stopped = matches!(ended_by, Some(Signal::Stop(_)));
+        let deadline = Instant::now() + if stopped { LATE_REPORT } else { REPORT };
+        let peer_error = !how.is_success() && stderr_tail.iter().any(|line| is_peer_error(line));
+        let exit = Exit { how: how.clone(), peer_error, stopped };
+        let told = client.flush(deadline).and_then(|()| {
+            if let Some(result) = result.as_deref().filter(|result| result.len() <= MAX_RESULT)
+                && !stopped
+            {
+                client.result(result, deadline)?;
+            }
+            Ok(())
+        });
+        if let Err(error) = &told {
+            tracing::warn!(%error, task = self.task.task.0, "output or result did not reach the driver");
+        }
+        let verdict = client.exit(&exit, deadline);
+        let outcome = Outcome {
+            rank: Some(world.rank),
+            size: Some(world.size()),
+            how: Some(how.clone()),
+            stderr_tail,
+            result,
+            aborted: false,
+            reason: None,
+        };
+        match (ended_by, verdict) {
+            (Some(Signal::Stop(verdict)), _) => {
+                Outcome { aborted: true, reason: Some(verdict.reason), ..outcome }
+            }
+            (Some(Signal::Cancelled(reason)), _) => {
+                Outcome { aborted: true, reason: Some(reason), ..outcome }
+            }
+            (_, Ok(None)) => outcome,
+            (_, Ok(Some(verdict))) => {
+                let aborted = verdict.cause != Some(self.task.task);
+                Outcome { aborted, reason: Some(verdict.reason), ..outcome }
+            }
+            // A success that could not be reported is still one: its result travels by other ways, too.
+            (_, Err(_)) if how.is_success() => outcome,
+            (_, Err(error)) => {
+                let reason = format!("rank {} {how} ({error})", world.rank);
+                Outcome { reason: Some(reason), ..outcome }
+            }
+        }
+    }
+}
+
+/// Whether a line of a traceback ends it with a peer's error.
+fn is_peer_error(line: &str) -> bool {
+    let class = line.split(':').next().unwrap_or_default();
+    let name = class.rsplit('.').next().unwrap_or_default().trim_end();
+    PEER_ERRORS.contains(&name) && !class.starts_with(char::is_whitespace)
+}
+
+/// Where frameworks with a rendezvous of their own meet: on rank 0's host, at a port that its agent finds free.
+fn master(client: &Client, world: &World, deadline: Instant) -> farandole_registrar::Result<Master> {
+    if world.rank != Rank(0) {
+        let text = client.get(MASTER, deadline)?;
+        return Master::decode(&text).ok_or(farandole_registrar::Error::Malformed {
+            job: client.job_id().0.clone(),
+            call: "a get",
+            reason: String::from_utf8_lossy(&text).into_owned(),
+        });
+    }
+    let one_host = world.hosts().len() == 1;
+    let address = if one_host { IpAddr::V4(Ipv4Addr::LOCALHOST) } else { reachable(client) };
+    let port = free_port(address).unwrap_or(0);
+    let master = Master { address, port };
+    client.put(MASTER, master.encode().as_bytes())?;
+    Ok(master)
+}
+
+/// The address of this host that the registrar sees, unless both are one host: then any that others can reach.
+fn reachable(client: &Client) -> IpAddr {
+    client
+        .local_address()
+        .filter(|address| !address.is_loopback())
+        .or_else(|| host::addresses().into_iter().next())
+        .unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
+}
+
+fn free_port(address: IpAddr) -> io::Result<u16> {
+    Ok(TcpListener::bind((address, 0))?.local_addr()?.port())
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_error_is_known_by_the_last_line_of_its_traceback() {
+        assert!(is_peer_error("farandole.common.exceptions.FarandoleInternalError: lost rank 1"));
+        assert!(is_peer_error("HorovodInternalError"));
+        assert!(!is_peer_error("    raise FarandoleInternalError(message)"));
+        assert!(!is_peer_error("ValueError: not a FarandoleInternalError"));
+    }
+}

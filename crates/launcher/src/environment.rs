@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The variables of a worker.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use farandole_config::{HOROVOD_PREFIX, PREFIX};
+use farandole_registrar::Ticket;
+use farandole_world::{Rank, World};
+
+/// Where rank 0 of frameworks with a rendezvous of their own listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Master {
+    pub(crate) address: IpAddr,
+    pub(crate) port: u16,
+}
+
+impl Master {
+    pub(crate) fn encode(&self) -> String {
+        format!("{} {}", self.address, self.port)
+    }
+
+    pub(crate) fn decode(text: &[u8]) -> Option<Self> {
+        let (address, port) = std::str::from_utf8(text).ok()?.split_once(' ')?;
+        Some(Self { address: address.parse().ok()?, port: port.parse().ok()? })
+    }
+}
+
+/// What every worker is told beyond its inherited environment: who it is under Farandole's, Horovod's and torch's
+/// names, and how to reach its job.
+pub(crate) fn variables(ticket: &Ticket, world: &World, master: &Master) -> BTreeMap<String, String> {
+    let seat = world.seat();
+    let Rank(rank) = world.rank;
+    let size = world.size();
+    let mut all: BTreeMap<String, String> = [
+        (format!("{PREFIX}JOB"), ticket.encode()),
+        (format!("{PREFIX}TASK"), seat.task.to_string()),
+        (format!("{PREFIX}GENERATION"), world.generation.to_string()),
+    ]
+    .into();
+    let plain = [
+        ("RANK", rank.to_string()),
+        ("WORLD_SIZE", size.to_string()),
+        ("LOCAL_RANK", seat.local_rank.to_string()),
+        ("LOCAL_WORLD_SIZE", seat.local_size.to_string()),
+        ("MASTER_ADDR", master.address.to_string()),
+        ("MASTER_PORT", master.port.to_string()),
+    ];
+    let horovod = [
+        ("HOSTNAME", seat.host.to_string()),
+        ("RANK", rank.to_string()),
+        ("SIZE", size.to_string()),
+        ("LOCAL_RANK", seat.local_rank.to_string()),
+        ("LOCAL_SIZE", seat.local_size.to_string()),
+        ("CROSS_RANK", seat.cross_rank.to_string()),
+        ("CROSS_SIZE", seat.cross_size.to_string()),
+    ];
+    all.extend(plain.map(|(name, value)| (name.to_owned(), value)));
+    all.extend(horovod.map(|(name, value)| (format!("{HOROVOD_PREFIX}{name}"), value)));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use farandole_world::HostHash;
+
+    use super::*;
+
+    #[test]
+    fn a_master_survives_its_text() {
+        let master = Master { address: "::1".parse().unwrap(), port: 7 };
+        assert_eq!(Master::decode(master.encode().as_bytes()), Some(master));
+        assert_eq!(Master::decode(b"nonsense"), None);
+    }
+
+    #[test]
+    fn a_worker_is_told_its_rank_under_every_name() {
+        let world = World::alone(HostHash("a".into()));
+        let registrar = farandole_registrar::Registrar::start(farandole_registrar::Options {
+            tasks: 1,
+            job_id: None,
+            host: Some("127.0.0.1".into()),
+            port_range: farandole_config::PortRange { first: 0, last: 0 },
+            start_timeout: std::time::Duration::from_secs(5),
+            peer_timeout: std::time::Duration::from_secs(5),
+        })
+        .unwrap();
+        let master = Master { address: "127.0.0.1".parse().unwrap(), port: 7 };
+        let variables = variables(registrar.ticket(), &world, &master);
+        for (name, value) in
+            [("RANK", "0"), ("HOROVOD_SIZE", "1"), ("MASTER_PORT", "7"), ("FARANDOLE_TASK", "0")]
+        {
+            assert_eq!(variables[name], value);
+        }
+        assert_eq!(
+            variables["FARANDOLE_JOB"].parse::<Ticket>().unwrap().job_id(),
+            registrar.ticket().job_id()
+        );
+    }
+}

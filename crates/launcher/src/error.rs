@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What can keep a worker from running.
+
+use std::io;
+
+use farandole_world::{Fault, TaskId};
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A launch that failed. A worker that ran and failed is an [`crate::Outcome`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The call cannot be carried out as made.
+    #[error("cannot launch: {reason}")]
+    Usage {
+        /// Why.
+        reason: String,
+    },
+    /// The registrar refused, or could not be reached.
+    #[error("task {task} did not get a rank")]
+    Registrar {
+        /// The task.
+        task: TaskId,
+        /// The failure.
+        source: Box<farandole_registrar::Error>,
+    },
+    /// The program could not be started.
+    #[error("cannot start {program}")]
+    Spawn {
+        /// The program.
+        program: String,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The system refused something that a launch needs.
+    #[error("{what} failed")]
+    System {
+        /// The call.
+        what: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The launch was cancelled before there was a worker.
+    #[error("cancelled: {reason}")]
+    Cancelled {
+        /// Why.
+        reason: String,
+    },
+    /// A thread of the launcher ended without an answer.
+    #[error("the launcher's thread of task {task} ended unexpectedly")]
+    Vanished {
+        /// The task.
+        task: TaskId,
+    },
+}
+
+impl Error {
+    /// Whose fault it is.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::Usage { .. } => Fault::Usage,
+            Self::Registrar { source, .. } => source.fault(),
+            Self::Spawn { .. } | Self::System { .. } | Self::Cancelled { .. } => Fault::Environment,
+            Self::Vanished { .. } => Fault::Bug,
+        }
+    }
+}

@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! One worker process: its pipes, its output, its end.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read, Write as _};
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use farandole_config::PREFIX;
+use farandole_registrar::How;
+use farandole_telemetry::Stream;
+use parking_lot::Mutex;
+use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+
+use crate::error::{Error, Result};
+use crate::guard::Guard;
+use crate::lines::{Ending, Splitter, Tail};
+use crate::spawn::spawn;
+
+/// Lines of stderr kept for the report of a failure.
+const TAIL: usize = 50;
+/// How long a worker may take to end after SIGTERM.
+const GRACE: Duration = Duration::from_secs(2);
+/// How long the pipes may take to end once every process of the group has.
+const DRAIN: Duration = Duration::from_secs(2);
+
+/// Takes a worker's lines; blocks to slow it down.
+pub(crate) type TakeLine = Arc<dyn Fn(Stream, String) + Send + Sync>;
+
+/// What to start.
+pub(crate) struct Start {
+    pub(crate) command: Vec<String>,
+    /// Changes to the inherited environment; `None` removes.
+    pub(crate) environment: BTreeMap<String, Option<String>>,
+    pub(crate) payload: Option<Vec<u8>>,
+    pub(crate) collect_result: bool,
+    pub(crate) take_line: TakeLine,
+}
+
+/// What is left of a worker.
+pub(crate) struct Remains {
+    pub(crate) how: How,
+    pub(crate) stderr_tail: Vec<String>,
+    pub(crate) result: Option<Vec<u8>>,
+}
+
+/// A started worker.
+pub(crate) struct Worker {
+    group: Pid,
+    /// Held while signalling and while reaping, so that no signal goes to a process that took over the number.
+    child: Arc<Mutex<Option<Child>>>,
+    guard: Option<Guard>,
+    readers: Vec<(Stream, JoinHandle<()>)>,
+    result: Option<JoinHandle<Vec<u8>>>,
+    tail: Arc<Mutex<Tail>>,
+}
+
+impl Worker {
+    /// Starts the process; `on_exit` is called from another thread when it has ended by itself or by a signal.
+    ///
+    /// # Errors
+    /// `Spawn`, `System`, `Usage` for an empty command.
+    pub(crate) fn start(start: Start, on_exit: impl FnOnce() + Send + 'static) -> Result<Self> {
+        let Start { command, environment, payload, collect_result, take_line } = start;
+        let (program, arguments) =
+            command.split_first().ok_or(Error::Usage { reason: "the command is empty".to_owned() })?;
+        let mut prepared = Command::new(program);
+        prepared.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        for (name, value) in &environment {
+            match value {
+                Some(value) => prepared.env(name, value),
+                None => prepared.env_remove(name),
+            };
+        }
+        let mut inherited = Vec::new();
+        let mut payload_to = None;
+        if let Some(payload) = payload {
+            let (read, write) = pipe()?;
+            prepared.env(format!("{PREFIX}PAYLOAD_FD"), read.as_raw_fd().to_string());
+            inherited.push(read);
+            payload_to = Some((write, payload));
+        }
+        let mut result_from = None;
+        if collect_result {
+            let (read, write) = pipe()?;
+            prepared.env(format!("{PREFIX}RESULT_FD"), write.as_raw_fd().to_string());
+            inherited.push(write);
+            result_from = Some(read);
+        }
+        let mut child =
+            spawn(prepared, inherited).map_err(|source| Error::Spawn { program: program.clone(), source })?;
+        let group = pid_of(&child)?;
+        let guard = Guard::start(group).map_err(|source| Error::System { what: "starting a guard", source });
+        let tail = Arc::new(Mutex::new(Tail::new(TAIL)));
+        let stdout = child.stdout.take();
+        let stderr = child.stderr.take();
+        let mut worker = Self {
+            group,
+            child: Arc::new(Mutex::new(Some(child))),
+            guard: None,
+            readers: Vec::new(),
+            result: None,
+            tail,
+        };
+        // From here on a failure drops the worker, which ends the process.
+        worker.guard = Some(guard?);
+        if let Some(pipe) = stdout {
+            let take = Arc::clone(&take_line);
+            worker.read("stdout", Stream::Stdout, pipe, move |line, _| take(Stream::Stdout, line))?;
+        }
+        if let Some(pipe) = stderr {
+            let tail = Arc::clone(&worker.tail);
+            worker.read("stderr", Stream::Stderr, pipe, move |line, ending| {
+                tail.lock().push(&line, ending);
+                take_line(Stream::Stderr, line);
+            })?;
+        }
+        if let Some((pipe, payload)) = payload_to {
+            // Detached: it ends with the pipe, whose reader is the worker.
+            drop(named("payload", move || {
+                // A worker that does not read its payload says so by its exit.
+                drop(File::from(pipe).write_all(&payload));
+            })?);
+        }
+        if let Some(pipe) = result_from {
+            worker.result = Some(named("result", move || {
+                let mut bytes = Vec::new();
+                // What came before a failure is still handed on; its reader judges it.
+                drop(File::from(pipe).read_to_end(&mut bytes));
+                bytes
+            })?);
+        }
+        drop(named("exit", move || {
+            wait_without_reaping(group);
+            on_exit();
+        })?);
+        Ok(worker)
+    }
+
+    /// Ends the worker and its whole group: SIGTERM, and after a grace SIGKILL. `exited` waits for `on_exit` to be
+    /// called, at most until the given time.
+    pub(crate) fn end(&self, exited: impl Fn(Instant) -> bool) {
+        self.signal(Signal::TERM);
+        if !exited(Instant::now() + GRACE) {
+            self.signal(Signal::KILL);
+            // Only a process stuck in the kernel outlasts this; reaping it then waits with it.
+            exited(Instant::now() + 5 * GRACE);
+        }
+    }
+
+    /// Reaps the ended worker, ends what it left behind, and collects its output.
+    ///
+    /// # Errors
+    /// `System` when the process cannot be waited for.
+    pub(crate) fn finish(mut self) -> Result<Remains> {
+        let status = self.reap();
+        let deadline = Instant::now() + DRAIN;
+        for (stream, reader) in self.readers.drain(..) {
+            if !join(reader, deadline) {
+                report_unread(stream);
+            }
+        }
+        let result = self.result.take().and_then(|reader| join_value(reader, deadline));
+        let stderr_tail = self.tail.lock().lines().map(str::to_owned).collect();
+        Ok(Remains { how: how(status?), stderr_tail, result: result.filter(|bytes| !bytes.is_empty()) })
+    }
+
+    fn reap(&mut self) -> Result<ExitStatus> {
+        let mut child = self.child.lock();
+        // The leader is a zombie until it is reaped below, so the number of the group is still its own.
+        kill_group(self.group, Signal::KILL);
+        let status = match child.take() {
+            Some(mut child) => child.wait(),
+            None => Err(io::Error::other("it was reaped before")),
+        };
+        if let Some(guard) = self.guard.take() {
+            guard.dismiss();
+        }
+        status.map_err(|source| Error::System { what: "waiting for the worker", source })
+    }
+
+    fn signal(&self, signal: Signal) {
+        let child = self.child.lock();
+        if child.is_some() {
+            kill_group(self.group, signal);
+        }
+    }
+
+    fn read(
+        &mut self,
+        name: &str,
+        stream: Stream,
+        mut pipe: impl Read + Send + 'static,
+        mut take: impl FnMut(String, Ending) + Send + 'static,
+    ) -> Result<()> {
+        let reader = named(name, move || {
+            let mut splitter = Splitter::default();
+            let mut buffer = vec![0; 64 << 10];
+            loop {
+                match pipe.read(&mut buffer) {
+                    Ok(0) => break,
+                    Ok(length) => splitter.feed(&buffer[..length], &mut take),
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(_) => break,
+                }
+            }
+            splitter.finish(&mut take);
+        })?;
+        self.readers.push((stream, reader));
+        Ok(())
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if self.child.lock().is_some() {
+            drop(self.reap());
+        }
+    }
+}
+
+fn kill_group(group: Pid, signal: Signal) {
+    if let Err(error) = kill_process_group(group, signal) {
+        // A group whose processes have all ended has nobody to signal.
+        tracing::debug!(%error, group = group.as_raw_pid(), "no process took the signal");
+    }
+}
+
+fn report_unread(stream: Stream) {
+    tracing::warn!(%stream, "a process outside the worker's group still holds its output; the rest is not read");
+}
+
+fn how(status: ExitStatus) -> How {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => How::Code(code),
+        (None, Some(signal)) => How::Signal(signal),
+        (None, None) => How::NotStarted("the system does not say how it ended".to_owned()),
+    }
+}
+
+/// Blocks until the process has ended, and leaves it to be reaped.
+fn wait_without_reaping(pid: Pid) {
+    loop {
+        match waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
+            Err(rustix::io::Errno::INTR) => {}
+            // Somebody else in this process reaped it: it has ended all the same.
+            Ok(_) | Err(_) => return,
+        }
+    }
+}
+
+/// A pipe whose ends are above the standard descriptors, which the child sets anew.
+fn pipe() -> Result<(OwnedFd, OwnedFd)> {
+    let system = |what| move |error: rustix::io::Errno| Error::System { what, source: error.into() };
+    let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(system("making a pipe"))?;
+    let above = |end: OwnedFd| {
+        if end.as_raw_fd() > 2 {
+            return Ok(end);
+        }
+        rustix::io::fcntl_dupfd_cloexec(&end, 3).map_err(system("moving a pipe"))
+    };
+    Ok((above(read)?, above(write)?))
+}
+
+fn pid_of(child: &Child) -> Result<Pid> {
+    i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or_else(|| Error::System {
+        what: "reading the worker's number",
+        source: io::Error::other(child.id().to_string()),
+    })
+}
+
+fn named<T: Send + 'static>(name: &str, work: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>> {
+    thread::Builder::new()
+        .name(format!("farandole-{name}"))
+        .spawn(work)
+        .map_err(|source| Error::System { what: "starting a thread", source })
+}
+
+fn join(thread: JoinHandle<()>, deadline: Instant) -> bool {
+    join_value(thread, deadline).is_some()
+}
+
+/// What a thread returned, if it ends in time; otherwise it is left alone.
+fn join_value<T: Send + 'static>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
+    let (sender, receiver) = mpsc::channel();
+    let joiner = thread::Builder::new().name("farandole-join".to_owned()).spawn(move || {
+        // Nobody listens any more when the deadline has passed.
+        drop(sender.send(thread.join()));
+    });
+    drop(joiner.ok()?);
+    receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()?.ok()
+}

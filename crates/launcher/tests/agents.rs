@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Agents, their registrar and real worker processes (shells).
+
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use farandole_config::PortRange;
+use farandole_launcher::{Agent, Error, Outcome, Output, Task};
+use farandole_registrar::{How, Options, Registrar};
+use farandole_telemetry::{Record, Sink};
+use farandole_world::{Rank, TaskId};
+use parking_lot::Mutex;
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+fn registrar(tasks: u32) -> Registrar {
+    Registrar::start(Options {
+        tasks,
+        job_id: None,
+        host: Some("127.0.0.1".into()),
+        port_range: PortRange { first: 0, last: 0 },
+        start_timeout: LIMIT,
+        peer_timeout: Duration::from_secs(5),
+    })
+    .unwrap()
+}
+
+/// Lines by rank.
+struct Lines(Mutex<mpsc::Sender<(u32, String)>>);
+
+impl Sink for Lines {
+    fn accept(&self, record: Record) {
+        if let Record::Log(line) = record {
+            // A test that does not look at lines has dropped the other end.
+            drop(self.0.lock().send((line.rank.unwrap(), line.text)));
+        }
+    }
+}
+
+fn task(registrar: &Registrar, number: u32, script: &str) -> (Task, mpsc::Receiver<(u32, String)>) {
+    let (sender, lines) = mpsc::channel();
+    let task = Task {
+        ticket: registrar.ticket().clone(),
+        task: TaskId(number),
+        attempt: 0,
+        command: vec!["/bin/sh".into(), "-c".into(), script.into()],
+        environment: BTreeMap::new(),
+        payload: None,
+        collect_result: false,
+        output: Output::Sink(Arc::new(Lines(Mutex::new(sender)))),
+        start_timeout: LIMIT,
+        peer_timeout: Duration::from_secs(5),
+    };
+    (task, lines)
+}
+
+fn outcome(agent: &Agent) -> Outcome {
+    agent.wait(LIMIT).unwrap_or_else(|| panic!("the agent hangs")).unwrap()
+}
+
+fn is_alive(pid: &str) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().starts_with(" Z"))
+}
+
+/// Waits for a process, which is not our child, to end.
+fn ends(pid: &str) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while is_alive(pid) {
+        if Instant::now() > deadline {
+            return false;
+        }
+        std::thread::yield_now();
+    }
+    true
+}
+
+#[test]
+fn a_worker_knows_its_rank_reads_its_payload_and_returns_a_result() {
+    let registrar = registrar(2);
+    let script = r#"printf 'rank %s of %s at %s:%s\n' "$RANK" "$HOROVOD_SIZE" "$MASTER_ADDR" "$MASTER_PORT"
+        cat "/proc/self/fd/$FARANDOLE_PAYLOAD_FD" >"/proc/self/fd/$FARANDOLE_RESULT_FD""#;
+    let started: Vec<(Agent, mpsc::Receiver<(u32, String)>)> = (0..2)
+        .map(|number| {
+            let (mut task, lines) = task(&registrar, number, script);
+            // A stale rank in the user's environment has no effect.
+            task.environment.insert("RANK".into(), Some("17".into()));
+            task.payload = Some(vec![b'x'; 300_000]);
+            task.collect_result = true;
+            (Agent::start(task).unwrap(), lines)
+        })
+        .collect();
+    let mut greetings = Vec::new();
+    for (agent, lines) in &started {
+        let outcome = outcome(agent);
+        assert!(outcome.is_success(), "{outcome:?}");
+        assert_eq!(outcome.result.unwrap().len(), 300_000);
+        greetings.push(lines.recv().unwrap().1);
+    }
+    assert!(greetings[0].starts_with("rank 0 of 2 at 127.0.0.1:"), "{greetings:?}");
+    assert_eq!(greetings[0].replace("rank 0", "rank 1"), greetings[1]);
+}
+
+#[test]
+fn the_first_failure_ends_the_others_and_is_the_only_one_blamed() {
+    let registrar = registrar(2);
+    let (failing, _) = task(&registrar, 0, "echo before >&2; exit 7");
+    let (waiting, _) = task(&registrar, 1, "sleep 600");
+    let agents = [Agent::start(failing).unwrap(), Agent::start(waiting).unwrap()];
+    let [failed, stopped] = [outcome(&agents[0]), outcome(&agents[1])];
+    assert_eq!((failed.aborted, failed.how), (false, Some(How::Code(7))));
+    assert_eq!(failed.stderr_tail, ["before"]);
+    assert_eq!((stopped.aborted, stopped.how), (true, Some(How::Signal(15))));
+    let reason = stopped.reason.unwrap();
+    assert!(reason.starts_with("rank 0 on ") && reason.ends_with("exited with code 7"), "{reason}");
+    assert_eq!(failed.reason.unwrap(), reason);
+}
+
+#[test]
+fn a_worker_deaf_to_sigterm_is_killed_with_its_children() {
+    // LN-2.
+    let registrar = registrar(1);
+    let (task, lines) = task(&registrar, 0, "trap '' TERM; sleep 600 & echo $$ $!; wait");
+    let agent = Agent::start(task).unwrap();
+    let (_, pids) = lines.recv_timeout(LIMIT).unwrap();
+    registrar.abort("enough").unwrap();
+    let outcome = outcome(&agent);
+    assert_eq!(outcome.how, Some(How::Signal(9)));
+    assert_eq!(outcome.reason.as_deref(), Some("enough"));
+    for pid in pids.split(' ') {
+        assert!(ends(pid), "process {pid} is left over");
+    }
+}
+
+#[test]
+fn children_of_a_worker_that_ended_well_end_too() {
+    // LN-2.
+    let registrar = registrar(1);
+    let (task, lines) = task(&registrar, 0, "sleep 600 & echo $!");
+    let agent = Agent::start(task).unwrap();
+    assert!(outcome(&agent).is_success());
+    let (_, pid) = lines.recv_timeout(LIMIT).unwrap();
+    assert!(ends(&pid), "process {pid} is left over");
+}
+
+#[test]
+fn a_killed_worker_is_reported_with_its_signal_and_last_words() {
+    let registrar = registrar(1);
+    let (task, _) = task(&registrar, 0, "for i in $(seq 80); do echo line $i >&2; done; kill -9 $$");
+    let outcome = outcome(&Agent::start(task).unwrap());
+    assert_eq!((outcome.rank, outcome.how), (Some(Rank(0)), Some(How::Signal(9))));
+    assert_eq!(outcome.stderr_tail.len(), 50);
+    assert_eq!(outcome.stderr_tail.last().unwrap(), "line 80");
+    assert!(outcome.reason.unwrap().ends_with("was ended by SIGKILL"));
+}
+
+#[test]
+fn a_cancelled_agent_answers_before_and_after_there_is_a_worker() {
+    let registrar = registrar(2);
+    let (waiting, _) = task(&registrar, 0, "true");
+    let early = Agent::start(waiting).unwrap();
+    early.cancel("changed my mind");
+    let outcome_early = outcome(&early);
+    assert_eq!((outcome_early.rank, outcome_early.reason.as_deref()), (None, Some("changed my mind")));
+
+    let registrar = self::registrar(1);
+    let (sleeping, lines) = task(&registrar, 0, "echo up; sleep 600");
+    let late = Agent::start(sleeping).unwrap();
+    lines.recv_timeout(LIMIT).unwrap();
+    late.cancel("changed my mind");
+    let outcome_late = outcome(&late);
+    assert!(outcome_late.aborted);
+    assert_eq!(outcome_late.how, Some(How::Signal(15)));
+}
+
+#[test]
+fn a_missing_program_is_named_and_ends_the_others() {
+    let registrar = registrar(2);
+    let (mut missing, _) = task(&registrar, 0, "");
+    missing.command = vec!["/no/such/program".into()];
+    let (waiting, _) = task(&registrar, 1, "sleep 600");
+    let agents = [Agent::start(missing).unwrap(), Agent::start(waiting).unwrap()];
+    let error = agents[0].wait(LIMIT).unwrap().unwrap_err();
+    assert!(matches!(&error, Error::Spawn { program, .. } if program == "/no/such/program"), "{error}");
+    assert!(outcome(&agents[1]).reason.unwrap().contains("could not be started"));
+}
+
+#[test]
+fn a_worker_ends_when_the_registrar_is_gone() {
+    let registrar = registrar(1);
+    let (mut task, lines) = task(&registrar, 0, "echo up; sleep 600");
+    task.peer_timeout = Duration::from_millis(200);
+    let agent = Agent::start(task).unwrap();
+    lines.recv_timeout(LIMIT).unwrap();
+    drop(registrar);
+    let outcome = outcome(&agent);
+    assert!(outcome.aborted);
+    assert_eq!(outcome.reason.as_deref(), Some("the driver closed the job"));
+}

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The `farandole` command; `python -m farandole` is the same."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    # Raised between two waits of the native code, which first ends what it has started.
+    raise SystemExit(128 + number)
+
+
+def main() -> int:
+    """Runs the command of this process.
+
+    Returns:
+        The exit status; 128 and the signal's number when a signal ended it.
+    """
+    from farandole._native import cli  # noqa: PLC0415 - loading this module is not yet running the command
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    return cli.main(sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The worker's entry: `python -m farandole.runner.worker` runs one pickled function and sends its value back.
+
+The agent hands over two pipes by number: `FARANDOLE_PAYLOAD_FD` holds the cloudpickled `(fn, args, kwargs)`,
+`FARANDOLE_RESULT_FD` takes the cloudpickled `("ok", value)` or
+`("error", type name, message, traceback, pickled exception or None)`. Both are the agent's own, so what is unpickled
+here comes from the process that started this one. The process exits with 0 after "ok" and 1 after "error".
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from typing import Any, Final
+
+import cloudpickle
+
+PAYLOAD_FD: Final = "FARANDOLE_PAYLOAD_FD"
+RESULT_FD: Final = "FARANDOLE_RESULT_FD"
+
+
+def main() -> int:
+    """Runs the function of this process's payload.
+
+    Returns:
+        The exit status.
+    """
+    payload = _take(PAYLOAD_FD)
+    result = _take(RESULT_FD)
+    if payload is None or result is None:
+        sys.stderr.write(f"farandole.runner.worker is started by an agent, which sets {PAYLOAD_FD} and {RESULT_FD}\n")
+        return 2
+    with os.fdopen(payload, "rb") as pipe:
+        packed = pipe.read()
+    status, record = _call(packed)
+    del packed
+    try:
+        answer = cloudpickle.dumps(record)
+    except Exception as error:  # noqa: BLE001 - the value's own fault
+        failure = TypeError(f"the function returned a value that cannot be pickled: {error}")
+        sys.stderr.write(f"{failure}\n")
+        status, answer = 1, cloudpickle.dumps(_failure(failure))
+    _flush()
+    with os.fdopen(result, "wb") as pipe:
+        pipe.write(answer)
+    return status
+
+
+def _call(packed: bytes) -> tuple[int, tuple[Any, ...]]:
+    try:
+        fn, args, kwargs = pickle.loads(packed)  # noqa: S301 - the agent's own pipe
+        return 0, ("ok", fn(*args, **kwargs))
+    except SystemExit as error:
+        # `sys.exit(0)` in a function is a plain end; any other status is a failure with its own exit code.
+        if error.code is None or error.code == 0:
+            return 0, ("ok", None)
+        if not isinstance(error.code, int):
+            sys.stderr.write(f"{error.code}\n")
+        return (error.code & 0xFF or 1) if isinstance(error.code, int) else 1, _failure(error)
+    except KeyboardInterrupt as error:
+        return 130, _failure(error)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the driver wants to know
+        record = _failure(error)
+        # Also on stderr, as of any script: logs have it even if the result is lost.
+        sys.stderr.write(record[3])
+        return 1, record
+
+
+def _failure(error: BaseException) -> tuple[str, str, str, str, bytes | None]:
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    # The first frame is `_call`, which is nobody's business.
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    text = "".join(traceback.format_exception(kind, error, frames))
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 - an exception that cannot describe itself
+        message = ""
+    return "error", name, message, text, _pickled(error)
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception, if it survives a round trip: many take arguments that they do not keep."""
+    try:
+        packed = cloudpickle.dumps(error)
+        same = isinstance(pickle.loads(packed), type(error))  # noqa: S301 - made one line above
+    except Exception:  # noqa: BLE001 - the traceback tells it, too
+        return None
+    return packed if same else None
+
+
+def _take(variable: str) -> int | None:
+    """The descriptor named by a variable, which is then forgotten: it is not for the worker's own children."""
+    number = os.environ.pop(variable, None)
+    if number is None:
+        return None
+    os.set_inheritable(int(number), False)
+    return int(number)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # closed by the function: nothing is left in it
+
+
+if __name__ == "__main__":
+    sys.exit(main())
