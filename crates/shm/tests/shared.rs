@@ -2,7 +2,6 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Segments, bells and their hand-over, through the public door.
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;

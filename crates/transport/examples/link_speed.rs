@@ -56,30 +56,30 @@ fn bounce(mut link: Link, parker: &Parker, first: bool, spins: usize) -> Vec<Dur
     times
 }
 
+/// Whole windows only: whoever takes any byte at once ends up copying crumbs.
 fn stream(mut link: Link, total: usize) {
     let source = vec![7_u8; WINDOW];
-    let mut sent = 0;
-    while sent < total {
-        let window = link.sender.window().unwrap();
-        let bytes = window.len().min(WINDOW);
-        window[..bytes].copy_from_slice(&source[..bytes]);
-        link.sender.commit(bytes).unwrap();
-        sent += bytes;
-        std::hint::spin_loop();
+    for _ in 0..total / WINDOW {
+        let window = loop {
+            if link.sender.window().unwrap().len() >= WINDOW {
+                break link.sender.window().unwrap();
+            }
+            std::hint::spin_loop();
+        };
+        window[..WINDOW].copy_from_slice(&source);
+        link.sender.commit(WINDOW).unwrap();
     }
     while !link.sender.flush().unwrap() {}
 }
 
 fn drain(mut link: Link, total: usize) {
     let mut target = vec![0_u8; WINDOW];
-    let mut seen = 0;
-    while seen < total {
-        let window = link.receiver.window().unwrap();
-        let bytes = window.len().min(WINDOW);
-        target[..bytes].copy_from_slice(&window[..bytes]);
-        link.receiver.release(bytes).unwrap();
-        seen += bytes;
-        std::hint::spin_loop();
+    for _ in 0..total / WINDOW {
+        while link.receiver.window().unwrap().len() < WINDOW {
+            std::hint::spin_loop();
+        }
+        target.copy_from_slice(&link.receiver.window().unwrap()[..WINDOW]);
+        link.receiver.release(WINDOW).unwrap();
     }
 }
 

@@ -115,7 +115,7 @@ fn receive(receiver: &mut dyn LinkReceiver, total: usize) {
     assert_eq!(seen, total);
 }
 
-/// Order, odd sizes, from another thread.
+/// `TR-1`: order, odd sizes, from another thread.
 pub fn bytes_arrive_in_order((mut a, mut b): (Link, Link)) {
     let total = 1_000_003;
     let sending = thread::spawn(move || {
@@ -189,7 +189,7 @@ pub fn a_sender_is_held_back_by_a_reader_that_is_slow((mut a, mut b): (Link, Lin
     drop(b);
 }
 
-/// No byte is lost by an orderly close, and the error names the peer.
+/// `TR-5`: no byte is lost by an orderly close, and the error names the peer.
 pub fn what_was_sent_before_a_close_is_read_before_its_error((mut a, mut b): (Link, Link)) {
     send(&mut *a.sender, 1000);
     let rank = b.peer;

@@ -20,6 +20,8 @@ use crate::{Error, Result};
 
 /// Pause before all addresses are tried again.
 const PAUSE: Duration = Duration::from_millis(50);
+/// How long addresses are tried: their rank listened before it published them, so waiting longer changes nothing.
+const REACH: Duration = Duration::from_secs(30);
 
 /// Why one attempt failed.
 #[derive(Debug)]
@@ -91,6 +93,7 @@ pub(crate) fn any(
     deadline: Instant,
 ) -> Result<OwnedFd> {
     let started = Instant::now();
+    let deadline = deadline.min(started + REACH);
     let mut before = false;
     loop {
         let mut last = Failure::Refused("it offered no address".to_owned());
@@ -125,6 +128,19 @@ pub(crate) fn any(
         }
         thread::sleep(PAUSE);
     }
+}
+
+/// Whether a rank that keeps us waiting still listens; `None` when nothing answers. Says nothing to it.
+pub(crate) fn listens(local_name: Option<&str>, addresses: &[SocketAddr], deadline: Instant) -> Option<bool> {
+    let name = local_name.map(|name| local(name, deadline));
+    let mut silent = false;
+    for attempt in name.into_iter().chain(addresses.iter().map(|address| remote(*address, deadline))) {
+        match attempt {
+            Ok(_) => return Some(true),
+            Err(failure) => silent |= !matches!(failure, Failure::Refused(_)),
+        }
+    }
+    if silent { None } else { Some(false) }
 }
 
 /// The handshake on a connected socket, which blocks; returns what the peer handed over.

@@ -28,6 +28,11 @@ use crate::shared::{Arrival, Facts, Shared};
 use crate::watch::Watch;
 use crate::{Error, Link, LinkKind, Parker, Rendezvous, Result, addresses, tcp};
 
+/// How long a wait for a peer's call goes on before it is asked whether it listens, and how long that may take.
+const PROBE: Duration = Duration::from_secs(1);
+/// A shorter silence than this happens on any busy host.
+const SHORTEST_TIMEOUT: Duration = Duration::from_millis(100);
+
 /// How to join a mesh.
 #[derive(Clone)]
 pub struct MeshOptions {
@@ -94,6 +99,8 @@ pub struct Mesh {
     cards: Vec<Card>,
     /// Bytes of the segments created so far.
     created: AtomicU64,
+    /// Channels that were opened, by peer.
+    opened: Mutex<HashSet<(u32, Rank)>>,
     /// Peers that a control connection was dialled to. Held while dialling one.
     controlled: Mutex<HashSet<Rank>>,
     service: Option<JoinHandle<()>>,
@@ -114,7 +121,7 @@ impl Mesh {
             generation: options.generation,
             key: Key(options.key),
             use_shared_memory: options.use_shared_memory,
-            peer_timeout: options.peer_timeout,
+            peer_timeout: options.peer_timeout.max(SHORTEST_TIMEOUT),
         })?);
         let service = Service::new(Arc::clone(&shared), Listeners { tcp, unix })?;
         let thread = thread::Builder::new().name("farandole-mesh".to_owned());
@@ -124,6 +131,7 @@ impl Mesh {
             shared,
             cards: Vec::new(),
             created: AtomicU64::new(0),
+            opened: Mutex::new(HashSet::new()),
             controlled: Mutex::new(HashSet::new()),
             service: Some(service),
             options,
@@ -157,7 +165,7 @@ impl Mesh {
     }
 
     /// Opens one link to each of `peers` (the own rank is passed over), in their order. Collective among them: every
-    /// two ranks name each other, with one channel and one capacity. A channel is opened once.
+    /// two ranks name each other, with one channel and one capacity. A channel is opened once between two ranks.
     ///
     /// Ranks of one host exchange a segment over an authenticated Unix socket; that both map it is the proof that they
     /// share memory. Where that fails, and elsewhere, the link is a TCP connection. Memory of `capacity` bytes each
@@ -175,6 +183,12 @@ impl Mesh {
         let mut links: Vec<(usize, Link)> = Vec::new();
         // The higher rank dials. Dialling needs the other's service thread only, so no order of ranks can lock up.
         let places = || peers.iter().copied().enumerate();
+        for (_, rank) in places().filter(|(_, rank)| *rank != own) {
+            if !self.opened.lock().insert((channel, self.peer(rank)?.rank)) {
+                let reason = format!("channel {channel} to rank {rank} was opened before");
+                return Err(Error::Handshake { reason });
+            }
+        }
         for (place, rank) in places().filter(|(_, rank)| *rank < own) {
             links.push((place, self.dial(self.peer(rank)?, channel, capacity, deadline)?));
         }
@@ -192,7 +206,7 @@ impl Mesh {
     }
 
     fn answer(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, deadline: Instant) -> Result<Link> {
-        let (theirs, arrival) = self.shared.await_arrival(channel, peer, deadline)?;
+        let (theirs, arrival) = self.await_arrival(channel, peer, deadline)?;
         let capacity = Segment::round(capacity);
         if theirs != capacity as u64 {
             let rank = peer.rank;
@@ -212,6 +226,41 @@ impl Mesh {
                 tcp::link(socket, Arc::clone(peer), self.shared.parker.clone(), capacity)
             }
         }
+    }
+
+    /// Waits for the peer to dial. It may be too early for it to be watched, so a long wait asks whether it listens.
+    fn await_arrival(&self, channel: u32, peer: &Arc<Peer>, deadline: Instant) -> Result<(u64, Arrival)> {
+        let started = Instant::now();
+        let mut heard = started;
+        loop {
+            let pause = deadline.min(Instant::now() + PROBE);
+            let waited = match self.shared.await_arrival(channel, peer, pause) {
+                Err(Error::Timeout { what, .. }) => what,
+                other => return other,
+            };
+            if pause == deadline {
+                return Err(Error::Timeout { what: waited, elapsed: started.elapsed() });
+            }
+            match self.listens(peer, deadline) {
+                Some(true) => heard = Instant::now(),
+                Some(false) => return Err(peer.gone("it no longer listens at any of its addresses")),
+                None if heard.elapsed() > self.shared.peer_timeout => {
+                    return Err(peer.gone("nothing answers at any of its addresses"));
+                }
+                None => {}
+            }
+        }
+    }
+
+    fn listens(&self, peer: &Peer, deadline: Instant) -> Option<bool> {
+        let card = self.cards.get(peer.rank.index())?;
+        let same_host = card.host == self.options.host;
+        let local = (same_host && !card.local.is_empty()).then_some(card.local.as_str());
+        dial::listens(
+            local,
+            &addresses::ordered(&card.addresses, same_host),
+            deadline.min(Instant::now() + PROBE),
+        )
     }
 
     fn dial(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, deadline: Instant) -> Result<Link> {

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn no_wake_is_lost_between_two_threads() {
+    fn tr_3_no_wake_is_lost_between_two_threads() {
         const ROUNDS: u64 = 200_000;
         let (here, there) = (Parker::new().unwrap(), Parker::new().unwrap());
         let turn = Arc::new(AtomicU64::new(0));

@@ -29,24 +29,30 @@ pub trait Rendezvous: Send + Sync {
 /// A meeting point in memory; clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryRendezvous {
-    shared: Arc<(Mutex<HashMap<String, Vec<u8>>>, Condvar)>,
+    shared: Arc<Board>,
+}
+
+#[derive(Debug, Default)]
+struct Board {
+    values: Mutex<HashMap<String, Vec<u8>>>,
+    changed: Condvar,
 }
 
 impl Rendezvous for MemoryRendezvous {
     fn put(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.shared.0.lock().insert(key.to_owned(), value.to_owned());
-        self.shared.1.notify_all();
+        self.shared.values.lock().insert(key.to_owned(), value.to_owned());
+        self.shared.changed.notify_all();
         Ok(())
     }
 
     fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
         let started = Instant::now();
-        let mut values = self.shared.0.lock();
+        let mut values = self.shared.values.lock();
         loop {
             if let Some(value) = values.get(key) {
                 return Ok(value.clone());
             }
-            if self.shared.1.wait_until(&mut values, deadline).timed_out() {
+            if self.shared.changed.wait_until(&mut values, deadline).timed_out() {
                 return Err(Error::Timeout { what: format!("key {key}"), elapsed: started.elapsed() });
             }
         }

@@ -6,6 +6,8 @@
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -92,7 +94,7 @@ fn ranks_of_different_hosts_use_tcp() {
 }
 
 #[test]
-fn a_peer_with_another_key_is_refused_by_both_ends() {
+fn tr_2_a_peer_with_another_key_is_refused_by_both_ends() {
     let short = Duration::from_millis(700);
     for use_shared_memory in [true, false] {
         let first = MeshOptions { patience: short, use_shared_memory, ..options(0, 2) };
@@ -125,7 +127,7 @@ fn a_peer_of_another_generation_is_refused() {
 }
 
 #[test]
-fn strangers_who_send_garbage_or_nothing_do_not_keep_a_peer_out() {
+fn tr_2_strangers_who_send_garbage_or_nothing_do_not_keep_a_peer_out() {
     let first = MeshOptions { use_shared_memory: false, ..options(0, 2) };
     let second = MeshOptions { rank: Rank(1), ..first.clone() };
     let (meeting, zero, one) = join_two(first, second);
@@ -150,7 +152,7 @@ fn strangers_who_send_garbage_or_nothing_do_not_keep_a_peer_out() {
 }
 
 #[test]
-fn a_handshake_that_takes_too_long_is_ended() {
+fn tr_2_a_handshake_that_takes_too_long_is_ended() {
     let first = MeshOptions { use_shared_memory: false, ..options(0, 1) };
     let meeting = MemoryRendezvous::default();
     let mesh = Mesh::join(first, &meeting).unwrap();
@@ -228,7 +230,7 @@ fn give(link: &mut Link, byte: u8) {
 }
 
 #[test]
-fn no_wake_up_is_lost_between_ranks_that_sleep() {
+fn tr_3_no_wake_up_is_lost_between_ranks_that_sleep() {
     for use_shared_memory in [true, false] {
         let meshes = meshes(2, |options| options.use_shared_memory = use_shared_memory);
         let (mut a, mut b) = open_pair(&meshes, 1, 4096);
@@ -260,7 +262,7 @@ fn no_wake_up_is_lost_between_ranks_that_sleep() {
 }
 
 #[test]
-fn a_sender_that_sleeps_for_space_is_woken_by_a_release() {
+fn tr_3_a_sender_that_sleeps_for_space_is_woken_by_a_release() {
     for use_shared_memory in [true, false] {
         let meshes = meshes(2, |options| options.use_shared_memory = use_shared_memory);
         let (mut a, mut b) = open_pair(&meshes, 1, 4096);
@@ -301,4 +303,57 @@ fn a_sender_that_sleeps_for_space_is_woken_by_a_release() {
         }
         drop(reader.join().unwrap());
     }
+}
+
+#[test]
+fn a_channel_is_opened_once() {
+    let meshes = meshes(2, |_| {});
+    let _links = open_pair(&meshes, 1, 4096);
+    let error = meshes[1].open(1, &[Rank(0)], 4096).unwrap_err();
+    assert!(error.to_string().contains("channel 1 to rank 0 was opened before"), "{error}");
+}
+
+#[test]
+fn a_rank_that_left_before_it_opened_its_end_is_not_waited_for() {
+    for use_shared_memory in [true, false] {
+        let mut meshes = meshes(2, |options| options.use_shared_memory = use_shared_memory);
+        drop(meshes.pop());
+        let started = Instant::now();
+        let error = meshes[0].open(1, &[Rank(1)], 4096).unwrap_err();
+        assert!(error.to_string().contains("it no longer listens"), "{error}");
+        assert!(started.elapsed() < PATIENCE / 2);
+    }
+}
+
+#[test]
+fn a_rank_that_left_cannot_be_dialled() {
+    let mut meshes = meshes(2, |_| {});
+    drop(meshes.remove(0));
+    let error = meshes[0].open(1, &[Rank(0)], 4096).unwrap_err();
+    assert!(matches!(error, Error::Unreachable { rank: Rank(0), .. }), "{error}");
+}
+
+#[test]
+fn tr_6_a_forked_child_can_neither_use_nor_harm_the_mesh() {
+    const REFUSED: i32 = 200;
+    let mut meshes = meshes(2, |options| options.use_shared_memory = options.rank.0 == 9);
+    let (mut a, mut b) = open_pair(&meshes, 1, 4096);
+    let mut mesh = meshes.pop();
+    let mut command = Command::new("/proc/self/exe");
+    let probe = move || {
+        let Some(mesh) = mesh.take() else { return Ok(()) };
+        let refused = matches!(mesh.check(), Err(Error::Forked))
+            && matches!(mesh.open(2, &[Rank(0)], 4096), Err(Error::Forked))
+            && matches!(mesh.parker().park(Instant::now()), Err(Error::Forked));
+        drop(mesh);
+        Err(std::io::Error::from_raw_os_error(if refused { REFUSED } else { 0 }))
+    };
+    // SAFETY: the closure runs in the forked child before exec, where only this thread exists; the C library keeps its
+    // allocator usable across a fork.
+    unsafe { command.pre_exec(probe) };
+    assert_eq!(command.spawn().unwrap_err().raw_os_error(), Some(REFUSED));
+    // The parent's mesh is alive in the closure, and so is its link.
+    give(&mut b, 5);
+    assert_eq!(take(&mut a, &meshes[0].parker(), Instant::now() + PATIENCE), 5);
+    meshes[0].check().unwrap();
 }
