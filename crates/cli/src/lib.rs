@@ -2,3 +2,47 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! The farandole command.
+//!
+//! Owns the command line: `run` starts a program on several processes of this host, `doctor` says what works here.
+//! Refuses logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which lends
+//! it an interpreter through [`Surroundings`]; there is no second binary.
+//!
+//! Invariants:
+//! - `CL-1`: the exit status of `run` is that of the worker that failed first (128 + n for signal n), else 0.
+//! - `CL-2`: every knob with a flag is a flag of `run`; given flags reach the workers as variables.
+
+#![forbid(unsafe_code)]
+
+mod arguments;
+mod doctor;
+mod run;
+mod surroundings;
+
+pub use surroundings::{Python, Surroundings};
+
+use std::io::Write as _;
+
+/// Runs the command. `argv` starts with the program's name; the result is the exit status.
+pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
+    let matches = match arguments::command().try_get_matches_from(arguments::normalized(argv)) {
+        Ok(matches) => matches,
+        Err(error) => {
+            // Help and versions go to stdout and are no failure; a closed pipe does not make them one.
+            drop(error.print());
+            return error.exit_code();
+        }
+    };
+    let ended = match matches.subcommand() {
+        Some(("run", matches)) => run::run(matches, surroundings),
+        Some(("doctor", _)) => doctor::doctor(surroundings),
+        other => Err(anyhow::anyhow!("no such command: {other:?}")),
+    };
+    match ended {
+        Ok(status) => status,
+        Err(error) => {
+            // Nobody is left to tell when stderr is closed.
+            drop(writeln!(std::io::stderr(), "farandole: {error:#}"));
+            1
+        }
+    }
+}

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What the command asks of the process it is linked into.
+
+use std::collections::BTreeMap;
+
+/// The interpreter's side.
+pub trait Surroundings {
+    /// Whether a signal asks the command to end.
+    fn interrupted(&self) -> bool;
+
+    /// The interpreter, and what is installed in it. Nothing is imported to find out.
+    fn python(&self) -> Python;
+}
+
+/// An interpreter.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Python {
+    /// Such as `3.11.2`.
+    pub version: String,
+    /// Its program.
+    pub executable: String,
+    /// Installed distributions and their versions, by lower-case name.
+    pub packages: BTreeMap<String, String>,
+}
