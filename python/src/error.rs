@@ -26,7 +26,7 @@ pub(crate) fn raise(fault: Fault, error: &dyn Error) -> PyErr {
 }
 
 /// The message of `error` followed by those of its sources, leaving out what a wrapper already said.
-fn chain(error: &dyn Error) -> String {
+pub(crate) fn chain(error: &dyn Error) -> String {
     let mut message = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {

@@ -3,9 +3,16 @@
 
 //! `farandole._native`: registers one submodule per room; no policy lives here.
 
+mod arrow;
+mod cli;
 mod engine;
 mod error;
+mod launcher;
+mod prepare;
+mod reader;
+mod registrar;
 mod runtime;
+mod store;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -15,7 +22,15 @@ use pyo3::types::PyDict;
 type Register = fn(&Bound<'_, PyModule>) -> PyResult<()>;
 
 /// Every submodule: its name below `farandole._native`, and the function that fills it. Append yours.
-const SUBMODULES: &[(&str, Register)] = &[("engine", engine::register)];
+const SUBMODULES: &[(&str, Register)] = &[
+    ("cli", cli::register),
+    ("engine", engine::register),
+    ("launcher", launcher::register),
+    ("prepare", prepare::register),
+    ("reader", reader::register),
+    ("registrar", registrar::register),
+    ("store", store::register),
+];
 
 /// The extension module.
 #[pymodule(gil_used = false)]

@@ -26,6 +26,16 @@ pub struct Committed {
     pub dropped: u64,
 }
 
+impl Committed {
+    /// As JSON.
+    ///
+    /// # Errors
+    /// None that this type can cause.
+    pub fn to_json(&self) -> Result<String> {
+        serde_json::to_string(self).map_err(|source| Error::Summary { source })
+    }
+}
+
 /// Makes the files of `summaries` a data set: checks that they are there, writes the manifests (training last) and
 /// deletes what earlier or failed attempts left.
 ///

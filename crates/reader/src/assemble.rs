@@ -27,6 +27,7 @@ pub(crate) fn assemble(fields: &Arc<[Field]>, step: &Step, blocks: &[Arc<Block>]
         }
         repeat_last(&mut batch, held.start, field.width(), row, step.rows);
     }
+    batch.weigh();
     batch
 }
 

@@ -13,6 +13,9 @@ use crate::dataset::Field;
 /// Columns start at multiples of this.
 pub(crate) const ALIGN: usize = 64;
 
+/// Bytes of one weight.
+const WEIGHT: usize = 4;
+
 /// Where one column is within a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Held {
@@ -35,8 +38,18 @@ pub struct Batch {
 
 impl Batch {
     pub(crate) fn new(fields: Arc<[Field]>, rows: usize, valid: usize) -> Self {
-        let bytes: usize = fields.iter().map(|field| padded(rows * field.width())).sum();
+        let columns: usize = fields.iter().map(|field| padded(rows * field.width())).sum();
+        let bytes = columns + padded(rows * WEIGHT);
         Self { slab: MutableBuffer::from_len_zeroed(bytes), fields, rows, valid }
+    }
+
+    /// Writes the weights.
+    pub(crate) fn weigh(&mut self) {
+        let Some(held) = self.held(self.fields.len()) else { return };
+        let weights = self.slab.typed_data_mut::<f32>();
+        if let Some(weights) = weights.get_mut(held.start / WEIGHT..held.start / WEIGHT + self.valid) {
+            weights.fill(1.0);
+        }
     }
 
     /// Rows in every column, padding included.
@@ -54,12 +67,13 @@ impl Batch {
         &self.fields
     }
 
-    /// Where column number `index` is.
+    /// Where column number `index` is; the one after the last are the weights, float32: 1, and 0 for padding.
     pub fn held(&self, index: usize) -> Option<Held> {
-        let field = self.fields.get(index)?;
         let before = self.fields.get(..index)?;
         let start = before.iter().map(|field| padded(self.rows * field.width())).sum();
-        Some(Held { start, bytes: self.rows * field.width(), element: field.element })
+        let (element, width) =
+            self.fields.get(index).map_or((Element::Float32, WEIGHT), |field| (field.element, field.width()));
+        Some(Held { start, bytes: self.rows * width, element })
     }
 
     /// The bytes of a column.

@@ -147,6 +147,9 @@ fn ranks_share_the_rows_and_padding_weighs_nothing() {
         assert_eq!(epoch.steps(), 16);
         while let Some(batch) = next(&epoch) {
             assert_eq!(batch.rows(), 16);
+            let expected: Vec<f32> =
+                (0..16).map(|row| f32::from(u8::from(row < batch.valid_rows()))).collect();
+            assert_eq!(floats(&batch, 2), expected);
             let ids = ids(&batch);
             all.extend(&ids[..batch.valid_rows()]);
         }

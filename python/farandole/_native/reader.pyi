@@ -98,8 +98,8 @@ class Epoch:
     def close(self) -> None: ...
 
 @final
-class Batch:
-    """Rows of all columns, in the same order."""
+class Batch(Buffer):
+    """Rows of all columns, in the same order; as a buffer, all its bytes, each column at its offset."""
 
     @property
     def rows(self) -> int:
@@ -109,7 +109,11 @@ class Batch:
         """Rows that are no padding; they come first."""
     @property
     def names(self) -> list[str]: ...
+    @property
+    def offsets(self) -> list[int]:
+        """First byte of each column, multiples of 64."""
     def column(self, name: str) -> Column: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     def weights(self) -> Column:
         """float32, one per row: 1, or 0 for padding."""
 

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Record batches as Python hands them in, and batches as it takes them: by pointers, without copies.
+#![expect(unsafe_code, reason = "the Arrow C data interface and the buffer protocol are pointers")]
+
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+
+use arrow::array::{Array, RecordBatch, StructArray};
+use arrow::ffi::{FFI_ArrowArray, FFI_ArrowSchema, from_ffi};
+use farandole::reader;
+use pyo3::exceptions::{PyBufferError, PyKeyError, PyTypeError, PyValueError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyCapsuleMethods, PyTuple};
+
+/// Imports anything with `__arrow_c_array__` that is a struct: a record batch.
+///
+/// # Errors
+/// `TypeError` for other objects, `ValueError` for data that is no record batch.
+pub(crate) fn record_batch(object: &Bound<'_, PyAny>) -> PyResult<RecordBatch> {
+    let wrong = |what: String| PyValueError::new_err(format!("not an Arrow record batch: {what}"));
+    let export = object.getattr("__arrow_c_array__").map_err(|_| {
+        let kind = object.get_type();
+        PyTypeError::new_err(format!("a record batch with __arrow_c_array__ is needed: {kind}"))
+    })?;
+    let (schema, array): (Bound<'_, PyCapsule>, Bound<'_, PyCapsule>) = export.call0()?.extract()?;
+    let schema = schema.pointer_checked(Some(c"arrow_schema"))?.cast::<FFI_ArrowSchema>();
+    let array = array.pointer_checked(Some(c"arrow_array"))?.cast::<FFI_ArrowArray>();
+    // SAFETY: the capsule's name says that it points at an ArrowArray; from_raw moves it out and leaves a released
+    // one, as the interface asks of a consumer.
+    let array = unsafe { FFI_ArrowArray::from_raw(array.as_ptr()) };
+    // SAFETY: the capsule's name says that it points at an ArrowSchema, and the capsule lives until the end of this
+    // function, where it releases the schema.
+    let schema = unsafe { schema.as_ref() };
+    // SAFETY: array and schema were exported together, so they describe each other.
+    let data = unsafe { from_ffi(array, schema) }.map_err(|error| wrong(error.to_string()))?;
+    if !matches!(data.data_type(), arrow::datatypes::DataType::Struct(_)) {
+        return Err(wrong(data.data_type().to_string()));
+    }
+    let rows = StructArray::from(data);
+    if rows.null_count() > 0 {
+        return Err(wrong(format!("{} rows are null as a whole", rows.null_count())));
+    }
+    Ok(RecordBatch::from(rows))
+}
+
+/// A batch whose bytes Python may read and write.
+struct Shared {
+    batch: reader::Batch,
+    /// Address of the first byte, taken while the batch was ours alone.
+    address: usize,
+    length: usize,
+}
+
+impl Shared {
+    /// Gives the bytes away: from now on only Python touches them.
+    fn new(mut batch: reader::Batch) -> Self {
+        let slab = batch.slab_mut();
+        let (address, length) = (slab.as_mut_ptr().expose_provenance(), slab.len());
+        Self { batch, address, length }
+    }
+
+    /// What the batch is made of.
+    fn batch(&self) -> &reader::Batch {
+        &self.batch
+    }
+}
+
+/// Fills `view` with bytes `start..start + length` of `shared`, which `owner` keeps alive.
+///
+/// # Errors
+/// `BufferError` for bytes outside of the batch.
+///
+/// # Safety
+/// `view` is the one that Python passed to `__getbuffer__`, and `owner` holds `shared`.
+unsafe fn export(
+    owner: &Bound<'_, PyAny>,
+    shared: &Shared,
+    (start, length): (usize, usize),
+    view: *mut ffi::Py_buffer,
+    flags: c_int,
+) -> PyResult<()> {
+    let bytes = ffi::Py_ssize_t::try_from(length).ok().filter(|_| start + length <= shared.length);
+    let bytes = bytes.ok_or_else(|| PyBufferError::new_err("bytes outside of the batch"))?;
+    let address: *mut c_void = std::ptr::with_exposed_provenance_mut(shared.address + start);
+    // SAFETY: the address is valid for `bytes` bytes as long as `owner` lives, and the view holds a reference to it;
+    // nothing in Rust reads or writes them after `Shared::new`.
+    let status = unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), address, bytes, 0, flags) };
+    if status == 0 { Ok(()) } else { Err(PyErr::fetch(owner.py())) }
+}
+
+/// Rows of all columns: one buffer, or one for each column.
+#[pyclass(frozen, module = "farandole._native.reader")]
+pub(crate) struct Batch(Arc<Shared>);
+
+impl Batch {
+    /// Gives a batch away to Python.
+    pub(crate) fn new(batch: reader::Batch) -> Self {
+        Self(Arc::new(Shared::new(batch)))
+    }
+
+    fn index(&self, name: &str) -> PyResult<usize> {
+        let found = self.0.batch().fields().iter().position(|field| field.name == name);
+        found.ok_or_else(|| PyKeyError::new_err(name.to_owned()))
+    }
+}
+
+#[pymethods]
+impl Batch {
+    #[getter]
+    fn rows(&self) -> usize {
+        self.0.batch().rows()
+    }
+
+    #[getter]
+    fn valid_rows(&self) -> usize {
+        self.0.batch().valid_rows()
+    }
+
+    #[getter]
+    fn names(&self) -> Vec<String> {
+        self.0.batch().fields().iter().map(|field| field.name.clone()).collect()
+    }
+
+    #[getter]
+    fn offsets(&self) -> Vec<usize> {
+        let batch = self.0.batch();
+        (0..batch.fields().len()).filter_map(|index| batch.held(index)).map(|held| held.start).collect()
+    }
+
+    fn weights(&self) -> Column {
+        Column { shared: Arc::clone(&self.0), index: self.0.batch().fields().len() }
+    }
+
+    fn column(&self, name: &str) -> PyResult<Column> {
+        Ok(Column { shared: Arc::clone(&self.0), index: self.index(name)? })
+    }
+
+    /// # Safety
+    /// Python calls it with a view to fill.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let shared = Arc::clone(&slf.get().0);
+        // SAFETY: the view is Python's own, and `slf` holds the batch.
+        unsafe { export(slf.as_any(), &shared, (0, shared.length), view, flags) }
+    }
+}
+
+/// One column of a batch; the one after the last are the weights.
+#[pyclass(frozen, module = "farandole._native.reader")]
+pub(crate) struct Column {
+    shared: Arc<Shared>,
+    index: usize,
+}
+
+#[pymethods]
+impl Column {
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.shared.batch().held(self.index).map_or("", |held| held.element.name())
+    }
+
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let batch = self.shared.batch();
+        let row = batch.fields().get(self.index).map(|field| field.shape.clone()).unwrap_or_default();
+        PyTuple::new(py, std::iter::once(batch.rows() as u64).chain(row).collect::<Vec<_>>())
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.shared.batch().held(self.index).map_or(0, |held| held.bytes)
+    }
+
+    /// # Safety
+    /// Python calls it with a view to fill.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let (shared, index) = (Arc::clone(&slf.get().shared), slf.get().index);
+        let range = shared.batch().held(index).map_or((0, 0), |held| (held.start, held.bytes));
+        // SAFETY: the view is Python's own, and `slf` holds the batch.
+        unsafe { export(slf.as_any(), &shared, range, view, flags) }
+    }
+}

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole._native.store`: files under a URL, and the names of runs and data.
+
+use farandole::store::{self, Error, Fault, Places};
+use pyo3::exceptions::{PyFileNotFoundError, PyOSError, PyPermissionError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::error::chain;
+
+/// Fills the submodule.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Store>()?;
+    module.add_class::<Layout>()?;
+    module.add_function(wrap_pyfunction!(full_path, module)?)?;
+    module.add_function(wrap_pyfunction!(localized_path, module)?)
+}
+
+/// The exception for what a store said: the builtin ones, since that is what callers of files expect.
+#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
+pub(crate) fn refuse(error: Error) -> PyErr {
+    let message = chain(&error);
+    match (&error, error.fault()) {
+        (Error::Missing { .. }, _) => PyFileNotFoundError::new_err(message),
+        (Error::Refused { .. }, _) => PyPermissionError::new_err(message),
+        (_, Fault::Usage) => PyValueError::new_err(message),
+        (_, Fault::Environment) => PyOSError::new_err(message),
+    }
+}
+
+#[pyclass(frozen, module = "farandole._native.store")]
+struct Store(store::Store);
+
+#[pymethods]
+impl Store {
+    #[new]
+    fn new(url: &str) -> PyResult<Self> {
+        store::Store::open(url).map(Self).map_err(refuse)
+    }
+
+    #[getter]
+    fn url(&self) -> String {
+        self.0.url()
+    }
+
+    #[getter]
+    fn local_path(&self) -> Option<String> {
+        self.0.local_path().map(|path| path.display().to_string())
+    }
+
+    fn child(&self, path: &str) -> PyResult<Self> {
+        self.0.child(path).map(Self).map_err(refuse)
+    }
+
+    fn read<'py>(&self, py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = py.detach(|| self.0.read(path)).map_err(refuse)?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    fn write(&self, py: Python<'_>, path: &str, data: &[u8]) -> PyResult<()> {
+        let data = data.to_vec().into();
+        py.detach(|| self.0.write(path, data)).map_err(refuse)
+    }
+
+    #[pyo3(signature = (path = ""))]
+    fn exists(&self, py: Python<'_>, path: &str) -> PyResult<bool> {
+        py.detach(|| self.0.exists(path)).map_err(refuse)
+    }
+
+    fn size(&self, py: Python<'_>, path: &str) -> PyResult<u64> {
+        py.detach(|| self.0.size(path)).map_err(refuse)
+    }
+
+    #[pyo3(signature = (path = ""))]
+    fn list(&self, py: Python<'_>, path: &str) -> PyResult<Vec<(String, u64)>> {
+        let entries = py.detach(|| self.0.list(path)).map_err(refuse)?;
+        Ok(entries.into_iter().map(|entry| (entry.path, entry.bytes)).collect())
+    }
+
+    fn delete(&self, py: Python<'_>, path: &str) -> PyResult<()> {
+        py.detach(|| self.0.delete(path)).map_err(refuse)
+    }
+
+    #[pyo3(signature = (path = ""))]
+    fn delete_all(&self, py: Python<'_>, path: &str) -> PyResult<usize> {
+        py.detach(|| self.0.delete_all(path)).map_err(refuse)
+    }
+
+    fn check_writable(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.check_writable()).map_err(refuse)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Store({:?})", self.0.url())
+    }
+}
+
+#[pyclass(frozen, module = "farandole._native.store")]
+struct Layout(store::Layout);
+
+#[pymethods]
+impl Layout {
+    #[new]
+    #[pyo3(signature = (prefix, *, train_path = None, val_path = None, test_path = None, runs_path = None, checkpoint_filename = None))]
+    fn new(
+        prefix: &str,
+        train_path: Option<String>,
+        val_path: Option<String>,
+        test_path: Option<String>,
+        runs_path: Option<String>,
+        checkpoint_filename: Option<String>,
+    ) -> Self {
+        let places = Places {
+            train: train_path,
+            val: val_path,
+            test: test_path,
+            runs: runs_path,
+            checkpoint: checkpoint_filename,
+        };
+        Self(store::Layout::new(prefix, places))
+    }
+
+    #[getter]
+    fn prefix(&self) -> &str {
+        self.0.prefix()
+    }
+
+    #[getter]
+    fn checkpoint_filename(&self) -> &str {
+        self.0.checkpoint_filename()
+    }
+
+    #[getter]
+    fn logs_subdir(&self) -> &'static str {
+        store::Layout::LOGS
+    }
+
+    #[getter]
+    fn runs(&self) -> &str {
+        self.0.runs()
+    }
+
+    #[pyo3(signature = (idx = None))]
+    fn train_data(&self, idx: Option<u64>) -> String {
+        self.0.train_data(idx)
+    }
+
+    #[pyo3(signature = (idx = None))]
+    fn val_data(&self, idx: Option<u64>) -> String {
+        self.0.val_data(idx)
+    }
+
+    #[pyo3(signature = (idx = None))]
+    fn test_data(&self, idx: Option<u64>) -> String {
+        self.0.test_data(idx)
+    }
+
+    fn run(&self, run_id: &str) -> String {
+        self.0.run(run_id)
+    }
+
+    fn checkpoint(&self, run_id: &str) -> String {
+        self.0.checkpoint(run_id)
+    }
+
+    fn logs(&self, run_id: &str) -> String {
+        self.0.logs(run_id)
+    }
+}
+
+#[pyfunction]
+fn full_path(path: &str) -> PyResult<String> {
+    store::full(path).map_err(refuse)
+}
+
+#[pyfunction]
+fn localized_path(url: &str) -> PyResult<String> {
+    store::localized(url).map_err(refuse)
+}
