@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole._native.cli`: the command, with this interpreter around it.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use farandole_cli::{Python as Interpreter, Surroundings};
+use pyo3::prelude::*;
+
+/// Fills the submodule.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(main, module)?)
+}
+
+/// This interpreter. The command asks from the thread that called it.
+struct Here {
+    /// What a signal handler raised; the command then ends, and `main` raises it.
+    raised: RefCell<Option<PyErr>>,
+}
+
+impl Surroundings for Here {
+    fn interrupted(&self) -> bool {
+        Python::attach(|py| match py.check_signals() {
+            Ok(()) => self.raised.borrow().is_some(),
+            Err(error) => {
+                self.raised.borrow_mut().get_or_insert(error);
+                true
+            }
+        })
+    }
+
+    fn python(&self) -> Interpreter {
+        // What cannot be found out is shown as missing.
+        Python::attach(|py| interpreter(py).unwrap_or_default())
+    }
+}
+
+fn interpreter(py: Python<'_>) -> PyResult<Interpreter> {
+    let sys = py.import("sys")?;
+    let version = py.import("platform")?.call_method0("python_version")?.extract()?;
+    let mut packages = BTreeMap::new();
+    for distribution in py.import("importlib.metadata")?.call_method0("distributions")?.try_iter()? {
+        let distribution = distribution?;
+        let name: Option<String> = distribution.getattr("name")?.extract()?;
+        if let Some(name) = name {
+            packages.insert(name.to_lowercase(), distribution.getattr("version")?.extract()?);
+        }
+    }
+    Ok(Interpreter { version, executable: sys.getattr("executable")?.extract()?, packages })
+}
+
+#[pyfunction]
+fn main(py: Python<'_>, argv: Vec<String>) -> PyResult<i32> {
+    let (status, raised) = py.detach(move || {
+        let here = Here { raised: RefCell::new(None) };
+        let status = farandole_cli::main(&argv, &here);
+        (status, here.raised.into_inner())
+    });
+    match raised {
+        Some(error) => Err(error),
+        None => Ok(status),
+    }
+}

@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole._native.registrar`: the job's meeting point, run by the driver.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use farandole::config::{Config, Error as ConfigError, environment};
+use farandole::registrar::{self, How, Options};
+use farandole::telemetry::Record;
+use farandole::world::{Fault, World};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList};
+
+use crate::error::raise;
+use crate::runtime::wait;
+
+/// Fills the submodule.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyRegistrar>()?;
+    module.add_class::<PyEvent>()
+}
+
+pub(crate) fn error(error: &registrar::Error) -> PyErr {
+    raise(error.fault(), error)
+}
+
+/// The configuration of this process, changed by what the caller gave.
+pub(crate) fn configuration(given: &[(&str, Option<String>)]) -> PyResult<Config> {
+    let arguments: BTreeMap<String, String> = given
+        .iter()
+        .filter_map(|(key, value)| value.as_ref().map(|value| ((*key).to_owned(), value.clone())))
+        .collect();
+    Config::read(environment, &arguments).map_err(|error: ConfigError| raise(Fault::Usage, &error))
+}
+
+/// Something that happened in the job.
+#[pyclass(frozen, get_all, name = "Event", module = "farandole._native.registrar")]
+#[derive(Default)]
+struct PyEvent {
+    kind: &'static str,
+    task: Option<u32>,
+    rank: Option<u32>,
+    stream: Option<&'static str>,
+    text: Option<String>,
+    data: Option<Py<PyBytes>>,
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    dropped: u64,
+}
+
+#[pymethods]
+impl PyEvent {
+    fn __repr__(&self) -> String {
+        let number = |value: Option<u32>| value.map_or_else(|| "None".to_owned(), |value| value.to_string());
+        let (kind, text) = (self.kind, self.text.as_deref().unwrap_or_default());
+        format!("Event(kind={kind:?}, task={}, rank={}, text={text:?})", number(self.task), number(self.rank))
+    }
+}
+
+impl PyEvent {
+    fn from(py: Python<'_>, event: registrar::Event) -> Self {
+        let bytes = |data: &[u8]| Some(PyBytes::new(py, data).unbind());
+        match event {
+            registrar::Event::Registered { task } => {
+                Self { kind: "registered", task: Some(task.0), ..Self::default() }
+            }
+            registrar::Event::Record(Record::Log(line)) => Self {
+                kind: "log",
+                task: Some(line.task),
+                rank: line.rank,
+                stream: Some(line.stream.name()),
+                text: Some(line.text),
+                ..Self::default()
+            },
+            registrar::Event::Record(Record::Metric(metric)) => Self {
+                kind: "metric",
+                task: Some(metric.task),
+                rank: metric.rank,
+                text: Some(metric.kind),
+                data: bytes(&metric.data),
+                ..Self::default()
+            },
+            registrar::Event::Exited { task, rank, exit } => {
+                let (exit_code, signal) = numbers(&exit.how);
+                let text = Some(format!("rank {rank} {}", exit.how));
+                let (task, rank) = (Some(task.0), Some(rank.0));
+                Self { kind: "exit", task, rank, text, exit_code, signal, ..Self::default() }
+            }
+            registrar::Event::Result { task, rank, data } => {
+                let (task, rank) = (Some(task.0), Some(rank.0));
+                Self { kind: "result", task, rank, data: bytes(&data), ..Self::default() }
+            }
+            registrar::Event::Lost { task, rank, reason } => {
+                let (task, rank) = (Some(task.0), rank.map(|rank| rank.0));
+                Self { kind: "lost", task, rank, text: Some(reason), ..Self::default() }
+            }
+            registrar::Event::Aborted { verdict, rank } => Self {
+                kind: "aborted",
+                task: verdict.cause.map(|task| task.0),
+                rank: rank.map(|rank| rank.0),
+                text: Some(verdict.reason),
+                ..Self::default()
+            },
+            // The enum is non-exhaustive, "assigned" is the one kind left.
+            _ => Self { kind: "assigned", ..Self::default() },
+        }
+    }
+}
+
+/// Exit code and signal of an end.
+pub(crate) fn numbers(how: &How) -> (Option<i32>, Option<i32>) {
+    match how {
+        How::Code(code) => (Some(*code), None),
+        How::Signal(signal) => (None, Some(*signal)),
+        How::NotStarted(_) => (None, None),
+    }
+}
+
+/// A gRPC server over TLS with a certificate and a token of its own, for one job.
+#[pyclass(frozen, name = "Registrar", module = "farandole._native.registrar")]
+struct PyRegistrar {
+    inner: registrar::Registrar,
+}
+
+#[pymethods]
+impl PyRegistrar {
+    #[new]
+    #[pyo3(signature = (tasks, *, job_id=None, host=None, port_range=None, start_timeout=None))]
+    fn new(
+        py: Python<'_>,
+        tasks: u32,
+        job_id: Option<String>,
+        host: Option<String>,
+        port_range: Option<String>,
+        start_timeout: Option<f64>,
+    ) -> PyResult<Self> {
+        let config = configuration(&[
+            ("driver_host", host),
+            ("port_range", port_range),
+            ("start_timeout", start_timeout.map(|seconds| seconds.to_string())),
+        ])?;
+        let options = Options { job_id, ..Options::from_config(tasks, &config) };
+        let inner = py.detach(|| registrar::Registrar::start(options)).map_err(|failure| error(&failure))?;
+        Ok(Self { inner })
+    }
+
+    #[getter]
+    fn ticket(&self) -> String {
+        self.inner.ticket().encode()
+    }
+
+    #[getter]
+    fn job_id(&self) -> &str {
+        &self.inner.job_id().0
+    }
+
+    #[getter]
+    fn addresses(&self) -> Vec<String> {
+        self.inner.ticket().addresses().to_vec()
+    }
+
+    fn events(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<PyEvent>> {
+        let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
+            .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
+        let drained = wait(py, Some(Instant::now() + timeout), |slice| {
+            let drained = self.inner.events(Instant::now() + slice).map_err(|failure| error(&failure))?;
+            let over = !drained.records.is_empty() || self.inner.is_finished();
+            Ok(over.then_some(drained))
+        })?;
+        let Some(drained) = drained else { return Ok(Vec::new()) };
+        let mut events: Vec<PyEvent> =
+            drained.records.into_iter().map(|event| PyEvent::from(py, event)).collect();
+        let first = events.iter_mut().find(|event| matches!(event.kind, "log" | "metric"));
+        if let Some(first) = first {
+            first.dropped = drained.dropped;
+        }
+        Ok(events)
+    }
+
+    fn assignment<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyList>>> {
+        self.inner.assignment().map(|world| seats(py, &world)).transpose()
+    }
+
+    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        py.detach(|| self.inner.abort(reason)).map_err(|failure| error(&failure))
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.inner.close());
+    }
+
+    fn __enter__(this: Py<Self>) -> Py<Self> {
+        this
+    }
+
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        _kind: &Bound<'_, PyAny>,
+        _error: &Bound<'_, PyAny>,
+        _traceback: &Bound<'_, PyAny>,
+    ) {
+        self.close(py);
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "Registrar(job_id={:?}, addresses={:?})",
+            self.inner.job_id().0,
+            self.inner.ticket().addresses()
+        )
+    }
+}
+
+fn seats<'py>(py: Python<'py>, world: &World) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for (rank, seat) in world.seats.iter().enumerate() {
+        let entry = PyDict::new(py);
+        entry.set_item("rank", rank)?;
+        entry.set_item("task", seat.task.0)?;
+        entry.set_item("host", &seat.host.0)?;
+        entry.set_item("local_rank", seat.local_rank.0)?;
+        entry.set_item("local_size", seat.local_size)?;
+        entry.set_item("cross_rank", seat.cross_rank.0)?;
+        entry.set_item("cross_size", seat.cross_size)?;
+        list.append(entry)?;
+    }
+    Ok(list)
+}
