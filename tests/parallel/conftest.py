@@ -49,7 +49,7 @@ class Failed:
 
 def serve(address, key):
     """The worker: runs functions until the test closes the connection."""
-    import farandole.torch as hvd  # noqa: PLC0415 - in the worker
+    import farandole.torch as hvd
 
     hvd.init()
     with Client(address, authkey=key) as connection:
@@ -181,6 +181,12 @@ def world(request, _shared):
 def pair(_shared):
     """A world of two ranks, shared with other tests."""
     return _shared_world(_shared, 2)
+
+
+@pytest.fixture
+def trio(_shared):
+    """A world of three ranks, shared with other tests."""
+    return _shared_world(_shared, 3)
 
 
 def _shared_world(worlds, size):

@@ -37,7 +37,7 @@ def allreduce_equals_one_process(dtype_name):
             target = value if dtype.is_floating_point else value.trunc()
             result = hvd.allreduce(tensors[hvd.rank()], op=op)
             assert result.dtype == dtype
-            torch.testing.assert_close(result, target.to(dtype), msg=lambda text: f"{shape} op {op}: {text}")  # noqa: B023
+            assert torch.allclose(result, target.to(dtype)), f"{shape} op {op}"
             in_place = tensors[hvd.rank()].clone()
             assert hvd.allreduce_(in_place, op=op) is in_place
             assert torch.equal(in_place, result)
