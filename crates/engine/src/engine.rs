@@ -37,8 +37,8 @@ pub struct Statistics {
     pub cache_hits: u64,
 }
 
-/// How long shutting down tries to hand the farewell to peers that do not read.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// How long shutting down waits for peers to complete what this rank took part in, and to read its farewell.
+const FAREWELL: Duration = Duration::from_secs(2);
 
 /// The engine of this process. Share it in an `Arc`; every method may be called from any thread.
 pub struct Engine {
@@ -223,10 +223,7 @@ impl Engine {
         let Some(thread) = self.thread.lock().take() else { return };
         let mut driver = self.inner.summon();
         self.inner.stop(&mut driver, Cause::ShutDown);
-        let deadline = Instant::now() + FAREWELL;
-        while !driver.sets.iter_mut().all(ProcessSet::flush) && Instant::now() < deadline {
-            std::thread::yield_now();
-        }
+        self.inner.farewell(&mut driver, Instant::now() + FAREWELL);
         // Links and communicators end here, not with the last reference to the engine.
         driver.sets.clear();
         self.inner.leave(driver);

@@ -340,6 +340,27 @@ impl Inner {
         self.parked.store(false, Ordering::SeqCst);
     }
 
+    /// After an orderly stop: keeps links open until no peer needs them, but not past `deadline`.
+    pub(crate) fn farewell(&self, driver: &mut Driver, deadline: Instant) {
+        let start = Instant::now();
+        loop {
+            let now = Instant::now();
+            // Every set takes its step, also those after one that is not done.
+            let open = driver.sets.iter_mut().filter_map(|set| (!set.farewell(now)).then_some(())).count();
+            if open == 0 || now >= deadline {
+                return;
+            }
+            if now.duration_since(start) < self.settings.spin {
+                self.pause();
+                continue;
+            }
+            // Short enough that a farewell that came just before is not waited for.
+            self.host.prepare();
+            self.host.park(DOUBT);
+            self.host.cancel();
+        }
+    }
+
     fn pause(&self) {
         if self.crowded {
             std::thread::yield_now();
@@ -419,13 +440,15 @@ impl Inner {
         }
         driver.stopped = true;
         let orderly = matches!(cause, Cause::ShutDown);
-        for set in &mut driver.sets {
-            if orderly { set.depart() } else { set.abort(&cause) }
-        }
         let cause = Arc::new(cause);
         self.desk.lock().stop(Arc::clone(&cause), &mut driver.calls);
-        for index in 0..driver.sets.len() {
-            driver.sets[index].fail(&cause, &mut driver.finished);
+        for (index, set) in driver.sets.iter_mut().enumerate() {
+            if orderly {
+                set.depart(&mut driver.finished);
+            } else {
+                set.abort(&cause);
+                set.fail(&cause, &mut driver.finished);
+            }
             self.post(index, &mut driver.finished, &mut driver.calls);
         }
         driver.posted += 1;

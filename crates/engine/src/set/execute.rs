@@ -55,7 +55,7 @@ pub(super) struct Execution {
     /// Token of the first batch.
     first: u64,
     tokens: Vec<Token>,
-    /// The communicator failed.
+    /// The communicator failed, or is not used any more.
     pub(super) broken: bool,
 }
 
@@ -103,9 +103,14 @@ impl Execution {
             .min_by_key(|entry| entry.since)
     }
 
-    /// Ends the communicator, so that nobody touches the buffers any more, and then the batches.
-    pub(super) fn fail(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
+    /// Closes the communicator's links.
+    pub(super) fn end(&mut self) {
         self.communicator = None;
+    }
+
+    /// Fails the batches. The communicator makes no more progress, so nobody touches their buffers any more.
+    pub(super) fn fail(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
+        self.broken = true;
         self.started = 0;
         for part in self.batches.drain(..).flat_map(|batch| batch.parts) {
             let result = Err(part.entry.failed(cause));

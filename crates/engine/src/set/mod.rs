@@ -6,6 +6,7 @@
 mod announce;
 mod decide;
 mod execute;
+mod leave;
 mod list;
 mod watch;
 
@@ -13,7 +14,7 @@ mod watch;
 mod tests;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use farandole_collectives::{Buffer, Device, Event};
 use farandole_transport::{FrameReceiver, FrameSender, frames};
@@ -41,6 +42,10 @@ mod kind {
     pub(super) const CAME: u8 = 5;
     /// Downward: the same, put together.
     pub(super) const STALLED: u8 = 6;
+    /// Upward: the subtree executes nothing that a departed rank took part in.
+    pub(super) const DONE: u8 = 7;
+    /// Downward: nobody does.
+    pub(super) const CLEAR: u8 = 8;
 }
 
 /// A request of this rank, from its submission to its batch.
@@ -75,20 +80,12 @@ pub(crate) struct Finished {
 
 /// The control link to a neighbour in the tree.
 struct Neighbour {
-    member: u32,
     sender: FrameSender,
     receiver: FrameReceiver,
     /// Nothing more comes from it, nor does it listen.
     closed: bool,
     /// Child: lists it had seen when it last announced something.
     seen: u64,
-}
-
-/// Why the set takes no new requests, and up to which list it still executes.
-struct Leaving {
-    cause: Arc<Cause>,
-    departed: Vec<Rank>,
-    executed: u64,
 }
 
 /// Everything of one process set on one rank.
@@ -110,7 +107,7 @@ pub(crate) struct ProcessSet {
     coordinator: decide::Coordinator,
     execution: execute::Execution,
     watch: watch::Watch,
-    leaving: Option<Leaving>,
+    leaving: Option<leave::Leaving>,
     /// A lost peer that may yet turn out to have left in order.
     suspect: Option<(Instant, Cause)>,
     scratch: Vec<u8>,
@@ -131,9 +128,6 @@ impl Shared {
         self.world.seats.get(rank.index()).map_or_else(String::new, |seat| seat.host.0.clone())
     }
 }
-
-/// How long a lost link may be followed by the news that its peer left in order.
-const GRACE: Duration = Duration::from_millis(20);
 
 impl ProcessSet {
     pub(crate) fn new(options: SetOptions, shared: Shared) -> Result<Self> {
@@ -159,7 +153,7 @@ impl ProcessSet {
             let (sender, receiver) = links
                 .remove(&peer.0.into())
                 .ok_or_else(|| refuse(format!("process set {id} has no control link to rank {peer}")))?;
-            neighbours.push(Neighbour { member: *member, sender, receiver, closed: false, seen: 0 });
+            neighbours.push(Neighbour { sender, receiver, closed: false, seen: 0 });
         }
         Ok(Self {
             watch: watch::Watch::new(id, &shared.settings),
@@ -230,6 +224,7 @@ impl ProcessSet {
         !self.local.is_empty()
             || !self.execution.is_idle()
             || self.suspect.is_some()
+            || self.is_unsettled()
             || self.neighbours.iter().any(|neighbour| !neighbour.closed && neighbour.sender.queued() > 0)
     }
 
@@ -267,6 +262,11 @@ impl ProcessSet {
             kind::ABORT => self.on_abort(frame),
             kind::CAME => self.on_came(frame, now),
             kind::STALLED => self.on_stalled(frame),
+            kind::DONE => {
+                self.on_done();
+                Ok(())
+            }
+            kind::CLEAR => Ok(self.on_clear()?),
             other => Err(Malformed::Tag(other).into()),
         }
     }

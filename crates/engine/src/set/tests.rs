@@ -1,2 +1,280 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
+
+//! Whole worlds in one thread: wide trees, every interleaving of polls, messages counted.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use farandole_collectives::{Communicator, Memory, Operation, Token};
+use farandole_transport::{Link, loopback};
+use farandole_world::ProcessSetId;
+use parking_lot::Mutex;
+use proptest::prelude::*;
+
+use super::*;
+use crate::signature::tests::plain;
+use crate::tree::control_peers;
+use crate::tree::tests::world;
+use crate::{Kind, Silent};
+
+/// Operations by number: what was submitted, and by how many. Moves no data.
+#[derive(Default)]
+struct Log(Vec<(String, usize)>);
+
+/// Completes an operation when all members submitted it, and insists that they submit the same ones (EN-2).
+struct Meeting {
+    member: usize,
+    size: usize,
+    log: Arc<Mutex<Log>>,
+    flying: VecDeque<(Token, usize)>,
+    submitted: usize,
+}
+
+impl Communicator for Meeting {
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn member(&self) -> usize {
+        self.member
+    }
+
+    fn submit(&mut self, token: Token, operation: Operation) -> farandole_collectives::Result<()> {
+        let text = match &operation {
+            Operation::Allreduce { segments, .. } | Operation::Broadcast { segments, .. } => {
+                segments.iter().map(|segment| segment.input.len().to_string()).collect::<Vec<_>>().join("+")
+            }
+            Operation::Allgather { bytes, .. } => format!("{bytes:?}"),
+            Operation::Barrier => "barrier".to_owned(),
+        };
+        let mut log = self.log.lock();
+        if log.0.len() == self.submitted {
+            log.0.push((text.clone(), 0));
+        }
+        let (first, count) = &mut log.0[self.submitted];
+        assert_eq!(*first, text, "member {} executes something else", self.member);
+        *count += 1;
+        self.flying.push_back((token, self.submitted));
+        self.submitted += 1;
+        Ok(())
+    }
+
+    fn progress(&mut self, completed: &mut Vec<Token>) -> farandole_collectives::Result<bool> {
+        let log = self.log.lock();
+        let before = completed.len();
+        while let Some((token, number)) = self.flying.front() {
+            if log.0[*number].1 < self.size {
+                break;
+            }
+            completed.push(*token);
+            self.flying.pop_front();
+        }
+        Ok(completed.len() > before)
+    }
+
+    fn pending(&self) -> usize {
+        self.flying.len()
+    }
+}
+
+struct Simulation {
+    sets: Vec<ProcessSet>,
+    log: Arc<Mutex<Log>>,
+    finished: Vec<Vec<Finished>>,
+    now: Instant,
+}
+
+impl Simulation {
+    fn new(hosts: &[u32], settings: Settings) -> Self {
+        let world = world(hosts);
+        let size = world.size();
+        let members: Vec<Rank> = (0..).map(Rank).take(size).collect();
+        let log = Arc::new(Mutex::new(Log::default()));
+        let mut links: Vec<Vec<Link>> = (0..size).map(|_| Vec::new()).collect();
+        for rank in &members {
+            let seen = world.seen_from(*rank).unwrap();
+            for peer in control_peers(&seen, &members).into_iter().filter(|peer| peer > rank) {
+                let (low, high) = loopback::pair(*rank, peer, 1 << 16).unwrap();
+                links[rank.index()].push(low);
+                links[peer.index()].push(high);
+            }
+        }
+        let settings = Arc::new(settings);
+        let set = |(member, control): (usize, Vec<Link>)| {
+            let meeting =
+                Meeting { member, size, log: Arc::clone(&log), flying: VecDeque::new(), submitted: 0 };
+            let options = SetOptions {
+                id: ProcessSetId::GLOBAL,
+                members: members.clone(),
+                control,
+                communicator: Box::new(meeting),
+            };
+            let shared = Shared {
+                world: Arc::new(world.seen_from(members[member]).unwrap()),
+                settings: Arc::clone(&settings),
+                devices: Arc::from([]),
+                observer: Arc::new(Silent),
+            };
+            ProcessSet::new(options, shared).unwrap()
+        };
+        let sets = links.into_iter().enumerate().map(set).collect();
+        let finished = (0..size).map(|_| Vec::new()).collect();
+        Self { sets, log, finished, now: Instant::now() }
+    }
+
+    fn submit(&mut self, rank: usize, name: &str, signature: Signature, rows: u64) {
+        let bytes = signature.unit_bytes()
+            * if signature.call == crate::signature::Call::Allgather { rows } else { 1 };
+        let entry = Entry {
+            handle: Handle(1),
+            name: name.into(),
+            operation: Kind::Barrier.name(),
+            group: signature.group,
+            rows,
+            input: Memory::new(usize::try_from(bytes).unwrap()).buffer(),
+            output: None,
+            ready: None,
+            since: self.now,
+            asked: None,
+            missing: None,
+        };
+        self.sets[rank].enqueue(entry, signature, &mut self.finished[rank]).unwrap();
+    }
+
+    fn poll(&mut self, rank: usize) -> bool {
+        self.sets[rank].poll(self.now, &mut self.finished[rank]).unwrap()
+    }
+
+    /// Polls everybody until nothing moves.
+    fn settle(&mut self) {
+        while (0..self.sets.len()).fold(false, |moved, rank| self.poll(rank) | moved) {}
+    }
+
+    fn frames(&self) -> Vec<u64> {
+        self.sets.iter().map(|set| set.statistics.frames_sent + set.statistics.frames_received).collect()
+    }
+
+    fn take(&mut self) -> Vec<Vec<Finished>> {
+        self.finished.iter_mut().map(std::mem::take).collect()
+    }
+}
+
+fn settings(capacity: usize) -> Settings {
+    Settings {
+        collective_timeout: std::time::Duration::from_secs(60),
+        fusion_threshold: 1 << 20,
+        cache_capacity: capacity,
+        spin: std::time::Duration::ZERO,
+        stall_check: None,
+        stall_shutdown: None,
+    }
+}
+
+#[test]
+fn sixteen_hosts_of_four_agree_with_few_messages_at_the_coordinator() {
+    let mut world = Simulation::new(&[4; 16], settings(64));
+    for round in 0..3 {
+        let before = world.frames();
+        for rank in 0..64 {
+            for name in 0..10 {
+                world.submit(rank, &format!("t{name}"), plain(&[name]), 0);
+            }
+        }
+        world.settle();
+        assert!(
+            world
+                .take()
+                .iter()
+                .all(|finished| finished.len() == 10 && finished.iter().all(|f| f.result.is_ok()))
+        );
+        let frames: Vec<u64> = world.frames().iter().zip(before).map(|(now, before)| now - before).collect();
+        // Three local ranks and four hosts: a message up and a list down for each child, for ten tensors at once.
+        assert_eq!(frames[0], 2 * (3 + 4), "round {round}");
+        assert!(frames.iter().all(|frames| *frames <= 14), "{frames:?}");
+        assert_eq!(frames[63], 2);
+    }
+    assert_eq!(world.sets[5].statistics.cache_hits, 20);
+    assert_eq!(world.log.lock().0.len(), 3, "ten tensors are one operation");
+}
+
+#[test]
+fn a_rank_that_lags_behind_many_evictions_is_still_understood() {
+    // Rank 3 announced by number before the entry fell out everywhere else.
+    let mut world = Simulation::new(&[2, 2], settings(2));
+    for rank in 0..4 {
+        world.submit(rank, "old", plain(&[1]), 0);
+    }
+    world.settle();
+    world.submit(3, "old", plain(&[1]), 0);
+    for name in 0..5 {
+        for rank in 0..4 {
+            world.submit(rank, &format!("new{name}"), plain(&[1]), 0);
+        }
+        world.settle();
+    }
+    (0..3).for_each(|rank| world.submit(rank, "old", plain(&[1]), 0));
+    world.settle();
+    assert!(world.take().iter().all(|finished| finished.len() == 7));
+}
+
+#[test]
+fn what_a_peer_may_not_send_stops_the_set_with_its_rank() {
+    let mut world = Simulation::new(&[2], settings(2));
+    world.sets[1].send(0, kind::ANNOUNCE, &[0, 0, 99, 0]).unwrap();
+    let error = world.sets[0].poll(world.now, &mut Vec::new()).unwrap_err();
+    assert_eq!(error.to_string(), "bad control message from rank 1: an unknown cache entry: 99");
+    world.sets[0].send(0, kind::LIST, &[9]).unwrap();
+    let error = world.sets[1].poll(world.now, &mut Vec::new()).unwrap_err();
+    assert_eq!(error.to_string(), "bad control message from rank 0: a list out of order: 9");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// EN-1, EN-2, EN-4: whatever the order of submissions and polls.
+    #[test]
+    fn every_interleaving_completes_everything_in_one_order(
+        hosts in prop::collection::vec(1u32..4, 1..5),
+        capacity in 0usize..5,
+        seed: u64,
+    ) {
+        let mut world = Simulation::new(&hosts, settings(capacity));
+        let size = world.sets.len();
+        let mut state = seed | 1;
+        let mut random = move |below: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            usize::try_from(state >> 33).unwrap() % below
+        };
+        for round in 0..4u64 {
+            // What every rank still has to submit, in an order of its own.
+            let mut left: Vec<Vec<u64>> = (0..size).map(|_| (0..6).collect()).collect();
+            while left.iter().any(|left| !left.is_empty()) {
+                let rank = random(size);
+                if random(2) == 0 && !left[rank].is_empty() {
+                    let name = left[rank].len();
+                    let name = left[rank].swap_remove(random(name));
+                    let signature = match name {
+                        5 => Signature { call: crate::signature::Call::Allgather, ..plain(&[0]) },
+                        4 => plain(&[round]),
+                        // One rank differs in the third round.
+                        3 => plain(&[if round == 2 && rank == 0 { 7 } else { 1 }]),
+                        _ => plain(&[name]),
+                    };
+                    world.submit(rank, &format!("t{name}"), signature, round * 3 % 5 + rank as u64);
+                } else {
+                    world.poll(rank);
+                }
+            }
+            world.settle();
+            for finished in world.take() {
+                prop_assert_eq!(finished.len(), 6);
+                for Finished { name, result, .. } in finished {
+                    let refused = round == 2 && &*name == "t3" && size > 1;
+                    prop_assert_eq!(result.is_err(), refused, "{} in round {}", name, round);
+                }
+            }
+            prop_assert!(world.sets.iter().all(|set| !set.is_busy() && set.pending.is_empty()));
+        }
+    }
+}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What takes too long, who left and who failed.
+//! What takes too long.
 //!
 //! Only the members below a node are known to it, so one that holds an incomplete tensor for too long tells its
 //! parent who came; the coordinator puts the answers together, reports the stall and tells everybody, so that the
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use farandole_world::{ProcessSetId, Rank};
 
-use super::{Finished, GRACE, Leaving, ProcessSet, Step, Stop, kind};
+use super::{ProcessSet, Step, Stop, kind};
 use crate::hash::Map;
 use crate::wire::{Malformed, Reader, Writer};
 use crate::{Cause, Settings, Stall};
@@ -214,161 +214,5 @@ impl ProcessSet {
             }
         }
         Ok(())
-    }
-
-    /// A rank left in good order after executing so many lists: what it took part in completes, the rest fails.
-    pub(super) fn on_departure(
-        &mut self,
-        from: usize,
-        frame: &[u8],
-        finished: &mut Vec<Finished>,
-    ) -> Result<(), Stop> {
-        let mut reader = Reader(frame);
-        let member = reader.small()?;
-        let executed = reader.number()?;
-        let rank = *self.members.get(member as usize).ok_or(Malformed::Member(member.into()))?;
-        self.flood(Some(from), kind::DEPARTURE, frame)?;
-        if self.neighbours[from].member == member {
-            self.neighbours[from].closed = true;
-        }
-        match &mut self.leaving {
-            Some(leaving) => {
-                leaving.departed.push(rank);
-                leaving.executed = leaving.executed.min(executed);
-            }
-            None => {
-                let cause = Arc::new(Cause::Departed { rank, host: self.options.host(rank) });
-                self.coordinator.clear();
-                self.pending.clear();
-                self.fail_local(&cause, finished);
-                self.leaving = Some(Leaving { cause, departed: vec![rank], executed });
-            }
-        }
-        Ok(())
-    }
-
-    pub(super) fn on_abort(&mut self, frame: &[u8]) -> Result<(), Stop> {
-        let mut reader = Reader(frame);
-        let rank = Rank(reader.small()?);
-        let text = reader.text()?.to_owned();
-        Err(Cause::Reported { rank, host: self.options.host(rank), text }.into())
-    }
-
-    fn fail_local(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
-        for entry in self.local.drain().map(|(_, entry)| entry) {
-            let result = Err(entry.failed(cause));
-            finished.push(Finished { handle: entry.handle, name: entry.name, result });
-        }
-    }
-
-    fn flood(&mut self, except: Option<usize>, kind: u8, frame: &[u8]) -> Step {
-        for index in (0..self.neighbours.len()).filter(|index| Some(*index) != except) {
-            self.send(index, kind, frame)?;
-        }
-        Ok(())
-    }
-
-    /// Settles what a departure or a lost link leaves open.
-    pub(super) fn settle(&mut self, now: Instant, finished: &mut Vec<Finished>) -> Step {
-        if self.leaving.is_none() && self.suspect.is_none() {
-            return Ok(());
-        }
-        if let Some((at, cause)) = self.suspect.take()
-            && !self.has_left(&cause)
-        {
-            if now.saturating_duration_since(at) >= GRACE {
-                return Err(cause);
-            }
-            self.suspect = Some((at, cause));
-        }
-        if let Some(leaving) = &self.leaving {
-            let useful = self.execution.oldest_list().is_some_and(|list| list <= leaving.executed);
-            if !useful || self.execution.broken {
-                let cause = Arc::clone(&leaving.cause);
-                self.execution.fail(&cause, finished);
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether a lost peer waits for the judgement of [`GRACE`].
-    pub(crate) fn is_in_doubt(&self) -> bool {
-        self.suspect.is_some()
-    }
-
-    /// Why this set takes no more requests.
-    pub(crate) fn left(&self) -> Option<&Arc<Cause>> {
-        self.leaving.as_ref().map(|leaving| &leaving.cause)
-    }
-
-    /// A peer is gone. If the news that it left in order does not come soon, that is a failure.
-    pub(crate) fn suspect(&mut self, error: farandole_transport::Error, now: Instant) {
-        let cause = Cause::Transport(error);
-        let concerns = lost(&cause).is_none_or(|rank| self.members.contains(&rank));
-        if concerns && !self.has_left(&cause) {
-            self.suspect.get_or_insert((now, cause));
-        }
-    }
-
-    /// Whether a loss is that of a rank that left in order, or comes when there is nothing left to lose.
-    fn has_left(&self, cause: &Cause) -> bool {
-        self.leaving.as_ref().is_some_and(|leaving| {
-            self.execution.is_idle() || lost(cause).is_some_and(|rank| leaving.departed.contains(&rank))
-        })
-    }
-
-    /// Ends every request of this rank in this set. The communicator goes first.
-    pub(crate) fn fail(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
-        self.execution.fail(cause, finished);
-        self.fail_local(cause, finished);
-        self.pending.clear();
-        self.coordinator.clear();
-        self.suspect = None;
-    }
-
-    /// Tells the neighbours that this rank leaves in good order.
-    pub(crate) fn depart(&mut self) {
-        let mut frame = Vec::new();
-        let mut writer = Writer(&mut frame);
-        writer.number(self.tree.me.into());
-        let executed = self.execution.oldest_list().map_or(self.lists, |list| list - 1);
-        writer.number(executed);
-        drop(self.flood(None, kind::DEPARTURE, &frame));
-    }
-
-    /// Tells the neighbours that this rank failed, or that it heard of one that did.
-    pub(crate) fn abort(&mut self, cause: &Cause) {
-        let mut frame = Vec::new();
-        let mut writer = Writer(&mut frame);
-        match cause {
-            Cause::Reported { rank, text, .. } => {
-                writer.number(rank.0.into());
-                writer.text(text);
-            }
-            other => {
-                writer.number(self.options.world.rank.0.into());
-                writer.text(&other.to_string());
-            }
-        }
-        drop(self.flood(None, kind::ABORT, &frame));
-    }
-
-    /// Pushes out what the neighbours have not taken; true when nothing is left.
-    pub(crate) fn flush(&mut self) -> bool {
-        self.neighbours
-            .iter_mut()
-            .all(|neighbour| neighbour.closed || neighbour.sender.flush().unwrap_or(true))
-    }
-}
-
-/// The rank whose loss this is.
-fn lost(cause: &Cause) -> Option<Rank> {
-    let (Cause::Transport(error) | Cause::Collective(farandole_collectives::Error::Transport(error))) = cause
-    else {
-        return None;
-    };
-    match error {
-        farandole_transport::Error::PeerLost { rank, .. } => Some(*rank),
-        _ => None,
     }
 }

@@ -16,7 +16,7 @@ use farandole_transport::{Link, MemoryRendezvous, Mesh, MeshOptions, Parker, Unp
 use farandole_world::{Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlace, World, assign};
 
 /// How long anything may take that should take milliseconds.
-pub const LIMIT: Duration = Duration::from_secs(20);
+pub(crate) const LIMIT: Duration = Duration::from_secs(20);
 
 /// Sleeps on a parker. Links over loopback wake nobody: there every sleep is short.
 struct Host {
@@ -54,25 +54,25 @@ impl ProgressHost for Host {
     }
 }
 
-pub type Cut = fn(Rank, Link) -> Link;
+pub(crate) type Cut = fn(Rank, Link) -> Link;
 
 /// What a world is made of.
 #[derive(Clone)]
-pub struct Cluster {
+pub(crate) struct Cluster {
     /// Ranks of each host.
-    pub hosts: Vec<u32>,
-    pub settings: Settings,
-    pub devices: Vec<Arc<dyn Device>>,
-    pub observer: Arc<dyn Observer>,
+    pub(crate) hosts: Vec<u32>,
+    pub(crate) settings: Settings,
+    pub(crate) devices: Vec<Arc<dyn Device>>,
+    pub(crate) observer: Arc<dyn Observer>,
     /// Process sets besides the world.
-    pub sets: Vec<Vec<u32>>,
+    pub(crate) sets: Vec<Vec<u32>>,
     /// Changes data links.
-    pub cut: Cut,
+    pub(crate) cut: Cut,
     /// Shared memory between the threads instead of loopback, with real sleep.
-    pub real: bool,
+    pub(crate) real: bool,
 }
 
-pub fn settings() -> Settings {
+pub(crate) fn settings() -> Settings {
     Settings {
         collective_timeout: LIMIT,
         fusion_threshold: 1 << 20,
@@ -84,7 +84,7 @@ pub fn settings() -> Settings {
 }
 
 impl Cluster {
-    pub fn new(hosts: &[u32]) -> Self {
+    pub(crate) fn new(hosts: &[u32]) -> Self {
         Self {
             hosts: hosts.to_vec(),
             settings: settings(),
@@ -96,7 +96,7 @@ impl Cluster {
         }
     }
 
-    pub fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
+    pub(crate) fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
         let mut settings = self.settings.clone();
         change(&mut settings);
         Self { settings, ..self }
@@ -112,7 +112,7 @@ impl Cluster {
     }
 
     /// Runs `body` on every rank, in a thread each; returns what they return in rank order.
-    pub fn run<T: Send>(&self, body: impl Fn(u32, Engine) -> T + Sync) -> Vec<T> {
+    pub(crate) fn run<T: Send>(&self, body: impl Fn(u32, Engine) -> T + Sync) -> Vec<T> {
         let world = self.world();
         let size = world.size();
         let sets = self.process_sets(size);
@@ -190,18 +190,18 @@ impl Cluster {
     }
 }
 
-pub const SUM: Kind = Kind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
+pub(crate) const SUM: Kind = Kind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
 
-pub fn bytes(values: &[f32]) -> Vec<u8> {
+pub(crate) fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_ne_bytes()).collect()
 }
 
-pub fn floats(bytes: &[u8]) -> Vec<f32> {
+pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|four| f32::from_ne_bytes([four[0], four[1], four[2], four[3]])).collect()
 }
 
 /// A request over memory of its own, the output left to the engine.
-pub fn request(name: &str, kind: Kind, shape: &[u64], values: &[f32]) -> Request {
+pub(crate) fn request(name: &str, kind: Kind, shape: &[u64], values: &[f32]) -> Request {
     Request {
         name: name.to_owned(),
         kind,
@@ -214,31 +214,31 @@ pub fn request(name: &str, kind: Kind, shape: &[u64], values: &[f32]) -> Request
     }
 }
 
-pub fn sum(name: &str, values: &[f32]) -> Request {
+pub(crate) fn sum(name: &str, values: &[f32]) -> Request {
     request(name, SUM, &[values.len() as u64], values)
 }
 
 /// Waits to the end.
-pub fn wait(engine: &Engine, handle: Handle) -> Result<Completion> {
+pub(crate) fn wait(engine: &Engine, handle: Handle) -> Result<Completion> {
     engine
         .wait(handle, LIMIT)
         .map(|completion| completion.unwrap_or_else(|| panic!("{handle} takes too long")))
 }
 
 /// Waits for the floats in the engine's output.
-pub fn values(engine: &Engine, handle: Handle) -> Vec<f32> {
+pub(crate) fn values(engine: &Engine, handle: Handle) -> Vec<f32> {
     floats(&contents(&wait(engine, handle).unwrap().output.unwrap()))
 }
 
-pub fn call(engine: &Engine, request: Request) -> Result<Completion> {
+pub(crate) fn call(engine: &Engine, request: Request) -> Result<Completion> {
     wait(engine, engine.submit_attended(request)?)
 }
 
-pub fn call_sum(engine: &Engine, name: &str, values: &[f32]) -> Vec<f32> {
+pub(crate) fn call_sum(engine: &Engine, name: &str, values: &[f32]) -> Vec<f32> {
     floats(&contents(&call(engine, sum(name, values)).unwrap().output.unwrap()))
 }
 
 /// Memory of our own to read a result from.
-pub fn memory(values: &[f32]) -> Memory {
+pub(crate) fn memory(values: &[f32]) -> Memory {
     filled(&bytes(values))
 }

@@ -44,12 +44,14 @@ fn what_everybody_takes_part_in_completes_though_some_leave_right_after() {
 
 #[test]
 fn whoever_waits_for_a_rank_that_shuts_down_is_told_its_name_and_the_tensor() {
+    let submitted = Barrier::new(4);
     Cluster::new(&[2, 2]).run(|rank, engine| {
-        call(&engine, Request::barrier("b", ProcessSetId::GLOBAL)).unwrap();
         if rank == 2 {
+            submitted.wait();
             return;
         }
         let handle = engine.submit(sum("weights", &[1.0])).unwrap();
+        submitted.wait();
         let error = wait(&engine, handle).unwrap_err();
         assert_eq!(error.to_string(), "allreduce of weights failed: rank 2 on host1 shut down");
         assert_eq!(error.fault(), Fault::Membership);

@@ -32,7 +32,7 @@ fn several_threads_of_a_rank_wait_at_once() {
 
 #[test]
 fn threads_wait_for_each_others_handles_in_any_order() {
-    Cluster::new(&[2]).run(|rank, engine| {
+    Cluster::new(&[2]).run(|_, engine| {
         for round in 0..50 {
             let handles: Vec<_> = (0..8)
                 .map(|k| engine.submit(sum(&format!("t{k}"), &[(k + round) as f32])).unwrap())

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Synchronous and asynchronous sums through the whole engine, ranks being threads over shared memory.
+//!
+//! `cargo bench -p farandole-engine`
+
+#![expect(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a bench")]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use farandole_collectives::{DataType, HostCommunicator, Memory, ReduceOp};
+use farandole_config::Config;
+use farandole_engine::{
+    Engine, EngineOptions, Kind, ProgressHost, Request, SetOptions, Settings, Silent, Statistics,
+    control_peers,
+};
+use farandole_transport::{MemoryRendezvous, Mesh, MeshOptions, Parker, Unparker};
+use farandole_world::{Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlace, World, assign};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+struct Host {
+    mesh: Mesh,
+    parker: Parker,
+    unparker: Unparker,
+}
+
+impl ProgressHost for Host {
+    fn prepare(&self) {
+        self.parker.prepare();
+    }
+    fn park(&self, limit: Duration) {
+        self.parker.park(Instant::now() + limit).unwrap();
+    }
+    fn cancel(&self) {
+        self.parker.cancel();
+    }
+    fn unpark(&self) {
+        self.unparker.wake();
+    }
+    fn check(&self) -> farandole_transport::Result<()> {
+        self.mesh.check()
+    }
+    fn beat(&self) {
+        self.mesh.beat();
+    }
+}
+
+fn engine(world: World, meeting: &MemoryRendezvous) -> Engine {
+    let (rank, size) = (world.rank, world.size() as u32);
+    let mesh = Mesh::join(MeshOptions::new(rank, size, world.seat().host.clone(), [7; 32]), meeting).unwrap();
+    let members: Vec<Rank> = (0..size).map(Rank).collect();
+    let control = mesh.open(0, &control_peers(&world, &members), 64 << 10).unwrap();
+    let data = mesh.open(1, &members, 1 << 20).unwrap();
+    let communicator = Box::new(HostCommunicator::new(rank, data).unwrap());
+    let parker = mesh.parker().clone();
+    let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+    Engine::start(EngineOptions {
+        settings: Settings::from(&config),
+        host: Arc::new(Host { unparker: parker.unparker(), parker, mesh }),
+        sets: vec![SetOptions { id: ProcessSetId::GLOBAL, members, control, communicator }],
+        foreign: Vec::new(),
+        devices: Vec::new(),
+        observer: Arc::new(Silent),
+        world,
+    })
+    .unwrap()
+}
+
+fn sum(name: &str, memory: &Memory) -> Request {
+    Request {
+        name: name.to_owned(),
+        kind: Kind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 },
+        dtype: DataType::F32,
+        shape: vec![(memory.len() / 4) as u64],
+        input: memory.buffer(),
+        output: Some(memory.buffer()),
+        process_set: ProcessSetId::GLOBAL,
+        ready: None,
+    }
+}
+
+/// Times of `rounds` runs on rank 0, and its statistics.
+fn measure(ranks: u32, rounds: usize, step: impl Fn(&Engine) + Sync) -> (Vec<Duration>, Statistics) {
+    let place = |task| TaskPlace { task: TaskId(task), host: HostHash("host".to_owned()) };
+    let world = assign(Generation(0), &(0..ranks).map(place).collect::<Vec<_>>()).unwrap();
+    let meeting = MemoryRendezvous::default();
+    let (step, world, meeting) = (&step, &world, &meeting);
+    std::thread::scope(|scope| {
+        let run = |rank| {
+            let engine = engine(world.seen_from(Rank(rank)).unwrap(), meeting);
+            (0..rounds / 10).for_each(|_| step(&engine));
+            let times: Vec<Duration> = (0..rounds)
+                .map(|_| {
+                    let start = Instant::now();
+                    step(&engine);
+                    start.elapsed()
+                })
+                .collect();
+            (times, engine.statistics())
+        };
+        let threads: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || run(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).next().unwrap()
+    })
+}
+
+fn report(what: &str, rounds: usize, (mut times, statistics): (Vec<Duration>, Statistics)) {
+    times.sort_unstable();
+    let at = |part: usize| times[(times.len() - 1) * part / 100].as_secs_f64() * 1e6;
+    let frames = (statistics.frames_sent + statistics.frames_received) as f64 / (rounds + rounds / 10) as f64;
+    println!(
+        "{what:<34} min {:>9.2} p50 {:>9.2} p99 {:>9.2} us; {frames:.1} control messages at rank 0",
+        at(0),
+        at(50),
+        at(99)
+    );
+}
+
+fn main() {
+    for (ranks, bytes, rounds) in [
+        (2, 4, 100_000),
+        (2, 1 << 10, 100_000),
+        (2, 256 << 10, 5000),
+        (2, 4 << 20, 300),
+        (4, 4, 20_000),
+        (4, 256 << 10, 1000),
+    ] {
+        let step = |engine: &Engine| {
+            thread_local!(static MEMORY: std::cell::RefCell<Option<Memory>> = const { std::cell::RefCell::new(None) });
+            let memory =
+                MEMORY.with_borrow_mut(|memory| memory.get_or_insert_with(|| Memory::new(bytes)).clone());
+            let handle = engine.submit_attended(sum("gradient", &memory)).unwrap();
+            engine.wait(handle, LIMIT).unwrap().unwrap();
+        };
+        report(&format!("{ranks} ranks, {bytes} B, synchronous"), rounds, measure(ranks, rounds, step));
+    }
+    let step = |engine: &Engine| {
+        let memory: Vec<Memory> = (0..100).map(|_| Memory::new(64 << 10)).collect();
+        let submit = |(k, memory)| engine.submit(sum(&format!("gradient.{k}"), memory)).unwrap();
+        let handles: Vec<_> = memory.iter().enumerate().map(submit).collect();
+        handles.into_iter().for_each(|handle| drop(engine.wait(handle, LIMIT).unwrap().unwrap()));
+    };
+    report("2 ranks, 100 x 64 KiB, asynchronous", 200, measure(2, 200, step));
+}
