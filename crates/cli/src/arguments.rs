@@ -46,7 +46,6 @@ fn run() -> Command {
                 .required(true)
                 .num_args(1..)
                 .trailing_var_arg(true)
-                .allow_hyphen_values(true)
                 .help("The program and its arguments"),
         )
 }

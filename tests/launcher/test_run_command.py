@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`farandole run`: what a terminal sees of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.launcher.conftest import is_alive, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.launcher.conftest import Launch
+
+    Start = Callable[..., Launch]
+    Write = Callable[[str], Path]
+
+SLEEPER = """
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+print(f"pid {os.getpid()}")
+print(f"pid {child}")
+print("up")
+time.sleep(600)
+"""
+
+
+def up(run: Launch, size: int = 2) -> list[int]:
+    """Waits until every rank and its child run, and gives their numbers."""
+    until(lambda: sum(line.endswith(":up") for line in run.lines()) == size, "all ranks up")
+    pids = run.pids()
+    assert len(pids) == 2 * size
+    assert all(is_alive(pid) for pid in pids)
+    return pids
+
+
+def gone(pids: list[int]) -> None:
+    """Waits until none of the processes is left."""
+    until(lambda: not any(is_alive(pid) for pid in pids), f"the end of {pids}")
+
+
+def test_every_line_carries_its_rank_and_stream(launch: Start, script: Write) -> None:
+    text = "print('a'); sys.stdout.write('10%\\r50%\\rdone'); print('e', rank, file=sys.stderr)"
+    run = launch("-np", 2, sys.executable, script(text))
+    assert run.wait() == 0
+    expected = [f"[{rank}]<stdout>:{line}" for rank in (0, 1) for line in ("10%", "50%", "a", "done")]
+    assert run.lines() == expected
+    assert sorted(run.err.read_text().splitlines()) == ["[0]<stderr>:e 0", "[1]<stderr>:e 1"]
+
+
+def test_a_line_is_seen_when_it_is_printed(launch: Start, script: Write) -> None:
+    run = launch("-np", 1, sys.executable, script("print('now'); time.sleep(600)"))
+    run.until("[0]<stdout>:now")
+    run.process.terminate()
+    run.wait()
+
+
+def test_a_worker_is_told_who_it_is_whatever_the_environment_says(launch: Start, script: Write) -> None:
+    names = ["WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "HOROVOD_RANK", "HOROVOD_SIZE"]
+    names += ["HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"]
+    run = launch(
+        *("-np", 2, "--cache-capacity", 7, sys.executable),
+        script(f"print(*[os.environ[name] for name in {[*names, 'FARANDOLE_CACHE_CAPACITY']}])"),
+        env={"RANK": "9", "HOROVOD_RANK": "9", "WORLD_SIZE": "9"},
+    )
+    assert run.wait() == 0
+    assert run.lines() == [
+        "[0]<stdout>:2 0 2 127.0.0.1 0 2 0 2 0 1 7",
+        "[1]<stdout>:2 1 2 127.0.0.1 1 2 1 2 0 1 7",
+    ]
+
+
+def test_the_exit_status_is_the_first_failures_and_the_others_are_ended(launch: Start, script: Write) -> None:
+    run = launch("-np", 2, sys.executable, script(f"if rank == 1:\n    sys.exit(7)\n{SLEEPER}"))
+    assert run.wait() == 7
+    gone(run.pids())
+    assert "rank 1 on" in run.err.read_text()
+    assert "exited with code 7; the other processes were ended" in run.err.read_text()
+
+
+def test_a_killed_worker_counts_as_128_and_its_signal(launch: Start, script: Write) -> None:
+    run = launch("-np", 2, sys.executable, script(SLEEPER))
+    pids = up(run)
+    os.kill(pids[0], signal.SIGKILL)
+    assert run.wait() == 128 + signal.SIGKILL
+    gone(pids)
+    assert "was ended by SIGKILL" in run.err.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_everything(launch: Start, script: Write, number: signal.Signals) -> None:
+    run = launch("-np", 2, sys.executable, script(SLEEPER))
+    pids = up(run)
+    run.process.send_signal(number)
+    assert run.wait() == 128 + number
+    gone(pids)
+
+
+def test_a_killed_launcher_leaves_no_process(launch: Start, script: Write) -> None:
+    run = launch("-np", 2, sys.executable, script(SLEEPER))
+    pids = up(run)
+    run.process.kill()
+    run.wait()
+    gone(pids)
+
+
+def test_a_worker_deaf_to_signals_is_ended_all_the_same(launch: Start, script: Write) -> None:
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    run = launch("-np", 2, sys.executable, script(deaf + SLEEPER))
+    pids = up(run)
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+    gone(pids)
+
+
+def test_a_failure_by_a_lost_peer_is_not_taken_for_the_first(launch: Start, script: Write) -> None:
+    text = """
+if rank == 0:
+    from farandole import FarandoleInternalError
+    raise FarandoleInternalError("lost rank 1")
+time.sleep(0.2)
+sys.exit(5)
+"""
+    run = launch("-np", 2, sys.executable, script(text))
+    assert run.wait() == 5
+    assert "farandole: rank 1 on" in run.err.read_text()
+
+
+def test_a_missing_program_is_named(launch: Start) -> None:
+    run = launch("-np", 2, "/no/such/program")
+    assert run.wait() == 1
+    assert "cannot start /no/such/program: No such file or directory" in run.err.read_text()
+
+
+def test_a_bad_knob_is_named_before_anything_starts(launch: Start) -> None:
+    run = launch("-np", 2, "--cache-capacity", "many", "true")
+    assert run.wait() == 1
+    assert "cache_capacity must be a whole number" in run.err.read_text()
