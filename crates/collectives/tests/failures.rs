@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What is refused, and what happens when a link breaks.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
-#![expect(dead_code, reason = "each test file uses a part of the common module")]
+//! What happens when a link breaks (CO-4), and what is refused (CO-5).
 
-mod common;
-
-use common::{Tensor, allreduce};
 use farandole_collectives::{
     Communicator, DataType, Device, Error, HostCommunicator, Operation, ReduceOp, Segment, Token,
 };
-use farandole_testkit::{Harness, HostDevice, complete, elements, run_world};
+use farandole_testkit::{Harness, HostDevice, Tensor, allreduce, complete, elements, run_world};
 use farandole_transport::{Error as LinkError, loopback};
 use farandole_world::Rank;
 
@@ -25,7 +20,7 @@ fn a_cut_link_is_an_error_on_every_rank_and_nobody_hangs() {
                     Harness::new(size).ring(16 << 10).cut(0, 1, bytes).run(|rank, mut communicator| {
                         let input = elements(DataType::F32, 50_000, rank.index() as u64);
                         let tensor = Tensor::new(&input, true);
-                        let gathered = Tensor::into_size(&input, input.len() * size);
+                        let gathered = Tensor::with_output(&input, input.len() * size);
                         let operation = match kind {
                             0 => allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor)),
                             1 => Operation::Broadcast { root: 0, segments: vec![tensor.segment()] },
@@ -101,7 +96,7 @@ fn members_that_disagree_about_the_world_are_told_so() {
 fn buffers_that_do_not_fit_are_refused_before_anything_moves() {
     run_world(2, |rank, mut communicator| {
         let four = Tensor::new(&[0; 4], true);
-        let uneven = Tensor::into_size(&[0; 4], 8);
+        let uneven = Tensor::with_output(&[0; 4], 8);
         let sum = |tensor: &Tensor| allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(tensor));
         let mut refuse =
             |operation: Operation| communicator.submit(Token(1), operation).unwrap_err().to_string();

@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce over every type, operation, size and factor, against the oracle.
+//! Allreduce over every type, operation, size and factor, against the oracle (CO-1, CO-6).
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
-#![expect(dead_code, reason = "each test file uses a part of the common module")]
-
-mod common;
 
 use std::sync::OnceLock;
 
-use common::Tensor;
 use farandole_collectives::{DataType, Operation, ReduceOp};
-use farandole_testkit::{Harness, complete, elements, oracle};
+use farandole_testkit::{Harness, Tensor, complete, elements, oracle};
 
 const OPS: [ReduceOp; 5] =
     [ReduceOp::Average, ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
@@ -61,7 +57,8 @@ fn allreduce_grid(size: usize) {
     Harness::new(size).ring(RING).run(|rank, mut communicator| {
         for (k, case) in cases.iter().enumerate() {
             let oracle::Allreduce { dtype, op, prescale, postscale } = case.call;
-            let tensor = Tensor::new(&case.input(rank.index()), k % 2 == 0);
+            let (input, in_place) = (case.input(rank.index()), k.is_multiple_of(2));
+            let tensor = Tensor::new(&input, in_place);
             let segments = vec![tensor.segment()];
             let operation = Operation::Allreduce { dtype, op, prescale, postscale, segments };
             complete(&mut communicator, operation).unwrap();

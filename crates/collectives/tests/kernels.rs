@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Kernels against the oracle, and every instruction path against the plain one.
+//! Kernels against the oracle, and every instruction path against the plain one (CO-1).
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use farandole_collectives::kernel::{Path, Reducer, Reduction, neutral, reduce};
 use farandole_collectives::{DataType, Error, ReduceOp};

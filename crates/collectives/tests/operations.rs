@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Fusion, broadcast, allgather, barrier, and many operations at once.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
-
-mod common;
+//! Fusion and kinds of links (CO-1), order (CO-2), rings smaller than tensors (CO-3), and every other operation.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{Tensor, allreduce};
 use farandole_collectives::{Communicator, DataType, Operation, ReduceOp, Token};
-use farandole_testkit::{Harness, Links, complete, complete_all, elements, oracle, run_world};
+use farandole_testkit::{
+    Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle, run_world,
+};
 
 /// Boundaries everywhere: empty, one element, odd, over a chunk.
 const TENSORS: [usize; 9] = [1, 0, 700, 64, 5000, 3, 12_345, 16, 1];
@@ -22,7 +20,7 @@ fn a_tensor_has_the_same_bits_alone_and_fused_and_on_every_rank() {
             let results = Harness::new(size).ring(ring).run(|rank, mut communicator| {
                 let make = |k: usize| {
                     let bytes = elements(dtype, TENSORS[k], (rank.index() * 100 + k) as u64);
-                    Tensor::new(&bytes, k % 2 == 0)
+                    Tensor::new(&bytes, k.is_multiple_of(2))
                 };
                 let fused: Vec<Tensor> = (0..TENSORS.len()).map(make).collect();
                 complete(&mut communicator, allreduce(dtype, ReduceOp::Average, &fused)).unwrap();
@@ -70,7 +68,7 @@ fn every_kind_of_link_gives_the_same_bits() {
                     let sum = allreduce(DataType::F32, ReduceOp::Average, std::slice::from_ref(&summed));
                     let sent = Tensor::new(&input, true);
                     let broadcast = Operation::Broadcast { root: size - 1, segments: vec![sent.segment()] };
-                    let gathered = Tensor::into_size(&input, input.len() * size);
+                    let gathered = Tensor::with_output(&input, input.len() * size);
                     let bytes = vec![vec![input.len(); size]];
                     let gather = Operation::Allgather { segments: vec![gathered.segment()], bytes };
                     let operations = vec![sum, broadcast, Operation::Barrier, gather];
@@ -103,7 +101,7 @@ fn broadcast_gives_everybody_the_roots_bytes_from_any_root() {
                     let tensors: Vec<Tensor> = bytes(rank.index())
                         .iter()
                         .enumerate()
-                        .map(|(k, bytes)| Tensor::new(bytes, k % 2 == 0))
+                        .map(|(k, bytes)| Tensor::new(bytes, k.is_multiple_of(2)))
                         .collect();
                     let segments = tensors.iter().map(Tensor::segment).collect();
                     complete(&mut communicator, Operation::Broadcast { root, segments }).unwrap();
@@ -133,7 +131,7 @@ fn allgather_joins_uneven_parts_in_rank_order() {
                 let memory: Vec<Tensor> = tensors
                     .iter()
                     .zip(&bytes)
-                    .map(|(k, counts)| Tensor::into_size(&input(*k, rank.index()), counts.iter().sum()))
+                    .map(|(k, counts)| Tensor::with_output(&input(*k, rank.index()), counts.iter().sum()))
                     .collect();
                 let segments = memory.iter().map(Tensor::segment).collect();
                 complete(&mut communicator, Operation::Allgather { segments, bytes }).unwrap();

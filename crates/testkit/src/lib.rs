@@ -21,9 +21,11 @@ mod faulty;
 mod harness;
 mod memory;
 pub mod oracle;
+mod tensor;
 
 pub use data::{Seed, elements, special_elements};
 pub use device::HostDevice;
 pub use faulty::cut_after;
 pub use harness::{Harness, Links, complete, complete_all, run_world};
 pub use memory::{contents, filled};
+pub use tensor::{Tensor, allreduce};

@@ -3,6 +3,8 @@
 
 //! Every operation in one process, one element at a time, as its documentation says it.
 
+use std::convert::identity;
+
 use farandole_collectives::{DataType, ReduceOp};
 use half::{bf16, f16};
 
@@ -85,14 +87,9 @@ macro_rules! cast {
 }
 
 macro_rules! float {
-    ($type:ty, $call:expr, $element:expr, $read:expr, $write:expr) => {{
+    ($type:ty, $factor:path, $call:expr, $element:expr, $read:expr, $write:expr) => {{
         let Allreduce { op, prescale, postscale, .. } = $call;
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::allow_attributes,
-            reason = "factors take the type"
-        )]
-        let (pre, post) = (prescale as $type, postscale as $type);
+        let (pre, post): ($type, $type) = ($factor(prescale), $factor(postscale));
         let values = $element.iter().map(|bytes| $read(array(bytes))).map(|value: $type| value * pre);
         let count = $element.len() as $type;
         let joined = values.reduce(|a, b| match op {
@@ -132,19 +129,21 @@ fn reduce_element(call: Allreduce, element: &[&[u8]]) -> Vec<u8> {
         DataType::U64 => integer!(u64, call, element),
         DataType::I64 => integer!(i64, call, element),
         DataType::F16 => {
-            float!(f32, call, element, |bytes| f16::from_ne_bytes(bytes).to_f32(), |value| f16::from_f32(
-                value
-            )
-            .to_ne_bytes())
+            float!(f32, single, call, element, |bytes| f16::from_ne_bytes(bytes).to_f32(), |value| {
+                f16::from_f32(value).to_ne_bytes()
+            })
         }
         DataType::Bf16 => {
-            float!(f32, call, element, |bytes| bf16::from_ne_bytes(bytes).to_f32(), |value| bf16::from_f32(
-                value
-            )
-            .to_ne_bytes())
+            float!(f32, single, call, element, |bytes| bf16::from_ne_bytes(bytes).to_f32(), |value| {
+                bf16::from_f32(value).to_ne_bytes()
+            })
         }
-        DataType::F32 | DataType::C64 => float!(f32, call, element, f32::from_ne_bytes, f32::to_ne_bytes),
-        DataType::F64 | DataType::C128 => float!(f64, call, element, f64::from_ne_bytes, f64::to_ne_bytes),
+        DataType::F32 | DataType::C64 => {
+            float!(f32, single, call, element, f32::from_ne_bytes, f32::to_ne_bytes)
+        }
+        DataType::F64 | DataType::C128 => {
+            float!(f64, identity, call, element, f64::from_ne_bytes, f64::to_ne_bytes)
+        }
         DataType::Bool => {
             let or = matches!(call.op, ReduceOp::Sum | ReduceOp::Max);
             let any = element.iter().any(|bytes| bytes[0] != 0);
@@ -152,6 +151,11 @@ fn reduce_element(call: Allreduce, element: &[&[u8]]) -> Vec<u8> {
             vec![u8::from(if or { any } else { all })]
         }
     }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "factors take the type of what they scale")]
+fn single(value: f64) -> f32 {
+    value as f32
 }
 
 /// The bytes of one element.

@@ -81,8 +81,11 @@ impl Peers {
     pub(super) fn flush(&mut self) -> bool {
         // Rings in memory keep nothing. A peer that is gone gets nothing any more; if that is a failure and not just
         // an end, the next operation with it says so.
-        let flushed = |link: &mut Link| link.kind != LinkKind::Tcp || link.sender.flush().unwrap_or(true);
-        self.links.iter_mut().fold(true, |all, link| flushed(link) && all)
+        let mut flushed = true;
+        for link in self.links.iter_mut().filter(|link| link.kind == LinkKind::Tcp) {
+            flushed &= link.sender.flush().unwrap_or(true);
+        }
+        flushed
     }
 }
 

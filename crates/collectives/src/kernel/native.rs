@@ -93,7 +93,7 @@ macro_rules! integer {
 integer! { u8, 1; i8, 1; u16, 2; i16, 2; u32, 4; i32, 4; u64, 8; i64, 8; i128, 16; }
 
 macro_rules! float {
-    ($($type:ty, $size:literal;)+) => { $(
+    ($($type:ty, $size:literal, $factor:path;)+) => { $(
         impl Native for $type {
             bytes_of!($type, $size);
 
@@ -123,15 +123,20 @@ macro_rules! float {
             }
 
             #[inline(always)]
-            #[expect(clippy::cast_possible_truncation, reason = "a factor takes the type of the tensor it scales")]
             fn factor(value: f64) -> Self {
-                value as $type
+                $factor(value)
             }
         }
     )+ };
 }
 
-float! { f32, 4; f64, 8; }
+float! { f32, 4, single; f64, 8, std::convert::identity; }
+
+#[inline(always)]
+#[expect(clippy::cast_possible_truncation, reason = "a factor takes the type of the tensor it scales")]
+fn single(value: f64) -> f32 {
+    value as f32
+}
 
 /// How two values become one.
 pub(super) trait Join<T>: 'static {

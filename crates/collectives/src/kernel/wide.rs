@@ -89,8 +89,19 @@ macro_rules! float {
 
 float! { f32, 4; f64, 8; }
 
+macro_rules! narrowed {
+    (same, $type:ty, $value:expr) => {
+        $value
+    };
+    (cut, $type:ty, $value:expr) => {{
+        #[expect(clippy::cast_possible_truncation, reason = "a mean fits the type of what it is of")]
+        let value = $value as $type;
+        value
+    }};
+}
+
 macro_rules! integer {
-    ($($format:ty, $type:ty, $acc:ty, $size:literal;)+) => { $(
+    ($($format:ty, $type:ty, $acc:ty, $size:literal, $narrow:ident;)+) => { $(
         impl Format for $format {
             const SIZE: usize = $size;
             type Acc = $acc;
@@ -103,10 +114,9 @@ macro_rules! integer {
             }
 
             #[inline(always)]
-            #[expect(clippy::cast_possible_truncation, clippy::allow_attributes, reason = "means fit their type")]
             fn narrow(acc: &[$acc], bytes: &mut [u8]) {
                 for (a, b) in acc.iter().zip(<$type as Native>::cells_mut(bytes)) {
-                    *b = (*a as $type).put();
+                    *b = narrowed!($narrow, $type, *a).put();
                 }
             }
 
@@ -130,22 +140,22 @@ macro_rules! integer {
 }
 
 integer! {
-    Same<u8>, u8, u8, 1;
-    Same<i8>, i8, i8, 1;
-    Same<u16>, u16, u16, 2;
-    Same<i16>, i16, i16, 2;
-    Same<u32>, u32, u32, 4;
-    Same<i32>, i32, i32, 4;
-    Same<u64>, u64, u64, 8;
-    Same<i64>, i64, i64, 8;
-    Wider<u8, i64>, u8, i64, 1;
-    Wider<i8, i64>, i8, i64, 1;
-    Wider<u16, i64>, u16, i64, 2;
-    Wider<i16, i64>, i16, i64, 2;
-    Wider<u32, i64>, u32, i64, 4;
-    Wider<i32, i64>, i32, i64, 4;
-    Wider<u64, i128>, u64, i128, 8;
-    Wider<i64, i128>, i64, i128, 8;
+    Same<u8>, u8, u8, 1, same;
+    Same<i8>, i8, i8, 1, same;
+    Same<u16>, u16, u16, 2, same;
+    Same<i16>, i16, i16, 2, same;
+    Same<u32>, u32, u32, 4, same;
+    Same<i32>, i32, i32, 4, same;
+    Same<u64>, u64, u64, 8, same;
+    Same<i64>, i64, i64, 8, same;
+    Wider<u8, i64>, u8, i64, 1, cut;
+    Wider<i8, i64>, i8, i64, 1, cut;
+    Wider<u16, i64>, u16, i64, 2, cut;
+    Wider<i16, i64>, i16, i64, 2, cut;
+    Wider<u32, i64>, u32, i64, 4, cut;
+    Wider<i32, i64>, i32, i64, 4, cut;
+    Wider<u64, i128>, u64, i128, 8, cut;
+    Wider<i64, i128>, i64, i128, 8, cut;
 }
 
 /// Elements per block: accumulators and inputs of the widest type stay in the first-level cache.

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Tensors of tests.
+
+use farandole_collectives::{DataType, Memory, Operation, ReduceOp, Segment};
+
+use crate::{contents, filled};
+
+/// What an output holds before anything is written to it.
+const UNTOUCHED: u8 = 0xa5;
+
+/// A tensor's memory: where it is read and, elsewhere unless in place, where it is written.
+#[derive(Debug)]
+pub struct Tensor {
+    input: Memory,
+    output: Memory,
+}
+
+impl Tensor {
+    /// Reads these bytes and writes as many.
+    pub fn new(bytes: &[u8], in_place: bool) -> Self {
+        let input = filled(bytes);
+        let output = if in_place { input.clone() } else { filled(&vec![UNTOUCHED; bytes.len()]) };
+        Self { input, output }
+    }
+
+    /// Reads these bytes and writes `output` bytes.
+    pub fn with_output(bytes: &[u8], output: usize) -> Self {
+        Self { input: filled(bytes), output: filled(&vec![UNTOUCHED; output]) }
+    }
+
+    /// Its part in an operation.
+    pub fn segment(&self) -> Segment {
+        Segment { input: self.input.buffer(), output: self.output.buffer() }
+    }
+
+    /// What its input holds now.
+    pub fn source(&self) -> Vec<u8> {
+        contents(&self.input)
+    }
+
+    /// What its output holds now.
+    pub fn result(&self) -> Vec<u8> {
+        contents(&self.output)
+    }
+}
+
+/// An allreduce of these tensors, fused, without factors.
+pub fn allreduce(dtype: DataType, op: ReduceOp, tensors: &[Tensor]) -> Operation {
+    let segments = tensors.iter().map(Tensor::segment).collect();
+    Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments }
+}
