@@ -150,6 +150,14 @@ def test_a_model_made_by_hand_finds_out_what_it_returns(spark):
     assert [row.label__output for row in transformed.collect()] == [3, 7]
 
 
+def test_names_with_dots_and_names_twice_pass_through_transform(spark):
+    frame = spark.createDataFrame([(1.0, 2.0, 3, 4)], ["a.b", "c`d", "twice", "twice"])
+    by_hand = TorchModel(model=Sum(), feature_columns=["a.b", "c`d"], label_columns=["y"])
+    transformed = by_hand.transform(frame)
+    assert transformed.columns == ["a.b", "c`d", "twice", "twice", "y__output"]
+    assert tuple(transformed.first()) == (1.0, 2.0, 3, 4, 3.0)
+
+
 def test_nulls_in_transform_are_said_with_their_column(spark):
     frame = spark.createDataFrame([(1.0, None)], "a double, b double")
     by_hand = TorchModel(model=Sum(), feature_columns=["a", "b"], label_columns=["label"])

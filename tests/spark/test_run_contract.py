@@ -156,6 +156,31 @@ def test_a_killed_worker_is_named_with_signal_and_stderr_within_five_seconds(bac
     assert pids.gone(len(pids.seen()), limit=0.5)
 
 
+def test_a_worker_killed_in_a_collective_is_named_and_not_the_survivor_that_noticed(backend, pids):
+    pytest.importorskip("torch")
+    note = pids.note
+
+    def train():
+        import os
+        import signal
+
+        import torch
+
+        import farandole.torch as hvd
+
+        hvd.init()
+        note()
+        for step in range(100_000):
+            hvd.allreduce(torch.ones(1000), name="gradient")
+            if step == 50 and hvd.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(FarandoleJobError) as caught:
+        backend().run(train)
+    assert (caught.value.rank, caught.value.signal_name) == (1, "SIGKILL")
+    assert pids.gone(2, limit=0.5)
+
+
 def test_an_exit_code_is_told(backend):
     def leave():
         import os

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.gang import Agents
 from farandole.spark.outcome import SCHEMA, Ending
+from farandole.spark.session import headline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -73,7 +74,7 @@ class SparkAgents(Agents):
         if self._error is None:
             return self._endings
         told = self._cluster.explain(self._error)
-        reason = told if told is not None else f"the Spark job has failed: {_first_lines(self._error)}"
+        reason = told if told is not None else f"the Spark job has failed: {headline(self._error)}"
         raise FarandoleJobError(reason) from self._error
 
     def _run(self) -> None:
@@ -141,9 +142,3 @@ def _agent(work: Work) -> Callable[[Iterable[Any]], Iterator[Any]]:
                 )
 
     return agent
-
-
-def _first_lines(error: BaseException) -> str:
-    """What Spark says before it goes on about the JVM's stack."""
-    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("\tat ")]
-    return "\n".join(lines[:20])

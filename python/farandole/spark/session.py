@@ -119,6 +119,10 @@ class Cluster:
                 f"the Python of Spark's tasks has another version than the driver's {sys.version.split()[0]}: "
                 f"{self._interpreter()}. Set PYSPARK_PYTHON (or spark.pyspark.python) to an interpreter of that version"
             )
+        if any(
+            mark in text for mark in ("SPARK_JOB_CANCELLED", "OPERATION_CANCELED", "cancelled part of", "cancelled as")
+        ):
+            return f"the Spark job was cancelled: {headline(error)}"
         return None
 
     def _interpreter(self) -> str:
@@ -126,6 +130,13 @@ class Cluster:
         found = shutil.which(named) if self.is_local else None
         is_other = found is not None and os.path.realpath(found) != os.path.realpath(sys.executable)
         return f"tasks run {found or named!r}" + (f", this driver runs {sys.executable!r}" if is_other else "")
+
+
+def headline(error: BaseException, limit: int = 20) -> str:
+    """What Spark says before it goes on about the JVM's stack."""
+    text = str(error).partition("JVM stacktrace:")[0].partition("Driver stacktrace:")[0]
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(("\tat ", "An error occurred"))]
+    return "\n".join(lines[:limit]).removeprefix(": ")
 
 
 def _connected() -> SparkSession | None:
