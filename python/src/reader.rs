@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use farandole::dataset::Tail;
 use farandole::reader::{self, Error, Fault, Next, Options};
 use farandole::world::Rank;
-use pyo3::exceptions::{PyOSError, PyValueError};
+use pyo3::exceptions::{PyFileNotFoundError, PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -30,6 +30,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 fn refuse(error: Error) -> PyErr {
     match (error.fault(), error) {
         (_, Error::Store(error)) => store::refuse(error),
+        (_, error @ Error::NotADataset { .. }) => PyFileNotFoundError::new_err(chain(&error)),
         (Fault::Usage, error) => PyValueError::new_err(chain(&error)),
         (Fault::Environment, error) => PyOSError::new_err(chain(&error)),
     }

@@ -65,20 +65,22 @@ class Reader:
         tail: Literal["keep", "pad", "drop"] = "keep",
         cast: dict[str, str] | None = None,
     ) -> Reader:
-        """Args:
-        dataset: What to read.
-        columns: Which columns, in this order; `None`: every column that a batch can hold.
-        batch_size: Rows of one batch of this rank.
-        rank: This rank.
-        size: How many ranks share the data set.
-        seed: Of the shuffle; the same on every rank.
-        shuffle: File order when false.
-        byte_budget: Bytes of decoded data held at once.
-        threads: Reading threads; `None`: 2.
-        tail: Rows that do not fill a batch on every rank: a shorter last batch (it may be empty on some ranks), a
-            last batch filled up with rows of weight 0, or none.
-        cast: Element types to convert to while batches are put together: `{"features": "float32"}`. The key `"*"`
-            stands for all other float columns.
+        """Chooses columns and checks the request.
+
+        Args:
+            dataset: What to read.
+            columns: Which columns, in this order; `None`: every column that a batch can hold.
+            batch_size: Rows of one batch of this rank.
+            rank: This rank.
+            size: How many ranks share the data set.
+            seed: Of the shuffle; the same on every rank.
+            shuffle: File order when false.
+            byte_budget: Bytes of decoded data held at once.
+            threads: Reading threads; `None`: 2.
+            tail: Rows that do not fill a batch on every rank: a shorter last batch (it may be empty on some ranks), a
+                last batch filled up with rows of weight 0, or none.
+            cast: Element types to convert to while batches are put together: `{"features": "float32"}`. The key `"*"`
+                stands for all other float columns.
         """
     @property
     def columns(self) -> list[Field]:

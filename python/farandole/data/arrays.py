@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Batches as NumPy arrays or torch tensors, without copies.
+
+Neighbouring scalar columns of one type lie at equal distances in a batch's memory: they are taken as one matrix and
+split by the framework, which costs a fraction of making each tensor from Python.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from farandole._native.reader import Batch, Field
+
+    Convert = Callable[[Batch, Sequence[Field], str | None], dict[str, Any]]
+
+ALIGN = 64
+"""Columns start at multiples of this."""
+
+MATRIX = 2
+"""Columns from this many on are worth a matrix."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring columns of one type: `names` with `stride` elements from one to the next."""
+
+    names: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    stride: int
+
+
+def converter(framework: str) -> Convert:
+    """The function that turns batches into dicts.
+
+    Args:
+        framework: `numpy` or `torch`.
+
+    Raises:
+        ValueError: Another framework.
+        ImportError: The framework is not installed.
+    """
+    if framework == "numpy":
+        return _numpy()
+    if framework == "torch":
+        return _torch()
+    raise ValueError(f"framework must be numpy or torch: {framework}")
+
+
+def runs(columns: tuple[tuple[str, str, tuple[int, ...], int], ...], rows: int) -> list[Run]:
+    """Puts neighbouring scalar columns of one type together.
+
+    Args:
+        columns: Name, dtype, shape of a row and bytes of an element, of each column in order.
+        rows: Rows of the batch.
+    """
+    found: list[Run] = []
+    offset = 0
+    for name, dtype, shape, width in columns:
+        size = -(-rows * width * math.prod(shape) // ALIGN) * ALIGN
+        last = found[-1] if found else None
+        if last is not None and not shape and not last.shape and last.dtype == dtype:
+            found[-1] = Run((*last.names, name), dtype, (), last.offset, last.stride)
+        else:
+            found.append(Run((name,), dtype, shape, offset, size // width))
+        offset += size
+    return found
+
+
+WIDTHS = {"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "float32": 4}
+
+
+@cache
+def _runs(columns: tuple[tuple[str, str, tuple[int, ...]], ...], rows: int) -> list[Run]:
+    return runs(tuple((*column, WIDTHS.get(column[1], 8)) for column in columns), rows)
+
+
+def _layout(batch: Batch, fields: Sequence[Field], weights: str | None) -> list[Run]:
+    columns = [(field.name, field.dtype, field.shape) for field in fields]
+    if weights is not None:
+        columns.append((weights, "float32", ()))
+    return _runs(tuple(columns), batch.rows)
+
+
+def _numpy() -> Convert:
+    import numpy as np  # noqa: PLC0415 - optional
+
+    def convert(batch: Batch, fields: Sequence[Field], weights: str | None) -> dict[str, Any]:
+        rows = batch.rows
+        arrays: dict[str, Any] = {}
+        for run in _layout(batch, fields, weights):
+            if rows == 0:
+                arrays.update((name, np.empty((0, *run.shape), run.dtype)) for name in run.names)
+            elif len(run.names) < MATRIX:
+                flat = np.frombuffer(batch, run.dtype, rows * math.prod(run.shape), run.offset)
+                arrays[run.names[0]] = flat.reshape(rows, *run.shape)
+            else:
+                whole = np.frombuffer(batch, run.dtype, len(run.names) * run.stride, run.offset)
+                arrays.update(zip(run.names, whole.reshape(len(run.names), run.stride)[:, :rows], strict=True))
+        return arrays
+
+    return convert
+
+
+def _torch() -> Convert:
+    try:
+        import torch  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise ImportError("tensors need torch: pip install 'farandole[torch]'") from error
+
+    def convert(batch: Batch, fields: Sequence[Field], weights: str | None) -> dict[str, Any]:
+        rows = batch.rows
+        tensors: dict[str, Any] = {}
+        for run in _layout(batch, fields, weights):
+            dtype = getattr(torch, run.dtype)
+            if rows == 0:
+                tensors.update((name, torch.empty((0, *run.shape), dtype=dtype)) for name in run.names)
+            elif len(run.names) < MATRIX:
+                count = rows * math.prod(run.shape)
+                tensors[run.names[0]] = torch.frombuffer(batch, dtype=dtype, count=count, offset=run.offset).view(
+                    rows, *run.shape
+                )
+            else:
+                count = len(run.names) * run.stride
+                whole = torch.frombuffer(batch, dtype=dtype, count=count, offset=run.offset)
+                columns = whole.as_strided((len(run.names), rows), (run.stride, 1)).unbind(0)
+                tensors.update(zip(run.names, columns, strict=True))
+        return tensors
+
+    return convert
