@@ -7,7 +7,9 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use farandole_shm::{Bell, Error, Guard, Segment, handover, private};
 
@@ -116,4 +118,61 @@ fn shm_5_a_forked_child_cannot_use_a_ring_of_its_parent() {
     assert!(!consumer.closed(), "the child changed the parent's ring");
     assert!(consumer.window().unwrap().is_empty());
     assert!(guard.intact());
+}
+
+/// Waits without sleeping, so that two threads meet within nanoseconds; gives way when the other is not running.
+fn meet(at: &AtomicU64, round: u64) {
+    let mut spins = 0_u32;
+    while at.load(Ordering::Acquire) < round {
+        spins += 1;
+        if spins.is_multiple_of(1 << 12) {
+            thread::yield_now();
+        }
+        std::hint::spin_loop();
+    }
+}
+
+/// A few cycles each: the race to be provoked is as short.
+fn dawdle(steps: u64) {
+    (0..steps).for_each(|step| {
+        std::hint::black_box(step);
+    });
+}
+
+#[test]
+fn shm_4_a_commit_is_seen_by_the_poll_after_parking_or_rings_the_bell() {
+    let bell = Bell::create().unwrap();
+    let (mut producer, mut consumer) = private(4096).unwrap();
+    let (go, done) = (AtomicU64::new(0), AtomicU64::new(0));
+    let end = Instant::now() + Duration::from_secs(1);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 1.. {
+                producer.window().unwrap();
+                meet(&go, round);
+                if go.load(Ordering::Acquire) == u64::MAX {
+                    return;
+                }
+                dawdle(round % 211);
+                producer.commit(1).unwrap();
+                bell.ring_if_parked().unwrap();
+                done.store(round, Ordering::Release);
+            }
+        });
+        for round in 1.. {
+            if Instant::now() > end {
+                break;
+            }
+            go.store(round, Ordering::Release);
+            dawdle(round % 499);
+            bell.park();
+            let seen = consumer.used().unwrap() > 0;
+            meet(&done, round);
+            assert!(bell.answer() || seen, "neither seen nor rung in round {round}");
+            bell.unpark();
+            consumer.window().unwrap();
+            consumer.release(1).unwrap();
+        }
+        go.store(u64::MAX, Ordering::Release);
+    });
 }
