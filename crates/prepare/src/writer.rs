@@ -219,7 +219,6 @@ fn extremes(array: &ArrayRef) -> Option<(f64, f64)> {
                     $(DataType::$kind => {
                         let array = array.as_primitive::<arrow::datatypes::$type>();
                         let value = if which { max(array) } else { min(array) };
-                        #[expect(clippy::cast_precision_loss, clippy::cast_lossless, reason = "statistics are float64")]
                         value.map(|value| value as f64)
                     })+
                     _ => None,

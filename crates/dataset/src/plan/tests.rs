@@ -109,7 +109,7 @@ proptest! {
     #[test]
     fn rd_4_ranks_that_divide_the_lanes_share_no_row(files in files(), row_bytes in 1_u64..(1 << 20), size in 1_u32..9) {
         let lanes = Lanes::new(&manifest(&files, row_bytes));
-        prop_assume!(lanes.count() % u64::from(size) == 0);
+        prop_assume!(lanes.count().is_multiple_of(u64::from(size)));
         let mut decoded = 0;
         for rank in 0..size {
             let plan = Plan::new(&lanes, &request(rank, size, 4)).unwrap();

@@ -30,8 +30,10 @@ fn floats(converted: &Converted) -> Vec<Vec<f64>> {
         .collect()
 }
 
-/// A column of Spark vectors: (type, size, indices, values).
-fn spark(rows: &[(i8, Option<i32>, &[i32], &[f64])]) -> ArrayRef {
+/// A Spark vector: type, size, indices, values.
+type Vector<'a> = (i8, Option<i32>, &'a [i32], &'a [f64]);
+
+fn spark(rows: &[Vector<'_>]) -> ArrayRef {
     let indices: Vec<i32> = rows.iter().flat_map(|row| row.2.to_vec()).collect();
     let values: Vec<f64> = rows.iter().flat_map(|row| row.3.to_vec()).collect();
     let (index_lengths, value_lengths): (Vec<_>, Vec<_>) =
