@@ -106,7 +106,7 @@ def human(size: int) -> str:
 
 def run(ranks: int, seconds: float) -> list[dict[str, object]]:
     """Measures in a world of `ranks` and prints the table."""
-    command = [sys.executable, "-m", "farandole", "run", "-np", str(ranks), "--no-prefix-output"]
+    command = [sys.executable, "-m", "farandole", "run", "-np", str(ranks)]
     command += [sys.executable, __file__, "--worker", "--seconds", str(seconds)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     rows = []
@@ -116,10 +116,12 @@ def run(ranks: int, seconds: float) -> list[dict[str, object]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if not line.startswith("{"):
+            # The launcher puts the rank before every line.
+            _, brace, rest = line.partition("{")
+            if not brace:
                 print(line, end="")
                 continue
-            row = json.loads(line)
+            row = json.loads(brace + rest)
             rows.append({"ranks": ranks, **row})
             ratio = row["farandole"]["p50"] / row["gloo"]["p50"]
             for library in ("farandole", "gloo"):
