@@ -52,7 +52,8 @@ pub struct MeshOptions {
     pub ports: PortRange,
     /// Off: TCP everywhere.
     pub use_shared_memory: bool,
-    /// Bytes of segments this process may create; links beyond go over TCP.
+    /// Bytes of this process's own rings, the ones towards its peers, that it may place in segments; links beyond go
+    /// over TCP. The host's bytes divided by its ranks.
     pub shared_memory_bytes: u64,
     /// A peer that shows no life for so long is lost.
     pub peer_timeout: Duration,
@@ -97,7 +98,7 @@ pub struct Mesh {
     options: MeshOptions,
     /// By rank; the own card too.
     cards: Vec<Card>,
-    /// Bytes of the segments created so far.
+    /// Bytes of own rings placed in segments so far.
     created: AtomicU64,
     /// Channels that were opened, by peer.
     opened: Mutex<HashSet<(u32, Rank)>>,
@@ -300,7 +301,7 @@ impl Mesh {
         capacity: usize,
         deadline: Instant,
     ) -> Result<Option<Link>> {
-        let bytes = Segment::size(2, capacity);
+        let bytes = capacity as u64;
         let budget = self.options.shared_memory_bytes;
         let within = |sum: u64| sum.checked_add(bytes).filter(|sum| *sum <= budget);
         if !self.options.use_shared_memory

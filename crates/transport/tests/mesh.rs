@@ -76,7 +76,7 @@ fn eight_ranks_open_two_channels_and_all_hear_each_other() {
 #[test]
 fn memory_beyond_the_budget_is_not_taken() {
     let (_, zero, one) =
-        join_two(options(0, 2), MeshOptions { shared_memory_bytes: 100_000, ..options(1, 2) });
+        join_two(options(0, 2), MeshOptions { shared_memory_bytes: 70_000, ..options(1, 2) });
     let meshes = [zero, one];
     assert_eq!(open_pair(&meshes, 1, 16384).0.kind, LinkKind::SharedMemory);
     assert_eq!(open_pair(&meshes, 2, 65536).0.kind, LinkKind::Tcp);
