@@ -154,7 +154,7 @@ def test_several_labels_get_an_output_and_a_loss_each(data):
         return (output.argmax(1) == label).float().mean()
 
     losses = [torch.nn.MSELoss(), torch.nn.CrossEntropyLoss()]
-    fitted = fit(data, Two(), label_cols=["y", "c"], loss=losses, loss_weights=[0.9, 0.1], metrics=[[error, accuracy]])
+    fitted = fit(data, Two(), label_cols=["y", "c"], loss=losses, loss_weights=[1.0, 1.0], metrics=[[error, accuracy]])
     last = fitted.getHistory()[-1]["train"]["all_metrics"]
     assert set(last[0]) == {"error_y", "accuracy_c"}
     assert last[0]["accuracy_c"] > 0.9
@@ -209,10 +209,20 @@ def test_nothing_is_left_in_the_store_when_runs_are_not_saved(data):
 
 
 def test_a_model_that_does_not_take_the_columns_is_refused_before_training(data):
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x):
+            return self.inner(x), self.inner(x)
+
     with pytest.raises(ValueError, match=r"the model does not take its 1 feature columns as \(x \(2, 2\)\)"):
         fit(data, torch.nn.Linear(5, 1))
     with pytest.raises(ValueError, match="label column count 1 must equal the count of model outputs 2"):
-        fit(data, torch.nn.LSTM(2, 1), loss=lambda output, _: output.sum())
+        fit(data, Twice())
+    with pytest.raises(ValueError, match="it returned tuple of Tensor, tuple"):
+        fit(data, torch.nn.LSTM(2, 1))
     with pytest.raises(ValueError, match="the loss of column 'y' does not take"):
         fit(data, linear(2), loss=torch.nn.CosineEmbeddingLoss())
 

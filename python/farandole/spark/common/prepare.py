@@ -107,7 +107,9 @@ def prepare_data(
         ValueError: no rows, no rows on one side of the split, or data that does not fit; naming the column.
         OSError: the store refused.
     """
-    chosen = df.select(*[_quoted(df, name) for name in roles.selected])
+    names = roles.selected
+    # mapInArrow takes no names with dots or backticks: columns travel by number, and get their names back in tasks.
+    chosen = df.select(*[_quoted(df, name).alias(f"column{index}") for index, name in enumerate(names)])
     options = _options(roles, seed)
     source = plan.fingerprint(chosen)
     key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{json.dumps(options, sort_keys=True)}"
@@ -115,7 +117,7 @@ def prepare_data(
     if entry is None:
         partitions = num_processes * partitions_per_process
         entry = _Entry(key, chosen, f"{source or 'once'}-{uuid.uuid4().hex}", _NOTHING, users=1)
-        entry.prepared = _prepare(store, chosen, options, entry.fingerprint, partitions)
+        entry.prepared = _prepare(store, chosen, names, options, entry.fingerprint, partitions)
         with _CACHE.lock:
             _CACHE.entries.append(entry)
     try:
@@ -128,14 +130,19 @@ def prepare_data(
 
 
 def _prepare(
-    store: AbstractFilesystemStore, df: DataFrame, options: dict[str, Any], fingerprint: str, partitions: int
+    store: AbstractFilesystemStore,
+    df: DataFrame,
+    names: list[str],
+    options: dict[str, Any],
+    fingerprint: str,
+    partitions: int,
 ) -> Prepared:
     index = leases.acquire(store)
     train_url = store.get_train_data_path(index)
     val_url = None if options["validation"] is None else store.get_val_data_path(index)
     spec = json.dumps({**options, "train": train_url, "val": val_url, "fingerprint": fingerprint})
     try:
-        parts = _write(df, partitions, store.prefix_path, spec)
+        parts = _write(df.coalesce(partitions), names, store.prefix_path, spec)
         committed = json.loads(native.commit(store.prefix_path, spec, parts))
     except BaseException:
         leases.release(train_url)
@@ -235,13 +242,13 @@ def _columns(described: list[dict[str, Any]]) -> dict[str, Column]:
     return {one["name"]: Column(one["name"], one["element"], tuple(one["shape"])) for one in described}
 
 
-def _write(df: DataFrame, partitions: int, url: str, spec: str) -> list[bytes]:
+def _write(df: DataFrame, names: list[str], url: str, spec: str) -> list[bytes]:
     preparation = uuid.uuid4().hex[:8]
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        return write_partition(batches, url, spec, preparation)
+        return write_partition(batches, names, url, spec, preparation)
 
-    rows = df.coalesce(partitions).mapInArrow(write, _RESULT).collect()
+    rows = df.mapInArrow(write, _RESULT).collect()
     failed = sorted((row.partition, row.error) for row in rows if row.error is not None)
     if failed:
         raise ValueError(failed[0][1])
@@ -249,12 +256,13 @@ def _write(df: DataFrame, partitions: int, url: str, spec: str) -> list[bytes]:
 
 
 def write_partition(
-    batches: Iterator[pa.RecordBatch], url: str, spec: str, preparation: str
+    batches: Iterator[pa.RecordBatch], names: list[str], url: str, spec: str, preparation: str
 ) -> Iterator[pa.RecordBatch]:
     """Runs in a Spark task: writes one partition and yields one row about it.
 
     Args:
         batches: the partition.
+        names: of its columns.
         url: the store's prefix.
         spec: what to write, see `farandole._native.prepare`.
         preparation: a name that no other preparation has.
@@ -270,12 +278,10 @@ def write_partition(
         raise RuntimeError("partitions are written in Spark tasks only")
     partition = context.partitionId()
     error, part = None, None
-    columns = json.loads(spec)["columns"]
     writer = native.PartitionWriter(url, spec, partition, f"{preparation}-{context.taskAttemptId()}")
     try:
         for batch in batches:
-            _refuse_nulls(batch, columns)
-            writer.write(batch)
+            writer.write(batch.rename_columns(names))
         part = writer.finish()
     except ValueError as problem:
         error = str(problem)
@@ -285,10 +291,3 @@ def write_partition(
         [pa.array([value], kind) for value, kind in zip((partition, error, part), schema.types, strict=True)],
         schema=schema,
     )
-
-
-def _refuse_nulls(batch: pa.RecordBatch, columns: list[str]) -> None:
-    for name in columns:
-        nulls = batch.column(batch.schema.get_field_index(name)).null_count
-        if nulls:
-            raise ValueError(f"column {name!r} has nulls, fill or drop them before fitting: {nulls} in one batch")

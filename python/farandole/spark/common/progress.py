@@ -58,21 +58,24 @@ class Lines(Progress):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._spoken = time.monotonic()
+        self._spoken: float | None = None
 
     def message(self, text: str) -> None:
         """As `Progress.message`."""
         print(text, file=self._stream, flush=True)
-        self._spoken = time.monotonic()
 
     def step(self, report: dict[str, Any]) -> None:
         """As `Progress.step`."""
-        if time.monotonic() - self._spoken >= _QUIET_SECONDS:
+        now = time.monotonic()
+        self._spoken = now if self._spoken is None else self._spoken
+        if now - self._spoken >= _QUIET_SECONDS:
+            self._spoken = now
             place = f"epoch {report['epoch'] + 1}/{report['epochs']}  batch {report['step']}/{report['steps']}"
             self.message(f"{place}  loss {report['loss']:.4f}  {report['rows_per_second']:,.0f} rows/s")
 
     def epoch(self, report: dict[str, Any]) -> None:
         """As `Progress.epoch`."""
+        self._spoken = time.monotonic()
         place = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
         self.message(f"{place}  {_scores(report['entry'])}  {report['rows_per_second']:,.0f} rows/s")
 

@@ -153,24 +153,23 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             raise ValueError(f"output_cols needs one name per label column {len(self.getLabelColumns())}: {names}")
         predictor = Predictor(
             model=payload.pack(self.getModel()),
+            columns=tuple(dataset.columns),
             features=tuple(features),
             shapes=self.getInputShapes(),
-            names=tuple(names),
+            labels=len(names),
             kinds=(),
             batch_size=self.getBatchSize(),
         )
         outputs = self.getOrDefault("outputs") or self._find_outputs(dataset, predictor)
-        schema = types.StructType(
-            [
-                *dataset.schema.fields,
-                *(types.StructField(name, one.spark_type, True) for name, one in zip(names, outputs, strict=True)),
-            ]
-        )
-        return dataset.mapInArrow(_task(predictor.with_kinds([one.kind for one in outputs])), schema)
+        inner = _numbered(dataset)
+        added = [types.StructField(f"output{index}", one.spark_type) for index, one in enumerate(outputs)]
+        schema = types.StructType([*inner.schema.fields, *added])
+        predicted = inner.mapInArrow(_task(predictor.with_kinds([one.kind for one in outputs])), schema)
+        return predicted.toDF(*dataset.columns, *names)
 
     def _find_outputs(self, dataset: DataFrame, predictor: Predictor) -> list[Output]:
         """Predicts one row to see what the model returns."""
-        found = dataset.limit(1).mapInArrow(_probe(predictor), "size int").collect()
+        found = _numbered(dataset.limit(1)).mapInArrow(_probe(predictor), "size int").collect()
         labels = self.getLabelColumns()
         if not found:
             raise ValueError("the outputs of the model are not known and the DataFrame has no row to find them out")
@@ -179,6 +178,11 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             Output(_numpy_name(schema.get(label)), isinstance(schema.get(label), VectorUDT), row.size)
             for label, row in zip(labels, found, strict=True)
         ]
+
+
+def _numbered(dataset: DataFrame) -> DataFrame:
+    """The same with numbers for names: mapInArrow takes no names with dots or backticks, and none twice."""
+    return dataset.toDF(*(f"column{index}" for index in range(len(dataset.columns))))
 
 
 def _task(predictor: Predictor) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:

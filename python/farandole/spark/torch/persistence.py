@@ -82,7 +82,8 @@ class TorchModelWriter(MLWriter):
         }
         pickled = io.BytesIO()
         _Pickler(pickled, weights).dump({name: model.getOrDefault(name) for name in _OBJECTS})
-        plain = {param.name: value for param, value in model._paramMap.items() if param.name not in _OBJECTS}
+        values = {param.name: value for param, value in model._paramMap.items() if value is not None}
+        plain = {name: value for name, value in values.items() if name not in _OBJECTS}
         if "outputs" in plain:
             plain["outputs"] = describe(plain["outputs"])
         DefaultParamsWriter.saveMetadata(model, path, self.sparkSession, paramMap=plain)

@@ -32,9 +32,10 @@ class Predictor:
     """A model and how columns go in and out of it."""
 
     model: bytes
+    columns: tuple[str, ...]
     features: tuple[str, ...]
     shapes: list[list[int]] | None
-    names: tuple[str, ...]
+    labels: int
     kinds: tuple[str, ...]
     batch_size: int
 
@@ -58,7 +59,8 @@ class Predictor:
         for batch in batches:
             found = self._outputs(model, batch)
             columns = [column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)]
-            yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *self.names])
+            added = [f"output{index}" for index in range(self.labels)]
+            yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
 
     def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """How many elements each output has: one row per output, when there is a row to try.
@@ -93,10 +95,10 @@ class Predictor:
         from farandole.spark.torch.tensors import outputs_of
 
         if batch.num_rows == 0:
-            return [np.empty((0, 1), dtype=np.float32) for _ in self.names]
+            return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
         inputs: list[torch.Tensor] = []
         for index, name in enumerate(self.features):
-            values = rows(batch.column(batch.schema.get_field_index(name)), name).astype(np.float32)
+            values = rows(batch.column(self.columns.index(name)), name).astype(np.float32)
             size = values[0].size
             shape = (size,) if self.shapes is None else row_shape(self.shapes[index], size)
             inputs.append(torch.from_numpy(values).reshape(-1, *shape))
@@ -104,7 +106,7 @@ class Predictor:
         with torch.inference_mode():
             for start in range(0, batch.num_rows, self.batch_size):
                 value = model(*(tensor[start : start + self.batch_size] for tensor in inputs))
-                parts.append(outputs_of(value, len(self.names)))
+                parts.append(outputs_of(value, self.labels))
         whole = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
         return [output.detach().float().reshape(batch.num_rows, -1).numpy() for output in whole]
 

@@ -62,7 +62,13 @@ def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:
     """
     outputs = [value] if isinstance(value, torch.Tensor) else value
     if not isinstance(outputs, list | tuple) or not all(isinstance(output, torch.Tensor) for output in outputs):
-        raise ValueError(f"the model must return a tensor or a tuple of tensors, it returned {type(value).__name__}")
+        raise ValueError(f"the model must return a tensor or a tuple of tensors, it returned {_kind(value)}")
     if len(outputs) != labels:
         raise ValueError(f"label column count {labels} must equal the count of model outputs {len(outputs)}")
     return list(outputs)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of {', '.join(type(one).__name__ for one in value)}"
+    return type(value).__name__
