@@ -42,8 +42,6 @@ def test_control_c_interrupts_init_while_it_waits_for_other_ranks(tmp_path):
             thread.join(timeout=60)
     tails = [outcomes[task].stderr_tail for task in range(2)]
     assert [outcomes[task].exit_code for task in range(2)] == [0, 0], tails
-        outcome.stderr_tail for outcome in outcomes.values()
-    ]
 
 
 def leave_and_join_again():
