@@ -5,6 +5,8 @@
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+use std::io::{ErrorKind, Read as _};
+use std::net::TcpStream;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -164,6 +166,26 @@ fn oversized_values_and_keys_are_refused() {
 }
 
 #[test]
+fn connections_beyond_the_limit_find_the_door_shut_and_leave_it_open_for_others() {
+    // RG-2: one task has 68 places.
+    let registrar = registrar(1);
+    let address = registrar.ticket().addresses()[0].clone();
+    let flood: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
+    let shut = flood
+        .iter()
+        .filter(|stream| {
+            stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+            // Closed with or without a reset; an open one says nothing yet.
+            let mut stream: &TcpStream = stream;
+            !matches!(stream.read(&mut [0]), Err(error) if error.kind() == ErrorKind::WouldBlock)
+        })
+        .count();
+    assert_eq!(shut, 100 - 68);
+    drop(flood);
+    connect(registrar.ticket(), 0).register(0, &host::facts(), soon()).unwrap();
+}
+
+#[test]
 fn a_missing_task_is_named_at_the_deadline() {
     let registrar = registrar(3);
     let client = connect(registrar.ticket(), 1);
@@ -297,8 +319,8 @@ fn a_client_that_waits_is_ended_by_its_cancel() {
     });
 }
 
-#[test]
-fn sixty_four_tasks_are_assigned_within_50_ms_of_the_last_registration() {
+/// From the last of 64 registrations to the assignment of all.
+fn last_registration_to_all_assignments() -> Duration {
     const TASKS: u32 = 64;
     let registrar = registrar(TASKS);
     let facts = host::facts();
@@ -307,7 +329,7 @@ fn sixty_four_tasks_are_assigned_within_50_ms_of_the_last_registration() {
         client.register(0, &facts, soon()).unwrap();
     }
     let (sender, done) = mpsc::channel();
-    let took = thread::scope(|scope| {
+    thread::scope(|scope| {
         for client in &clients[1..] {
             let sender = sender.clone();
             scope.spawn(move || {
@@ -321,7 +343,13 @@ fn sixty_four_tasks_are_assigned_within_50_ms_of_the_last_registration() {
         let others: Vec<(Instant, usize)> = (1..TASKS).map(|_| done.recv().unwrap()).collect();
         assert!(others.iter().all(|(_, size)| *size == 64));
         others.iter().map(|(at, _)| at.duration_since(last)).max().unwrap_or_default()
-    });
+    })
+}
+
+#[test]
+fn sixty_four_tasks_are_assigned_within_50_ms_of_the_last_registration() {
+    // The best of three: what is judged is the registrar, not what else the machine does meanwhile.
+    let took = (0..3).map(|_| last_registration_to_all_assignments()).min().unwrap_or_default();
     println!("last registration to everybody's assignment, 64 tasks: {took:?}");
-    assert!(took < Duration::from_millis(50 * 4), "{took:?}");
+    assert!(took <= Duration::from_millis(50), "{took:?}");
 }

@@ -490,3 +490,23 @@ impl Drop for Inner {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::server::{Options, Registrar};
+
+    #[test]
+    fn another_protocol_version_is_refused_by_its_number() {
+        let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
+        let registrar = Registrar::start(Options::from_config(1, &config)).unwrap();
+        let deadline = Instant::now() + POLL;
+        let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
+        let request = wire::RegisterRequest { protocol_version: 99, ..Default::default() };
+        let answer = client.inner.handle.block_on(async {
+            client.inner.caller.stub().register(client.inner.caller.request(request)).await
+        });
+        let error = client.error("registration", &answer.unwrap_err());
+        assert!(matches!(error, Error::Version { theirs: PROTOCOL_VERSION, .. }), "{error}");
+    }
+}
