@@ -68,7 +68,7 @@ STARTED = [event("registered", task=0), event("registered", task=1), event("assi
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    for name in ("_GRACE_AFTER_VERDICT", "_GRACE_AFTER_EXIT", "_GRACE_AFTER_ABORT"):
+    for name in ("_GRACE_AFTER_VERDICT", "_GRACE_AFTER_EXIT", "_GRACE_AFTER_ABORT", "_GRACE_FOR_ROWS"):
         monkeypatch.setattr(gang, name, 0.0)
 
 

@@ -18,7 +18,7 @@ import farandole.spark
 from farandole.spark import FarandoleJobError, conf
 from farandole.spark.common.backend import SparkBackend
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(90, func_only=True)
 
 
 def test_more_processes_than_slots_are_refused_with_both_numbers_before_anything_starts(spark, pids):

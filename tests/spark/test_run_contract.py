@@ -22,7 +22,7 @@ from farandole.spark.common.backend import Backend, LocalBackend, SparkBackend
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(90, func_only=True)
 
 MakeBackend = "Callable[..., Backend]"
 

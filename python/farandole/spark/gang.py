@@ -33,6 +33,7 @@ _WAIT_FOR_ROWS = 0.02
 _GRACE_AFTER_VERDICT = 3.0
 _GRACE_AFTER_EXIT = 15.0
 _GRACE_AFTER_ABORT = 3.0
+_GRACE_FOR_ROWS = 0.5
 _GRACE_AFTER_CANCEL = 10.0
 _NEWS_EVERY = 15.0
 _TAIL = 50
@@ -331,8 +332,8 @@ class _Gang:
     def end(self, reason: str) -> None:
         """Kills the workers, then whatever runs the agents, and waits until both are gone."""
         self.registrar.abort(reason)
-        if self.seen.registered:
-            self.wait(_GRACE_AFTER_ABORT, lambda: self.agents.done() and self.workers_ended())
+        self.wait(_GRACE_AFTER_ABORT, self.workers_ended)
+        self.wait(_GRACE_FOR_ROWS if self.seen.registered else 0.0, self.agents.done)
         deadline = time.monotonic() + _GRACE_AFTER_CANCEL
         while not self.agents.done() and time.monotonic() < deadline:
             self.agents.cancel()

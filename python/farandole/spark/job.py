@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from farandole.spark.agent import Work
     from farandole.spark.gang import Output
+    from farandole.spark.outcome import Row
     from farandole.spark.session import Cluster
 
 _NO_SLOTS = "SPARK-24819"
@@ -121,8 +123,7 @@ class SparkAgents(Agents):
 
 def _agent(work: Work) -> Callable[[Iterable[Any]], Iterator[Any]]:
     def agent(batches: Iterable[Any]) -> Iterator[Any]:
-        import pyarrow  # noqa: PLC0415, ICN001 - runs in Spark's task
-        from pyspark import BarrierTaskContext  # noqa: PLC0415 - as above
+        from pyspark import BarrierTaskContext  # noqa: PLC0415 - runs in Spark's task
 
         from farandole.spark import agent as agents  # noqa: PLC0415 - as above
         from farandole.spark import task as tasks  # noqa: PLC0415 - as above
@@ -130,15 +131,25 @@ def _agent(work: Work) -> Callable[[Iterable[Any]], Iterator[Any]]:
         fence = BarrierTaskContext.get().taskAttemptId()
         for number in agents.tasks_of(batches):
             ending = agents.serve(work, number, fence, tasks.resources())
-            for task, kind, chunk, data in ending.rows():
-                yield pyarrow.RecordBatch.from_arrays(
-                    [
-                        pyarrow.array([task], pyarrow.int32()),
-                        pyarrow.array([kind], pyarrow.string()),
-                        pyarrow.array([chunk], pyarrow.int32()),
-                        pyarrow.array([data], pyarrow.binary()),
-                    ],
-                    names=["task", "kind", "chunk", "data"],
-                )
+            for row in ending.rows():
+                yield _batch(row)
 
     return agent
+
+
+def _batch(row: Row) -> Any:
+    """One row as a record batch, made of buffers: `pyarrow.array` would first import pandas, which takes a second."""
+    import pyarrow  # noqa: PLC0415, ICN001 - runs in Spark's task
+
+    def number(value: int) -> Any:
+        return pyarrow.Array.from_buffers(pyarrow.int32(), 1, [None, pyarrow.py_buffer(struct.pack("=i", value))])
+
+    def octets(kind: Any, value: bytes) -> Any:
+        offsets = pyarrow.py_buffer(struct.pack("=ii", 0, len(value)))
+        return pyarrow.Array.from_buffers(kind, 1, [None, offsets, pyarrow.py_buffer(value)])
+
+    task, kind, chunk, data = row
+    return pyarrow.RecordBatch.from_arrays(
+        [number(task), octets(pyarrow.string(), kind.encode()), number(chunk), octets(pyarrow.binary(), data)],
+        names=["task", "kind", "chunk", "data"],
+    )
