@@ -7,7 +7,7 @@ use arrow::buffer::{Buffer, MutableBuffer};
 use farandole_dataset::{Element, Part, permutation};
 
 use crate::reader::Selected;
-use crate::values::{Rows, Source, gather};
+use crate::values::{Rows, Source, gather, shuffle};
 
 /// Rows up to this many bytes are shuffled when they are decoded.
 const NARROW: usize = 64;
@@ -34,19 +34,22 @@ impl Block {
     pub(crate) fn new(part: &Part, selected: &[Selected], decoded: Vec<Buffer>) -> Self {
         let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
         let order = part.shuffle.map(|seed| permutation(seed, u32::try_from(rows).unwrap_or(u32::MAX)));
-        let shuffle = |(column, data): (&Selected, Buffer)| {
+        let arrange = |(column, data): (&Selected, Buffer)| {
             let (element, elements) = (column.field.element, column.field.elements());
             match &order {
                 Some(order) if column.field.width() <= NARROW => {
-                    let mut out = MutableBuffer::from_len_zeroed(rows * column.out_width());
-                    let rows = Rows { order: Some(order), first: 0, count: rows, stride: 1 };
-                    gather(Source { data: &data, element, elements }, rows, &mut out, column.out, 0);
-                    BlockColumn { data: out.into(), element: column.out, elements, lazy: false }
+                    let source = Source { data: &data, element, elements };
+                    BlockColumn {
+                        data: shuffle(source, order, column.out),
+                        element: column.out,
+                        elements,
+                        lazy: false,
+                    }
                 }
                 _ => BlockColumn { data, element, elements, lazy: true },
             }
         };
-        let columns = selected.iter().zip(decoded).map(shuffle).collect();
+        let columns = selected.iter().zip(decoded).map(arrange).collect();
         Self { columns, order }
     }
 

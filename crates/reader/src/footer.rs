@@ -17,9 +17,6 @@ use crate::error::{Error, Result};
 /// What is read at once in the hope that the footer is in it.
 const TAIL: u64 = 64 << 10;
 
-/// Chunks this near are fetched by one request.
-const GAP: u64 = 64 << 10;
-
 /// Reads the footer of a file of `bytes` bytes.
 pub(crate) fn load(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
     let file = || store.name_of(path);
@@ -54,7 +51,7 @@ pub(crate) struct Fetched {
 }
 
 impl Fetched {
-    /// Fetches the chunks of `leaves`.
+    /// Fetches the chunks of `leaves`; a remote store joins what is near.
     pub(crate) fn columns(
         store: &Store,
         path: &str,
@@ -62,24 +59,14 @@ impl Fetched {
         leaves: &[usize],
         length: u64,
     ) -> Result<Self> {
-        let mut ranges: Vec<Range<u64>> = leaves
+        let ranges: Vec<Range<u64>> = leaves
             .iter()
             .filter_map(|leaf| group.columns().get(*leaf))
             .map(|column| column.byte_range())
             .map(|(start, length)| start..start.saturating_add(length))
             .collect();
-        ranges.sort_unstable_by_key(|range| range.start);
-        let mut joined: Vec<Range<u64>> = Vec::new();
-        for range in ranges {
-            match joined.last_mut() {
-                Some(last) if range.start <= last.end.saturating_add(GAP) => {
-                    last.end = last.end.max(range.end)
-                }
-                _ => joined.push(range),
-            }
-        }
-        let pieces = store.read_ranges(path, &joined)?;
-        Ok(Self { pieces: joined.into_iter().map(|range| range.start).zip(pieces).collect(), length })
+        let pieces = store.read_ranges(path, &ranges)?;
+        Ok(Self { pieces: ranges.into_iter().map(|range| range.start).zip(pieces).collect(), length })
     }
 
     fn slice(&self, start: u64, length: Option<usize>) -> parquet::errors::Result<Bytes> {
@@ -91,11 +78,11 @@ impl Fetched {
             .filter_map(|(first, piece)| {
                 Some((first, piece, usize::try_from(start.checked_sub(*first)?).ok()?))
             })
-            .find(|(_, piece, skip)| *skip <= piece.len())
+            .max_by_key(|(first, ..)| **first)
             .ok_or_else(outside)?;
         let end = length
             .map_or(Some(piece.len()), |length| skip.checked_add(length))
-            .filter(|end| *end <= piece.len());
+            .filter(|end| (skip..=piece.len()).contains(end));
         Ok(piece.slice(skip..end.ok_or_else(outside)?))
     }
 }

@@ -99,6 +99,27 @@ pub(crate) fn gather(source: Source<'_>, rows: Rows<'_>, out: &mut MutableBuffer
     }
 }
 
+/// A whole column of scalars in another order, as elements `to`: written once, into memory that nobody cleared before.
+pub(crate) fn shuffle(source: Source<'_>, order: &[u32], to: Element) -> Buffer {
+    if source.element == to && source.elements == 1 {
+        return match to.width() {
+            Some(1) => pick(source.data.as_slice(), order),
+            Some(2) => pick::<u16>(source.data.typed_data(), order),
+            Some(4) => pick::<u32>(source.data.typed_data(), order),
+            _ => pick::<u64>(source.data.typed_data(), order),
+        };
+    }
+    let width = to.width().unwrap_or(1) * source.elements;
+    let mut out = MutableBuffer::from_len_zeroed(order.len() * width);
+    gather(source, Rows { order: Some(order), first: 0, count: order.len(), stride: 1 }, &mut out, to, 0);
+    out.into()
+}
+
+fn pick<T: ArrowNativeType>(source: &[T], order: &[u32]) -> Buffer {
+    let value = |row: &u32| source.get(*row as usize).copied().unwrap_or_default();
+    Buffer::from_vec(order.iter().map(value).collect::<Vec<T>>())
+}
+
 fn part_mut<T>(all: &mut [T], at: usize, count: usize) -> &mut [T] {
     all.get_mut(at..at + count).unwrap_or_default()
 }
@@ -271,6 +292,19 @@ mod tests {
         let pairs = Source { data: &data, element: Element::Int32, elements: 2 };
         let rows = Rows { order: Some(&[1, 0]), first: 0, count: 2, stride: 1 };
         assert_eq!(run(pairs, rows, Element::Int32).typed_data::<i32>()[..5], [0, 12, 13, 10, 11]);
+    }
+
+    #[test]
+    fn whole_columns_are_shuffled_and_converted() {
+        let data = Buffer::from_vec(vec![10_i32, 11, 12, 13]);
+        let source = Source { data: &data, element: Element::Int32, elements: 1 };
+        assert_eq!(shuffle(source, &[2, 0, 3, 1], Element::Int32).typed_data::<i32>(), [12, 10, 13, 11]);
+        assert_eq!(
+            shuffle(source, &[2, 0, 3, 1], Element::Float32).typed_data::<f32>(),
+            [12.0, 10.0, 13.0, 11.0]
+        );
+        let pairs = Source { elements: 2, ..source };
+        assert_eq!(shuffle(pairs, &[1, 0], Element::Int32).typed_data::<i32>(), [12, 13, 10, 11]);
     }
 
     #[test]
