@@ -138,7 +138,8 @@ fn main() {
         report(&format!("{ranks} ranks, {bytes} B, synchronous"), rounds, measure(ranks, rounds, step));
     }
     let step = |engine: &Engine| {
-        let memory: Vec<Memory> = (0..100).map(|_| Memory::new(64 << 10)).collect();
+        thread_local!(static MEMORY: Vec<Memory> = (0..100).map(|_| Memory::new(64 << 10)).collect());
+        let memory = MEMORY.with(Clone::clone);
         let submit = |(k, memory)| engine.submit(sum(&format!("gradient.{k}"), memory)).unwrap();
         let handles: Vec<_> = memory.iter().enumerate().map(submit).collect();
         handles.into_iter().for_each(|handle| drop(engine.wait(handle, LIMIT).unwrap().unwrap()));

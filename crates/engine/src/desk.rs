@@ -3,6 +3,7 @@
 
 //! Where callers leave requests and fetch results: names in flight, handles, the queue to whoever drives.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::callbacks::{Call, Callback};
@@ -35,7 +36,7 @@ pub(crate) struct Desk {
     next: u64,
     handles: Map<u64, State>,
     sets: Vec<Names>,
-    queue: Vec<Submission>,
+    queue: VecDeque<Submission>,
     stopped: Option<Arc<Cause>>,
 }
 
@@ -45,7 +46,7 @@ impl Desk {
             next: 0,
             handles: Map::default(),
             sets: (0..sets).map(|_| Names::default()).collect(),
-            queue: Vec::new(),
+            queue: VecDeque::new(),
             stopped: None,
         }
     }
@@ -70,13 +71,17 @@ impl Desk {
         submission.entry.handle = handle;
         self.sets[submission.set].in_flight.insert(Arc::clone(&submission.entry.name));
         self.handles.insert(handle.0, callback.map_or(State::Pending, State::Called));
-        self.queue.push(submission);
+        self.queue.push_back(submission);
         handle
     }
 
-    /// Swaps the queue for an empty one.
-    pub(crate) fn drain(&mut self, into: &mut Vec<Submission>) {
-        std::mem::swap(&mut self.queue, into);
+    /// Moves the queue.
+    pub(crate) fn drain(&mut self, into: &mut VecDeque<Submission>) {
+        if into.is_empty() {
+            std::mem::swap(&mut self.queue, into);
+        } else {
+            into.append(&mut self.queue);
+        }
     }
 
     /// Whether the result is there.
@@ -129,10 +134,16 @@ impl Desk {
         self.sets[set].left.get_or_insert_with(|| Arc::clone(cause));
     }
 
-    /// From now on everything is refused; what nobody has drained fails. The first cause stays.
-    pub(crate) fn stop(&mut self, cause: Arc<Cause>, calls: &mut Vec<Call>) {
+    /// From now on everything is refused; what was drained but not taken up, or not drained, fails. The first cause
+    /// stays.
+    pub(crate) fn stop(
+        &mut self,
+        cause: Arc<Cause>,
+        intake: &mut VecDeque<Submission>,
+        calls: &mut Vec<Call>,
+    ) {
         let cause = Arc::clone(self.stopped.get_or_insert(cause));
-        for Submission { set, entry, .. } in std::mem::take(&mut self.queue) {
+        for Submission { set, entry, .. } in intake.drain(..).chain(std::mem::take(&mut self.queue)) {
             let (operation, tensor) = (entry.operation, Arc::clone(&entry.name));
             self.sets[set].in_flight.remove(&tensor);
             self.finish(

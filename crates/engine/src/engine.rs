@@ -347,3 +347,6 @@ impl fmt::Debug for Engine {
         f.debug_struct("Engine").field("rank", &self.inner.world.rank).finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -193,8 +193,11 @@ enum Part {
     List(Vec<u64>),
 }
 
+/// What must not differ, and how to look at it.
+type Rule = (&'static str, fn(&Signature) -> Part);
+
 /// In the order in which they are looked at; `{}` stands for the operation.
-const RULES: [(&str, fn(&Signature) -> Part); 8] = [
+const RULES: [Rule; 8] = [
     ("data types", |signature| Part::Number(signature.dtype as u64)),
     ("operations", |signature| Part::List(signature.call.name().bytes().map(u64::from).collect())),
     ("{} tensor shapes", |signature| Part::List(signature.shape.clone())),

@@ -75,15 +75,15 @@ impl ProcessSet {
     }
 
     /// Everything that became complete since the last poll travels in one frame.
-    pub(super) fn send_announcement(&mut self) -> Step {
+    pub(super) fn send_announcement(&mut self) -> Step<bool> {
         if self.upward.is_empty() {
-            return Ok(());
+            return Ok(false);
         }
         let frame = std::mem::take(&mut self.upward);
         self.send(0, kind::ANNOUNCE, &frame)?;
         self.upward = frame;
         self.upward.clear();
-        Ok(())
+        Ok(true)
     }
 
     pub(super) fn on_announcement(&mut self, from: usize, frame: &[u8], now: Instant) -> Result<(), Stop> {

@@ -137,20 +137,26 @@ impl ProcessSet {
 
     fn run(&mut self, list: u64, tensors: Vec<Arc<Agreed>>) -> Step {
         let mut entries = Vec::with_capacity(tensors.len());
+        let mut unknown = None;
         for agreed in tensors {
-            let entry = self.local.remove(&agreed.name).ok_or_else(|| Cause::Protocol {
-                rank: self.members[0],
-                reason: format!(
-                    "a tensor is to be executed that this rank did not announce: {}",
-                    agreed.name
-                ),
-            })?;
-            entries.push((entry, agreed));
+            match self.local.remove(&agreed.name) {
+                Some(entry) => entries.push((entry, agreed)),
+                None => unknown = Some(agreed),
+            }
         }
         self.statistics.operations += 1;
         self.statistics.tensors += entries.len() as u64;
         self.execution.push(list, entries);
-        Ok(())
+        match unknown {
+            None => Ok(()),
+            Some(agreed) => Err(Cause::Protocol {
+                rank: self.members[0],
+                reason: format!(
+                    "a tensor that this rank did not announce is to be executed: {}",
+                    agreed.name
+                ),
+            }),
+        }
     }
 
     fn refuse(&mut self, refusal: Refusal, finished: &mut Vec<Finished>) {

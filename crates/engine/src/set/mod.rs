@@ -203,7 +203,7 @@ impl ProcessSet {
         // A second round executes what the first one decided.
         for _ in 0..2 {
             moved |= self.emit(finished)?;
-            self.send_announcement()?;
+            moved |= self.send_announcement()?;
             let ran = self.execute(now, finished)?;
             moved |= ran;
             if !ran || self.coordinator.is_empty() {

@@ -116,7 +116,7 @@ fn run(seed: u64, hosts: &[u32], windows: usize) {
                 };
                 flying.push((index, handles));
                 if own.random_bool(0.1) {
-                    drop(engine.poll(flying[0].1[0]).unwrap());
+                    engine.poll(flying[0].1[0]).unwrap();
                 }
             }
             flying.shuffle(&mut own);

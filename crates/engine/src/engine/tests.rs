@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+use farandole_collectives::HostCommunicator;
+use farandole_world::{Fault, HostHash};
+
+use super::*;
+use crate::{ProgressHost, SetOptions, Settings, Silent};
+
+struct Awake;
+
+impl ProgressHost for Awake {
+    fn prepare(&self) {}
+    fn park(&self, _limit: Duration) {
+        std::thread::yield_now();
+    }
+    fn cancel(&self) {}
+    fn unpark(&self) {}
+    fn check(&self) -> farandole_transport::Result<()> {
+        Ok(())
+    }
+    fn beat(&self) {}
+}
+
+fn options(id: u32) -> EngineOptions {
+    EngineOptions {
+        world: World::alone(HostHash("host".to_owned())),
+        settings: Settings {
+            collective_timeout: Duration::from_secs(20),
+            fusion_threshold: 0,
+            cache_capacity: 0,
+            spin: Duration::ZERO,
+            stall_check: None,
+            stall_shutdown: None,
+        },
+        host: Arc::new(Awake),
+        sets: vec![SetOptions {
+            id: ProcessSetId(id),
+            members: vec![Rank(0)],
+            control: Vec::new(),
+            communicator: Box::new(HostCommunicator::new(Rank(0), Vec::new()).unwrap()),
+        }],
+        foreign: Vec::new(),
+        devices: Vec::new(),
+        observer: Arc::new(Silent),
+    }
+}
+
+#[test]
+fn a_forked_child_is_told_how_to_start_workers() {
+    let mut engine = Engine::start(options(0)).unwrap();
+    let barrier = || Request::barrier("b", ProcessSetId::GLOBAL);
+    let handle = engine.submit(barrier()).unwrap();
+    let pid = std::mem::replace(&mut engine.pid, 1);
+    for error in [
+        engine.submit(barrier()).unwrap_err(),
+        engine.submit_group(vec![barrier()]).unwrap_err(),
+        engine.submit_with(barrier(), Box::new(drop)).unwrap_err(),
+        engine.poll(handle).unwrap_err(),
+        engine.wait(handle, Duration::ZERO).unwrap_err(),
+    ] {
+        assert!(error.to_string().ends_with("with the spawn or forkserver method"), "{error}");
+        assert_eq!(error.fault(), Fault::Usage);
+    }
+    engine.shutdown();
+    engine.pid = pid;
+    assert!(engine.wait(handle, Duration::from_secs(20)).unwrap().is_some());
+}
+
+#[test]
+fn an_engine_needs_the_set_of_all_ranks_and_links_to_its_neighbours() {
+    let error = Engine::start(options(1)).unwrap_err();
+    assert!(error.to_string().contains("process set 0 is missing"), "{error}");
+    let mut twice = options(0);
+    twice.sets.extend(options(0).sets);
+    assert!(Engine::start(twice).is_err());
+    let mut foreign = options(0);
+    foreign.sets[0].members = vec![Rank(3)];
+    let error = Engine::start(foreign).unwrap_err();
+    assert_eq!(error.to_string(), "cannot start the engine: rank 0 is not in process set 0");
+}

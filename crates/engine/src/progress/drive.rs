@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What the holder of the progress lock does.
+
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+use super::{BEAT, Driver, Inner, Until};
+use crate::Cause;
+use crate::callbacks::Call;
+use crate::desk::Submission;
+use crate::set::{Finished, ProcessSet, Step};
+
+/// How often the clock is compared with deadlines while driving.
+const TICK: Duration = Duration::from_millis(20);
+/// Longest sleep while a lost peer may yet turn out to have left in order.
+const DOUBT: Duration = Duration::from_millis(5);
+
+impl Inner {
+    pub(super) fn drive(&self, driver: &mut Driver, until: Until) {
+        let spin = match until {
+            Until::Done(..) if self.crowded => self.settings.spin / 8,
+            Until::Done(..) => self.settings.spin,
+            // The framework computes meanwhile: leave it the core.
+            Until::Idle => self.settings.spin / 32,
+            Until::Something => Duration::ZERO,
+        };
+        let mut still_since: Option<Instant> = None;
+        let mut posted = driver.posted.wrapping_sub(1);
+        loop {
+            let now = Instant::now();
+            let moved = self.step(driver, now);
+            let over = match until {
+                Until::Done(handle, deadline) => {
+                    let news = std::mem::replace(&mut posted, driver.posted) != driver.posted;
+                    now >= deadline || (news && !self.desk.lock().is_pending(handle))
+                }
+                Until::Idle | Until::Something => {
+                    self.wanted.load(Ordering::SeqCst) > 0
+                        || self.background.is_stopping()
+                        || (matches!(until, Until::Idle) && !driver.is_busy())
+                }
+            };
+            if over || driver.stopped || self.summoned.load(Ordering::SeqCst) > 0 {
+                return;
+            }
+            if moved {
+                still_since = None;
+                continue;
+            }
+            if now.duration_since(*still_since.get_or_insert(now)) < spin {
+                self.pause();
+                continue;
+            }
+            let beat = now + if driver.sets.iter().any(ProcessSet::is_in_doubt) { DOUBT } else { BEAT };
+            let limit = match until {
+                Until::Done(_, deadline) => deadline.min(beat),
+                Until::Idle | Until::Something => beat,
+            };
+            self.park(driver, until, limit);
+            if matches!(until, Until::Something) {
+                // One look at what came; more is for the next round.
+                self.step(driver, Instant::now());
+                return;
+            }
+            still_since = None;
+        }
+    }
+
+    fn park(&self, driver: &mut Driver, until: Until, limit: Instant) {
+        self.parked.store(true, Ordering::SeqCst);
+        self.host.prepare();
+        fence(Ordering::SeqCst);
+        let called = self.queued.load(Ordering::SeqCst)
+            || self.summoned.load(Ordering::SeqCst) > 0
+            || (!matches!(until, Until::Done(..)) && self.wanted.load(Ordering::SeqCst) > 0)
+            || self.background.is_stopping();
+        let now = Instant::now();
+        if called || self.step(driver, now) || driver.stopped {
+            self.host.cancel();
+        } else {
+            self.host.park(limit.saturating_duration_since(now));
+            self.host.cancel();
+            driver.woken = true;
+        }
+        self.parked.store(false, Ordering::SeqCst);
+    }
+
+    /// After an orderly stop: keeps links open until no peer needs them, but not past `deadline`.
+    pub(crate) fn farewell(&self, driver: &mut Driver, deadline: Instant) {
+        let start = Instant::now();
+        loop {
+            let now = Instant::now();
+            // Every set takes its step, also those after one that is not done.
+            let open = driver.sets.iter_mut().filter_map(|set| (!set.farewell(now)).then_some(())).count();
+            if open == 0 || now >= deadline {
+                return;
+            }
+            if now.duration_since(start) < self.settings.spin {
+                self.pause();
+                continue;
+            }
+            // Short enough that a farewell that came just before is not waited for.
+            self.host.prepare();
+            self.host.park(DOUBT);
+            self.host.cancel();
+        }
+    }
+
+    pub(super) fn pause(&self) {
+        if self.crowded {
+            std::thread::yield_now();
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+
+    /// Takes what was submitted, polls every set once, posts what completed; true when anything moved.
+    pub(crate) fn step(&self, driver: &mut Driver, now: Instant) -> bool {
+        if driver.stopped {
+            return false;
+        }
+        match self.try_step(driver, now) {
+            Ok(moved) => moved,
+            Err(cause) => {
+                self.stop(driver, cause);
+                true
+            }
+        }
+    }
+
+    fn try_step(&self, driver: &mut Driver, now: Instant) -> Step<bool> {
+        let mut moved = false;
+        if self.queued.load(Ordering::SeqCst) {
+            self.queued.store(false, Ordering::SeqCst);
+            self.desk.lock().drain(&mut driver.intake);
+            moved = !driver.intake.is_empty();
+            while let Some(Submission { set, entry, signature }) = driver.intake.pop_front() {
+                let mut finished = Vec::new();
+                driver.sets[set].enqueue(entry, signature, &mut finished)?;
+                if !finished.is_empty() {
+                    self.post(set, &mut finished, &mut driver.calls);
+                    driver.posted += 1;
+                }
+            }
+        }
+        let due = driver.woken || now.saturating_duration_since(driver.ticked) >= TICK;
+        for index in 0..driver.sets.len() {
+            let set = &mut driver.sets[index];
+            moved |= set.poll(now, &mut driver.finished)?;
+            if due {
+                set.tick(now)?;
+            }
+            if let Some(cause) = set.left() {
+                self.desk.lock().leave(index, cause);
+            }
+            if !driver.finished.is_empty() {
+                self.post(index, &mut driver.finished, &mut driver.calls);
+                driver.posted += 1;
+            }
+        }
+        if due {
+            driver.ticked = now;
+            driver.woken = false;
+            if let Err(error) = self.host.check() {
+                driver.sets.iter_mut().for_each(|set| set.suspect(error.clone(), now));
+            }
+        }
+        Ok(moved)
+    }
+
+    fn post(&self, set: usize, finished: &mut Vec<Finished>, calls: &mut Vec<Call>) {
+        let mut desk = self.desk.lock();
+        desk.post(set, finished, calls);
+        if self.waiters.load(Ordering::SeqCst) > 0 {
+            self.changed.notify_all();
+        }
+        drop(desk);
+        self.callbacks.send(calls);
+    }
+
+    /// Ends everything: nothing touches a buffer any more, peers are told, every pending request fails.
+    pub(crate) fn stop(&self, driver: &mut Driver, cause: Cause) {
+        if driver.stopped {
+            return;
+        }
+        driver.stopped = true;
+        let orderly = matches!(cause, Cause::ShutDown);
+        let cause = Arc::new(cause);
+        self.desk.lock().stop(Arc::clone(&cause), &mut driver.intake, &mut driver.calls);
+        for (index, set) in driver.sets.iter_mut().enumerate() {
+            if orderly {
+                set.depart(&mut driver.finished);
+            } else {
+                set.abort(&cause);
+                set.fail(&cause, &mut driver.finished);
+            }
+            self.post(index, &mut driver.finished, &mut driver.calls);
+        }
+        driver.posted += 1;
+        let desk = self.desk.lock();
+        self.changed.notify_all();
+        drop(desk);
+        self.callbacks.send(&mut driver.calls);
+    }
+}
