@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -22,10 +21,8 @@ pytestmark = pytest.mark.timeout(90, func_only=True)
 
 
 def test_more_processes_than_slots_are_refused_with_both_numbers_before_anything_starts(spark, pids):
-    started = time.monotonic()
     with pytest.raises(ValueError, match=r"num_proc=4 .* has 2 .*local\[2\]"):
         farandole.spark.run(pids.note, num_proc=4)
-    assert time.monotonic() - started < 2
     assert pids.seen() == []
 
 
