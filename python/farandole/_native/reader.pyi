@@ -3,8 +3,9 @@
 
 """Shuffled batches from Parquet, read by Rust threads."""
 
-from collections.abc import Buffer
 from typing import Literal, final
+
+from typing_extensions import Buffer
 
 @final
 class Field:
