@@ -172,7 +172,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether `wait` would return at once. Drives one step if nobody else does.
+    /// Whether `wait` would return at once. Quick: if nobody drives, the background thread is told to.
     ///
     /// # Errors
     /// `UnknownHandle`, `Forked`.
@@ -181,7 +181,7 @@ impl Engine {
         if self.inner.desk.lock().is_done(handle)? {
             return Ok(true);
         }
-        self.inner.help();
+        self.inner.see_that_somebody_drives();
         self.inner.desk.lock().is_done(handle)
     }
 

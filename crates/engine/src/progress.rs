@@ -137,13 +137,19 @@ impl Inner {
         }
     }
 
-    /// A submitter has left something on the desk and goes on with other things.
+    /// A submitter has left something on the desk and goes on with other things: peers hear of it now, the background
+    /// thread does the rest. Quick, for the caller may hold a lock of its own.
     pub(crate) fn announce(&self) {
         self.queued.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
+        self.see_that_somebody_drives();
+    }
+
+    /// If nobody drives, hands in what is on the desk and has the background thread drive.
+    pub(crate) fn see_that_somebody_drives(&self) {
         match self.progress.try_lock() {
             Some(mut driver) => {
-                self.step(&mut driver, Instant::now());
+                self.hand_in(&mut driver);
                 self.leave(driver);
             }
             None => self.wake_driver(),
@@ -158,14 +164,6 @@ impl Inner {
     fn wake_driver(&self) {
         if self.parked.load(Ordering::SeqCst) {
             self.host.unpark();
-        }
-    }
-
-    /// One step on behalf of whoever is waiting, if nobody drives.
-    pub(crate) fn help(&self) {
-        if let Some(mut driver) = self.progress.try_lock() {
-            self.step(&mut driver, Instant::now());
-            self.leave(driver);
         }
     }
 

@@ -131,21 +131,36 @@ impl Inner {
         }
     }
 
-    fn try_step(&self, driver: &mut Driver, now: Instant) -> Step<bool> {
-        let mut moved = false;
-        if self.queued.load(Ordering::SeqCst) {
-            self.queued.store(false, Ordering::SeqCst);
-            self.desk.lock().drain(&mut driver.intake);
-            moved = !driver.intake.is_empty();
-            while let Some(Submission { set, entry, signature }) = driver.intake.pop_front() {
-                let mut finished = Vec::new();
-                driver.sets[set].enqueue(entry, signature, &mut finished)?;
-                if !finished.is_empty() {
-                    self.post(set, &mut finished, &mut driver.calls);
-                    driver.posted += 1;
-                }
+    /// Takes what was submitted and announces it, which is quick; true when there was anything.
+    fn take_in(&self, driver: &mut Driver) -> Step<bool> {
+        if !self.queued.load(Ordering::SeqCst) {
+            return Ok(false);
+        }
+        self.queued.store(false, Ordering::SeqCst);
+        self.desk.lock().drain(&mut driver.intake);
+        let moved = !driver.intake.is_empty();
+        while let Some(Submission { set, entry, signature }) = driver.intake.pop_front() {
+            driver.sets[set].enqueue(entry, signature, &mut driver.finished)?;
+            if !driver.finished.is_empty() {
+                self.post(set, &mut driver.finished, &mut driver.calls);
+                driver.posted += 1;
             }
         }
+        driver.sets.iter_mut().try_for_each(|set| set.send_announcement().map(drop))?;
+        Ok(moved)
+    }
+
+    /// As a step, but for callers that must be back soon: moves no data.
+    pub(super) fn hand_in(&self, driver: &mut Driver) {
+        if !driver.stopped
+            && let Err(cause) = self.take_in(driver)
+        {
+            self.stop(driver, cause);
+        }
+    }
+
+    fn try_step(&self, driver: &mut Driver, now: Instant) -> Step<bool> {
+        let mut moved = self.take_in(driver)?;
         let due = driver.woken || now.saturating_duration_since(driver.ticked) >= TICK;
         for index in 0..driver.sets.len() {
             let set = &mut driver.sets[index];

@@ -75,7 +75,7 @@ impl ProcessSet {
     }
 
     /// Everything that became complete since the last poll travels in one frame.
-    pub(super) fn send_announcement(&mut self) -> Step<bool> {
+    pub(crate) fn send_announcement(&mut self) -> Step<bool> {
         if self.upward.is_empty() {
             return Ok(false);
         }
