@@ -87,6 +87,37 @@ fn every_kind_of_link_gives_the_same_bits() {
 }
 
 #[test]
+fn an_operation_completes_only_when_its_bytes_are_on_their_way() {
+    // More than sockets take, in a ring that takes it all.
+    let bytes = 48 << 20;
+    let reading = std::sync::Barrier::new(2);
+    Harness::new(2).over(Links::Tcp).ring(64 << 20).run(|rank, mut communicator| {
+        let tensor = Tensor::new(&vec![u8::from(rank.0 == 0); bytes], true);
+        complete(&mut communicator, Operation::Barrier).unwrap();
+        let broadcast = Operation::Broadcast { root: 0, segments: vec![tensor.segment()] };
+        if rank.0 == 0 {
+            communicator.submit(Token(1), broadcast).unwrap();
+            let mut completed = Vec::new();
+            let mut quiet = 0;
+            while quiet < 100 {
+                quiet = if communicator.progress(&mut completed).unwrap() { 0 } else { quiet + 1 };
+            }
+            let pending = communicator.pending();
+            reading.wait();
+            assert_eq!(pending, 1);
+            while communicator.pending() > 0 {
+                communicator.progress(&mut completed).unwrap();
+            }
+            assert_eq!(completed, [Token(1)]);
+        } else {
+            reading.wait();
+            complete(&mut communicator, broadcast).unwrap();
+            assert!(tensor.result().iter().all(|byte| *byte == 1));
+        }
+    });
+}
+
+#[test]
 fn broadcast_gives_everybody_the_roots_bytes_from_any_root() {
     for size in [1, 2, 3, 4, 5, 8, 11] {
         Harness::new(size).ring(16 << 10).run(|rank, mut communicator| {

@@ -9,7 +9,7 @@
 use super::UNIT;
 use super::message::Message;
 use super::peers::{Job, Moved, Peers};
-use crate::{Error, Result};
+use crate::Result;
 
 /// Counts incompatible changes of what goes over links.
 const PROTOCOL: u32 = 1;
@@ -58,26 +58,24 @@ fn read(card: &[u8; UNIT], size: u32, rank: u32) -> Result<u64, String> {
 
 impl Job for Greeting {
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
-        let mut any = false;
+        let size = u32::try_from(peers.size()).unwrap_or(u32::MAX);
+        let (mut any, mut done) = (false, true);
         for ((link, out), (message, theirs)) in
             peers.links.iter_mut().zip(&mut self.out).zip(&mut self.incoming)
         {
             let card = &self.card;
             any |= out.put(&mut *link.sender, |at, to| to.copy_from_slice(&card[at..at + to.len()]))?;
-            any |= message.take(&mut *link.receiver, |at, from| {
+            let arrived = message.take(&mut *link.receiver, |at, from| {
                 theirs[at..at + from.len()].copy_from_slice(from);
             })?;
-        }
-        let done =
-            self.out.iter().chain(self.incoming.iter().map(|(message, _)| message)).all(Message::is_finished);
-        if done {
-            let size = u32::try_from(peers.size()).unwrap_or(u32::MAX);
-            for (link, (_, theirs)) in peers.links.iter().zip(&self.incoming) {
+            // Judged as soon as it is there: a rank that is not expected may never get one of its own.
+            if arrived && message.is_finished() {
                 let capacity = read(theirs, size, link.peer.0)
-                    .map_err(|reason| farandole_transport::Error::Frame { rank: link.peer, reason })
-                    .map_err(Error::from)?;
+                    .map_err(|reason| farandole_transport::Error::Frame { rank: link.peer, reason })?;
                 peers.capacity = peers.capacity.min(usize::try_from(capacity).unwrap_or(usize::MAX));
             }
+            any |= arrived;
+            done &= out.is_finished() && message.is_finished();
         }
         Ok(Moved { any, done })
     }
