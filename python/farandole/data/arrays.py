@@ -100,10 +100,10 @@ def _numpy() -> Convert:
             if rows == 0:
                 arrays.update((name, np.empty((0, *run.shape), run.dtype)) for name in run.names)
             elif len(run.names) < MATRIX:
-                flat = np.frombuffer(batch, run.dtype, rows * math.prod(run.shape), run.offset)
+                flat = np.frombuffer(memoryview(batch), run.dtype, rows * math.prod(run.shape), run.offset)
                 arrays[run.names[0]] = flat.reshape(rows, *run.shape)
             else:
-                whole = np.frombuffer(batch, run.dtype, len(run.names) * run.stride, run.offset)
+                whole = np.frombuffer(memoryview(batch), run.dtype, len(run.names) * run.stride, run.offset)
                 arrays.update(zip(run.names, whole.reshape(len(run.names), run.stride)[:, :rows], strict=True))
         return arrays
 
