@@ -121,8 +121,9 @@ fn report(what: &str, rounds: usize, (mut times, statistics): (Vec<Duration>, St
 
 fn main() {
     for (ranks, bytes, rounds) in [
-        (2, 4, 100_000),
-        (2, 1 << 10, 100_000),
+        (2, 4, 20_000),
+        (2, 1 << 10, 20_000),
+        (2, 64 << 10, 5000),
         (2, 256 << 10, 5000),
         (2, 4 << 20, 300),
         (4, 4, 20_000),
