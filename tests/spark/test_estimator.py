@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 from farandole.spark.common import LocalStore
 from farandole.spark.torch import TorchEstimator, TorchModel
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 
 

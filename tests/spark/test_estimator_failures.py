@@ -17,7 +17,7 @@ from farandole.spark import FarandoleJobError
 from farandole.spark.common import LocalStore
 from farandole.spark.torch import TorchEstimator
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def model_that(act):
@@ -70,7 +70,7 @@ def test_a_killed_worker_fails_the_fit_at_once_and_the_next_fit_works(frame, tmp
     killed = []
 
     def kill():
-        workers = pids.wait(2, limit=60)
+        workers = pids.wait(2, limit=200)
         ranks = {int(_environment(pid)["RANK"]): pid for pid in workers}
         killed.append(time.monotonic())
         os.kill(ranks[1], signal.SIGKILL)

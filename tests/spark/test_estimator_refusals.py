@@ -72,8 +72,7 @@ def test_a_column_of_a_type_that_no_tensor_holds_is_named_with_its_type(good, tm
 
 def test_a_null_in_a_feature_is_said_with_its_column(spark, tmp_path):
     frame = spark.createDataFrame([(1.0, 1), (None, 0)], "x double, y int")
-    assert "'x'" in refused(lambda: estimator(tmp_path).fit(frame))
-    assert "null" in refused(lambda: estimator(tmp_path).fit(frame))
+    assert refused(lambda: estimator(tmp_path).fit(frame)).startswith("column x has nulls in 1 of ")
 
 
 def test_ragged_vectors_are_said_with_their_column(spark, tmp_path):

@@ -4,6 +4,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import time
+
 import pyarrow.parquet as pq
 import pytest
 from pyspark.ml.linalg import Vectors
@@ -115,6 +120,31 @@ def test_data_in_use_is_not_written_over(store, frame):
     with prepare_data(2, store, random, ROLES) as outer, prepare_data(2, store, random, ROLES) as inner:
         assert outer.train_url != inner.train_url
     assert prepared(store, random).train_url == outer.train_url
+
+
+def test_a_failed_preparation_leaves_nothing(store, spark, tmp_path):
+    ragged = spark.createDataFrame([([1.0], 0), ([1.0, 2.0], 0)], ["x", "y"])
+    with pytest.raises(ValueError, match="column x"):
+        prepared(store, ragged, Roles(("x",), ("y",), validation=0.5))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_files_of_somebody_else_are_passed_over(store, frame, tmp_path):
+    theirs = tmp_path / "intermediate_train_data.0" / "part-0.parquet"
+    theirs.parent.mkdir()
+    theirs.write_text("precious")
+    assert prepared(store, frame).index == 1
+    assert theirs.read_text() == "precious"
+
+
+def test_data_of_a_process_that_has_ended_gives_its_place(store, frame, tmp_path):
+    first = prepared(store, frame)
+    clear_training_cache()
+    lease = tmp_path / "intermediate_train_data.0" / "_lease.json"
+    lease.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "time": 0}))
+    assert prepared(store, frame.where("id > 5")).index == 1
+    lease.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "time": time.time()}))
+    assert prepared(store, frame.where("id > 6")).train_url == first.train_url
 
 
 def test_other_stores_have_their_own_data(store, frame, tmp_path):

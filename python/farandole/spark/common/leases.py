@@ -3,7 +3,8 @@
 """Which process prepares data in which numbered directory of a store.
 
 Prepared data is never written over while somebody may read it: a directory is taken by a small file in it that names
-its process. A directory is free when nobody took it, when its process has ended on this host, or after a week.
+its process. A directory is free when nobody took it, when its process has ended on this host, or after a week. Files
+that no preparation wrote are never deleted: a directory with such files is passed over.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from farandole.spark.common.store import AbstractFilesystemStore
 
 _NAME = "_lease.json"
+_MANIFEST = "_manifest.json"
 _LONGEST = 7 * 24 * 3600.0
 _HELD: set[str] = set()
 _LOCK = threading.Lock()
@@ -42,12 +44,12 @@ def acquire(store: AbstractFilesystemStore) -> int:
         index = 0
         while True:
             url = store.get_train_data_path(index)
-            directory = NativeStore(url)
-            if url not in _HELD and _is_free(directory):
+            directory, beside = NativeStore(url), NativeStore(store.get_val_data_path(index))
+            if url not in _HELD and _is_free(directory) and _is_ours(beside):
                 break
             index += 1
         directory.delete_all()
-        NativeStore(store.get_val_data_path(index)).delete_all()
+        beside.delete_all()
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         directory.write(_NAME, json.dumps(holder).encode())
         if not _HELD:
@@ -68,6 +70,21 @@ def release(url: str) -> None:
             NativeStore(url).delete(_NAME)
 
 
+def discard(url: str, beside: str | None) -> None:
+    """Gives a directory back and deletes what a failed preparation left in it.
+
+    Args:
+        url: the training data's directory.
+        beside: the validation data's, if there is one.
+    """
+    with _LOCK:
+        if url in _HELD:
+            _HELD.discard(url)
+            for written in (beside, url):
+                if written is not None:
+                    NativeStore(written).delete_all()
+
+
 def release_all() -> None:
     """Gives back everything this process holds."""
     for url in list(_HELD):
@@ -77,7 +94,7 @@ def release_all() -> None:
 
 def _is_free(directory: NativeStore) -> bool:
     if not directory.exists(_NAME):
-        return True
+        return _is_ours(directory)
     try:
         holder = json.loads(directory.read(_NAME))
     except (ValueError, FileNotFoundError):
@@ -85,3 +102,7 @@ def _is_free(directory: NativeStore) -> bool:
     if holder["host"] == socket.gethostname():
         return holder["pid"] == os.getpid() or not Path(f"/proc/{holder['pid']}").exists()
     return time.time() - holder["time"] > _LONGEST
+
+
+def _is_ours(directory: NativeStore) -> bool:
+    return directory.exists(_MANIFEST) or not directory.exists()

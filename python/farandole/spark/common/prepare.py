@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from farandole.spark.common.store import AbstractFilesystemStore
 
-_RESULT = "partition int, error string, part binary"
+_RESULT = "partition int, error string, of_store boolean, part binary"
 _REMEMBERED = 8
 
 
@@ -145,7 +145,7 @@ def _prepare(
         parts = _write(df.coalesce(partitions), names, store.prefix_path, spec)
         committed = json.loads(native.commit(store.prefix_path, spec, parts))
     except BaseException:
-        leases.release(train_url)
+        leases.discard(train_url, val_url)
         raise
     return Prepared(
         index=index,
@@ -249,10 +249,11 @@ def _write(df: DataFrame, names: list[str], url: str, spec: str) -> list[bytes]:
         return write_partition(batches, names, url, spec, preparation)
 
     rows = df.mapInArrow(write, _RESULT).collect()
-    failed = sorted((row.partition, row.error) for row in rows if row.error is not None)
-    if failed:
-        raise ValueError(failed[0][1])
-    return [bytes(row.part) for row in sorted(rows, key=lambda row: row.partition)]
+    rows.sort(key=lambda row: row.partition)
+    failed = next((row for row in rows if row.error is not None), None)
+    if failed is not None:
+        raise (OSError if failed.of_store else ValueError)(failed.error)
+    return [bytes(row.part) for row in rows]
 
 
 def write_partition(
@@ -268,7 +269,7 @@ def write_partition(
         preparation: a name that no other preparation has.
 
     Yields:
-        One row of (partition, error or null, what `commit` wants).
+        One row of (partition, error or null, whether the store is to blame, what `commit` wants).
     """
     import pyarrow as pa
     from pyspark import TaskContext
@@ -277,17 +278,16 @@ def write_partition(
     if context is None:
         raise RuntimeError("partitions are written in Spark tasks only")
     partition = context.partitionId()
-    error, part = None, None
+    error, of_store, part = None, False, None
     writer = native.PartitionWriter(url, spec, partition, f"{preparation}-{context.taskAttemptId()}")
     try:
         for batch in batches:
             writer.write(batch.rename_columns(names))
         part = writer.finish()
-    except ValueError as problem:
-        error = str(problem)
+    except (ValueError, OSError) as problem:
+        error, of_store = str(problem), isinstance(problem, OSError)
         writer.abort()
-    schema = pa.schema([("partition", pa.int32()), ("error", pa.string()), ("part", pa.binary())])
-    yield pa.RecordBatch.from_arrays(
-        [pa.array([value], kind) for value, kind in zip((partition, error, part), schema.types, strict=True)],
-        schema=schema,
-    )
+    kinds = {"partition": pa.int32(), "error": pa.string(), "of_store": pa.bool_(), "part": pa.binary()}
+    values = (partition, error, of_store, part)
+    columns = [pa.array([value], kind) for value, kind in zip(values, kinds.values(), strict=True)]
+    yield pa.RecordBatch.from_arrays(columns, names=list(kinds))
