@@ -12,7 +12,8 @@ const PROTOS: &str = "crates/registrar/proto";
 const FILES: &[&str] = &["farandole/registrar/v1/registrar.proto"];
 const GENERATED: &str = "crates/registrar/src/generated";
 const MODULE: &str = "farandole.registrar.v1.rs";
-const HEADER: &str = "// SPDX-License-Identifier: Apache-2.0\n// SPDX-FileCopyrightText: the Farandole authors\n";
+const HEADER: &str =
+    "// SPDX-License-Identifier: Apache-2.0\n// SPDX-FileCopyrightText: the Farandole authors\n";
 
 /// Fails when the checked-in code is not what the `.proto` files say.
 pub(crate) fn check(root: &Path) -> Result<()> {
