@@ -18,6 +18,7 @@
 //!   notifies under the desk lock. Results are posted under the desk lock as well.
 
 mod drive;
+mod patience;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -27,6 +28,7 @@ use std::time::{Duration, Instant};
 use farandole_world::World;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use self::patience::Patience;
 use crate::background::Background;
 use crate::callbacks::{Call, Callbacks};
 use crate::desk::{Desk, Submission};
@@ -49,6 +51,7 @@ pub(crate) struct Driver {
     ticked: Instant,
     /// The driver slept: look at clocks and peers with the next step.
     woken: bool,
+    patience: Patience,
     /// Grows with every result posted.
     posted: u64,
     pub(crate) stopped: bool,
@@ -108,8 +111,10 @@ impl Inner {
         sets: Vec<ProcessSet>,
     ) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let crowded = world.local_ranks().len() > cores;
+        let spin = if crowded { settings.spin / 8 } else { settings.spin };
         Self {
-            crowded: world.local_ranks().len() > cores,
+            crowded,
             world,
             settings,
             host,
@@ -121,6 +126,7 @@ impl Inner {
                 calls: Vec::new(),
                 ticked: Instant::now(),
                 woken: true,
+                patience: Patience::new(spin),
                 posted: 0,
                 stopped: false,
             }),
@@ -192,8 +198,9 @@ impl Inner {
                 return Some(driver);
             }
             self.wake_driver();
-            if start.elapsed() < CONTEND {
-                self.pause();
+            let spun = start.elapsed();
+            if spun < CONTEND {
+                self.pause(spun);
                 continue;
             }
             let mut desk = self.desk.lock();

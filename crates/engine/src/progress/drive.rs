@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
+use super::patience::Patience;
 use super::{BEAT, Driver, Inner, Until};
 use crate::Cause;
 use crate::callbacks::Call;
@@ -20,9 +21,8 @@ const DOUBT: Duration = Duration::from_millis(5);
 
 impl Inner {
     pub(super) fn drive(&self, driver: &mut Driver, until: Until) {
-        let spin = match until {
-            Until::Done(..) if self.crowded => self.settings.spin / 8,
-            Until::Done(..) => self.settings.spin,
+        let mut spin = match until {
+            Until::Done(..) => driver.patience.limit(),
             // The framework computes meanwhile: leave it the core.
             Until::Idle => self.settings.spin / 32,
             Until::Something => Duration::ZERO,
@@ -47,12 +47,20 @@ impl Inner {
                 return;
             }
             if moved {
-                still_since = None;
+                if still_since.take().is_some() && matches!(until, Until::Done(..)) {
+                    driver.patience.paid();
+                    spin = driver.patience.limit();
+                }
                 continue;
             }
-            if now.duration_since(*still_since.get_or_insert(now)) < spin {
-                self.pause();
+            let spun = now.duration_since(*still_since.get_or_insert(now));
+            if spun < spin {
+                self.pause(spun);
                 continue;
+            }
+            if matches!(until, Until::Done(..)) {
+                driver.patience.ran_out();
+                spin = driver.patience.limit();
             }
             let beat = now + if driver.sets.iter().any(ProcessSet::is_in_doubt) { DOUBT } else { BEAT };
             let limit = match until {
@@ -98,8 +106,9 @@ impl Inner {
             if open == 0 || now >= deadline {
                 return;
             }
-            if now.duration_since(start) < self.settings.spin {
-                self.pause();
+            let spun = now.duration_since(start);
+            if spun < self.settings.spin {
+                self.pause(spun);
                 continue;
             }
             // Short enough that a farewell that came just before is not waited for.
@@ -109,8 +118,8 @@ impl Inner {
         }
     }
 
-    pub(super) fn pause(&self) {
-        if self.crowded {
+    pub(super) fn pause(&self, spun: Duration) {
+        if self.crowded || Patience::yields(spun) {
             std::thread::yield_now();
         } else {
             std::hint::spin_loop();

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! How long a waiter spins before it sleeps.
+//!
+//! On a quiet machine a peer answers within microseconds, and whoever spins has the answer sooner than whoever must be
+//! woken. On a busy one the spinning itself keeps the peer from its core. So the time is halved whenever it ran out
+//! and doubled whenever it was enough; now and then a waiter tries the full time, to find a machine quiet again.
+
+use std::time::Duration;
+
+/// Costs about as much as being woken.
+const LEAST: Duration = Duration::from_micros(4);
+/// One in so many waits that slept spins for the full time.
+const PROBE: u32 = 128;
+/// After this the core is offered to others with every turn.
+const ALONE: Duration = Duration::from_micros(20);
+
+/// The spinning of one driver.
+#[derive(Debug)]
+pub(crate) struct Patience {
+    most: Duration,
+    now: Duration,
+    slept: u32,
+}
+
+impl Patience {
+    /// Starts with the full time.
+    pub(crate) fn new(most: Duration) -> Self {
+        Self { most, now: most, slept: 0 }
+    }
+
+    /// How long to spin this time.
+    pub(crate) fn limit(&self) -> Duration {
+        if self.slept % PROBE == PROBE - 1 { self.most } else { self.now }
+    }
+
+    /// What was awaited came while spinning.
+    pub(crate) fn paid(&mut self) {
+        self.now = (self.now * 2).min(self.most);
+        self.slept = 0;
+    }
+
+    /// The time ran out.
+    pub(crate) fn ran_out(&mut self) {
+        self.now = (self.now / 2).max(LEAST.min(self.most));
+        self.slept = self.slept.wrapping_add(1);
+    }
+
+    /// Whether a waiter that has spun for `spun` should offer its core with every turn.
+    pub(crate) fn yields(spun: Duration) -> bool {
+        spun > ALONE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spinning_in_vain_becomes_short_and_recovers_when_it_pays() {
+        let most = Duration::from_millis(1);
+        let mut patience = Patience::new(most);
+        (0..20).for_each(|_| patience.ran_out());
+        assert_eq!(patience.limit(), LEAST);
+        (0..10).for_each(|_| patience.paid());
+        assert_eq!(patience.limit(), most);
+    }
+
+    #[test]
+    fn a_sleeper_tries_the_full_time_now_and_then() {
+        let most = Duration::from_millis(1);
+        let mut patience = Patience::new(most);
+        let full = (0..2 * PROBE).filter(|_| {
+            patience.ran_out();
+            patience.limit() == most
+        });
+        assert_eq!(full.count(), 2);
+    }
+
+    #[test]
+    fn who_may_not_spin_never_does() {
+        let mut patience = Patience::new(Duration::ZERO);
+        patience.ran_out();
+        assert_eq!(patience.limit(), Duration::ZERO);
+    }
+}
