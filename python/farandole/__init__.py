@@ -5,12 +5,17 @@
 Importing this module loads no framework and starts no thread; `farandole.torch` and `farandole.spark` load theirs.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from farandole.common.exceptions import (
     FarandoleBugError,
     FarandoleEnvironmentError,
     FarandoleInternalError,
     HorovodInternalError,
 )
+
+if TYPE_CHECKING:
+    from farandole.runner import run
 
 __version__ = "0.1.0"
 
@@ -20,4 +25,13 @@ __all__ = [
     "FarandoleInternalError",
     "HorovodInternalError",
     "__version__",
+    "run",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "run":
+        from farandole.runner import run  # noqa: PLC0415 - what launches is loaded by those who launch
+
+        return run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
