@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The examples, as a stranger runs them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name, directory):
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_demo_shows_progress_accuracy_the_reloaded_model_history_and_paths(tmp_path):
+    done = run("spark_torch_digits.py", tmp_path)
+    assert "epoch 20/20" in done.stderr
+    lines = done.stdout.splitlines()
+    accuracy = re.fullmatch(r"test accuracy (\d\.\d+)", lines[0])
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.95
+    assert lines[1] == "predictions identical after save/load"
+    assert lines[2].split() == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "seconds", "rows"]
+    paths = dict(line.rsplit(maxsplit=1) for line in lines[23:])
+    assert list(paths) == ["training data", "validation data", "checkpoint", "logs"]
+    assert all(Path(path.removeprefix("file://")).exists() for path in paths.values())
+
+
+def test_parquet_is_trained_on_without_spark(tmp_path):
+    done = run("fit_on_parquet_no_spark.py", tmp_path)
+    assert "epoch 10/10" in done.stderr
+    assert len(done.stdout.splitlines()) == 11
