@@ -95,6 +95,8 @@ knobs! {
     port_range: PortRange = "0", "PORT_RANGE", Some("--port-range"), true;
     /// How long all tasks may take to register.
     start_timeout: Duration = "600", "START_TIMEOUT", Some("--start-timeout"), true;
+    /// How long `farandole.spark` waits for all Spark tasks to start. Read by the driver, in seconds.
+    spark_start_timeout: Duration = "600", "SPARK_START_TIMEOUT", None, false;
     /// The longest one collective may take before it fails, naming the ranks that did not come.
     collective_timeout: Duration = "1800", "COLLECTIVE_TIMEOUT", Some("--collective-timeout"), true;
     /// How long a silent peer is waited for: a stopped process, a lost host, a partition.
@@ -115,8 +117,6 @@ knobs! {
     stall_check_time: Duration = "60", "STALL_CHECK_TIME_SECONDS", Some("--stall-check-warning-time-seconds"), true;
     /// A tensor waiting this long ends the job; 0 means never.
     stall_shutdown_time: Duration = "0", "STALL_SHUTDOWN_TIME_SECONDS", Some("--stall-check-shutdown-time-seconds"), true;
-    /// Least severe record that is logged: trace, debug, info, warning, error.
-    log_level: String = "warning", "LOG_LEVEL", Some("--log-level"), true;
 }
 
 impl Config {
