@@ -27,7 +27,7 @@ def main() -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
-    return cli.main(sys.argv)
+    return cli.main(["farandole", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -25,6 +25,11 @@ def test_doctor_tries_links_and_launching_and_imports_no_framework() -> None:
     assert ended.returncode == 0
 
 
+def test_the_command_is_called_by_its_name_however_it_was_started() -> None:
+    told = command()
+    assert "Usage: farandole <COMMAND>" in told.stdout + told.stderr
+
+
 def test_the_version_is_the_packages() -> None:
     assert command("--version").stdout == f"farandole {farandole.__version__}\n"
 

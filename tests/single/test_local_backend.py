@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +106,25 @@ def _until(condition, limit=20.0):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_what_cannot_be_run_is_refused_before_anything_starts():
+    with pytest.raises(TypeError, match="num_proc must be a whole number: '2'"):
+        LocalBackend("2")
+    with pytest.raises(TypeError, match="fn must be a function: 5"):
+        LocalBackend(1).run(5)
+    with pytest.raises(TypeError, match="env must hold strings, or None to remove a variable: 'X' is 3"):
+        LocalBackend(1, env={"X": 3}).run(lambda: 1)
+
+
+def test_a_worker_joins_its_threads_and_runs_its_exit_functions(tmp_path):
+    def leave_traces(folder):
+        def late():
+            time.sleep(0.2)
+            (Path(folder) / "thread").write_text("joined")
+
+        threading.Thread(target=late).start()
+        atexit.register(lambda: (Path(folder) / "exit").write_text("ran"))
+
+    LocalBackend(1).run(leave_traces, args=(str(tmp_path),))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"thread": "joined", "exit": "ran"}

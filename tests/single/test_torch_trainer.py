@@ -138,6 +138,27 @@ def test_two_backward_passes_step_like_a_batch_of_twice_the_size(data):
     assert torch.allclose(weights(small), weights(large), atol=1e-6)
 
 
+def test_the_rows_of_a_short_accumulation_count_as_much_as_others(data):
+    x, y = line(rows=76)  # batches of 8 in pairs: the last pair is whole and 4 rows
+    write(data / "intermediate_train_data", x=x, y=y)
+    small = fit(data, linear(), batch_size=8, backward_passes_per_step=2, epochs=2, shuffle=False)
+    large = fit(data, linear(), batch_size=16, epochs=2, shuffle=False)
+    assert torch.allclose(weights(small), weights(large), atol=1e-6)
+    x, y = line(rows=72)  # the last pair lacks its second batch
+    write(data / "intermediate_train_data", x=x, y=y)
+    small = fit(data, linear(), batch_size=8, backward_passes_per_step=2, epochs=2, shuffle=False)
+    large = fit(data, linear(), batch_size=16, epochs=2, shuffle=False)
+    assert torch.allclose(weights(small), weights(large), atol=1e-6)
+
+
+def test_integer_labels_meet_a_loss_of_ones_own_row_by_row(data):
+    def squares(output, label):
+        assert output.shape == label.shape
+        return ((output - label) ** 2).mean()
+
+    fit(data, linear(), label_cols=["c"], loss=squares, epochs=1)
+
+
 def test_several_labels_get_an_output_and_a_loss_each(data):
     class Two(torch.nn.Module):
         def __init__(self):
@@ -223,8 +244,30 @@ def test_a_model_that_does_not_take_the_columns_is_refused_before_training(data)
         fit(data, Twice())
     with pytest.raises(ValueError, match="it returned tuple of Tensor, tuple"):
         fit(data, torch.nn.LSTM(2, 1))
+    with pytest.raises(ValueError, match=r"one row per row of its input: .* column 'y' has shape \(\)"):
+        fit(data, torch.nn.Sequential(linear(), Mean()))
     with pytest.raises(ValueError, match="the loss of column 'y' does not take"):
         fit(data, linear(2), loss=torch.nn.CosineEmbeddingLoss())
+
+
+def test_losses_and_metrics_that_give_no_number_are_named(data):
+    with pytest.raises(ValueError, match=r"loss of column 'y' must return one number, .* shape \(2, 1\)"):
+        fit(data, linear(), loss=torch.nn.MSELoss(reduction="none"))
+    with pytest.raises(ValueError, match="one function, or one per label column: 2 for 1 columns"):
+        fit(data, linear(), metrics=[[len, len]])
+
+    def difference(output, label):
+        return output - label
+
+    with pytest.raises(ValueError, match=r"metric difference must return one number, it returned shape \(8, 1\)"):
+        fit(data, linear(), metrics=[difference])
+
+
+class Mean(torch.nn.Module):
+    """One number for all rows."""
+
+    def forward(self, x):
+        return x.mean()
 
 
 def test_a_column_that_is_not_in_the_data_is_named(data):
@@ -265,8 +308,9 @@ def test_labels_are_cast_by_their_loss():
     assert [label_dtype(lambda output, _: output, column) for column in (whole, real)] == ["int64", "float32"]
 
 
-def test_a_float_label_takes_the_shape_of_its_output():
+def test_a_label_takes_the_shape_of_an_output_of_its_size():
     assert shaped(torch.zeros(4), torch.zeros(4, 1), None).shape == (4, 1)
+    assert shaped(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1), None).shape == (4, 1)
     assert shaped(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 3), None).shape == (4,)
     assert shaped(torch.zeros(4, 6), torch.zeros(4), (-1, 2, 3)).shape == (4, 2, 3)
 

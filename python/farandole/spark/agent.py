@@ -43,6 +43,12 @@ class Work:
     stream_output: bool = False
     start_timeout: float | None = None
 
+    def __post_init__(self) -> None:
+        """Refuses an environment that no process can have, before it travels."""
+        for name, value in self.env.items():
+            if not isinstance(name, str) or not (value is None or isinstance(value, str)):
+                raise TypeError(f"env must hold strings, or None to remove a variable: {name!r} is {value!r}")
+
 
 def serve(work: Work, task: int, attempt: int = 0, resources: Mapping[str, list[str]] | None = None) -> Ending:
     """Runs the worker of one task to its end.

@@ -117,8 +117,10 @@ def payload(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     """The function and its arguments, as every worker reads them.
 
     Raises:
-        TypeError: Something cannot be pickled; the message names the function.
+        TypeError: It is no function, or something cannot be pickled; the message names it.
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function: {fn!r}")
     try:
         return cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
     except Exception as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.spark import outcome
 from farandole.spark.agent import Work
+from farandole.spark.common.check import at_least
 from farandole.spark.gang import Output, conduct, payload
 from farandole.spark.job import SparkAgents
 from farandole.spark.session import Cluster
@@ -123,9 +124,7 @@ def run_with(
             stacklevel=3,
         )
     cluster = Cluster.active()
-    size = cluster.default_parallelism() if num_proc is None else num_proc
-    if size < 1:
-        raise ValueError(f"num_proc must be at least 1: {size}")
+    size = cluster.default_parallelism() if num_proc is None else at_least("num_proc", 1)(num_proc)
     cluster.check(size)
     limit = default_start_timeout() if start_timeout is None else float(start_timeout)
     output = Output(stdout, stderr, prefix_output_with_timestamp, verbose)

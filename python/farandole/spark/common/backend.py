@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.spark import outcome, runner
 from farandole.spark.agent import Work
+from farandole.spark.common.check import at_least
 from farandole.spark.gang import Output, conduct, payload
 from farandole.spark.local import LocalAgents
 
@@ -139,9 +140,7 @@ class LocalBackend(Backend):
         prefix_output_with_timestamp: bool = False,
         executable: str | None = None,
     ) -> None:
-        self._num_proc = _cores() if num_proc is None else num_proc
-        if self._num_proc < 1:
-            raise ValueError(f"num_proc must be at least 1: {num_proc}")
+        self._num_proc = _cores() if num_proc is None else at_least("num_proc", 1)(num_proc)
         self._env = dict(env or {})
         self._start_timeout = start_timeout
         self._stdout = stdout

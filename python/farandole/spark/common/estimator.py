@@ -61,7 +61,8 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             seed, parts = self.getRandomSeed() or 0, self.getPartitionsPerProcess()
             with prepare_data(backend.num_processes(), store, dataset, roles, seed, parts) as prepared:
                 shown.message(_described(prepared))
-                return self._train(backend, prepared, shown)
+                # Anew: a live bar has put streams of its own in place of those that the first one took.
+                return self._train(self._backend(), prepared, shown)
 
     def _fit_prepared(self, dataset_idx: int | None) -> Any:
         self._check()
@@ -72,7 +73,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         backend.check()
         with progress(self.getVerbose()) as shown:
             shown.message(_described(prepared))
-            return self._train(backend, prepared, shown)
+            return self._train(self._backend(), prepared, shown)  # as in `_fit`
 
     def _check(self) -> None:
         """Refuses parameters that do not go together.
@@ -142,4 +143,7 @@ HorovodModel = FarandoleModel
 def _described(prepared: Prepared) -> str:
     what = "data that was prepared before" if prepared.reused else "prepared data"
     validation = f", {prepared.val_rows:,} for validation" if prepared.val_url else ""
-    return f"{what}: {prepared.train_rows:,} rows{validation} in {prepared.train_url}"
+    left_out = (
+        f"; {prepared.dropped:,} left out by the validation column (null or negative)" if prepared.dropped else ""
+    )
+    return f"{what}: {prepared.train_rows:,} rows{validation} in {prepared.train_url}{left_out}"

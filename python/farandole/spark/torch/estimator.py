@@ -22,6 +22,7 @@ from farandole.spark.torch.job import Job, Label, Objects, Trained
 from farandole.spark.torch.losses import label_dtype, shaped, weighted
 from farandole.spark.torch.model import Output, TorchModel
 from farandole.spark.torch.remote import train
+from farandole.spark.torch.scores import Scores
 from farandole.spark.torch.tensors import inputs_of, outputs_of
 
 if TYPE_CHECKING:
@@ -221,6 +222,7 @@ class TorchEstimator(FarandoleEstimator):
 
 def _try_on_zeros(job: Job, objects: Objects) -> list[torch.Tensor]:
     """Calls the model and its losses once, on two rows of zeros, so that misfits show before workers start."""
+    Scores(objects.metrics, job)  # refuses metrics that do not go with the labels
     inputs = [torch.zeros(2, *one.shape[1:]) for one in job.inputs]
     shapes = ", ".join(f"{one.column.name} {tuple(zeros.shape)}" for one, zeros in zip(job.inputs, inputs, strict=True))
     training = objects.model.training
@@ -233,12 +235,21 @@ def _try_on_zeros(job: Job, objects: Objects) -> list[torch.Tensor]:
     finally:
         objects.model.train(training)
     outputs = outputs_of(value, len(job.labels))
+    for one, output in zip(job.labels, outputs, strict=True):
+        if output.shape[:1] != (2,):
+            raise ValueError(
+                f"the model must return one row per row of its input: for 2 rows, its output for column "
+                f"{one.column.name!r} has shape {tuple(output.shape)}"
+            )
     for one, loss, output in zip(job.labels, objects.losses, outputs, strict=True):
         zeros = torch.zeros(2, *one.column.shape, dtype=torch.int64 if one.dtype == "int64" else torch.float32)
         label = shaped(zeros, output, one.shape)
         try:
-            loss(output, label)
+            lost = loss(output, label)
         except Exception as error:
             told = f"output {tuple(output.shape)} and {one.dtype} label {tuple(label.shape)}"
             raise ValueError(f"the loss of column {one.column.name!r} does not take {told}: {error}") from error
+        if not isinstance(lost, torch.Tensor) or lost.numel() != 1:
+            told = f"a tensor of shape {tuple(lost.shape)}" if isinstance(lost, torch.Tensor) else repr(lost)
+            raise ValueError(f"the loss of column {one.column.name!r} must return one number, a mean over rows: {told}")
     return outputs

@@ -54,11 +54,12 @@ def shaped(label: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...] | N
         shape: as set by the user, if at all.
 
     Returns:
-        The label in that shape; without one, in the output's where a float label has as many elements.
+        The label in that shape; without one, in the output's where it has as many elements: a loss of one's own would
+        broadcast (rows,) and (rows, 1) to a matrix, and say nothing.
     """
     if shape is not None:
         return label.reshape(shape)
-    if label.is_floating_point() and label.numel() == output.numel():
+    if label.numel() == output.numel():
         return label.reshape(output.shape)
     if not label.is_floating_point() and label.shape[1:] == (1,):
         return label.reshape(-1)
@@ -100,8 +101,8 @@ def share(valid: int, size: int, everywhere: int) -> float:
     """By what the mean loss over this process's rows is multiplied, before gradients are averaged over processes.
 
     Args:
-        valid: rows of this process in this step.
+        valid: rows of this process in this batch.
         size: processes.
-        everywhere: rows of all processes in this step.
+        everywhere: rows of all processes in all batches whose gradients make the step.
     """
     return valid * size / everywhere

@@ -100,14 +100,15 @@ class _Trainer:
             if step % passes == 0:
                 self.optimizer.zero_grad()
             outputs, labels, loss = self._forward(batch)
-            everywhere = self._rows_seen(step + 1) - self._rows_seen(step)
-            (loss * (share(batch.valid_rows, self.size, everywhere) / passes)).backward()
+            first = step - step % passes
+            everywhere = self._rows_seen(min(first + passes, steps)) - self._rows_seen(first)
+            (loss * share(batch.valid_rows, self.size, everywhere)).backward()
             if step % passes == passes - 1 or step == steps - 1:
                 self.optimizer.step()
             scores.add(outputs, labels, loss, batch.valid_rows)
             self._tell(epoch, step + 1, steps, started, scores)
         batches.close()
-        return scores.everywhere(self.device)
+        return scores.everywhere()
 
     def _validate(self, reader: Reader, epoch: int) -> dict[str, Any]:
         self.model.eval()
@@ -120,7 +121,7 @@ class _Trainer:
                     outputs, labels, loss = self._forward(batch)
                     scores.add(outputs, labels, loss, batch.valid_rows)
         batches.close()
-        return scores.everywhere(self.device)
+        return scores.everywhere()
 
     def _forward(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
         """Outputs and labels of the rows that count, and their mean loss."""

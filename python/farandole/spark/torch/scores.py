@@ -52,23 +52,26 @@ class Scores:
         with torch.no_grad():
             values = [function(outputs[index], labels[index]) for group in self._groups for _, index, function in group]
         for position, value in enumerate(values, start=1):
-            number = value.detach().double() if isinstance(value, torch.Tensor) else float(value)
-            self._sums[position] = self._sums[position] + number * rows
+            self._sums[position] = self._sums[position] + self._number(value, position) * rows
+
+    def _number(self, value: Any, position: int) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return float(value)
+        if value.numel() != 1:
+            name = [name for group in self._groups for name, _, _ in group][position - 1]
+            raise ValueError(f"metric {name} must return one number, it returned shape {tuple(value.shape)}")
+        return value.detach().double()
 
     def loss(self) -> float:
         """Mean loss so far, of this process alone."""
         return float(self._sums[0]) / max(self._rows, 1)
 
-    def everywhere(self, device: torch.device) -> dict[str, Any]:
+    def everywhere(self) -> dict[str, Any]:
         """The means over all processes; a collective call.
-
-        Args:
-            device: where this process computes.
 
         Returns:
             `{"loss": ..., "all_metrics": [{name: value}, ...]}`, one dict per metric.
         """
-        del device  # a handful of numbers: cheaper from the host
         mine = torch.tensor([float(self._rows), *(float(total) for total in self._sums)], dtype=torch.float64)
         rows, *sums = hvd.allreduce(mine, op=hvd.Sum, name="farandole.scores").tolist()
         means = iter([total / max(rows, 1.0) for total in sums])
