@@ -22,7 +22,8 @@ const MOST: u64 = 4 << 20;
 pub(crate) fn data_capacity(world: &World, budget: u64) -> usize {
     let local = world.seats.iter().map(|seat| u64::from(seat.local_size)).max().unwrap_or(1);
     let rings = (local * (local - 1)).max(1);
-    let fair = (budget / rings).clamp(LEAST, MOST);
+    // The control link that a process dials comes out of the same share; without this the last data link had no room.
+    let fair = (budget.saturating_sub(local * CONTROL_CAPACITY as u64) / rings).clamp(LEAST, MOST);
     usize::try_from(fair.next_power_of_two() >> u32::from(!fair.is_power_of_two())).unwrap_or(1 << 20)
 }
 
@@ -49,19 +50,28 @@ mod tests {
     fn the_fullest_host_decides_for_all() {
         let uneven = world(&["a", "a", "a", "a", "b"]);
         let seen_from_b = uneven.seen_from(farandole_world::Rank(4)).unwrap();
-        assert_eq!(data_capacity(&uneven, 24 << 20), 2 << 20);
-        assert_eq!(data_capacity(&seen_from_b, 24 << 20), 2 << 20);
+        assert_eq!(data_capacity(&uneven, 25 << 20), 2 << 20);
+        assert_eq!(data_capacity(&seen_from_b, 25 << 20), 2 << 20);
     }
 
     #[test]
     fn rings_are_neither_tiny_nor_huge() {
         assert_eq!(data_capacity(&world(&["a", "a"]), 0), 64 << 10);
         assert_eq!(data_capacity(&world(&["a", "a"]), 1 << 40), 4 << 20);
-        assert_eq!(data_capacity(&world(&["a"]), 1 << 20), 1 << 20);
+        assert_eq!(data_capacity(&world(&["a"]), 2 << 20), 1 << 20);
     }
 
     #[test]
     fn capacities_are_powers_of_two_within_the_budget() {
         assert_eq!(data_capacity(&world(&["a", "a", "a"]), 10 << 20), 1 << 20);
+    }
+
+    #[test]
+    fn a_process_that_dials_all_others_stays_within_its_share() {
+        for (ranks, budget) in [(2, 8 << 20), (4, 48 << 20), (64, 256 << 20)] {
+            let world = world(&vec!["a"; ranks]);
+            let dialled = (ranks - 1) * data_capacity(&world, budget) + CONTROL_CAPACITY;
+            assert!(dialled as u64 <= share(&world, budget), "{ranks} ranks: {dialled} bytes");
+        }
     }
 }
