@@ -11,7 +11,10 @@ use std::time::{Duration, Instant};
 use farandole_shm::{Error as ShmError, handover};
 use farandole_world::Rank;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with, sockopt};
+use rustix::net::{
+    AddressFamily, RecvFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, recv, shutdown,
+    socket_with, sockopt,
+};
 
 use crate::handshake::{ACCEPTED, CHALLENGE, Carrier, Hello, Status, Transcript, VERSION, nonce};
 use crate::service::PATIENCE;
@@ -130,17 +133,25 @@ pub(crate) fn any(
     }
 }
 
-/// Whether a rank that keeps us waiting still listens; `None` when nothing answers. Says nothing to it.
+/// Whether a rank that keeps us waiting still listens; `None` when nothing answers. Says nothing to it: its service
+/// thread then hangs up, which the kernel, accepting for a stopped process, does not.
 pub(crate) fn listens(local_name: Option<&str>, addresses: &[SocketAddr], deadline: Instant) -> Option<bool> {
     let name = local_name.map(|name| local(name, deadline));
     let mut silent = false;
     for attempt in name.into_iter().chain(addresses.iter().map(|address| remote(*address, deadline))) {
-        match attempt {
-            Ok(_) => return Some(true),
+        match attempt.and_then(|socket| hung_up(&socket, deadline)) {
+            Ok(()) => return Some(true),
             Err(failure) => silent |= !matches!(failure, Failure::Refused(_)),
         }
     }
     if silent { None } else { Some(false) }
+}
+
+fn hung_up(socket: &OwnedFd, deadline: Instant) -> Attempt<()> {
+    let failed = |error: Errno| Failure::Unanswered(error.to_string());
+    shutdown(socket, Shutdown::Write).map_err(failed)?;
+    sockopt::set_socket_timeout(socket, sockopt::Timeout::Recv, Some(left(deadline)?)).map_err(failed)?;
+    recv(socket, &mut [0_u8; 1][..], RecvFlags::empty()).map(drop).map_err(failed)
 }
 
 /// The handshake on a connected socket, which blocks; returns what the peer handed over.

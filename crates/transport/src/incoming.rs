@@ -68,6 +68,8 @@ impl Incoming {
                     // Descriptors of somebody who has proved nothing are closed here.
                     if let Stage::Proof { descriptors, .. } = &mut self.stage {
                         descriptors.extend(arrived);
+                        // A proof that comes byte by byte must not bring more of them each time.
+                        descriptors.truncate(handover::MOST);
                     }
                 }
                 Err(ShmError::System { source: Errno::AGAIN, .. }) => return Progress::Waiting(self),
