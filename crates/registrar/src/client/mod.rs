@@ -133,6 +133,10 @@ impl Client {
         {
             return Ok(Some(client.clone()));
         }
+        if slot.as_ref().is_some_and(|(made_in, ..)| *made_in != pid) {
+            // Its tasks run in the parent: ending them from a fork may wait for a lock that nobody here will release.
+            std::mem::forget(slot.take());
+        }
         let ticket: Ticket = config.job.parse()?;
         let task = u32::try_from(config.task)
             .map_err(|_| Error::Options { reason: format!("no task has the number {}", config.task) })?;

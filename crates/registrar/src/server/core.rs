@@ -28,6 +28,8 @@ const EVENTS: usize = 64 << 20;
 const TICK: Duration = Duration::from_millis(50);
 /// How much later than the driver and the agents the registrar ends a start that takes too long: theirs say more.
 const LEEWAY: Duration = Duration::from_secs(1);
+/// Agents show that they live each second: a shorter silence says nothing.
+const SHORTEST: Duration = Duration::from_secs(3);
 /// How many missing tasks a message lists.
 const LISTED: usize = 16;
 
@@ -86,7 +88,7 @@ impl Core {
     pub(super) fn new(job_id: JobId, options: &Options) -> Self {
         let membership = Membership::new(membership::Options {
             tasks: options.tasks,
-            heartbeat_timeout: options.peer_timeout,
+            heartbeat_timeout: options.peer_timeout.max(SHORTEST),
             disconnect_grace: Duration::from_secs(1).min(options.peer_timeout),
             failure_grace: Duration::from_millis(500),
         });
