@@ -4,7 +4,7 @@
 //! `farandole._native.launcher`: a task's side of a job.
 
 use std::collections::BTreeMap;
-use std::io;
+use std::io::{self, Write as _};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -69,10 +69,11 @@ struct Own;
 impl Sink for Own {
     fn accept(&self, record: Record) {
         if let Record::Log(LogLine { stream, text, .. }) = record {
-            match stream {
-                Stream::Stdout => println!("{text}"),
-                Stream::Stderr => eprintln!("{text}"),
-            }
+            // A reader that went away does not end the worker.
+            drop(match stream {
+                Stream::Stdout => writeln!(io::stdout(), "{text}"),
+                Stream::Stderr => writeln!(io::stderr(), "{text}"),
+            });
         }
     }
 }
