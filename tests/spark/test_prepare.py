@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import threading
 import time
 
 import pyarrow.parquet as pq
@@ -170,3 +172,48 @@ def test_names_with_dots_and_backticks_are_columns_like_others(store, spark):
 def test_more_partitions_than_asked_for_are_merged(store, frame, tmp_path):
     prepared(store, frame.repartition(8), partitions_per_process=2)
     assert len(list((tmp_path / "intermediate_train_data.0").glob("*.parquet"))) == 4
+
+
+def test_an_interrupt_ends_the_job_and_the_place_is_used_again(spark, store, tmp_path):
+    begun = tmp_path.with_name(f"{tmp_path.name}-begun")
+    begun.mkdir()
+
+    def slowly(batches):
+        import uuid
+
+        (begun / uuid.uuid4().hex).touch()
+        for batch in batches:
+            time.sleep(60)
+            yield batch
+
+    slow = spark.range(0, 8, 1, 2).selectExpr("cast(id as float) x", "id y").mapInArrow(slowly, "x float, y bigint")
+
+    def interrupt():
+        while not os.listdir(begun):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        prepared(store, slow)
+    running = spark.sparkContext.statusTracker().getActiveStageIds
+    deadline = time.monotonic() + 10
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not running()
+    ready = prepared(store, spark.range(8).selectExpr("cast(id as float) x", "id y"))
+    assert (ready.index, ready.train_rows) == (0, 8)
+
+
+def test_what_a_killed_preparation_left_is_emptied(store, frame, tmp_path):
+    for side in ("train", "val"):
+        left = tmp_path / f"intermediate_{side}_data.0"
+        left.mkdir()
+        (left / "part-00000-0badcafe-3.parquet").write_bytes(b"")
+    gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "time": time.time()}
+    (tmp_path / "intermediate_train_data.0" / "_lease.json").write_text(json.dumps(gone))
+    found = prepared(store, frame, Roles(("x",), ("y",), validation=0.5))
+    assert found.index == 0
+    assert len(os.listdir(tmp_path / "intermediate_val_data.0")) <= 3
+    assert "part-00000-0badcafe-3.parquet" not in os.listdir(tmp_path / "intermediate_val_data.0")

@@ -45,10 +45,7 @@ class SparkAgents(Agents):
 
     def start(self) -> None:
         """Submits the job."""
-        from pyspark import InheritableThread  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
-
-        inherit: dict[str, Any] = {"session": self._cluster.session} if self._cluster.context is None else {}
-        self._thread = InheritableThread(target=self._run, name=f"{self._tag}-job", daemon=True, **inherit)
+        self._thread = self._cluster.thread(self._run, f"{self._tag}-job")
         self._thread.start()
 
     def done(self) -> bool:
@@ -58,10 +55,7 @@ class SparkAgents(Agents):
     def cancel(self) -> None:
         """Cancels the job by its tag, and with it Spark's Python processes that ignore it for two seconds."""
         self._cancelled.set()
-        if self._cluster.context is not None:
-            self._cluster.context.cancelJobsWithTag(self._tag)
-        else:
-            self._cluster.session.interruptTag(self._tag)
+        self._cluster.cancel(self._tag)
 
     def short_of(self) -> str | None:
         """How many slots are missing, once Spark has refused the job for them."""
@@ -81,22 +75,12 @@ class SparkAgents(Agents):
 
     def _run(self) -> None:
         try:
-            self._tagged()
+            self._cluster.tag(self._tag, f"farandole: {self._size} processes")
             self._endings = Ending.from_rows(
                 (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in self._collected()
             )
         except BaseException as error:  # noqa: BLE001 - the driver's thread raises it
             self._error = error
-
-    def _tagged(self) -> None:
-        context = self._cluster.context
-        if context is None:
-            self._cluster.session.addTag(self._tag)
-            return
-        # `SparkSession.addTag` reaches no job of a classic session that collects rows: the context's tags do.
-        context.addJobTag(self._tag)
-        context.setInterruptOnCancel(True)
-        context.setLocalProperty("spark.job.description", f"farandole: {self._size} processes")
 
     def _collected(self) -> list[Any]:
         rows = self._rows()

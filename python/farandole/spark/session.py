@@ -7,12 +7,18 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    import threading
+    from collections.abc import Callable
 
+    from pyspark.sql import DataFrame, Row, SparkSession
+
+_GRACE_AFTER_CANCEL = 10.0
 NO_SESSION = "Could not find an active SparkContext, are you running in a PySpark session?"
 
 
@@ -67,6 +73,60 @@ class Cluster:
     def is_local(self) -> bool:
         """Whether tasks run in the driver's own JVM, with a number of slots that never changes."""
         return self.master == "local" or self.master.startswith("local[")
+
+    def thread(self, target: Callable[[], None], name: str) -> threading.Thread:
+        """A thread for a Spark job: it inherits its maker's job group, tags and properties."""
+        from pyspark import InheritableThread  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
+
+        inherit: dict[str, Any] = {"session": self.session} if self.context is None else {}
+        return InheritableThread(target=target, name=name, daemon=True, **inherit)
+
+    def tag(self, tag: str, description: str) -> None:
+        """Gives the jobs of this thread a tag by which they are cancelled, and a description."""
+        if self.context is None:
+            self.session.addTag(tag)
+            return
+        # `SparkSession.addTag` reaches no job of a classic session that collects rows: the context's tags do.
+        self.context.addJobTag(tag)
+        self.context.setInterruptOnCancel(True)
+        self.context.setLocalProperty("spark.job.description", description)
+
+    def cancel(self, tag: str) -> None:
+        """Cancels the jobs of a tag, and with them Spark's Python processes that ignore it for two seconds."""
+        if self.context is not None:
+            self.context.cancelJobsWithTag(tag)
+        else:
+            self.session.interruptTag(tag)
+
+    def collect(self, frame: DataFrame, description: str) -> list[Row]:
+        """The rows of a frame; whatever interrupts this thread cancels the job.
+
+        The job runs on a thread of its own: an interrupt that meets py4j in the middle of an answer breaks the
+        connection, and the job would go on.
+        """
+        tag, rows, errors = f"farandole-{uuid.uuid4().hex[:12]}", [], []
+
+        def run() -> None:
+            try:
+                self.tag(tag, description)
+                rows.extend(frame.collect())
+            except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+                errors.append(error)
+
+        thread = self.thread(run, f"{tag}-job")
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(0.25)
+        except BaseException:
+            deadline = time.monotonic() + _GRACE_AFTER_CANCEL
+            while thread.is_alive() and time.monotonic() < deadline:
+                self.cancel(tag)
+                thread.join(0.5)
+            raise
+        if errors:
+            raise errors[0]
+        return rows
 
     def slots(self) -> int | None:
         """Tasks that this application could run at once if it ran nothing else; `None` where nobody can tell."""

@@ -45,13 +45,12 @@ def acquire(store: AbstractFilesystemStore) -> int:
         while True:
             url = store.get_train_data_path(index)
             directory, beside = NativeStore(url), NativeStore(store.get_val_data_path(index))
-            if url not in _HELD and _is_free(directory) and _is_ours(beside):
+            if url not in _HELD and _is_free(directory) and (directory.exists(_NAME) or _is_ours(beside)):
                 break
             index += 1
         directory.delete_all()
         beside.delete_all()
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        directory.write(_NAME, json.dumps(holder).encode())
+        directory.write(_NAME, _holder())
         if not _HELD:
             atexit.register(release_all)
         _HELD.add(url)
@@ -85,11 +84,26 @@ def discard(url: str, beside: str | None) -> None:
                     NativeStore(written).delete_all()
 
 
+def abandon(url: str, beside: str | None) -> None:
+    """As `discard`, for when tasks may still write: the directory keeps a mark by which it is taken and emptied again.
+
+    Args:
+        url: the training data's directory.
+        beside: the validation data's, if there is one.
+    """
+    discard(url, beside)
+    NativeStore(url).write(_NAME, _holder())
+
+
 def release_all() -> None:
     """Gives back everything this process holds."""
     for url in list(_HELD):
         with contextlib.suppress(OSError):
             release(url)
+
+
+def _holder() -> bytes:
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}).encode()
 
 
 def _is_free(directory: NativeStore) -> bool:

@@ -23,6 +23,7 @@ from farandole._native import prepare as native
 from farandole._native import reader as native_reader
 from farandole.spark.common import leases, plan
 from farandole.spark.common.columns import Column, Roles, check_present
+from farandole.spark.session import Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,8 +145,11 @@ def _prepare(
     try:
         parts = _write(df.coalesce(partitions), names, store.prefix_path, spec)
         committed = json.loads(native.commit(store.prefix_path, spec, parts))
-    except BaseException:
+    except (ValueError, OSError):
         leases.discard(train_url, val_url)
+        raise
+    except BaseException:
+        leases.abandon(train_url, val_url)
         raise
     return Prepared(
         index=index,
@@ -248,7 +252,7 @@ def _write(df: DataFrame, names: list[str], url: str, spec: str) -> list[bytes]:
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         return write_partition(batches, names, url, spec, preparation)
 
-    rows = df.mapInArrow(write, _RESULT).collect()
+    rows = Cluster.active().collect(df.mapInArrow(write, _RESULT), "farandole: preparing data")
     rows.sort(key=lambda row: row.partition)
     failed = next((row for row in rows if row.error is not None), None)
     if failed is not None:
