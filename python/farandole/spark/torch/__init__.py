@@ -25,4 +25,6 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if find_spec("pyspark") is None:
+        raise ImportError(f"{name} needs pyspark: pip install farandole[torch,spark]", name="pyspark")
     return getattr(import_module(f"{__name__}.{home}"), name)

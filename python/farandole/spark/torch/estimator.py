@@ -23,7 +23,7 @@ from farandole.spark.torch.losses import label_dtype, shaped, weighted
 from farandole.spark.torch.model import Output, TorchModel
 from farandole.spark.torch.remote import train
 from farandole.spark.torch.scores import Scores
-from farandole.spark.torch.tensors import inputs_of, outputs_of
+from farandole.spark.torch.tensors import inputs_of, outputs_of, told_misfit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -151,6 +151,9 @@ class TorchEstimator(FarandoleEstimator):
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
         job, objects = self._job(prepared)
         outputs = _try_on_zeros(job, objects)
+        checkpoint = job.paths().get("checkpoint")
+        if checkpoint is not None and self._store().exists(checkpoint):
+            shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {job.epochs}")
         results = backend.run(train, args=(job,), on_progress=lambda _rank, record: shown.report(record))
         trained = cast("Trained", results[0])
         state = payload.unpack_state(trained.checkpoint)
@@ -224,14 +227,13 @@ def _try_on_zeros(job: Job, objects: Objects) -> list[torch.Tensor]:
     """Calls the model and its losses once, on two rows of zeros, so that misfits show before workers start."""
     Scores(objects.metrics, job)  # refuses metrics that do not go with the labels
     inputs = [torch.zeros(2, *one.shape[1:]) for one in job.inputs]
-    shapes = ", ".join(f"{one.column.name} {tuple(zeros.shape)}" for one, zeros in zip(job.inputs, inputs, strict=True))
     training = objects.model.training
     objects.model.eval()
     try:
         with torch.no_grad():
             value = objects.model(*inputs)
     except Exception as error:
-        raise ValueError(f"the model does not take its {len(inputs)} feature columns as ({shapes}): {error}") from error
+        raise ValueError(told_misfit([one.column.name for one in job.inputs], inputs, error)) from error
     finally:
         objects.model.train(training)
     outputs = outputs_of(value, len(job.labels))

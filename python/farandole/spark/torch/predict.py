@@ -92,7 +92,7 @@ class Predictor:
 
         from farandole.spark.common.arrow import rows
         from farandole.spark.common.columns import row_shape
-        from farandole.spark.torch.tensors import outputs_of
+        from farandole.spark.torch.tensors import outputs_of, told_misfit
 
         if batch.num_rows == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
@@ -105,7 +105,11 @@ class Predictor:
         parts: list[list[torch.Tensor]] = []
         with torch.inference_mode():
             for start in range(0, batch.num_rows, self.batch_size):
-                value = model(*(tensor[start : start + self.batch_size] for tensor in inputs))
+                some = [tensor[start : start + self.batch_size] for tensor in inputs]
+                try:
+                    value = model(*some)
+                except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
+                    raise ValueError(told_misfit(self.features, some, error)) from None
                 parts.append(outputs_of(value, self.labels))
         whole = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
         return [output.detach().float().reshape(batch.num_rows, -1).numpy() for output in whole]

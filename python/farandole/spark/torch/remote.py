@@ -153,8 +153,14 @@ class _Trainer:
         if hvd.broadcast_object(found is not None, root_rank=0):
             if found is not None:
                 state = payload.unpack_state(found)
-                self.model.load_state_dict(state["model"])
-                optimizer.load_state_dict(state["optimizer"])
+                try:
+                    self.model.load_state_dict(state["model"])
+                    optimizer.load_state_dict(state["optimizer"])
+                except (RuntimeError, ValueError) as error:
+                    raise ValueError(
+                        f"the checkpoint of run {self.job.run_id!r} is of another model or optimizer: choose another "
+                        f"run_id, or delete {self.job.store.run_path}: {error}"
+                    ) from error
                 self.history = state["history"]
             self.history = hvd.broadcast_object(self.history, root_rank=0)
         optimizer.load_state_dict(optimizer.state_dict())  # moves its tensors to where the parameters are

@@ -68,6 +68,18 @@ def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:
     return list(outputs)
 
 
+def told_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exception) -> str:
+    """What to say when a model does not take its inputs.
+
+    Args:
+        names: the feature columns.
+        inputs: their tensors.
+        error: what the model raised.
+    """
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, inputs, strict=True))
+    return f"the model does not take its {len(inputs)} feature columns as ({shapes}): {error}"
+
+
 def _kind(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"{type(value).__name__} of {', '.join(type(one).__name__ for one in value)}"
