@@ -148,3 +148,10 @@ def test_output_columns_are_named_after_labels_unless_set():
     model = TorchModel(label_columns=["a", "b"])
     assert model.getOutputCols() == ["a__output", "b__output"]
     assert model.setOutputCols(["p", "q"]).getOutputCols() == ["p", "q"]
+
+
+def test_a_run_id_stays_below_the_runs():
+    assert TorchEstimator(run_id="team/first").getRunId() == "team/first"
+    for astray in ("../../x", "/x", "a//b", ".", "x/.."):
+        with pytest.raises(ValueError, match="run_id must name a directory below the store's runs"):
+            TorchEstimator(run_id=astray)

@@ -151,6 +151,19 @@ def test_the_rows_of_a_short_accumulation_count_as_much_as_others(data):
     assert torch.allclose(weights(small), weights(large), atol=1e-6)
 
 
+def test_padding_does_not_move_a_batch_norm(data):
+    x, y = line(rows=17)  # two batches of 8, and one row that goes through the model eight times
+    write(data / "intermediate_train_data", x=x, y=y)
+    norm = torch.nn.BatchNorm1d(2)
+    fitted = fit(data, torch.nn.Sequential(norm, linear()), epochs=1, shuffle=False)
+    for batch in (x[:8], x[8:16]):
+        norm(torch.from_numpy(batch))
+    found = fitted.getModel()[0]
+    assert found.num_batches_tracked == 2
+    assert torch.allclose(found.running_var, norm.running_var)
+    assert torch.allclose(found.running_mean, norm.running_mean)
+
+
 def test_integer_labels_meet_a_loss_of_ones_own_row_by_row(data):
     def squares(output, label):
         assert output.shape == label.shape

@@ -57,6 +57,13 @@ def text(name: str) -> Callable[[Any], str]:
     return convert
 
 
+def run_id(value: Any) -> str:
+    """A string that is a path below the directory of runs."""
+    if any(part in ("", ".", "..") for part in text("run_id")(value).split("/")):
+        raise ValueError(f"run_id must name a directory below the store's runs: {value!r}")
+    return value
+
+
 def names(name: str) -> Callable[[Any], list[str]]:
     """A list of column names; one name alone stands for a list of one."""
 

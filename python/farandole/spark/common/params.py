@@ -91,7 +91,7 @@ class EstimatorParams(Params):
     partitions_per_process = declare(
         "partitions_per_process", "most files of prepared data per process", check.at_least("partitions_per_process", 1)
     )
-    run_id = declare("run_id", "name of the run; an existing run's checkpoint is resumed", check.text("run_id"))
+    run_id = declare("run_id", "name of the run; an existing run's checkpoint is resumed", check.run_id)
     train_steps_per_epoch = declare(
         "train_steps_per_epoch", "fewer training steps per epoch", check.at_least("train_steps_per_epoch", 1)
     )

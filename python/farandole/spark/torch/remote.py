@@ -131,7 +131,10 @@ class _Trainer:
         tensors = [
             column_tensor(batch, one.column.name, self.device)[:rows].reshape(one.shape) for one in self.job.inputs
         ]
+        running = [buffer.clone() for buffer in self.model.buffers()] if self.model.training and rows > valid else []
         outputs = outputs_of(self.model(*tensors), len(self.job.labels))
+        for buffer, before in zip(self.model.buffers() if running else (), running, strict=True):
+            buffer.data.copy_(before)  # padding must not move a batch norm's statistics
         if valid == 0:
             return outputs, outputs, torch.stack([output.sum() for output in outputs]).sum() * 0.0
         outputs = [output[:valid] for output in outputs]
