@@ -267,6 +267,12 @@ def test_a_model_that_does_not_take_the_columns_is_refused_before_training(data)
         fit(data, torch.nn.LSTM(2, 1))
     with pytest.raises(ValueError, match=r"one row per row of its input: .* column 'y' has shape \(\)"):
         fit(data, torch.nn.Sequential(linear(), Mean()))
+    torch_warns = pytest.warns(UserWarning, match="due to broadcasting")
+    with (
+        torch_warns,
+        pytest.raises(ValueError, match=r"column 'y' does not take output \(3, 2\) and float32 label \(3,\)"),
+    ):
+        fit(data, linear(2), batch_size=2)
     with pytest.raises(ValueError, match="the loss of column 'y' does not take"):
         fit(data, linear(2), loss=torch.nn.CosineEmbeddingLoss())
 

@@ -50,6 +50,9 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         return (self.copy(params) if params else self)._fit_prepared(dataset_idx)
 
     def _fit(self, dataset: DataFrame) -> Any:
+        if not hasattr(dataset, "mapInArrow"):
+            kind = type(dataset)
+            raise TypeError(f"fit takes a Spark DataFrame, this is a {kind.__module__}.{kind.__qualname__}")
         self._check()
         backend, store, roles = self._backend(), self._store(), self._roles()
         check_present(roles, dataset.columns, "DataFrame")

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from typing import TYPE_CHECKING, Any, cast
@@ -243,8 +244,11 @@ def _try_on_zeros(job: Job, objects: Objects) -> list[torch.Tensor]:
                 f"the model must return one row per row of its input: for 2 rows, its output for column "
                 f"{one.column.name!r} has shape {tuple(output.shape)}"
             )
-    for one, loss, output in zip(job.labels, objects.losses, outputs, strict=True):
-        zeros = torch.zeros(2, *one.column.shape, dtype=torch.int64 if one.dtype == "int64" else torch.float32)
+    for one, loss, found in zip(job.labels, objects.losses, outputs, strict=True):
+        # As many rows as the output has nowhere else: (2, 2) and (2,) would broadcast where (8, 2) and (8,) do not.
+        rows = next(rows for rows in itertools.count(2) if rows not in found.shape[1:])
+        output = found[:1].expand(rows, *found.shape[1:])
+        zeros = torch.zeros(rows, *one.column.shape, dtype=torch.int64 if one.dtype == "int64" else torch.float32)
         label = shaped(zeros, output, one.shape)
         try:
             lost = loss(output, label)
