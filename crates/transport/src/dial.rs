@@ -9,7 +9,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_shm::{Error as ShmError, handover};
-use farandole_world::Rank;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, recv, shutdown,
@@ -17,6 +16,7 @@ use rustix::net::{
 };
 
 use crate::handshake::{ACCEPTED, CHALLENGE, Carrier, Hello, Status, Transcript, VERSION, nonce};
+use crate::peer::Peer;
 use crate::service::PATIENCE;
 use crate::shared::Shared;
 use crate::{Error, Result};
@@ -26,6 +26,9 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// How long addresses are tried: their rank listened before it published them, so waiting longer changes nothing.
 const REACH: Duration = Duration::from_secs(30);
 
+const LAST_LOOK: Duration = Duration::from_millis(1);
+const LATE: &str = "no answer in time";
+
 /// Why one attempt failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
@@ -33,6 +36,14 @@ pub(crate) enum Failure {
     Refused(String),
     /// It may work later.
     Unanswered(String),
+    /// The connection was made, and then nothing was heard: so does the kernel accept for a stopped process.
+    Silent(String),
+    /// It hung up, and so has not taken its end.
+    Closed(String),
+    /// The peer said welcome and may have taken its end; then the exchange broke.
+    Broken(String),
+    /// Not the peer's doing.
+    Own(Error),
     /// Somebody answered who does not hold the key.
     Stranger(String),
     /// The peer answered, and does not want this.
@@ -40,16 +51,78 @@ pub(crate) enum Failure {
 }
 
 impl Failure {
+    /// A failed call of ours. Without descriptors nobody can be asked, and that says nothing about the peer.
+    fn call(what: &'static str, errno: Option<Errno>, reason: String) -> Self {
+        match errno {
+            Some(Errno::MFILE | Errno::NFILE) => Self::Own(Error::System { what, reason }),
+            Some(Errno::CONNREFUSED) => Self::Refused(reason),
+            _ => Self::Unanswered(reason),
+        }
+    }
+
     fn answered(&self) -> bool {
         matches!(self, Self::Stranger(_) | Self::Declined(_))
+    }
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Refused(reason)
+            | Self::Unanswered(reason)
+            | Self::Silent(reason)
+            | Self::Closed(reason)
+            | Self::Broken(reason)
+            | Self::Stranger(reason)
+            | Self::Declined(reason) => f.write_str(reason),
+            Self::Own(error) => error.fmt(f),
+        }
+    }
+}
+
+/// How long a peer that can be connected to has not answered.
+#[derive(Debug, Default)]
+pub(crate) struct Silence {
+    since: Option<Instant>,
+    attempts: u32,
+}
+
+impl Silence {
+    /// An attempt that began at `started` met with silence.
+    pub(crate) fn goes_on(&mut self, started: Instant) {
+        self.since.get_or_insert(started);
+        self.attempts += 1;
+    }
+
+    /// Whether it lasts too long. One attempt is not enough: we may have been stopped ourselves in it.
+    pub(crate) fn is_death(&self, timeout: Duration) -> bool {
+        self.attempts > 1 && self.since.is_some_and(|since| since.elapsed() >= timeout)
+    }
+}
+
+/// A wait that ends at a deadline, or when the caller no longer wants it.
+pub(crate) struct Wait<'a> {
+    pub(crate) deadline: Instant,
+    pub(crate) give_up: &'a mut dyn FnMut() -> bool,
+}
+
+impl Wait<'_> {
+    /// Asks the caller.
+    pub(crate) fn ask(&mut self) -> Result<()> {
+        if (self.give_up)() { Err(Error::Interrupted) } else { Ok(()) }
+    }
+
+    /// When an attempt to reach a peer ends. A silent peer is met twice within the timeout.
+    pub(crate) fn attempt(&self, shared: &Shared) -> Instant {
+        self.deadline.min(Instant::now() + PATIENCE.min(shared.peer_timeout / 2))
     }
 }
 
 type Attempt<T> = std::result::Result<T, Failure>;
 
 /// What to ask a peer for.
-pub(crate) struct Request {
-    pub(crate) to: Rank,
+pub(crate) struct Request<'a> {
+    pub(crate) to: &'a Peer,
     pub(crate) carrier: Carrier,
     pub(crate) channel: u32,
     pub(crate) capacity: u64,
@@ -57,10 +130,7 @@ pub(crate) struct Request {
 
 /// Connects to a name in the abstract namespace.
 pub(crate) fn local(name: &str, deadline: Instant) -> Attempt<OwnedFd> {
-    let failed = |error: Errno| match error {
-        Errno::CONNREFUSED => Failure::Refused(error.to_string()),
-        _ => Failure::Unanswered(error.to_string()),
-    };
+    let failed = |error: Errno| Failure::call("socket", Some(error), error.to_string());
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(failed)?;
     let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(failed)?;
@@ -69,6 +139,9 @@ pub(crate) fn local(name: &str, deadline: Instant) -> Attempt<OwnedFd> {
             Ok(()) => break,
             // The queue of the listener is full: its thread is about to empty it.
             Err(Errno::AGAIN) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
+            Err(Errno::AGAIN) => {
+                return Err(Failure::Silent("its queue of connections stays full".to_owned()));
+            }
             Err(Errno::INTR) => {}
             Err(error) => return Err(failed(error)),
         }
@@ -79,36 +152,45 @@ pub(crate) fn local(name: &str, deadline: Instant) -> Attempt<OwnedFd> {
 
 fn remote(address: SocketAddr, deadline: Instant) -> Attempt<OwnedFd> {
     let left = left(deadline)?;
-    let stream = TcpStream::connect_timeout(&address, left).map_err(|error| match error.kind() {
-        std::io::ErrorKind::ConnectionRefused => Failure::Refused(format!("{address}: {error}")),
-        _ => Failure::Unanswered(format!("{address}: {error}")),
+    let stream = TcpStream::connect_timeout(&address, left).map_err(|error| {
+        Failure::call("socket", Errno::from_io_error(&error), format!("{address}: {error}"))
     })?;
     stream.set_nodelay(true).map_err(|error| Failure::Unanswered(error.to_string()))?;
     Ok(stream.into())
 }
 
 /// Tries the addresses in turn until one answers as the peer or the deadline passes. When every address refuses, or
-/// answers as somebody else, twice, the peer is gone: it listened before it published its addresses.
+/// answers as somebody else, twice, the peer is gone: it listened before it published its addresses. So is one that
+/// can be connected to and says nothing for the peer timeout.
 pub(crate) fn any(
     shared: &Shared,
-    request: &Request,
+    request: &Request<'_>,
     addresses: &[SocketAddr],
-    deadline: Instant,
+    wait: &mut Wait<'_>,
 ) -> Result<OwnedFd> {
     let started = Instant::now();
-    let deadline = deadline.min(started + REACH);
+    let deadline = wait.deadline.min(started + REACH.max(2 * shared.peer_timeout));
     let mut before = false;
+    let mut silence = Silence::default();
     loop {
         let mut last = Failure::Refused("it offered no address".to_owned());
         let mut final_words = true;
+        let mut heard = false;
         for address in addresses {
-            let attempt = deadline.min(Instant::now() + PATIENCE);
+            wait.ask()?;
+            let began = Instant::now();
+            let attempt = deadline.min(wait.attempt(shared));
             let outcome = remote(*address, attempt)
                 .and_then(|socket| converse(shared, request, socket, &[], attempt).map(|(socket, _)| socket));
             match outcome {
                 Ok(socket) => return Ok(socket),
+                Err(Failure::Own(error)) => return Err(error),
                 Err(failure) => {
-                    final_words &= !matches!(failure, Failure::Unanswered(_));
+                    final_words &= matches!(failure, Failure::Refused(_)) || failure.answered();
+                    heard |= matches!(failure, Failure::Closed(_)) || failure.answered();
+                    if matches!(failure, Failure::Silent(_) | Failure::Broken(_)) {
+                        silence.goes_on(began);
+                    }
                     // An answer says more than silence or a refused connection.
                     if failure.answered() || !last.answered() {
                         last = failure;
@@ -116,16 +198,21 @@ pub(crate) fn any(
                 }
             }
         }
+        if heard {
+            silence = Silence::default();
+        } else if silence.is_death(shared.peer_timeout) {
+            return Err(request.to.gone(&format!("it accepts connections but does not answer: {last}")));
+        }
         let settled = final_words && before;
         before = final_words;
         if settled || Instant::now() + PAUSE >= deadline {
             return Err(match last {
                 Failure::Stranger(reason) | Failure::Declined(reason) => Error::Handshake { reason },
-                Failure::Refused(reason) | Failure::Unanswered(reason) => Error::Unreachable {
-                    rank: request.to,
+                other => Error::Unreachable {
+                    rank: request.to.rank,
                     addresses: addresses.iter().map(ToString::to_string).collect(),
                     elapsed: started.elapsed(),
-                    reason,
+                    reason: other.to_string(),
                 },
             });
         }
@@ -135,16 +222,21 @@ pub(crate) fn any(
 
 /// Whether a rank that keeps us waiting still listens; `None` when nothing answers. Says nothing to it: its service
 /// thread then hangs up, which the kernel, accepting for a stopped process, does not.
-pub(crate) fn listens(local_name: Option<&str>, addresses: &[SocketAddr], deadline: Instant) -> Option<bool> {
+pub(crate) fn listens(
+    local_name: Option<&str>,
+    addresses: &[SocketAddr],
+    deadline: Instant,
+) -> Result<Option<bool>> {
     let name = local_name.map(|name| local(name, deadline));
     let mut silent = false;
     for attempt in name.into_iter().chain(addresses.iter().map(|address| remote(*address, deadline))) {
         match attempt.and_then(|socket| hung_up(&socket, deadline)) {
-            Ok(()) => return Some(true),
+            Ok(()) => return Ok(Some(true)),
+            Err(Failure::Own(error)) => return Err(error),
             Err(failure) => silent |= !matches!(failure, Failure::Refused(_)),
         }
     }
-    if silent { None } else { Some(false) }
+    Ok(if silent { None } else { Some(false) })
 }
 
 fn hung_up(socket: &OwnedFd, deadline: Instant) -> Attempt<()> {
@@ -157,7 +249,7 @@ fn hung_up(socket: &OwnedFd, deadline: Instant) -> Attempt<()> {
 /// The handshake on a connected socket, which blocks; returns what the peer handed over.
 pub(crate) fn converse(
     shared: &Shared,
-    request: &Request,
+    request: &Request<'_>,
     socket: OwnedFd,
     descriptors: &[BorrowedFd<'_>],
     deadline: Instant,
@@ -168,7 +260,7 @@ pub(crate) fn converse(
         generation: shared.generation,
         channel: request.channel,
         from: shared.rank,
-        to: request.to,
+        to: request.to.rank,
         size: shared.size,
         capacity: request.capacity,
         nonce: nonce().map_err(|error| Failure::Unanswered(error.to_string()))?,
@@ -179,28 +271,31 @@ pub(crate) fn converse(
     // Nothing was proved yet: what comes along is closed.
     drop(receive(&socket, &mut challenge, deadline)?);
     let (transcript, status) = Transcript::read(&shared.key, hello, &challenge)
-        .map_err(|reason| Failure::Stranger(format!("rank {}: {reason}", request.to)))?;
+        .map_err(|reason| Failure::Stranger(format!("rank {}: {reason}", request.to.rank)))?;
     welcome(request, status)?;
     send(&socket, &transcript.proof(), descriptors)?;
     let mut accepted = [0; ACCEPTED];
-    let arrived = receive(&socket, &mut accepted, deadline)?;
+    let arrived = receive(&socket, &mut accepted, deadline).map_err(|failure| match failure {
+        Failure::Silent(reason) | Failure::Unanswered(reason) => Failure::Broken(reason),
+        other => other,
+    })?;
     let status = transcript
         .accepted(&accepted)
-        .ok_or_else(|| Failure::Stranger(format!("rank {}: the last code does not hold", request.to)))?;
+        .ok_or_else(|| Failure::Stranger(format!("rank {}: the last code does not hold", request.to.rank)))?;
     welcome(request, status)?;
     Ok((socket, arrived))
 }
 
-fn welcome(request: &Request, status: Status) -> Attempt<()> {
+fn welcome(request: &Request<'_>, status: Status) -> Attempt<()> {
     match status {
         Status::Welcome => Ok(()),
-        status => Err(Failure::Declined(format!("rank {} turned us away: {status}", request.to))),
+        status => Err(Failure::Declined(format!("rank {} turned us away: {status}", request.to.rank))),
     }
 }
 
 fn left(deadline: Instant) -> Attempt<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() { Err(Failure::Unanswered("no answer in time".to_owned())) } else { Ok(left) }
+    if left.is_zero() { Err(Failure::Unanswered(LATE.to_owned())) } else { Ok(left) }
 }
 
 fn send(socket: &OwnedFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Attempt<()> {
@@ -208,20 +303,25 @@ fn send(socket: &OwnedFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Attem
 }
 
 fn receive(socket: &OwnedFd, bytes: &mut [u8], deadline: Instant) -> Attempt<Vec<OwnedFd>> {
+    let closed = || Failure::Closed("the connection was closed during the handshake".to_owned());
     let mut descriptors = Vec::new();
     let mut filled = 0;
     while filled < bytes.len() {
-        sockopt::set_socket_timeout(socket, sockopt::Timeout::Recv, Some(left(deadline)?))
+        // If we were stopped ourselves the answer may lie here, so there is a look after the deadline too.
+        let (left, last) = left(deadline).map_or((LAST_LOOK, true), |left| (left, false));
+        sockopt::set_socket_timeout(socket, sockopt::Timeout::Recv, Some(left))
             .map_err(|error| Failure::Unanswered(error.to_string()))?;
         match handover::receive(socket, &mut bytes[filled..]) {
-            Ok((0, _)) => {
-                return Err(Failure::Unanswered("the connection was closed during the handshake".to_owned()));
-            }
+            Ok((0, _)) => return Err(closed()),
             Ok((received, arrived)) => {
                 filled += received;
                 descriptors.extend(arrived);
             }
+            Err(ShmError::System { source: Errno::AGAIN, .. }) if last => {
+                return Err(Failure::Silent(LATE.to_owned()));
+            }
             Err(ShmError::System { source: Errno::AGAIN, .. }) => {}
+            Err(ShmError::System { source: Errno::CONNRESET, .. }) => return Err(closed()),
             Err(error) => return Err(Failure::Unanswered(error.to_string())),
         }
     }

@@ -58,6 +58,9 @@ pub enum Error {
         /// Time spent.
         elapsed: Duration,
     },
+    /// The caller of [`Mesh::open_until`](crate::Mesh::open_until) asked to give up.
+    #[error("gave up waiting for the other ranks to open their links, as the caller asked")]
+    Interrupted,
     /// A frame does not decode, or is longer than allowed.
     #[error("bad frame from rank {rank}: {reason}")]
     Frame {

@@ -19,11 +19,11 @@ use farandole_world::{Generation, HostHash, Rank};
 use parking_lot::Mutex;
 
 use crate::card::Card;
-use crate::dial::{self, Failure, Request};
+use crate::dial::{self, Failure, Request, Silence, Wait};
 use crate::handshake::{CONTROL, Carrier, Key, nonce};
 use crate::peer::Peer;
 use crate::ring::{RingReceiver, RingSender};
-use crate::service::{Listeners, PATIENCE, Service};
+use crate::service::{Listeners, Service};
 use crate::shared::{Arrival, Facts, Shared};
 use crate::watch::Watch;
 use crate::{Error, Link, LinkKind, Parker, Rendezvous, Result, addresses, tcp};
@@ -104,6 +104,7 @@ pub struct Mesh {
     opened: Mutex<HashSet<(u32, Rank)>>,
     /// Peers that a control connection was dialled to. Held while dialling one.
     controlled: Mutex<HashSet<Rank>>,
+    fallbacks: Mutex<Vec<(Rank, String)>>,
     service: Option<JoinHandle<()>>,
 }
 
@@ -134,6 +135,7 @@ impl Mesh {
             created: AtomicU64::new(0),
             opened: Mutex::new(HashSet::new()),
             controlled: Mutex::new(HashSet::new()),
+            fallbacks: Mutex::new(Vec::new()),
             service: Some(service),
             options,
         };
@@ -173,13 +175,30 @@ impl Mesh {
     /// way (rounded up to pages) is taken when first touched.
     ///
     /// # Errors
-    /// `Timeout` naming the rank that did not open its end; `Unreachable`, `Handshake`, `PeerLost`, `Forked`.
+    /// `Timeout` naming the rank that did not open its end; `Unreachable`, `Handshake`, `PeerLost`, `Forked`; `System`
+    /// when this process has no descriptors left.
     pub fn open(&self, channel: u32, peers: &[Rank], capacity: usize) -> Result<Vec<Link>> {
+        self.open_until(channel, peers, capacity, Instant::now() + self.options.patience, &mut || false)
+    }
+
+    /// As [`open`](Self::open), at most until `deadline`. Every few seconds it asks whether to give up; after a yes it
+    /// asks no more.
+    ///
+    /// # Errors
+    /// Those of `open`; `Interrupted` when asked to give up.
+    pub fn open_until(
+        &self,
+        channel: u32,
+        peers: &[Rank],
+        capacity: usize,
+        deadline: Instant,
+        give_up: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<Link>> {
         self.shared.guard.check()?;
         if channel == CONTROL {
             return Err(Error::Handshake { reason: format!("channel {channel} is reserved") });
         }
-        let deadline = Instant::now() + self.options.patience;
+        let mut wait = Wait { deadline, give_up };
         let own = self.options.rank;
         let mut links: Vec<(usize, Link)> = Vec::new();
         // The higher rank dials. Dialling needs the other's service thread only, so no order of ranks can lock up.
@@ -191,10 +210,10 @@ impl Mesh {
             }
         }
         for (place, rank) in places().filter(|(_, rank)| *rank < own) {
-            links.push((place, self.dial(self.peer(rank)?, channel, capacity, deadline)?));
+            links.push((place, self.dial(self.peer(rank)?, channel, capacity, &mut wait)?));
         }
         for (place, rank) in places().filter(|(_, rank)| *rank > own) {
-            links.push((place, self.answer(self.peer(rank)?, channel, capacity, deadline)?));
+            links.push((place, self.answer(self.peer(rank)?, channel, capacity, &mut wait)?));
         }
         links.sort_by_key(|(place, _)| *place);
         Ok(links.into_iter().map(|(_, link)| link).collect())
@@ -206,8 +225,8 @@ impl Mesh {
         self.shared.peers.get(rank.index()).ok_or_else(unknown)
     }
 
-    fn answer(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, deadline: Instant) -> Result<Link> {
-        let (theirs, arrival) = self.await_arrival(channel, peer, deadline)?;
+    fn answer(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, wait: &mut Wait<'_>) -> Result<Link> {
+        let (theirs, arrival) = self.await_arrival(channel, peer, wait)?;
         let capacity = Segment::round(capacity);
         if theirs != capacity as u64 {
             let rank = peer.rank;
@@ -230,8 +249,9 @@ impl Mesh {
     }
 
     /// Waits for the peer to dial. It may be too early for it to be watched, so a long wait asks whether it listens.
-    fn await_arrival(&self, channel: u32, peer: &Arc<Peer>, deadline: Instant) -> Result<(u64, Arrival)> {
+    fn await_arrival(&self, channel: u32, peer: &Arc<Peer>, wait: &mut Wait<'_>) -> Result<(u64, Arrival)> {
         let started = Instant::now();
+        let deadline = wait.deadline;
         let mut heard = started;
         loop {
             let pause = deadline.min(Instant::now() + PROBE);
@@ -242,7 +262,8 @@ impl Mesh {
             if pause == deadline {
                 return Err(Error::Timeout { what: waited, elapsed: started.elapsed() });
             }
-            match self.listens(peer, deadline) {
+            wait.ask()?;
+            match self.listens(peer, deadline)? {
                 Some(true) => heard = Instant::now(),
                 Some(false) => return Err(peer.gone("it no longer listens at any of its addresses")),
                 None if heard.elapsed() > self.shared.peer_timeout => {
@@ -253,8 +274,8 @@ impl Mesh {
         }
     }
 
-    fn listens(&self, peer: &Peer, deadline: Instant) -> Option<bool> {
-        let card = self.cards.get(peer.rank.index())?;
+    fn listens(&self, peer: &Peer, deadline: Instant) -> Result<Option<bool>> {
+        let Some(card) = self.cards.get(peer.rank.index()) else { return Ok(None) };
         let same_host = card.host == self.options.host;
         let local = (same_host && !card.local.is_empty()).then_some(card.local.as_str());
         dial::listens(
@@ -264,7 +285,7 @@ impl Mesh {
         )
     }
 
-    fn dial(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, deadline: Instant) -> Result<Link> {
+    fn dial(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, wait: &mut Wait<'_>) -> Result<Link> {
         let capacity = Segment::round(capacity);
         let card = self.cards.get(peer.rank.index()).ok_or_else(|| peer.gone("it never joined"))?;
         let same_host = card.host == self.options.host;
@@ -273,49 +294,70 @@ impl Mesh {
         }
         if same_host
             && !card.local.is_empty()
-            && let Some(link) = self.dial_shared(peer, &card.local, channel, capacity, deadline)?
+            && let Some(link) = self.dial_shared(peer, &card.local, channel, capacity, wait)?
         {
             return Ok(link);
         }
         let addresses = addresses::ordered(&card.addresses, same_host);
         let mut controlled = self.controlled.lock();
         if !controlled.contains(&peer.rank) {
-            let request = Request { to: peer.rank, carrier: Carrier::Control, channel: CONTROL, capacity: 0 };
-            let socket = dial::any(&self.shared, &request, &addresses, deadline)?;
+            let request = Request { to: peer, carrier: Carrier::Control, channel: CONTROL, capacity: 0 };
+            let socket = dial::any(&self.shared, &request, &addresses, wait)?;
             rustix::io::ioctl_fionbio(&socket, true).map_err(Error::of("ioctl"))?;
             self.shared.watch(Watch::remote(Arc::clone(peer), socket));
             controlled.insert(peer.rank);
         }
         drop(controlled);
-        let request = Request { to: peer.rank, carrier: Carrier::Tcp, channel, capacity: capacity as u64 };
-        let socket = dial::any(&self.shared, &request, &addresses, deadline)?;
+        let request = Request { to: peer, carrier: Carrier::Tcp, channel, capacity: capacity as u64 };
+        let socket = dial::any(&self.shared, &request, &addresses, wait)?;
         tcp::link(socket, Arc::clone(peer), self.shared.parker.clone(), capacity)
     }
 
-    /// `None` where shared memory is not to be had; TCP then serves.
+    /// `None` where shared memory is not to be had; TCP then serves. Once the peer may have taken its end, it must not:
+    /// the two would hold different links.
     fn dial_shared(
         &self,
         peer: &Arc<Peer>,
         name: &str,
         channel: u32,
         capacity: usize,
-        deadline: Instant,
+        wait: &mut Wait<'_>,
     ) -> Result<Option<Link>> {
-        let bytes = capacity as u64;
-        let budget = self.options.shared_memory_bytes;
-        let within = |sum: u64| sum.checked_add(bytes).filter(|sum| *sum <= budget);
-        if !self.options.use_shared_memory
-            || self.created.fetch_update(Ordering::Relaxed, Ordering::Relaxed, within).is_err()
-        {
+        if !self.options.use_shared_memory {
             return Ok(None);
         }
-        match self.exchange(peer, name, channel, capacity, deadline) {
-            Ok(link) => Ok(Some(link)),
-            // A peer that holds another key is no matter of memory.
-            Err(Failure::Stranger(reason)) => Err(Error::Handshake { reason }),
-            Err(_) => {
-                self.created.fetch_sub(bytes, Ordering::Relaxed);
-                Ok(None)
+        let bytes = capacity as u64;
+        let budget = self.options.shared_memory_bytes;
+        let fall_back = |reason: String| {
+            self.fallbacks.lock().push((peer.rank, reason));
+            Ok(None)
+        };
+        let within = |sum: u64| sum.checked_add(bytes).filter(|sum| *sum <= budget);
+        if self.created.fetch_update(Ordering::Relaxed, Ordering::Relaxed, within).is_err() {
+            return fall_back(format!("{bytes} bytes more than this process may take of {budget}"));
+        }
+        let mut silence = Silence::default();
+        loop {
+            wait.ask()?;
+            let began = Instant::now();
+            match self.exchange(peer, name, channel, capacity, wait.attempt(&self.shared)) {
+                Ok(link) => return Ok(Some(link)),
+                // A peer that holds another key is no matter of memory.
+                Err(Failure::Stranger(reason)) => return Err(Error::Handshake { reason }),
+                Err(Failure::Own(error)) => return Err(error),
+                Err(Failure::Broken(reason)) => {
+                    return Err(peer.gone(&format!("the handover of shared memory broke off: {reason}")));
+                }
+                Err(Failure::Silent(_)) if Instant::now() < wait.deadline => {
+                    silence.goes_on(began);
+                    if silence.is_death(self.shared.peer_timeout) {
+                        return Err(peer.gone("it accepts connections but does not answer"));
+                    }
+                }
+                Err(failure) => {
+                    self.created.fetch_sub(bytes, Ordering::Relaxed);
+                    return fall_back(failure.to_string());
+                }
             }
         }
     }
@@ -329,11 +371,10 @@ impl Mesh {
         deadline: Instant,
     ) -> std::result::Result<Link, Failure> {
         let failed = |error: farandole_shm::Error| Failure::Unanswered(error.to_string());
-        let deadline = deadline.min(Instant::now() + PATIENCE);
         let segment = Segment::create(2, capacity).map_err(failed)?;
         let (sender, receiver) = (segment.producer(0).map_err(failed)?, segment.consumer(1).map_err(failed)?);
         let request =
-            Request { to: peer.rank, carrier: Carrier::SharedMemory, channel, capacity: capacity as u64 };
+            Request { to: peer, carrier: Carrier::SharedMemory, channel, capacity: capacity as u64 };
         let mut own = vec![segment.as_fd()];
         own.extend(self.shared.parker.bell().descriptors());
         own.extend(self.shared.pidfd.as_ref().map(AsFd::as_fd));
@@ -341,9 +382,9 @@ impl Mesh {
         let (_, theirs) = dial::converse(&self.shared, &request, socket, &own, deadline)?;
         let mut theirs = theirs.into_iter();
         let (Some(memory), Some(event)) = (theirs.next(), theirs.next()) else {
-            return Err(Failure::Unanswered("no bell was handed over".to_owned()));
+            return Err(Failure::Broken("no bell was handed over".to_owned()));
         };
-        let (bell, first) = peer.adopt(memory, event).map_err(failed)?;
+        let (bell, first) = peer.adopt(memory, event).map_err(|error| Failure::Own(peer.fault(error)))?;
         if first {
             self.shared.watch(Watch::local(Arc::clone(peer), Arc::clone(&bell), theirs.next()));
         }
@@ -398,6 +439,11 @@ impl Mesh {
         self.cards.get(rank.index()).map(|card| card.pid)
     }
 
+    /// Links that go over TCP although both ends tried shared memory, by peer, with the reason.
+    pub fn fallbacks(&self) -> Vec<(Rank, String)> {
+        self.fallbacks.lock().clone()
+    }
+
     /// Connections turned away so far: strangers, garbage, handshakes that took too long.
     pub fn refused(&self) -> u64 {
         self.shared.refused.load(Ordering::Relaxed)
@@ -436,3 +482,6 @@ impl std::fmt::Debug for Mesh {
         f.debug_struct("Mesh").field("options", &self.options).finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -79,7 +79,10 @@ fn memory_beyond_the_budget_is_not_taken() {
         join_two(options(0, 2), MeshOptions { shared_memory_bytes: 70_000, ..options(1, 2) });
     let meshes = [zero, one];
     assert_eq!(open_pair(&meshes, 1, 16384).0.kind, LinkKind::SharedMemory);
+    assert_eq!(meshes[1].fallbacks(), []);
     assert_eq!(open_pair(&meshes, 2, 65536).0.kind, LinkKind::Tcp);
+    let reason = "65536 bytes more than this process may take of 70000".to_owned();
+    assert_eq!(meshes[1].fallbacks(), [(Rank(0), reason)]);
 }
 
 #[test]
@@ -331,6 +334,22 @@ fn a_rank_that_left_cannot_be_dialled() {
     drop(meshes.remove(0));
     let error = meshes[0].open(1, &[Rank(0)], 4096).unwrap_err();
     assert!(matches!(error, Error::Unreachable { rank: Rank(0), .. }), "{error}");
+}
+
+#[test]
+fn whoever_waits_for_a_link_gives_up_when_asked_to() {
+    for use_shared_memory in [true, false] {
+        let meshes = meshes(2, |options| options.use_shared_memory = use_shared_memory);
+        let started = Instant::now();
+        let deadline = started + PATIENCE;
+        // The one that waits for the call of a peer which lives and does not open its end.
+        let error = meshes[0].open_until(1, &[Rank(1)], 4096, deadline, &mut || true).unwrap_err();
+        assert!(matches!(error, Error::Interrupted), "{error}");
+        // The one that calls.
+        let error = meshes[1].open_until(1, &[Rank(0)], 4096, deadline, &mut || true).unwrap_err();
+        assert!(matches!(error, Error::Interrupted), "{error}");
+        assert!(started.elapsed() < PATIENCE / 2);
+    }
 }
 
 #[test]

@@ -13,17 +13,22 @@ use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::PATIENCE;
+use farandole_transport::contract::{self, PATIENCE};
 use farandole_transport::{
     Error, FrameReceiver, FrameSender, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker,
     Rendezvous, Result, frames,
 };
 use farandole_world::{HostHash, Rank};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{
+    Pid, Resource, Rlimit, Signal, WaitOptions, getrlimit, kill_process, setrlimit, waitpid,
+};
 
 const ROLE: &str = "FARANDOLE_TEST_ROLE";
-const CARD: &str = "card of rank 1: ";
+const CARD: &str = "card of the other rank: ";
+const STARVED: &str = "starved";
 const TIMEOUT: Duration = Duration::from_millis(600);
+/// As in the mesh.
+const PROBE: Duration = Duration::from_secs(1);
 
 fn options(rank: u32, use_shared_memory: bool) -> MeshOptions {
     let mut options = MeshOptions::new(Rank(rank), 2, HostHash("here".to_owned()), [9; 32]);
@@ -66,11 +71,12 @@ fn next(receiver: &mut FrameReceiver, sender: &mut FrameSender, parker: &Parker)
     }
 }
 
-/// The second rank: sends back every frame until its peer is gone. Does nothing when run as a test.
+/// The other rank; one that opens no link waits for a card that never comes. Does nothing when run as a test.
 #[test]
-fn second_rank() {
+fn other_rank() {
     let Some(role) = farandole_config::environment(ROLE) else { return };
-    let mesh = Mesh::join(options(1, role == "shared memory"), &Streams).unwrap();
+    let Some((rank, kind)) = role.split_once(' ') else { return };
+    let mesh = Mesh::join(options(rank.parse().unwrap(), kind == "shared memory"), &Streams).unwrap();
     let parker = mesh.parker();
     let (mut sender, mut receiver) = frames(mesh.open(1, &[Rank(0)], 65536).unwrap().remove(0));
     while let Ok(payload) = next(&mut receiver, &mut sender, &parker) {
@@ -80,20 +86,20 @@ fn second_rank() {
     }
 }
 
-struct Peer {
+/// A process with the other rank, which has published its card and waits for ours.
+struct Other {
     process: Child,
-    _stdin: ChildStdin,
-    mesh: Mesh,
-    link: Option<Link>,
+    stdin: ChildStdin,
+    meeting: MemoryRendezvous,
     reader: Option<JoinHandle<()>>,
 }
 
-impl Peer {
-    fn start(kind: LinkKind) -> Self {
-        let use_shared_memory = kind == LinkKind::SharedMemory;
+impl Other {
+    fn start(rank: u32, kind: LinkKind) -> Self {
+        let kind = if kind == LinkKind::SharedMemory { "shared memory" } else { "tcp" };
         let mut process = Command::new(std::env::current_exe().unwrap())
-            .args(["second_rank", "--exact", "--nocapture"])
-            .env(ROLE, if use_shared_memory { "shared memory" } else { "tcp" })
+            .args(["other_rank", "--exact", "--nocapture"])
+            .env(ROLE, format!("{rank} {kind}"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -105,24 +111,47 @@ impl Peer {
         let reader = thread::spawn(move || {
             for line in lines.lines().map_while(std::result::Result::ok) {
                 if let Some(card) = line.strip_prefix(CARD) {
-                    told.put("mesh/0/1", card.replace('|', "\n").as_bytes()).unwrap();
+                    told.put(&format!("mesh/0/{rank}"), card.replace('|', "\n").as_bytes()).unwrap();
                     sender.send(()).unwrap();
                 }
             }
         });
-        let mut stdin = process.stdin.take().unwrap();
+        let stdin = process.stdin.take().unwrap();
         ready.recv_timeout(PATIENCE).unwrap();
-        let mesh = Mesh::join(options(0, use_shared_memory), &meeting).unwrap();
-        let own = String::from_utf8(meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap()).unwrap();
-        writeln!(stdin, "{}", own.replace('\n', "|")).unwrap();
-        let link = mesh.open(1, &[Rank(1)], 65536).unwrap().remove(0);
-        assert_eq!(link.kind, kind);
-        Self { process, _stdin: stdin, mesh, link: Some(link), reader: Some(reader) }
+        Self { process, stdin, meeting, reader: Some(reader) }
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_raw(i32::try_from(self.process.id()).unwrap()).unwrap()
     }
 
     fn signal(&self, signal: Signal) {
-        let pid = Pid::from_raw(i32::try_from(self.process.id()).unwrap()).unwrap();
-        kill_process(pid, signal).unwrap();
+        kill_process(self.pid(), signal).unwrap();
+    }
+
+    /// Returns when all its threads are stopped.
+    fn stop(&self) {
+        self.signal(Signal::STOP);
+        let (_, status) = waitpid(Some(self.pid()), WaitOptions::UNTRACED).unwrap().unwrap();
+        assert!(status.stopped());
+    }
+}
+
+struct Peer {
+    other: Other,
+    mesh: Mesh,
+    link: Option<Link>,
+}
+
+impl Peer {
+    fn start(kind: LinkKind) -> Self {
+        let mut other = Other::start(1, kind);
+        let mesh = Mesh::join(options(0, kind == LinkKind::SharedMemory), &other.meeting).unwrap();
+        let own = other.meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap();
+        writeln!(other.stdin, "{}", String::from_utf8(own).unwrap().replace('\n', "|")).unwrap();
+        let link = mesh.open(1, &[Rank(1)], 65536).unwrap().remove(0);
+        assert_eq!(link.kind, kind);
+        Self { other, mesh, link: Some(link) }
     }
 
     /// How long it takes, and what is told, until the link of a sleeping rank fails after `signal`.
@@ -133,7 +162,7 @@ impl Peer {
         assert_eq!(next(&mut receiver, &mut sender, &parker).unwrap(), b"are you there");
         self.mesh.check().unwrap();
         let started = Instant::now();
-        self.signal(signal);
+        self.other.signal(signal);
         let error = next(&mut receiver, &mut sender, &parker).unwrap_err();
         let elapsed = started.elapsed();
         assert!(matches!(error, Error::PeerLost { rank: Rank(1), .. }), "{error}");
@@ -141,7 +170,7 @@ impl Peer {
     }
 }
 
-impl Drop for Peer {
+impl Drop for Other {
     fn drop(&mut self) {
         // It may have ended by itself.
         drop(self.process.kill());
@@ -206,4 +235,56 @@ fn tr_4_a_process_that_computes_and_does_not_read_is_not_taken_for_dead() {
         }
         peer.mesh.check().unwrap_or_else(|error| unreachable!("{error} over {kind:?}"));
     }
+}
+
+/// TR-4 before there is a link: the kernel still accepts connections for a stopped process.
+#[test]
+fn tr_4_a_process_stopped_before_its_first_handshake_is_noticed_after_the_peer_timeout() {
+    // A rank calls lower ones, and is called by higher ones.
+    for (other, own) in [(0, 1), (1, 0)] {
+        for kind in KINDS {
+            let other = (Rank(other), Other::start(other, kind));
+            let mesh = Mesh::join(options(own, kind == LinkKind::SharedMemory), &other.1.meeting).unwrap();
+            other.1.stop();
+            let started = Instant::now();
+            let error = mesh.open(1, &[other.0], 65536).unwrap_err();
+            let elapsed = started.elapsed();
+            assert!(matches!(&error, Error::PeerLost { rank, .. } if *rank == other.0), "{error}");
+            // Whoever is called asks only now and then whether the other listens.
+            assert!(elapsed > TIMEOUT / 2 && elapsed < TIMEOUT * 3 + 2 * PROBE, "{elapsed:?}: {error}");
+            assert!(mesh.fallbacks().is_empty());
+        }
+    }
+}
+
+/// A process of its own, since all its threads are left without descriptors. Does nothing when run as a test.
+#[test]
+fn two_starved_ranks() {
+    if farandole_config::environment(ROLE).as_deref() != Some(STARVED) {
+        return;
+    }
+    for kind in KINDS {
+        let limits = getrlimit(Resource::Nofile);
+        let meshes = contract::meshes(2, |options| {
+            options.use_shared_memory = kind == LinkKind::SharedMemory;
+            options.peer_timeout = TIMEOUT;
+        });
+        setrlimit(Resource::Nofile, Rlimit { current: Some(0), ..limits }).unwrap();
+        let called = meshes[0].open(1, &[Rank(1)], 65536).unwrap_err();
+        let calling = meshes[1].open(1, &[Rank(0)], 65536).unwrap_err();
+        setrlimit(Resource::Nofile, limits).unwrap();
+        for error in [called, calling] {
+            assert!(matches!(error, Error::System { .. }), "{error} over {kind:?}");
+        }
+    }
+}
+
+#[test]
+fn a_process_without_descriptors_does_not_blame_its_peer() {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["two_starved_ranks", "--exact", "--nocapture"])
+        .env(ROLE, STARVED)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

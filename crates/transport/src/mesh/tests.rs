@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Handovers of shared memory that break off: the dialer against a peer that holds the key and misbehaves.
+
+use std::os::unix::net::UnixStream;
+
+use farandole_shm::handover;
+
+use super::*;
+use crate::MemoryRendezvous;
+use crate::handshake::{HELLO, PROOF, Status, Transcript};
+
+const KEY: [u8; 32] = [7; 32];
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn options() -> MeshOptions {
+    let mut options = MeshOptions::new(Rank(1), 2, HostHash("here".to_owned()), KEY);
+    options.patience = PATIENCE;
+    options.peer_timeout = Duration::from_secs(1);
+    options
+}
+
+/// Rank 1 opens a link to a rank 0 that listens under a Unix name only and treats its one caller with `serve`.
+fn open_to(serve: impl FnOnce(UnixStream) + Send) -> (Mesh, Error) {
+    let (listener, local) = unix();
+    let listener = listener.unwrap();
+    let meeting = MemoryRendezvous::default();
+    let host = HostHash("here".to_owned());
+    let card = Card { host, pid: 1, local, addresses: Vec::new() };
+    meeting.put(&Card::key(Generation(0), Rank(0)), &card.encode()).unwrap();
+    let mesh = Mesh::join(options(), &meeting).unwrap();
+    let error = thread::scope(|scope| {
+        scope.spawn(move || serve(listener.accept().unwrap().0));
+        mesh.open(1, &[Rank(0)], 4096).unwrap_err()
+    });
+    (mesh, error)
+}
+
+/// The messages of an acceptor up to the dialer's proof, which it takes.
+fn up_to_the_proof(socket: &UnixStream) -> Transcript {
+    let mut hello = [0; HELLO];
+    assert_eq!(handover::receive(socket, &mut hello).unwrap().0, HELLO);
+    let (transcript, challenge) = Transcript::answer(&Key(KEY), hello, Status::Welcome).unwrap();
+    handover::send(socket, &challenge, &[]).unwrap();
+    let mut proof = [0; PROOF];
+    assert_eq!(handover::receive(socket, &mut proof).unwrap().0, PROOF);
+    assert!(transcript.proved(&proof));
+    transcript
+}
+
+#[test]
+fn a_peer_that_took_its_end_and_gave_none_is_an_error_and_not_a_matter_for_tcp() {
+    let (mesh, error) = open_to(|socket| {
+        let accepted = up_to_the_proof(&socket).accept(Status::Welcome);
+        handover::send(&socket, &accepted, &[]).unwrap();
+    });
+    assert!(matches!(&error, Error::PeerLost { rank: Rank(0), .. }), "{error}");
+    assert!(error.to_string().contains("no bell was handed over"), "{error}");
+    assert_eq!(mesh.fallbacks(), []);
+}
+
+#[test]
+fn a_peer_that_falls_silent_with_our_segment_is_an_error_and_not_a_matter_for_tcp() {
+    let (mesh, error) = open_to(|socket| {
+        up_to_the_proof(&socket);
+        // Until the dialer hangs up.
+        assert_eq!(handover::receive(&socket, &mut [0]).unwrap().0, 0);
+    });
+    assert!(matches!(&error, Error::PeerLost { rank: Rank(0), .. }), "{error}");
+    assert!(error.to_string().contains("broke off"), "{error}");
+    assert_eq!(mesh.fallbacks(), []);
+}
+
+#[test]
+fn a_peer_that_cannot_map_the_segment_is_dialled_over_tcp_and_the_reason_is_kept() {
+    let (mesh, error) = open_to(|socket| {
+        let accepted = up_to_the_proof(&socket).accept(Status::NoSharedMemory);
+        handover::send(&socket, &accepted, &[]).unwrap();
+    });
+    // It offers no address, so TCP fails next.
+    assert!(matches!(&error, Error::Unreachable { rank: Rank(0), .. }), "{error}");
+    let reason = "rank 0 turned us away: it cannot map the segment".to_owned();
+    assert_eq!(mesh.fallbacks(), [(Rank(0), reason)]);
+}
