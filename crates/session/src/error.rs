@@ -38,7 +38,7 @@ pub enum Error {
     Registrar(#[from] farandole_registrar::Error),
     /// The ranks did not find each other.
     #[error("cannot link the ranks: {0}")]
-    Transport(#[from] farandole_transport::Error),
+    Transport(#[source] farandole_transport::Error),
     /// The communicator cannot be built.
     #[error("cannot build the communicator: {0}")]
     Collectives(#[from] farandole_collectives::Error),
@@ -53,6 +53,15 @@ pub enum Error {
         /// Time spent.
         elapsed: Duration,
     },
+}
+
+impl From<farandole_transport::Error> for Error {
+    fn from(error: farandole_transport::Error) -> Self {
+        match error {
+            farandole_transport::Error::Interrupted => Self::Interrupted,
+            other => Self::Transport(other),
+        }
+    }
 }
 
 impl Error {

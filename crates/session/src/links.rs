@@ -3,7 +3,7 @@
 
 //! How large the rings between ranks are.
 
-use farandole_world::World;
+use farandole_world::{Rank, World};
 
 /// Channel of the engine's negotiation.
 pub(crate) const CONTROL: u32 = 0;
@@ -32,6 +32,16 @@ pub(crate) fn share(world: &World, budget: u64) -> u64 {
     budget / u64::from(world.seat().local_size.max(1))
 }
 
+/// What to say of links that should go over shared memory and do not; nothing when there are none.
+pub(crate) fn fallbacks(links: &[(Rank, String)]) -> Option<String> {
+    let (rank, reason) = links.first()?;
+    let others = match links.len() {
+        1 => String::new(),
+        links => format!("; so do {} more", links - 1),
+    };
+    Some(format!("a link to rank {rank} goes over TCP instead of shared memory: {reason}{others}"))
+}
+
 #[cfg(test)]
 mod tests {
     use farandole_world::{Generation, HostHash, TaskId, TaskPlace, assign};
@@ -49,7 +59,7 @@ mod tests {
     #[test]
     fn the_fullest_host_decides_for_all() {
         let uneven = world(&["a", "a", "a", "a", "b"]);
-        let seen_from_b = uneven.seen_from(farandole_world::Rank(4)).unwrap();
+        let seen_from_b = uneven.seen_from(Rank(4)).unwrap();
         assert_eq!(data_capacity(&uneven, 25 << 20), 2 << 20);
         assert_eq!(data_capacity(&seen_from_b, 25 << 20), 2 << 20);
     }
@@ -64,6 +74,17 @@ mod tests {
     #[test]
     fn capacities_are_powers_of_two_within_the_budget() {
         assert_eq!(data_capacity(&world(&["a", "a", "a"]), 10 << 20), 1 << 20);
+    }
+
+    #[test]
+    fn links_that_missed_shared_memory_are_told_in_one_line() {
+        let links = |ranks: &[u32]| -> Vec<(Rank, String)> {
+            ranks.iter().map(|rank| (Rank(*rank), "no room".to_owned())).collect()
+        };
+        assert_eq!(fallbacks(&links(&[])), None);
+        let one = "a link to rank 3 goes over TCP instead of shared memory: no room";
+        assert_eq!(fallbacks(&links(&[3])).unwrap(), one);
+        assert_eq!(fallbacks(&links(&[3, 1, 2])).unwrap(), format!("{one}; so do 2 more"));
     }
 
     #[test]

@@ -50,9 +50,14 @@ fn launched(
     }
     let mesh = join(config, &client, &world, number, deadline, interrupted)?;
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
-    let control = mesh.open(links::CONTROL, &control_peers(&world, &everybody), links::CONTROL_CAPACITY)?;
+    let mut open =
+        |channel, peers: &[Rank], capacity| mesh.open_until(channel, peers, capacity, deadline, interrupted);
+    let control = open(links::CONTROL, &control_peers(&world, &everybody), links::CONTROL_CAPACITY)?;
     let others: Vec<Rank> = everybody.into_iter().filter(|rank| *rank != world.rank).collect();
-    let data = mesh.open(links::DATA, &others, links::data_capacity(&world, config.shared_memory_bytes))?;
+    let data = open(links::DATA, &others, links::data_capacity(&world, config.shared_memory_bytes))?;
+    if let Some(warning) = links::fallbacks(&mesh.fallbacks()) {
+        eprintln!("farandole: warning: {warning}");
+    }
     let engine = start(config, &world, Rest::among(mesh), control, data)?;
     let session = Session::new(engine, Some(client), Arc::new(world));
     first_barrier(&session, deadline, interrupted).inspect_err(|_| session.shutdown())?;

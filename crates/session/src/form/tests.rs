@@ -3,6 +3,8 @@
 
 //! Whole worlds in one process: a registrar, and per rank a thread with client, mesh and engine of its own.
 
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use farandole_collectives::{DataType, ReduceOp};
@@ -125,4 +127,31 @@ fn whoever_waits_for_others_gives_up_when_asked_to() {
     });
     assert!(matches!(outcome, Err(Error::Interrupted)));
     assert!(Instant::now() < deadline - LIMIT / 2, "gave up too late");
+}
+
+/// SE-3.
+#[test]
+fn whoever_waits_for_the_links_of_a_living_peer_gives_up_when_asked_to() {
+    let started = Instant::now();
+    let (joined, end) = (AtomicBool::new(false), Barrier::new(2));
+    world(
+        2,
+        |_| "a".to_owned(),
+        |client, deadline| {
+            let world = await_assignment(&client, deadline, &mut || false).unwrap();
+            if world.rank == Rank(1) {
+                // Joins, and never opens its end of a link.
+                let mesh = join(&config(), &client, &world, 0, deadline, &mut || false);
+                joined.store(true, Ordering::Release);
+                end.wait();
+                drop(mesh.unwrap());
+            } else {
+                let outcome =
+                    launched(&config(), client, 0, deadline, &mut || joined.load(Ordering::Acquire));
+                end.wait();
+                assert!(matches!(outcome, Err(Error::Interrupted)));
+            }
+        },
+    );
+    assert!(started.elapsed() < LIMIT / 2, "gave up too late");
 }
