@@ -107,7 +107,7 @@ pub enum Error {
         index: i64,
     },
     /// Nothing to train on.
-    #[error("no rows of {side} data ({rows} rows came in, {dropped} of them on no side)")]
+    #[error("no rows of {side} data ({})", came_in(*rows, *dropped))]
     Empty {
         /// Training or validation.
         side: &'static str,
@@ -204,5 +204,12 @@ impl Error {
             },
             Self::Altered { .. } | Self::Parquet { .. } => Fault::Environment,
         }
+    }
+}
+
+fn came_in(rows: u64, dropped: u64) -> String {
+    match rows {
+        0 => "the data is empty".to_owned(),
+        _ => format!("{rows} rows came in, {dropped} of them on no side"),
     }
 }
