@@ -110,11 +110,11 @@ mod tests {
 
     #[test]
     fn the_names_are_the_ones_horovods_users_know() {
-        let layout = Layout::new("file:///work/", Places::default());
-        assert_eq!(layout.train_data(None), "file:///work/intermediate_train_data");
-        assert_eq!(layout.val_data(Some(3)), "file:///work/intermediate_val_data.3");
-        assert_eq!(layout.checkpoint("run_1"), "file:///work/runs/run_1/checkpoint");
-        assert_eq!(layout.logs("run_1"), "file:///work/runs/run_1/logs");
+        let layout = Layout::new("file:///data/", Places::default());
+        assert_eq!(layout.train_data(None), "file:///data/intermediate_train_data");
+        assert_eq!(layout.val_data(Some(3)), "file:///data/intermediate_val_data.3");
+        assert_eq!(layout.checkpoint("run_1"), "file:///data/runs/run_1/checkpoint");
+        assert_eq!(layout.logs("run_1"), "file:///data/runs/run_1/logs");
     }
 
     #[test]
