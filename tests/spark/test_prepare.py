@@ -109,6 +109,15 @@ def test_files_that_changed_are_read_again(store, frame, spark, tmp_path):
     assert (found.reused, found.train_rows) == (False, 30)
 
 
+def test_an_rdd_over_a_text_file_is_read_again(store, spark, tmp_path):
+    source = tmp_path / "numbers.txt"
+    source.write_text("\n".join(str(number) for number in range(50)))
+    rdd = spark.sparkContext.textFile(str(source)).map(lambda line: (float(line), float(line), int(line)))
+    frame = spark.createDataFrame(rdd, "x double, y double, id long")
+    assert not prepared(store, frame).reused
+    assert not prepared(store, frame).reused
+
+
 def test_data_whose_manifest_is_gone_is_prepared_again(store, frame, tmp_path):
     first = prepared(store, frame)
     (tmp_path / "intermediate_train_data.0" / "_manifest.json").unlink()

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_FIXED_LEAVES = {"LocalRelation", "LogicalRDD", "OneRowRelation", "Range"}
+_FIXED_LEAVES = {"LocalRelation", "OneRowRelation", "Range"}
+_FIXED_ROOTS = {"ParallelCollectionRDD", "ReliableCheckpointRDD", "LocalCheckpointRDD", "EmptyRDD"}
 
 
 def fingerprint(df: DataFrame) -> str | None:
@@ -41,7 +42,7 @@ def fingerprint(df: DataFrame) -> str | None:
     parts = [str(df.semanticHash())]
     for position in range(leaves.size()):
         leaf = leaves.apply(position)
-        if leaf.nodeName() not in _FIXED_LEAVES and not _reads_files(leaf):
+        if leaf.nodeName() not in _FIXED_LEAVES and not _reads_files(leaf) and not _made_here(leaf):
             return None
     files = df.inputFiles()
     if files:
@@ -53,6 +54,23 @@ def _reads_files(leaf: Any) -> bool:
     if leaf.nodeName() != "LogicalRelation" and not leaf.nodeName().startswith("Relation"):
         return False
     return leaf.relation().getClass().getSimpleName() == "HadoopFsRelation"
+
+
+def _made_here(leaf: Any) -> bool:
+    """Whether the rows are an RDD that goes back to rows of this session; of others nobody can tell what they read."""
+    if leaf.nodeName() != "LogicalRDD":
+        return False
+    left, seen = [leaf.rdd()], set()
+    while left:
+        rdd = left.pop()
+        if rdd.id() in seen:
+            continue
+        seen.add(rdd.id())
+        dependencies = rdd.dependencies()
+        if dependencies.size() == 0 and rdd.getClass().getSimpleName() not in _FIXED_ROOTS:
+            return False
+        left += [dependencies.apply(position).rdd() for position in range(dependencies.size())]
+    return True
 
 
 def _versions(df: DataFrame, files: list[str]) -> list[str]:
