@@ -49,6 +49,30 @@ pub enum Operation {
         /// Bytes per member, for each segment.
         bytes: Vec<Vec<usize>>,
     },
+    /// Sends a block of `input` to every member and receives one of each, end to end in member order.
+    Alltoall {
+        /// `input` holds the sum of `sends`, `output` the sum of `receives`; they must not overlap.
+        segment: Segment,
+        /// Bytes to each member.
+        sends: Vec<usize>,
+        /// Bytes from each member.
+        receives: Vec<usize>,
+    },
+    /// As `Allreduce`, but every member gets its own part of each segment only.
+    Reducescatter {
+        /// Element type of every segment.
+        dtype: DataType,
+        /// How elements combine: `Average` or `Sum`.
+        op: ReduceOp,
+        /// Multiplies inputs before the reduction.
+        prescale: f64,
+        /// Multiplies the result.
+        postscale: f64,
+        /// The tensors; `input` holds all parts in member order, `output` this member's part.
+        segments: Vec<Segment>,
+        /// Bytes of each member's part, for each segment.
+        bytes: Vec<Vec<usize>>,
+    },
     /// Completes when every member has submitted it.
     Barrier,
 }

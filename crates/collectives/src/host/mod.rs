@@ -161,6 +161,9 @@ impl Communicator for HostCommunicator {
                 Planned::Allgather { segments, bytes }
             }
             Operation::Barrier => Planned::Barrier,
+            Operation::Alltoall { .. } | Operation::Reducescatter { .. } => {
+                return Err(Error::Shape { reason: "this communicator has no such operation".to_owned() });
+            }
         };
         self.queue.push_back((token, planned));
         Ok(())

@@ -46,6 +46,8 @@ impl Communicator for Meeting {
                 segments.iter().map(|segment| segment.input.len().to_string()).collect::<Vec<_>>().join("+")
             }
             Operation::Allgather { bytes, .. } => format!("{bytes:?}"),
+            Operation::Alltoall { sends, .. } => format!("alltoall of {}", sends.len()),
+            Operation::Reducescatter { bytes, .. } => format!("reducescatter {bytes:?}"),
             Operation::Barrier => "barrier".to_owned(),
         };
         let mut log = self.log.lock();
