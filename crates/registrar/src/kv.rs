@@ -80,6 +80,21 @@ impl KeyValues {
         Ok(())
     }
 
+    /// Sets `key` unless it has a value, and returns what it holds then.
+    pub(crate) fn put_if_absent(
+        &mut self,
+        generation: Generation,
+        key: String,
+        value: Bytes,
+    ) -> Result<Bytes, Full> {
+        self.enter(generation);
+        if let Some(held) = self.slots.get(&key).and_then(|slot| slot.value.clone()) {
+            return Ok(held);
+        }
+        self.put(generation, key, value.clone())?;
+        Ok(value)
+    }
+
     /// Looks `key` up, or queues for it.
     pub(crate) fn get(&mut self, generation: Generation, key: String) -> Lookup {
         self.enter(generation);
@@ -109,6 +124,16 @@ mod tests {
         kv.put(ONE, "a".into(), Bytes::from_static(b"22")).unwrap();
         assert!(matches!(kv.get(ONE, "a".into()), Lookup::Found(value) if value == "22"));
         assert_eq!(kv.bytes, 3);
+    }
+
+    #[test]
+    fn the_first_claim_of_a_key_holds() {
+        let mut kv = KeyValues::default();
+        let Lookup::Wait(mut waiter) = kv.get(ONE, "a".into()) else { panic!("found") };
+        assert_eq!(kv.put_if_absent(ONE, "a".into(), Bytes::from_static(b"1")), Ok(Bytes::from_static(b"1")));
+        assert_eq!(waiter.try_recv().unwrap(), "1");
+        assert_eq!(kv.put_if_absent(ONE, "a".into(), Bytes::from_static(b"2")), Ok(Bytes::from_static(b"1")));
+        assert_eq!(kv.put_if_absent(Generation(2), "a".into(), Bytes::new()), Ok(Bytes::new()));
     }
 
     #[test]

@@ -106,6 +106,16 @@ fn a_worker_meets_its_agents_assignment_and_its_peers_keys() {
 }
 
 #[test]
+fn the_first_claim_of_a_key_holds_and_every_later_one_sees_it() {
+    let registrar = registrar(1);
+    let agents = agents(&registrar, 1);
+    let parent = Client::connect(registrar.ticket(), TaskId(0), Some(Generation(1)), soon()).unwrap();
+    assert_eq!(parent.put_if_absent("session/1/0", b"parent").unwrap(), b"parent");
+    assert_eq!(agents[0].put_if_absent("session/1/0", b"child").unwrap(), b"parent");
+    assert_eq!(parent.put_if_absent("session/1/0", b"parent").unwrap(), b"parent");
+}
+
+#[test]
 fn a_wrong_token_an_unknown_task_and_a_foreign_certificate_are_refused() {
     // RG-1.
     let registrar = registrar(1);

@@ -290,6 +290,21 @@ impl Client {
         Ok(())
     }
 
+    /// Publishes `value` under `key` of this generation unless it has one, and returns what it holds: `value` exactly
+    /// when nobody else was first. Repeating it changes nothing.
+    ///
+    /// # Errors
+    /// `Refused` for an oversized key or value, `Aborted`, `Lost`.
+    pub fn put_if_absent(&self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
+        let message = wire::PutIfAbsentRequest { key: key.to_owned(), value: Bytes::copy_from_slice(value) };
+        let reply = self.call("a claim", Instant::now() + POLL, || {
+            let request = self.inner.caller.request(message.clone());
+            let mut stub = self.inner.caller.stub();
+            async move { stub.put_if_absent(request).await }
+        })?;
+        Ok(reply.value.into())
+    }
+
     /// Waits until `key` of this generation has a value.
     ///
     /// # Errors

@@ -96,6 +96,19 @@ pub struct PutRequest {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PutReply {}
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PutIfAbsentRequest {
+    #[prost(string, tag = "1")]
+    pub key: ::prost::alloc::string::String,
+    #[prost(bytes = "bytes", tag = "2")]
+    pub value: ::prost::bytes::Bytes,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PutIfAbsentReply {
+    /// What the key holds now: the request's value if it came first, or came before.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub value: ::prost::bytes::Bytes,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct GetRequest {
     #[prost(string, tag = "1")]
     pub key: ::prost::alloc::string::String,
@@ -366,6 +379,33 @@ pub mod registrar_client {
                 .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Put"));
             self.inner.unary(req, path, codec).await
         }
+        /// Publishes a value under a key of the caller's generation unless it has one.
+        pub async fn put_if_absent(
+            &mut self,
+            request: impl tonic::IntoRequest<super::PutIfAbsentRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PutIfAbsentReply>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/farandole.registrar.v1.Registrar/PutIfAbsent",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(
+                    GrpcMethod::new("farandole.registrar.v1.Registrar", "PutIfAbsent"),
+                );
+            self.inner.unary(req, path, codec).await
+        }
         /// Waits for a key of the caller's generation.
         pub async fn get(
             &mut self,
@@ -498,6 +538,14 @@ pub mod registrar_server {
             &self,
             request: tonic::Request<super::PutRequest>,
         ) -> std::result::Result<tonic::Response<super::PutReply>, tonic::Status>;
+        /// Publishes a value under a key of the caller's generation unless it has one.
+        async fn put_if_absent(
+            &self,
+            request: tonic::Request<super::PutIfAbsentRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PutIfAbsentReply>,
+            tonic::Status,
+        >;
         /// Waits for a key of the caller's generation.
         async fn get(
             &self,
@@ -759,6 +807,51 @@ pub mod registrar_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = PutSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/farandole.registrar.v1.Registrar/PutIfAbsent" => {
+                    #[allow(non_camel_case_types)]
+                    struct PutIfAbsentSvc<T: Registrar>(pub Arc<T>);
+                    impl<
+                        T: Registrar,
+                    > tonic::server::UnaryService<super::PutIfAbsentRequest>
+                    for PutIfAbsentSvc<T> {
+                        type Response = super::PutIfAbsentReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::PutIfAbsentRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Registrar>::put_if_absent(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = PutIfAbsentSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -122,6 +122,22 @@ impl Registrar for Service {
         Ok(Response::new(wire::PutReply {}))
     }
 
+    async fn put_if_absent(
+        &self,
+        request: Request<wire::PutIfAbsentRequest>,
+    ) -> Reply<wire::PutIfAbsentReply> {
+        let caller = caller(&request)?;
+        drop(self.current(caller)?);
+        let message = request.into_inner();
+        let value = self
+            .core
+            .kv()
+            .lock()
+            .put_if_absent(caller.generation, message.key, message.value)
+            .map_err(|full| Status::resource_exhausted(full.to_string()))?;
+        Ok(Response::new(wire::PutIfAbsentReply { value }))
+    }
+
     async fn get(&self, request: Request<wire::GetRequest>) -> Reply<wire::GetReply> {
         let caller = caller(&request)?;
         let mut board = self.current(caller)?;
