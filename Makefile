@@ -34,6 +34,7 @@ install: $(VENV)/.wheel
 wheel: $(VENV)/.packages
 	rm -rf dist
 	$(BIN)/maturin build --release --out dist
+	$(BIN)/uv build --quiet --wheel --out-dir dist python/horovod-compat
 
 $(VENV)/.wheel: $(SOURCES) $(VENV)/.packages
 	$(MAKE) wheel

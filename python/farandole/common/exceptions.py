@@ -6,6 +6,8 @@ The native code raises by fault: a wrong call is a `ValueError`, a failed peer o
 `FarandoleInternalError`, a machine that refuses a `FarandoleEnvironmentError`.
 """
 
+from __future__ import annotations
+
 
 class FarandoleInternalError(RuntimeError):
     """A collective failed because of a peer or a shut-down; the process itself may form a new world."""
@@ -21,3 +23,29 @@ class FarandoleBugError(RuntimeError):
 
 HorovodInternalError = FarandoleInternalError
 """Horovod's name of `FarandoleInternalError`."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+    """The set of hosts has changed: training goes on from here in a new world.
+
+    Attributes:
+        skip_sync: Whether ranks were only removed, so that the state of those who stay needs no synchronization.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+
+class HorovodVersionMismatchError(ImportError):
+    """Something was saved or built with another version than the installed one."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(f"{name} was built with version {version}, but this is installed: {installed_version}")
+        self.name = name
+        self.version = version
+        self.installed_version = installed_version
+
+    def __reduce__(self) -> tuple[type[HorovodVersionMismatchError], tuple[str, str, str]]:
+        """Pickles by the three arguments."""
+        return type(self), (str(self.name), self.version, self.installed_version)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The drop-in `horovod` package: the same modules under the old names."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+DEEP = {
+    "horovod.torch.mpi_ops": ["allreduce", "allreduce_async_", "alltoall", "reducescatter", "synchronize", "_basics"],
+    "horovod.torch.functions": ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"],
+    "horovod.torch.optimizer": ["DistributedOptimizer"],
+    "horovod.torch.compression": ["Compression", "Compressor", "NoneCompressor", "FP16Compressor"],
+    "horovod.torch.elastic": ["run", "TorchState", "ElasticSampler"],
+    "horovod.common.util": ["num_rank_is_power_2", "split_list", "gpu_available"],
+    "horovod.common.basics": ["HorovodBasics"],
+    "horovod.common.process_sets": ["ProcessSet", "global_process_set", "add_process_set", "remove_process_set"],
+    "horovod.common.exceptions": ["HorovodInternalError", "HostsUpdatedInterrupt", "HorovodVersionMismatchError"],
+    "horovod.common.elastic": ["State", "ObjectState", "run_fn"],
+    "horovod.spark.common.store": ["Store", "LocalStore"],
+    "horovod.spark.common.backend": ["SparkBackend"],
+    "horovod.spark.torch": ["TorchEstimator", "TorchModel"],
+    "horovod.spark": ["run"],
+    "horovod.runner": ["run"],
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_deep_name_is_farandoles_own_module(name):
+    theirs = importlib.import_module(name)
+    ours = importlib.import_module(name.replace("horovod", "farandole", 1))
+    assert theirs is ours
+    assert sys.modules[name] is ours
+    assert ours.__spec__ is not None
+    assert ours.__spec__.name == ours.__name__ == name.replace("horovod", "farandole", 1)
+    assert [wanted for wanted in DEEP[name] if not hasattr(theirs, wanted)] == []
+
+
+def test_names_without_a_counterpart_are_modules_of_the_drop_in(monkeypatch):
+    env = importlib.import_module("horovod.runner.common.util.env")
+    assert env.is_exportable("PATH")
+    assert not env.is_exportable("BASH_FUNC_module%%")
+    monkeypatch.setenv("HOROVOD_RANK", "3")
+    monkeypatch.setenv("HOROVOD_SIZE", "4")
+    assert env.get_env_rank_and_size() == (3, 4)
+
+
+def test_a_module_farandole_lacks_is_named_in_the_error():
+    with pytest.raises(ModuleNotFoundError, match=r"no counterpart of Horovod's module: horovod\.nothing"):
+        importlib.import_module("horovod.nothing.here")
+
+
+def test_a_fresh_process_imports_horovod_without_a_framework_or_a_thread():
+    program = (
+        "import sys, threading, horovod; assert callable(horovod.run); assert horovod.__version__.startswith('0.28');"
+        "assert not {'torch', 'tensorflow', 'pyspark'} & set(sys.modules); assert threading.active_count() == 1;"
+        "import horovod.common.util, farandole.common.util;"
+        "assert horovod.common.util is farandole.common.util"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
