@@ -119,7 +119,7 @@ fn world_of_session() -> PyResult<World> {
     reason = "a tuple per call would cost more than the operation's own submission"
 )]
 #[pyfunction]
-#[pyo3(signature = (name, dtype, shape, source, target, op, prescale, postscale, attended, /))]
+#[pyo3(signature = (name, dtype, shape, source, target, op, prescale, postscale, process_set, attended, /))]
 fn allreduce(
     name: String,
     dtype: u8,
@@ -129,32 +129,37 @@ fn allreduce(
     op: u8,
     prescale: f64,
     postscale: f64,
+    process_set: u32,
     attended: bool,
 ) -> PyResult<u64> {
     let kind = Kind::Allreduce { op: reduce_op(op)?, prescale, postscale };
-    submit(request(name, kind, dtype, shape, source, Some(target))?, attended)
+    submit(request(name, kind, dtype, shape, source, Some(target), process_set)?, attended)
 }
 
 /// Starts several allreduces as one unit: `(name, dtype, shape, source, target)` each.
 #[pyfunction]
-#[pyo3(signature = (tensors, op, prescale, postscale, /))]
+#[pyo3(signature = (tensors, op, prescale, postscale, process_set, /))]
 fn grouped_allreduce(
     tensors: Vec<(String, u8, Vec<u64>, usize, usize)>,
     op: u8,
     prescale: f64,
     postscale: f64,
+    process_set: u32,
 ) -> PyResult<Vec<u64>> {
     let kind = Kind::Allreduce { op: reduce_op(op)?, prescale, postscale };
     let requests = tensors
         .into_iter()
-        .map(|(name, dtype, shape, source, target)| request(name, kind, dtype, shape, source, Some(target)))
+        .map(|(name, dtype, shape, source, target)| {
+            request(name, kind, dtype, shape, source, Some(target), process_set)
+        })
         .collect::<PyResult<Vec<_>>>()?;
     let handles = current()?.engine().submit_group(requests).map_err(|error| raise(error.fault(), &error))?;
     Ok(handles.into_iter().map(|handle| handle.0).collect())
 }
 
+#[expect(clippy::too_many_arguments, reason = "as for allreduce")]
 #[pyfunction]
-#[pyo3(signature = (name, dtype, shape, source, target, root, attended, /))]
+#[pyo3(signature = (name, dtype, shape, source, target, root, process_set, attended, /))]
 fn broadcast(
     name: String,
     dtype: u8,
@@ -162,22 +167,30 @@ fn broadcast(
     source: usize,
     target: usize,
     root: u32,
+    process_set: u32,
     attended: bool,
 ) -> PyResult<u64> {
     let kind = Kind::Broadcast { root: Rank(root) };
-    submit(request(name, kind, dtype, shape, source, Some(target))?, attended)
+    submit(request(name, kind, dtype, shape, source, Some(target), process_set)?, attended)
 }
 
 #[pyfunction]
-#[pyo3(signature = (name, dtype, shape, source, attended, /))]
-fn allgather(name: String, dtype: u8, shape: Vec<u64>, source: usize, attended: bool) -> PyResult<u64> {
-    submit(request(name, Kind::Allgather, dtype, shape, source, None)?, attended)
+#[pyo3(signature = (name, dtype, shape, source, process_set, attended, /))]
+fn allgather(
+    name: String,
+    dtype: u8,
+    shape: Vec<u64>,
+    source: usize,
+    process_set: u32,
+    attended: bool,
+) -> PyResult<u64> {
+    submit(request(name, Kind::Allgather, dtype, shape, source, None, process_set)?, attended)
 }
 
 #[pyfunction]
-#[pyo3(signature = (name, /))]
-fn barrier(name: String) -> PyResult<u64> {
-    submit(Request::barrier(name, ProcessSetId::GLOBAL), true)
+#[pyo3(signature = (name, process_set, /))]
+fn barrier(name: String, process_set: u32) -> PyResult<u64> {
+    submit(Request::barrier(name, ProcessSetId(process_set)), true)
 }
 
 /// Whether the handle's result can still be waited for.
@@ -215,11 +228,21 @@ fn request(
     shape: Vec<u64>,
     source: usize,
     target: Option<usize>,
+    process_set: u32,
 ) -> PyResult<Request> {
     let dtype = dtype(number)?;
     let input = buffer(source, dtype, &shape)?;
     let output = target.map(|target| buffer(target, dtype, &shape)).transpose()?;
-    Ok(Request { name, kind, dtype, shape, input, output, process_set: ProcessSetId::GLOBAL, ready: None })
+    Ok(Request {
+        name,
+        kind,
+        dtype,
+        shape,
+        input,
+        output,
+        process_set: ProcessSetId(process_set),
+        ready: None,
+    })
 }
 
 fn submit(request: Request, attended: bool) -> PyResult<u64> {

@@ -25,7 +25,7 @@ def _start(tensor: torch.Tensor, name: str | None, finish: Any, attended: bool) 
         raise ValueError("allgather needs a tensor of at least one dimension: shape ()")
     source = host_input(tensor)
     handle = engine.allgather(
-        operation_name("allgather", name), DTYPES[source.dtype], source.shape, source.data_ptr(), attended
+        operation_name("allgather", name), DTYPES[source.dtype], source.shape, source.data_ptr(), 0, attended
     )
 
     def adopt(gathered: engine.Gathered | None) -> Any:

@@ -39,6 +39,7 @@ def _start(tensor: torch.Tensor, name: str | None, op: int, factors: Factors, at
         target.data_ptr(),
         op,
         *factors,
+        0,
         attended,
     )
     return track(handle, source, lambda _: target if tensor.is_cpu else target.to(tensor.device))
@@ -50,7 +51,15 @@ def _start_in_place(tensor: torch.Tensor, name: str | None, op: int, factors: Fa
     source = host_input(tensor)
     address = source.data_ptr()
     handle = engine.allreduce(
-        operation_name("allreduce", name), DTYPES[source.dtype], source.shape, address, address, op, *factors, attended
+        operation_name("allreduce", name),
+        DTYPES[source.dtype],
+        source.shape,
+        address,
+        address,
+        op,
+        *factors,
+        0,
+        attended,
     )
     return track(handle, source, lambda _: tensor if source is tensor else copy_back(tensor, source))
 

@@ -20,4 +20,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     require_global(process_set)
-    synchronize(track(engine.barrier(operation_name("barrier", None)), None, lambda _: None))
+    synchronize(track(engine.barrier(operation_name("barrier", None), 0), None, lambda _: None))

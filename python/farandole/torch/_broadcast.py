@@ -37,6 +37,7 @@ def _start(tensor: torch.Tensor, root_rank: int, name: str | None, attended: boo
         source.data_ptr(),
         target.data_ptr(),
         root_rank,
+        0,
         attended,
     )
     return track(handle, source, lambda _: target if tensor.is_cpu else target.to(tensor.device))
@@ -49,7 +50,7 @@ def _start_in_place(tensor: torch.Tensor, root_rank: int, name: str | None, atte
     source = host_input(tensor)
     address = source.data_ptr()
     handle = engine.broadcast(
-        operation_name("broadcast", name), DTYPES[source.dtype], source.shape, address, address, root_rank, attended
+        operation_name("broadcast", name), DTYPES[source.dtype], source.shape, address, address, root_rank, 0, attended
     )
     return track(handle, source, lambda _: tensor if source is tensor else copy_back(tensor, source))
 

@@ -45,7 +45,7 @@ def _submit(
         (f"{base}_{i}of{len(sources)}", DTYPES[source.dtype], source.shape, source.data_ptr(), target.data_ptr())
         for i, (source, target) in enumerate(zip(sources, targets, strict=True), start=1)
     ]
-    handles = engine.grouped_allreduce(members, op, *factors)
+    handles = engine.grouped_allreduce(members, op, *factors, 0)
 
     def finish(_: engine.Gathered | None) -> list[torch.Tensor]:
         if in_place:
