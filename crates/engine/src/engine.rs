@@ -133,6 +133,24 @@ impl Engine {
     /// # Errors
     /// As [`Engine::submit`], and then none is submitted; `Group` when there is none, or they name several sets.
     pub fn submit_group(&self, requests: Vec<Request>) -> Result<Vec<Handle>> {
+        self.admit_group(requests, Vec::new())
+    }
+
+    /// As [`Engine::submit_group`], with one callback for each request, in order, as in [`Engine::submit_with`].
+    ///
+    /// # Errors
+    /// As [`Engine::submit_group`]; the callbacks are dropped then. `Group` when there are fewer or more callbacks.
+    pub fn submit_group_with(&self, requests: Vec<Request>, done: Vec<Callback>) -> Result<()> {
+        self.check_process()?;
+        if done.len() != requests.len() {
+            return Err(Error::Group { members: requests.len(), sets: 1 });
+        }
+        self.inner.callbacks.start()?;
+        self.admit_group(requests, done).map(drop)
+    }
+
+    /// With a callback for each request, or with none.
+    fn admit_group(&self, requests: Vec<Request>, callbacks: Vec<Callback>) -> Result<Vec<Handle>> {
         self.check_process()?;
         let members = requests.len();
         let mut sets: Vec<ProcessSetId> = requests.iter().map(|request| request.process_set).collect();
@@ -154,7 +172,9 @@ impl Engine {
                 return Err(Error::DuplicateName { set, tensor: Arc::clone(name) });
             }
         }
-        let handles = submissions.into_iter().map(|submission| desk.admit(submission, None)).collect();
+        let mut callbacks = callbacks.into_iter();
+        let handles =
+            submissions.into_iter().map(|submission| desk.admit(submission, callbacks.next())).collect();
         drop(desk);
         self.inner.announce();
         Ok(handles)

@@ -68,6 +68,26 @@ fn a_forked_child_is_told_how_to_start_workers() {
 }
 
 #[test]
+fn each_request_of_a_group_has_its_callback() {
+    let engine = Engine::start(options(0)).unwrap();
+    let (sender, results) = std::sync::mpsc::channel();
+    let done = |number: u32| -> Callback {
+        let sender = sender.clone();
+        Box::new(move |result| sender.send((number, result.is_ok())).unwrap())
+    };
+    let requests =
+        || vec![Request::barrier("a", ProcessSetId::GLOBAL), Request::barrier("b", ProcessSetId::GLOBAL)];
+    assert!(matches!(
+        engine.submit_group_with(requests(), vec![done(0)]),
+        Err(Error::Group { members: 2, .. })
+    ));
+    engine.submit_group_with(requests(), vec![done(1), done(2)]).unwrap();
+    let mut seen: Vec<_> = (0..2).map(|_| results.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
+    seen.sort_unstable();
+    assert_eq!(seen, [(1, true), (2, true)]);
+}
+
+#[test]
 fn an_engine_needs_the_set_of_all_ranks_and_links_to_its_neighbours() {
     let error = Engine::start(options(1)).unwrap_err();
     assert!(error.to_string().contains("process set 0 is missing"), "{error}");
