@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Allreduce between hosts that are network namespaces, next to torch Gloo in the same processes.
+
+Every host has a network, IPC and host-name namespace of its own and a veth pair to a bridge in this process's
+namespace, where the registrar listens. Worlds run at the speed of the machine, then shaped by `tc tbf`. Rows alternate
+between the two libraries; `cpu` is the processor time of one call in milliseconds, over all ranks. Writes
+bench/results/netns.json.
+
+    bench/netns.sh [--hosts 2 4] [--ranks-per-host 1] [--rates 0 2gbit] [--sizes 1024 67108864] [--seconds 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from allreduce import RESULTS, human, summary, turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SUBNET = "10.231.77"
+HUB = 254
+ROUNDS = 5
+"""Turns of each library per size."""
+
+
+def command(*words: str) -> None:
+    """Runs a program that must succeed."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"netns: {' '.join(words)}: {done.stderr.strip()}")
+
+
+def bridge() -> None:
+    """The switch of all hosts, in this process's own namespace."""
+    command("ip", "link", "set", "lo", "up")
+    command("ip", "link", "add", "br0", "type", "bridge")
+    command("ip", "address", "add", f"{SUBNET}.{HUB}/24", "dev", "br0")
+    command("ip", "link", "set", "br0", "up")
+
+
+class Host:
+    """A namespace with one agent process in it, which runs the ranks of this host."""
+
+    def __init__(self, number: int, arguments: list[str]) -> None:
+        """Starts the process and plugs its cable in; it runs nothing before `start`."""
+        self.number = number
+        own = ["unshare", "--net", "--ipc", "--uts", "--", sys.executable, __file__, "--agent", str(number)]
+        self.process = subprocess.Popen([*own, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # Its first line says that it is in its namespaces.
+        if self.lines().__next__() != "ready":
+            sys.exit("netns: no namespace for a host")
+        near, far = f"port{number}", f"eth{number}"
+        command("ip", "link", "add", near, "type", "veth", "peer", "name", far)
+        command("ip", "link", "set", far, "netns", str(self.process.pid))
+        command("ip", "link", "set", near, "master", "br0")
+        command("ip", "link", "set", near, "up")
+
+    def start(self, ticket: str) -> None:
+        """Hands the job's ticket over, on which the ranks start."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(ticket + "\n")
+        self.process.stdin.flush()
+
+    def lines(self) -> Iterator[str]:
+        """What the agent and its ranks print."""
+        assert self.process.stdout is not None
+        return (line.rstrip("\n") for line in self.process.stdout)
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        # The other end goes with its namespace, which the kernel ends at its leisure.
+        subprocess.run(["ip", "link", "delete", f"port{self.number}"], check=False, capture_output=True)
+
+
+def agent(number: int, arguments: argparse.Namespace) -> None:
+    """The process of a host: brings its network up and runs one worker per rank."""
+    from farandole._native.launcher import run_agent  # noqa: PLC0415 - needed here only
+
+    command("hostname", f"host{number}")
+    print("ready", flush=True)
+    ticket = sys.stdin.readline().strip()
+    if not ticket:
+        return
+    card = f"eth{number}"
+    command("ip", "link", "set", "lo", "up")
+    command("ip", "address", "add", f"{SUBNET}.{number + 1}/24", "dev", card)
+    command("ip", "link", "set", card, "up")
+    if arguments.rate != "0":
+        shape = ["rate", arguments.rate, "burst", "512kb", "latency", "20ms"]
+        command("tc", "qdisc", "add", "dev", card, "root", "tbf", *shape)
+    env: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": card}
+    worker = [sys.executable, __file__, "--worker", "--seconds", str(arguments.seconds), "--sizes"]
+    worker += map(str, arguments.sizes)
+    each = arguments.ranks_per_host
+    with ThreadPoolExecutor(each) as pool:
+        runs = [
+            pool.submit(run_agent, ticket, number * each + rank, worker, env=env, stream_output=False)
+            for rank in range(each)
+        ]
+        outcomes = [run.result() for run in runs]
+    for outcome in outcomes:
+        if outcome.exit_code != 0:
+            sys.exit(f"netns: rank {outcome.rank}: {outcome.reason}\n{outcome.stderr_tail}")
+
+
+def cpu() -> float:
+    """Processor time of this process so far, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(sizes: list[int], seconds: float) -> None:
+    """One rank: measures every size; rank 0 prints one line of JSON per size."""
+    import torch  # noqa: PLC0415 - only ranks need it
+    import torch.distributed as dist  # noqa: PLC0415
+
+    import farandole.torch as hvd  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    hvd.init()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    for size in sizes:
+        tensor = torch.ones(size // 4)
+        name = f"bench.{size}"
+        calls: dict[str, Callable[[], object]] = {
+            "farandole": lambda tensor=tensor, name=name: hvd.allreduce_(tensor, name=name, op=hvd.Sum),
+            "gloo": lambda tensor=tensor: dist.all_reduce(tensor),
+        }
+        counts = {}
+        for library, call in calls.items():
+            # Ranks must agree on the number of calls: rank 0 decides by what one call takes.
+            once = hvd.broadcast_object(statistics.median(turn(call, 3)))
+            counts[library] = max(3, min(2000, int(seconds / ROUNDS / max(once, 1e-6))))
+        times: dict[str, list[float]] = {library: [] for library in calls}
+        spent = dict.fromkeys(calls, 0.0)
+        for _ in range(ROUNDS):
+            for library, call in calls.items():
+                tensor.fill_(1.0)
+                dist.barrier()
+                before = cpu()
+                times[library] += turn(call, counts[library])
+                spent[library] += (cpu() - before) / (counts[library] + min(20, counts[library])) / ROUNDS
+                if not bool((tensor[: 1 << 10] > 1.0).all()):
+                    sys.exit("netns: a wrong sum")
+        total = torch.tensor([spent[library] * 1e3 for library in calls], dtype=torch.float64)
+        dist.all_reduce(total)
+        if hvd.rank() == 0:
+            row: dict[str, Any] = {"bytes": size}
+            for at, library in enumerate(calls):
+                row[library] = {**summary(times[library]), "cpu_ms": float(total[at])}
+            print(json.dumps(row), flush=True)
+    dist.destroy_process_group()
+    hvd.shutdown()
+
+
+def run(hosts: int, rate: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measures in a world of hosts and prints its rows."""
+    from farandole._native.registrar import Registrar  # noqa: PLC0415 - needed here only
+
+    each = arguments.ranks_per_host
+    shaped = "unshaped" if rate == "0" else rate
+    print(f"\n{hosts} hosts of {each} ranks on {os.cpu_count()} cores, {shaped} (microseconds; cpu in milliseconds)")
+    print(f"{'size':>8}  {'library':<9} {'calls':>6} {'min':>9} {'p50':>9} {'p99':>9} {'cpu':>8} {'GB/s':>6}  ratio")
+    own = ["--rate", rate, "--ranks-per-host", str(each), "--seconds", str(arguments.seconds), "--sizes"]
+    own += map(str, arguments.sizes)
+    rows = []
+    with ExitStack() as stack:
+        registrar = stack.enter_context(Registrar(hosts * each, host=f"{SUBNET}.{HUB}"))
+        worlds = [stack.enter_context(Host(number, own)) for number in range(hosts)]
+        for host in worlds:
+            host.start(registrar.ticket)
+        for line in worlds[0].lines():
+            if not line.startswith("{"):
+                print(line)
+                continue
+            row = {"hosts": hosts, "ranks_per_host": each, "rate": rate, **json.loads(line)}
+            rows.append(row)
+            show(row)
+        codes = [host.process.wait(60) for host in worlds]
+    if any(codes) or len(rows) != len(arguments.sizes):
+        sys.exit(f"netns: hosts ended with {codes}")
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    """Prints one row of each library, and the ratio of medians."""
+    row["ratio"] = row["farandole"]["p50"] / row["gloo"]["p50"]
+    for library in ("farandole", "gloo"):
+        times = row[library]
+        numbers = " ".join(f"{times[key]:>9.1f}" for key in ("min", "p50", "p99"))
+        speed = row["bytes"] / times["p50"] / 1e3
+        tail = f"  {row['ratio']:.3f} x gloo" if library == "farandole" else ""
+        print(
+            f"{human(row['bytes']):>8}  {library:<9} {times['count']:>6} {numbers} {times['cpu_ms']:>8.2f} {speed:>6.2f}{tail}"
+        )
+
+
+def commit() -> str:
+    """The commit measured, with a mark when the tree differs from it."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="sizes of the world")
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--rates", nargs="+", default=["0", "2gbit"], help="what tc shapes each host to; 0: nothing")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 10, 64 << 20], help="bytes of float32")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for each library at each size")
+    parser.add_argument("--keep", action="store_true", help="print only, and write no file")
+    for own in ("--agent", "--rate"):
+        parser.add_argument(own, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        measure(arguments.sizes, arguments.seconds)
+        return
+    if arguments.agent is not None:
+        agent(int(arguments.agent), arguments)
+        return
+    # The first process of a namespace ignores what it does not handle.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("netns: ended by SIGTERM"))
+    bridge()
+    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    rows = [row for hosts in arguments.hosts for rate in arguments.rates for row in run(hosts, rate, arguments)]
+    if not arguments.keep:
+        RESULTS.mkdir(exist_ok=True)
+        machine = {"cores": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+        report = {"commit": commit(), "began": began, "machine": machine, "rows": rows}
+        (RESULTS / "netns.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("netns: interrupted")
