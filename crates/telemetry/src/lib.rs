@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Records of a running job, the bounded ring they wait in, and the trait of those who take them.
+//! Records of a running job, the bounded ring they wait in, the trait of those who take them, and the timeline.
 //!
 //! Owns the words for what workers say: log lines and metrics, progress being one kind of metric. Refuses transport
 //! and presentation: `registrar` carries records, the command and the Python package show them.
@@ -17,9 +17,12 @@
 //! - `TM-2`: records leave a ring in the order they came; what is dropped is the oldest that may be dropped, and
 //!   every drop is counted once.
 //! - `TM-3`: a record that may not be dropped is never dropped.
+//! - `TM-4`: a timeline's file is valid JSON after every flush; no span ends that did not begin.
 
 mod record;
 mod ring;
+mod timeline;
 
 pub use record::{LogLine, Metric, PROGRESS, Record, Sink, Stream};
 pub use ring::{Drained, Ring, Weight};
+pub use timeline::{Produced, Timeline, Track};

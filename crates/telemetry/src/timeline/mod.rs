@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What happened to every tensor, written as a trace that `chrome://tracing` and Perfetto show.
+//!
+//! ```text
+//! whoever holds the engine's progress lock -> Ring (bounded) -> one thread -> file, valid JSON after every flush
+//! ```
+//!
+//! Off, an event costs one relaxed load. The thread exists only while a timeline runs.
+
+mod writer;
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use self::writer::Writer;
+use crate::{Ring, Weight};
+
+/// Bytes that wait for the writer at most: some three hundred thousand events.
+const BUDGET: usize = 32 << 20;
+/// Events of this long are written together.
+const GATHER: Duration = Duration::from_millis(20);
+/// How long the writer sleeps when nothing happens.
+const LONG: Duration = Duration::from_secs(3600);
+
+const ON: u8 = 1;
+const CYCLES: u8 = 2;
+
+/// What a finished operation produced.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Produced {
+    /// Element type.
+    pub dtype: &'static str,
+    /// Dimensions.
+    pub shape: Vec<u64>,
+}
+
+/// One tensor of one process set: a "process" of the trace.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Track {
+    /// The process set.
+    pub set: u32,
+    /// The tensor.
+    pub tensor: Arc<str>,
+}
+
+#[derive(Clone, Debug)]
+enum What {
+    Begin(Track, &'static str),
+    Arrived(Track, u32),
+    End(Track, Option<Produced>),
+    Cycle,
+}
+
+#[derive(Clone, Debug)]
+struct Event {
+    at: Instant,
+    what: What,
+}
+
+impl Weight for Event {
+    fn weight(&self) -> usize {
+        size_of::<Self>()
+    }
+}
+
+struct Running {
+    ring: Arc<Ring<Event>>,
+    thread: JoinHandle<io::Result<()>>,
+}
+
+/// The timeline of an engine; off until started.
+#[derive(Default)]
+pub struct Timeline {
+    state: AtomicU8,
+    ring: Mutex<Option<Arc<Ring<Event>>>>,
+    /// Held while the file changes. Taken before `ring`.
+    running: Mutex<Option<Running>>,
+}
+
+impl Timeline {
+    /// Whether anybody wants events.
+    pub fn is_on(&self) -> bool {
+        self.state.load(Ordering::Relaxed) != 0
+    }
+
+    /// Writes to `path` from now on, which is created or emptied; what ran before is ended first. `title` names the
+    /// process in the trace. Returns when the file is there and valid.
+    ///
+    /// # Errors
+    /// When the file cannot be written, or the thread not made; nothing runs then.
+    pub fn start(&self, path: &Path, title: &str, mark_cycles: bool) -> io::Result<()> {
+        let mut running = self.running.lock();
+        self.end(&mut running)?;
+        let mut writer = Writer::new(File::create(path)?, title)?;
+        let ring = Arc::new(Ring::new(BUDGET));
+        let events = Arc::clone(&ring);
+        let write = move || {
+            while !events.is_finished() {
+                let drained = events.drain(Instant::now() + LONG);
+                writer.write(&drained.records, drained.dropped)?;
+                if !events.is_finished() {
+                    thread::park_timeout(GATHER);
+                }
+            }
+            writer.finish()
+        };
+        let thread = thread::Builder::new().name("farandole-timeline".to_owned()).spawn(write)?;
+        *self.ring.lock() = Some(Arc::clone(&ring));
+        *running = Some(Running { ring, thread });
+        self.state.store(ON | if mark_cycles { CYCLES } else { 0 }, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Writes what is left and ends. Does nothing when nothing runs.
+    ///
+    /// # Errors
+    /// When the file could not be written to its end.
+    pub fn stop(&self) -> io::Result<()> {
+        self.end(&mut self.running.lock())
+    }
+
+    fn end(&self, running: &mut Option<Running>) -> io::Result<()> {
+        let Some(Running { ring, thread }) = running.take() else { return Ok(()) };
+        self.state.store(0, Ordering::Relaxed);
+        *self.ring.lock() = None;
+        ring.close();
+        thread.thread().unpark();
+        thread.join().unwrap_or_else(|_| Err(io::Error::other("the timeline's thread panicked")))
+    }
+
+    /// Something begins on a track, inside of what has begun there before.
+    pub fn begin(&self, track: &Track, name: &'static str) {
+        self.record(|| What::Begin(track.clone(), name));
+    }
+
+    /// A rank arrived in the negotiation of a tensor.
+    pub fn arrived(&self, track: &Track, rank: u32) {
+        self.record(|| What::Arrived(track.clone(), rank));
+    }
+
+    /// What began last on a track ends.
+    pub fn end_of(&self, track: &Track, produced: Option<Produced>) {
+        self.record(|| What::End(track.clone(), produced));
+    }
+
+    /// A negotiation round; nothing unless cycles are marked.
+    pub fn cycle(&self) {
+        if self.state.load(Ordering::Relaxed) & CYCLES != 0 {
+            self.record(|| What::Cycle);
+        }
+    }
+
+    fn record(&self, what: impl FnOnce() -> What) {
+        if self.is_on()
+            && let Some(ring) = &*self.ring.lock()
+        {
+            ring.push(Event { at: Instant::now(), what: what() });
+        }
+    }
+}
+
+impl Drop for Timeline {
+    fn drop(&mut self) {
+        // Nobody is left to be told that the file is cut short.
+        drop(self.stop());
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+use std::time::Instant;
+
+use serde_json::Value;
+
+use super::*;
+
+fn track(set: u32, tensor: &str) -> Track {
+    Track { set, tensor: tensor.into() }
+}
+
+fn read(path: &Path) -> Vec<Value> {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+#[test]
+fn a_tensor_is_a_process_with_nested_spans() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let (timeline, a) = (Timeline::default(), track(0, "a\"\n"));
+    timeline.begin(&a, "BEFORE");
+    assert!(!timeline.is_on());
+    timeline.start(&path, "rank 0", true).unwrap();
+    assert_eq!(read(&path).len(), 2, "valid before anything happened");
+    timeline.begin(&a, "NEGOTIATE_ALLREDUCE");
+    timeline.arrived(&a, 3);
+    timeline.end_of(&a, None);
+    timeline.cycle();
+    timeline.begin(&track(2, "b"), "BROADCAST");
+    timeline.end_of(&track(2, "b"), Some(Produced { dtype: "float32", shape: vec![2, 3] }));
+    timeline.stop().unwrap();
+    assert!(!timeline.is_on());
+    let records = read(&path);
+    let of = |key: &str| records.iter().map(|record| record[key].clone()).collect::<Vec<_>>();
+    assert_eq!(of("ph"), ["M", "M", "M", "M", "B", "X", "E", "i", "M", "M", "B", "E"]);
+    assert!(records[0]["args"]["start_time_since_epoch_in_micros"].as_u64().unwrap() > 0);
+    assert_eq!(records[2]["args"]["name"], "a\"\n");
+    assert_eq!((&records[5]["name"], &records[5]["dur"]), (&Value::from("3"), &Value::from(0)));
+    assert!(records[6].get("name").is_none() && records[6].get("args").is_none());
+    assert_eq!((&records[7]["name"], &records[7]["s"]), (&Value::from("CYCLE_START"), &Value::from("g")));
+    assert_eq!(records[8]["args"]["name"], "b (process set 2)");
+    assert_eq!(records[11]["args"], serde_json::json!({"dtype": "float32", "shape": "[2, 3]"}));
+    assert_eq!(of("pid")[4..8], [1, 1, 1, 0]);
+}
+
+#[test]
+fn what_began_earlier_does_not_end_here_and_what_is_open_ends_with_the_timeline() {
+    let folder = tempfile::tempdir().unwrap();
+    let (one, two) = (folder.path().join("1"), folder.path().join("2"));
+    let (timeline, a) = (Timeline::default(), track(0, "a"));
+    timeline.start(&one, "", false).unwrap();
+    timeline.begin(&a, "ALLREDUCE");
+    timeline.cycle();
+    timeline.start(&two, "", false).unwrap();
+    timeline.end_of(&a, None);
+    timeline.begin(&a, "ALLREDUCE");
+    drop(timeline);
+    for path in [one, two] {
+        let spans: Vec<Value> = read(&path).split_off(4).into_iter().map(|mut r| r["ph"].take()).collect();
+        assert_eq!(spans, ["B", "E"], "{path:?}");
+    }
+}
+
+#[test]
+fn the_file_is_valid_while_events_keep_coming_and_growing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let (timeline, a) = (Timeline::default(), track(0, "a"));
+    timeline.start(&path, "", false).unwrap();
+    let (end, mut seen) = (Instant::now() + Duration::from_secs(20), 0);
+    while seen < 100 {
+        timeline.begin(&a, "ALLREDUCE");
+        timeline.end_of(&a, None);
+        // One write: a reader sees the file before it or after it, or an end that is about to be overwritten.
+        if let Ok(records) = serde_json::from_slice::<Vec<Value>>(&std::fs::read(&path).unwrap()) {
+            seen = seen.max(records.len());
+        }
+        assert!(Instant::now() < end, "{seen}");
+    }
+    timeline.stop().unwrap();
+    assert!(read(&path).len() >= seen);
+}
+
+#[test]
+fn a_file_that_cannot_be_made_is_refused_and_nothing_runs() {
+    let timeline = Timeline::default();
+    assert!(timeline.start(Path::new("/nonexistent/x.json"), "", false).is_err());
+    assert!(!timeline.is_on() && timeline.stop().is_ok());
+}
+
+#[test]
+fn lost_events_are_counted_and_leave_no_span_open() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let mut writer = Writer::new(File::create(&path).unwrap(), "").unwrap();
+    let begin = Event { at: Instant::now(), what: What::Begin(track(0, "a"), "ALLREDUCE") };
+    writer.write(std::slice::from_ref(&begin), 0).unwrap();
+    writer.write(&[begin], 7).unwrap();
+    writer.finish().unwrap();
+    let spans: Vec<Value> = read(&path).split_off(4);
+    let kinds: Vec<_> = spans.iter().map(|record| record["ph"].as_str().unwrap()).collect();
+    assert_eq!(kinds, ["B", "E", "i", "B", "E"]);
+    assert_eq!(spans[2]["args"]["count"], 7);
+}

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The trace file. It ends with `]` after every flush; the next one begins by overwriting that.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use super::{Event, Produced, Track, What};
+
+const END: &str = "\n]\n";
+
+struct Place {
+    /// Its "process" number.
+    pid: usize,
+    /// Spans that are open.
+    depth: usize,
+}
+
+/// Turns events into records.
+pub(super) struct Writer {
+    file: File,
+    /// Where the next record goes.
+    offset: u64,
+    text: String,
+    start: Instant,
+    places: HashMap<Track, Place>,
+}
+
+impl Writer {
+    pub(super) fn new(file: File, title: &str) -> io::Result<Self> {
+        let start = Instant::now();
+        let epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
+        let mut writer = Self { file, offset: 0, text: String::new(), start, places: HashMap::new() };
+        let mut name = String::new();
+        quote(title, &mut name);
+        writer.record(&format!(
+            r#"{{"name":"process_name","ph":"M","pid":0,"args":{{"name":{name},"start_time_since_epoch_in_micros":{epoch}}}}}"#
+        ));
+        writer.record(r#"{"name":"process_sort_index","ph":"M","pid":0,"args":{"sort_index":0}}"#);
+        writer.flush()?;
+        Ok(writer)
+    }
+
+    pub(super) fn write(&mut self, events: &[Event], dropped: u64) -> io::Result<()> {
+        if dropped > 0 {
+            // Ends may be among what was lost: nothing stays open.
+            let at =
+                events.first().map_or_else(|| self.elapsed(Instant::now()), |event| self.elapsed(event.at));
+            self.close_all(at);
+            self.record(&format!(
+                r#"{{"name":"EVENTS_LOST","ph":"i","ts":{at},"pid":0,"s":"g","args":{{"count":{dropped}}}}}"#
+            ));
+        }
+        for event in events {
+            self.event(event);
+        }
+        self.flush()
+    }
+
+    /// Ends what is open.
+    pub(super) fn finish(mut self) -> io::Result<()> {
+        let at = self.elapsed(Instant::now());
+        self.close_all(at);
+        self.flush()
+    }
+
+    fn event(&mut self, event: &Event) {
+        let ts = self.elapsed(event.at);
+        match &event.what {
+            What::Begin(track, name) => {
+                let place = self.place(track);
+                place.depth += 1;
+                let pid = place.pid;
+                self.record(&format!(r#"{{"name":"{name}","ph":"B","ts":{ts},"pid":{pid}}}"#));
+            }
+            What::Arrived(track, rank) => {
+                let pid = self.place(track).pid;
+                self.record(&format!(r#"{{"name":"{rank}","ph":"X","ts":{ts},"pid":{pid},"dur":0}}"#));
+            }
+            What::End(track, produced) => {
+                let place = self.place(track);
+                // It began before the timeline did.
+                if place.depth == 0 {
+                    return;
+                }
+                place.depth -= 1;
+                let pid = place.pid;
+                let args = produced.as_ref().map_or_else(String::new, arguments);
+                self.record(&format!(r#"{{"ph":"E","ts":{ts},"pid":{pid}{args}}}"#));
+            }
+            What::Cycle => {
+                self.record(&format!(r#"{{"name":"CYCLE_START","ph":"i","ts":{ts},"pid":0,"s":"g"}}"#));
+            }
+        }
+    }
+
+    fn place(&mut self, track: &Track) -> &mut Place {
+        if !self.places.contains_key(track) {
+            let pid = self.places.len() + 1;
+            let mut name = String::new();
+            match track.set {
+                0 => quote(&track.tensor, &mut name),
+                set => quote(&format!("{} (process set {set})", track.tensor), &mut name),
+            }
+            self.record(&format!(
+                r#"{{"name":"process_name","ph":"M","pid":{pid},"args":{{"name":{name}}}}}"#
+            ));
+            self.record(&format!(
+                r#"{{"name":"process_sort_index","ph":"M","pid":{pid},"args":{{"sort_index":{pid}}}}}"#
+            ));
+        }
+        let pid = self.places.len() + 1;
+        self.places.entry(track.clone()).or_insert(Place { pid, depth: 0 })
+    }
+
+    fn close_all(&mut self, ts: u128) {
+        let mut open: Vec<(usize, usize)> = Vec::new();
+        for place in self.places.values_mut().filter(|place| place.depth > 0) {
+            open.push((place.pid, std::mem::take(&mut place.depth)));
+        }
+        open.sort_unstable();
+        for (pid, depth) in open {
+            for _ in 0..depth {
+                self.record(&format!(r#"{{"ph":"E","ts":{ts},"pid":{pid}}}"#));
+            }
+        }
+    }
+
+    fn record(&mut self, record: &str) {
+        let first = self.offset == 0 && self.text.is_empty();
+        self.text.push_str(if first { "[\n" } else { ",\n" });
+        self.text.push_str(record);
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        if self.text.is_empty() {
+            return Ok(());
+        }
+        let records = self.text.len() as u64;
+        self.text.push_str(END);
+        self.file.write_all_at(self.text.as_bytes(), self.offset)?;
+        self.offset += records;
+        self.text.clear();
+        Ok(())
+    }
+
+    fn elapsed(&self, at: Instant) -> u128 {
+        at.saturating_duration_since(self.start).as_micros()
+    }
+}
+
+fn arguments(produced: &Produced) -> String {
+    let mut shape = String::new();
+    quote(&format!("{:?}", produced.shape), &mut shape);
+    format!(r#","args":{{"dtype":"{}","shape":{shape}}}"#, produced.dtype)
+}
+
+/// A JSON string.
+fn quote(text: &str, out: &mut String) {
+    out.push('"');
+    for c in text.chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            c if (c as u32) < 0x20 => drop(write!(out, "\\u{:04x}", c as u32)),
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+}
