@@ -49,11 +49,12 @@ class Failed:
 
 def serve(address, key):
     """The worker: runs functions until the test closes the connection."""
-    import farandole.torch as hvd
+    # What a function needs beyond this, it imports: not every one is about torch.
+    from farandole.common import basics
 
-    hvd.init()
+    basics.init()
     with Client(address, authkey=key) as connection:
-        connection.send(hvd.rank())
+        connection.send(basics.rank())
         while True:
             try:
                 function, args = cloudpickle.loads(connection.recv_bytes())

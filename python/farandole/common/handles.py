@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Handles of operations under way, whatever the framework.
+
+The engine writes to addresses without the GIL, so whatever they belong to is kept in a table here until the engine is
+done with it, also when the caller drops everything or Ctrl-C ends a wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from farandole._native import engine
+from farandole.common import basics
+
+if TYPE_CHECKING:
+    from farandole.common.process_sets import ProcessSet
+
+Outcome: TypeAlias = "engine.Gathered | int | None"
+"""What the engine returns for one operation: memory it filled, a number, or nothing."""
+Finish: TypeAlias = Callable[[list[Outcome]], Any]
+"""Turns the outcomes of an operation's members into what the caller gets."""
+
+
+class _Entry(NamedTuple):
+    members: list[int]  # not yet waited for
+    outcomes: list[Outcome]  # of those that were
+    keep: Any
+    finish: Finish
+
+
+class HandleTable:
+    """The operations one framework's module has under way, and the numbers of those it gave no name.
+
+    Args:
+        family: Keeps the numbered names of one module apart from those of others.
+    """
+
+    def __init__(self, family: str) -> None:
+        self._family = family
+        self._entries: dict[int, _Entry] = {}
+        self._numbers = itertools.count()
+        basics.on_init(self._reset)
+
+    def _reset(self) -> None:
+        self._entries.clear()
+        self._numbers = itertools.count()
+
+    def name(self, operation: str, name: str | None) -> str:
+        """The name ranks agree on: the user's, or a number that counts the unnamed operations of this module.
+
+        Ranks issue unnamed operations in the same order, so the numbers agree. Call this after all checks: a refused
+        operation must not use up a number.
+        """
+        return f"{operation}.{name}" if name is not None else f"{operation}.{self._family}.{next(self._numbers)}"
+
+    def track(self, members: Sequence[int], keep: Any, finish: Finish) -> int:
+        """Keeps `keep` alive until the returned handle is consumed; `finish` makes its result.
+
+        Args:
+            members: The engine's handles, at least one.
+            keep: Whatever owns the memory the engine works on.
+            finish: Gets the outcomes in the order of members.
+        """
+        handle = members[0]
+        self._entries[handle] = _Entry(list(members), [], keep, finish)
+        return handle
+
+    def poll(self, handle: int) -> bool:
+        """Whether `synchronize(handle)` would return at once.
+
+        Raises:
+            ValueError: When the handle was consumed already, or never given out.
+        """
+        return all(engine.poll(member) for member in self._entry(handle).members)
+
+    def synchronize(self, handle: int) -> Any:
+        """Waits for an operation and returns its result.
+
+        The handle is consumed, whether the operation succeeded or failed; Ctrl-C interrupts the wait and leaves it
+        valid. Of a group whose members failed, the first failure is raised.
+
+        Raises:
+            ValueError: When the handle was consumed already, or never given out; or when ranks disagree about the
+                operation.
+            FarandoleInternalError: When a peer failed or the session was shut down.
+        """
+        entry = self._entry(handle)
+        failure: Exception | None = None
+        while entry.members:
+            try:
+                outcome = engine.wait(entry.members[0])
+            except Exception as error:
+                # A failed operation is over; an interrupted wait is not, and its memory is still being written.
+                if engine.is_pending(entry.members[0]):
+                    raise
+                failure = failure or error
+                outcome = None
+            entry.outcomes.append(outcome)
+            del entry.members[0]
+        self._entries.pop(handle, None)
+        if failure is not None:
+            raise failure
+        return entry.finish(entry.outcomes)
+
+    def _entry(self, handle: int) -> _Entry:
+        entry = self._entries.get(handle)
+        if entry is None:
+            raise ValueError(f"no operation has this handle; each can be synchronized once: {handle!r}")
+        return entry
+
+
+def set_number(process_set: ProcessSet) -> int:
+    """The engine's number of a process set.
+
+    Raises:
+        ValueError: When it is not registered.
+    """
+    if process_set.process_set_id is None:
+        raise ValueError(f"process set is not registered: {process_set!r}")
+    return process_set.process_set_id
+
+
+def members_of(process_set: ProcessSet) -> list[int]:
+    """The global ranks of a registered process set, ascending.
+
+    Raises:
+        ValueError: When it is not registered, or before `init`.
+    """
+    set_number(process_set)
+    ranks = process_set.ranks
+    return list(range(basics.size())) if ranks is None else ranks

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Allreduce of one array or a group: every rank gets the combination of all ranks' arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from farandole._native import engine
+from farandole.common.handles import set_number
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import choose_op
+from farandole.numpy._arrays import (
+    Array,
+    address_of,
+    as_input,
+    as_input_and_output,
+    copy_back,
+    number_of,
+    require_in_place,
+    synchronize,
+    table,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike
+
+Factors = tuple[float, float]
+"""What inputs and the result are multiplied by."""
+
+
+def _start(value: Any, name: str | None, op: int, factors: Factors, process_set: ProcessSet, attended: bool) -> int:
+    """Starts an allreduce into a new array; `attended` when `synchronize` follows at once."""
+    number = set_number(process_set)
+    source, target = as_input_and_output(value)
+    handle = engine.allreduce(
+        table.name("allreduce", name),
+        number_of(source.dtype),
+        source.shape,
+        address_of(source),
+        address_of(target),
+        op,
+        *factors,
+        number,
+        attended,
+    )
+    return table.track([handle], (source, target), lambda _: target)
+
+
+def _start_in_place(
+    value: Any, name: str | None, op: int, factors: Factors, process_set: ProcessSet, attended: bool
+) -> int:
+    """Starts an allreduce that overwrites the array; `attended` when `synchronize` follows at once."""
+    number = set_number(process_set)
+    array = require_in_place(value)
+    work = as_input(array)
+    address = address_of(work)
+    handle = engine.allreduce(
+        table.name("allreduce", name),
+        number_of(work.dtype),
+        work.shape,
+        address,
+        address,
+        op,
+        *factors,
+        number,
+        attended,
+    )
+    return table.track([handle], work, lambda _: copy_back(array, work))
+
+
+def allreduce_async(
+    tensor: ArrayLike,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce into a new array.
+
+    Args:
+        tensor: An array, or what `numpy.asarray` makes one of; equal shape and dtype on all ranks. Must not be changed
+            until `synchronize`. One that is not contiguous, aligned and in native byte order is copied first.
+        average: Deprecated; use `op`.
+        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.
+        prescale_factor: Multiplies every rank's array before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part; this one must be a member.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: When an argument is wrong, or an operation of this name is under way.
+        FarandoleInternalError: When the world is broken already.
+    """
+    op = choose_op(op, average)
+    return _start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False)
+
+
+def allreduce_async_(
+    tensor: Array,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce that overwrites `tensor`, any writable array; else as `allreduce_async`.
+
+    An array that is not contiguous, aligned and in native byte order is written when its handle is synchronized.
+    """
+    op = choose_op(op, average)
+    return _start_in_place(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False)
+
+
+def allreduce(
+    tensor: ArrayLike,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """Combines all ranks' arrays into a new one, the same bits on every rank.
+
+    Args:
+        tensor: As for `allreduce_async`.
+        average: Deprecated; use `op`.
+        name: As for `allreduce_async`.
+        op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.
+        prescale_factor: Multiplies every rank's array before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: As for `allreduce_async`.
+
+    Returns:
+        A contiguous array of the same shape and dtype, in native byte order.
+
+    Raises:
+        ValueError: When an argument is wrong, or ranks disagree about the operation.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    op = choose_op(op, average)
+    return synchronize(_start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True))
+
+
+def allreduce_(
+    tensor: Array,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """As `allreduce`, but overwrites `tensor`, any writable array, and returns it."""
+    op = choose_op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    return synchronize(_start_in_place(tensor, name, op, factors, process_set, attended=True))
+
+
+def _submit(
+    values: Sequence[Any], in_place: bool, name: str | None, op: int, factors: Factors, process_set: ProcessSet
+) -> int:
+    """Starts the allreduces of a group."""
+    number = set_number(process_set)
+    if not values:
+        raise ValueError("a group has at least one array")
+    if in_place:
+        for value in values:
+            require_in_place(value)
+    pairs = [(as_input(value),) * 2 if in_place else as_input_and_output(value) for value in values]
+    base = table.name("grouped_allreduce", name)
+    members = [
+        (f"{base}_{i}of{len(pairs)}", number_of(source.dtype), source.shape, address_of(source), address_of(target))
+        for i, (source, target) in enumerate(pairs, start=1)
+    ]
+
+    def finish(_: Any) -> list[Array]:
+        if not in_place:
+            return [target for _, target in pairs]
+        return [copy_back(value, target) for value, (_, target) in zip(values, pairs, strict=True)]
+
+    return table.track(engine.grouped_allreduce(members, op, *factors, number), pairs, finish)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[ArrayLike],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce of several arrays as one unit; `synchronize` returns the list of results.
+
+    Arguments and errors are those of `allreduce_async`; member `i` of `n` is named `<name>_<i>of<n>`.
+    """
+    op = choose_op(op, average)
+    return _submit(tensors, False, name, op, (prescale_factor, postscale_factor), process_set)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Array],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce that overwrites several writable arrays; else as `grouped_allreduce_async`."""
+    op = choose_op(op, average)
+    return _submit(tensors, True, name, op, (prescale_factor, postscale_factor), process_set)
+
+
+def grouped_allreduce(
+    tensors: Sequence[ArrayLike],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Array]:
+    """Combines several arrays over all ranks as one unit into new ones; else as `allreduce`."""
+    op = choose_op(op, average)
+    return synchronize(_submit(tensors, False, name, op, (prescale_factor, postscale_factor), process_set))
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Array],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Array]:
+    """As `grouped_allreduce`, but overwrites the writable arrays and returns them."""
+    op = choose_op(op, average)
+    return synchronize(_submit(tensors, True, name, op, (prescale_factor, postscale_factor), process_set))

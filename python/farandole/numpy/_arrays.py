@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Arrays as the engine sees them: an address, a dtype, a shape; and the table of operations under way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from farandole.common.handles import HandleTable
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+DTYPES: dict[str, int] = {
+    "uint8": 0,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bool": 9,
+    "bfloat16": 10,
+    "uint32": 11,
+    "uint64": 12,
+    "complex64": 13,
+    "complex128": 14,
+}
+"""The engine's number of every dtype it knows, by NumPy's name; NumPy itself has no bfloat16, ml_dtypes brings it."""
+
+table = HandleTable("numpy")
+"""The operations of this module under way."""
+
+
+def number_of(dtype: np.dtype[Any]) -> int:
+    """The engine's number of a dtype.
+
+    Raises:
+        ValueError: When it has none.
+    """
+    number = DTYPES.get(dtype.name)
+    if number is None:
+        raise ValueError(f"dtype is not supported: {dtype}")
+    return number
+
+
+def address_of(array: Array) -> int:
+    """Where the first element lies."""
+    return array.__array_interface__["data"][0]
+
+
+def as_input(value: ArrayLike) -> Array:
+    """`value` as memory the engine can read: itself if it is contiguous, aligned and in native byte order, else a copy.
+
+    Raises:
+        ValueError: When the engine has no dtype for it, or it is masked.
+    """
+    array = _checked(value)
+    return array if is_plain(array) else _plain(array)
+
+
+def as_input_and_output(value: ArrayLike) -> tuple[Array, Array]:
+    """As `as_input`, with memory for a result of the same shape and dtype: a private copy serves as its own result."""
+    array = _checked(value)
+    if is_plain(array):
+        return array, np.empty_like(array)
+    copy = _plain(array)
+    return copy, copy
+
+
+def _checked(value: ArrayLike) -> Array:
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError("masked arrays are not supported: fill the masked elements first")
+    array = np.asarray(value)
+    number_of(array.dtype)
+    return array
+
+
+def _plain(array: Array) -> Array:
+    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+
+def is_plain(array: Array) -> bool:
+    """Whether the engine can work on the array's own memory."""
+    flags = array.flags
+    return flags.c_contiguous and flags.aligned and array.dtype.isnative
+
+
+def require_in_place(value: Any) -> Array:
+    """Refuses what an in-place operation cannot write to.
+
+    Raises:
+        ValueError: When it is no array, or read-only.
+    """
+    if not isinstance(value, np.ndarray):
+        raise ValueError(f"in-place operations need a NumPy array: {type(value).__name__}")
+    if not value.flags.writeable:
+        raise ValueError(f"in-place operations need a writable array: shape {value.shape}")
+    return value
+
+
+def copy_back(target: Array, source: Array) -> Array:
+    """Moves a result to where it belongs, if the engine has not written it there; returns `target`."""
+    if address_of(target) != address_of(source):
+        np.copyto(target, source, casting="equiv")
+    return target
+
+
+def adopt(outcome: Any, dtype: np.dtype[Any], tail: tuple[int, ...]) -> tuple[Array, list[int]]:
+    """The array in memory the engine has filled, without a copy, and the rows every member gave."""
+    rows: list[int] = outcome.rows if outcome is not None else []
+    shape = (sum(rows), *tail)
+    if outcome is None or len(outcome) == 0:
+        return np.empty(shape, dtype=dtype), rows
+    return np.frombuffer(outcome, dtype=dtype).reshape(shape), rows
+
+
+def poll(handle: int) -> bool:
+    """Whether `synchronize(handle)` would return at once.
+
+    Raises:
+        ValueError: When the handle was consumed already, or never given out.
+    """
+    return table.poll(handle)
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for an asynchronous operation and returns its result.
+
+    The handle is consumed, whether the operation succeeded or failed. Ctrl-C interrupts the wait and leaves it valid.
+
+    Args:
+        handle: What an `*_async` function returned.
+
+    Returns:
+        The array; a list of arrays for a grouped operation; the array and the rows received from every member for
+        `alltoall_async`.
+
+    Raises:
+        ValueError: When the handle was consumed already, or never given out; or when ranks disagree about the
+            operation.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    return table.synchronize(handle)

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Operations that move arrays as they are: allgather, broadcast, alltoall."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from farandole._native import engine
+from farandole.common.handles import members_of, set_number
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.numpy._arrays import (
+    Array,
+    address_of,
+    adopt,
+    as_input,
+    as_input_and_output,
+    copy_back,
+    number_of,
+    require_in_place,
+    synchronize,
+    table,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import ArrayLike
+
+
+def _rows_of(value: Any, operation: str) -> Array:
+    source = as_input(value)
+    if source.ndim == 0:
+        raise ValueError(f"{operation} needs an array of at least one dimension: shape ()")
+    return source
+
+
+def _start_allgather(
+    value: Any,
+    name: str | None,
+    process_set: ProcessSet,
+    finish: Callable[[Array, list[int]], Any],
+    attended: bool,
+) -> int:
+    """Starts an allgather; `finish` gets the result and the rows every member gave."""
+    number = set_number(process_set)
+    source = _rows_of(value, "allgather")
+    handle = engine.allgather(
+        table.name("allgather", name), number_of(source.dtype), source.shape, address_of(source), number, attended
+    )
+    return table.track([handle], source, lambda outcomes: finish(*adopt(outcomes[0], source.dtype, source.shape[1:])))
+
+
+def gather_with_rows(value: ArrayLike, name: str | None, process_set: ProcessSet) -> tuple[Array, list[int]]:
+    """As `allgather`; returns also the number of rows every member gave."""
+    return synchronize(_start_allgather(value, name, process_set, lambda *both: both, attended=True))
+
+
+def allgather_async(tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Starts an allgather.
+
+    Args:
+        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of. Ranks may differ in the first
+            dimension only, which may be 0. Must not be changed until `synchronize`.
+        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        process_set: The ranks that take part; this one must be a member.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: When an argument is wrong, or an operation of this name is under way.
+        FarandoleInternalError: When the world is broken already.
+    """
+    return _start_allgather(tensor, name, process_set, lambda whole, _: whole, attended=False)
+
+
+def allgather(tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
+    """Concatenates all ranks' arrays along the first dimension, in the order of ranks.
+
+    Args:
+        tensor: As for `allgather_async`.
+        name: As for `allgather_async`.
+        process_set: As for `allgather_async`.
+
+    Returns:
+        An array of the same dtype, equal on all ranks.
+
+    Raises:
+        ValueError: When an argument is wrong, or ranks disagree about the operation.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    return gather_with_rows(tensor, name, process_set)[0]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[ArrayLike], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts an allgather of several arrays as one unit; `synchronize` returns the list of results."""
+    number = set_number(process_set)
+    if not tensors:
+        raise ValueError("a group has at least one array")
+    sources = [_rows_of(tensor, "allgather") for tensor in tensors]
+    base = table.name("grouped_allgather", name)
+    members = [
+        (f"{base}_{i}of{len(sources)}", number_of(source.dtype), source.shape, address_of(source))
+        for i, source in enumerate(sources, start=1)
+    ]
+
+    def finish(outcomes: list[Any]) -> list[Array]:
+        pairs = zip(outcomes, sources, strict=True)
+        return [adopt(outcome, source.dtype, source.shape[1:])[0] for outcome, source in pairs]
+
+    return table.track(engine.grouped_allgather(members, number), sources, finish)
+
+
+def grouped_allgather(
+    tensors: Sequence[ArrayLike], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Array]:
+    """As `allgather`, for several arrays as one unit."""
+    return synchronize(grouped_allgather_async(tensors, name, process_set))
+
+
+def _require_root(root_rank: int, process_set: ProcessSet) -> None:
+    members = members_of(process_set)
+    if root_rank not in members:
+        raise ValueError(f"root_rank must be a global rank of the process set {members}: {root_rank!r}")
+
+
+def _start_broadcast(value: Any, root_rank: int, name: str | None, process_set: ProcessSet, attended: bool) -> int:
+    """Starts a broadcast into a new array; `attended` when `synchronize` follows at once."""
+    number = set_number(process_set)
+    _require_root(root_rank, process_set)
+    source, target = as_input_and_output(value)
+    handle = engine.broadcast(
+        table.name("broadcast", name),
+        number_of(source.dtype),
+        source.shape,
+        address_of(source),
+        address_of(target),
+        root_rank,
+        number,
+        attended,
+    )
+    return table.track([handle], (source, target), lambda _: target)
+
+
+def _start_broadcast_in_place(
+    value: Any, root_rank: int, name: str | None, process_set: ProcessSet, attended: bool
+) -> int:
+    """Starts a broadcast that overwrites the array; `attended` when `synchronize` follows at once."""
+    number = set_number(process_set)
+    _require_root(root_rank, process_set)
+    array = require_in_place(value)
+    work = as_input(array)
+    address = address_of(work)
+    handle = engine.broadcast(
+        table.name("broadcast", name),
+        number_of(work.dtype),
+        work.shape,
+        address,
+        address,
+        root_rank,
+        number,
+        attended,
+    )
+    return table.track([handle], work, lambda _: copy_back(array, work))
+
+
+def broadcast_async(
+    tensor: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts a broadcast into a new array.
+
+    Args:
+        tensor: An array, or what `numpy.asarray` makes one of; equal shape and dtype on all ranks, the values of the
+            root count. Must not be changed until `synchronize`.
+        root_rank: The global rank that sends, a member of the set; equal on all ranks.
+        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        process_set: The ranks that take part; this one must be a member.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: When an argument is wrong, or an operation of this name is under way.
+        FarandoleInternalError: When the world is broken already.
+    """
+    return _start_broadcast(tensor, root_rank, name, process_set, attended=False)
+
+
+def broadcast_async_(
+    tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts a broadcast that overwrites `tensor`, any writable array; else as `broadcast_async`."""
+    return _start_broadcast_in_place(tensor, root_rank, name, process_set, attended=False)
+
+
+def broadcast(
+    tensor: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Array:
+    """Returns the root's array on every rank.
+
+    Args:
+        tensor: As for `broadcast_async`.
+        root_rank: As for `broadcast_async`.
+        name: As for `broadcast_async`.
+        process_set: As for `broadcast_async`.
+
+    Returns:
+        A new array of the same shape and dtype.
+
+    Raises:
+        ValueError: When an argument is wrong, or ranks disagree about the operation.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    return synchronize(_start_broadcast(tensor, root_rank, name, process_set, attended=True))
+
+
+def broadcast_(
+    tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Array:
+    """As `broadcast`, but overwrites `tensor`, any writable array, and returns it."""
+    return synchronize(_start_broadcast_in_place(tensor, root_rank, name, process_set, attended=True))
+
+
+def _start_alltoall(
+    value: Any, splits: ArrayLike | None, name: str | None, process_set: ProcessSet, attended: bool
+) -> int:
+    number = set_number(process_set)
+    source = _rows_of(value, "alltoall")
+    rows = None if splits is None else _split_rows(splits)
+    handle = engine.alltoall(
+        table.name("alltoall", name), number_of(source.dtype), source.shape, address_of(source), rows, number, attended
+    )
+
+    def finish(outcomes: list[Any]) -> tuple[Array, Array]:
+        received, rows = adopt(outcomes[0], source.dtype, source.shape[1:])
+        return received, np.asarray(rows, dtype=np.int32)
+
+    return table.track([handle], source, finish)
+
+
+def _split_rows(splits: ArrayLike) -> list[int]:
+    array = np.asarray(splits)
+    if array.ndim != 1 or (array.size > 0 and array.dtype.kind not in "iu"):
+        raise ValueError(f"splits must be a list of whole numbers, one per member: {splits!r}")
+    rows = [operator.index(entry) for entry in array.tolist()]
+    if any(entry < 0 for entry in rows):
+        raise ValueError(f"splits must not be negative: {rows!r}")
+    return rows
+
+
+def alltoall_async(
+    tensor: ArrayLike,
+    splits: ArrayLike | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an all-to-all.
+
+    Args:
+        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of; its rows are dealt out to the
+            members in order. Must not be changed until `synchronize`.
+        splits: How many rows each member gets; all the same when `None`, which must come out even.
+        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        process_set: The ranks that take part; this one must be a member.
+
+    Returns:
+        A handle for `poll` and for `synchronize`, which returns the rows received, in the order of senders, and how
+        many each member sent.
+
+    Raises:
+        ValueError: When an argument is wrong, or an operation of this name is under way.
+        FarandoleInternalError: When the world is broken already.
+    """
+    return _start_alltoall(tensor, splits, name, process_set, attended=False)
+
+
+def alltoall(
+    tensor: ArrayLike,
+    splits: ArrayLike | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Array | tuple[Array, Array]:
+    """Sends rows to every member and returns what all members sent here.
+
+    Args:
+        tensor: As for `alltoall_async`.
+        splits: As for `alltoall_async`.
+        name: As for `alltoall_async`.
+        process_set: As for `alltoall_async`.
+
+    Returns:
+        The rows received, in the order of senders; with `splits`, also how many each member sent, as int32.
+
+    Raises:
+        ValueError: When an argument is wrong, or ranks disagree about the operation.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    received = synchronize(_start_alltoall(tensor, splits, name, process_set, attended=True))
+    return received[0] if splits is None else received

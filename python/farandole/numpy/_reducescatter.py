@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Reduce-scatter: every rank gets its rows of the combination of all ranks' arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from farandole._native import engine
+from farandole.common import basics
+from farandole.common.handles import members_of, set_number
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import Average
+from farandole.numpy._arrays import Array, address_of, as_input, number_of, synchronize, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike
+
+
+def own_rows(rows: int, process_set: ProcessSet) -> int:
+    """How many of `rows` this rank gets: all get the same number, and the first ones one more of what is left.
+
+    Raises:
+        ValueError: When the set is not registered, or this rank is not a member.
+    """
+    members = members_of(process_set)
+    rank = basics.rank()
+    if rank not in members:
+        raise ValueError(f"rank {rank} is not a member of {process_set!r}")
+    base, extra = divmod(rows, len(members))
+    return base + (members.index(rank) < extra)
+
+
+def _prepare(value: Any, process_set: ProcessSet) -> tuple[Array, Array]:
+    """The input and memory for the own rows."""
+    source = as_input(value)
+    if source.ndim == 0:
+        raise ValueError("reducescatter needs an array of at least one dimension: shape ()")
+    return source, np.empty((own_rows(source.shape[0], process_set), *source.shape[1:]), dtype=source.dtype)
+
+
+def _start(
+    value: Any, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet, attended: bool
+) -> int:
+    number = set_number(process_set)
+    source, target = _prepare(value, process_set)
+    handle = engine.reducescatter(
+        table.name("reducescatter", name),
+        number_of(source.dtype),
+        source.shape,
+        address_of(source),
+        address_of(target),
+        op,
+        *factors,
+        number,
+        attended,
+    )
+    return table.track([handle], (source, target), lambda _: target)
+
+
+def reducescatter_async(
+    tensor: ArrayLike,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts a reduce-scatter.
+
+    Args:
+        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of; equal shape and dtype on all
+            ranks. Must not be changed until `synchronize`.
+        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        op: `Average` or `Sum`.
+        process_set: The ranks that take part; this one must be a member.
+        prescale_factor: Multiplies every rank's array before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: When an argument is wrong, or an operation of this name is under way.
+        FarandoleInternalError: When the world is broken already.
+    """
+    return _start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False)
+
+
+def reducescatter(
+    tensor: ArrayLike,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Array:
+    """Combines all ranks' arrays and returns this rank's rows of the result.
+
+    With `d` rows and `n` ranks every rank gets `d // n` rows, the first `d % n` ranks one more.
+
+    Args:
+        tensor: As for `reducescatter_async`.
+        name: As for `reducescatter_async`.
+        op: `Average` or `Sum`.
+        process_set: As for `reducescatter_async`.
+        prescale_factor: Multiplies every rank's array before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Returns:
+        A new array of the same dtype.
+
+    Raises:
+        ValueError: When an argument is wrong, or ranks disagree about the operation.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    return synchronize(_start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True))
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[ArrayLike],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts a reduce-scatter of several arrays as one unit; `synchronize` returns the list of results."""
+    number = set_number(process_set)
+    if not tensors:
+        raise ValueError("a group has at least one array")
+    pairs = [_prepare(tensor, process_set) for tensor in tensors]
+    base = table.name("grouped_reducescatter", name)
+    members = [
+        (f"{base}_{i}of{len(pairs)}", number_of(source.dtype), source.shape, address_of(source), address_of(target))
+        for i, (source, target) in enumerate(pairs, start=1)
+    ]
+    handles = engine.grouped_reducescatter(members, op, prescale_factor, postscale_factor, number)
+    return table.track(handles, pairs, lambda _: [target for _, target in pairs])
+
+
+def grouped_reducescatter(
+    tensors: Sequence[ArrayLike],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Array]:
+    """As `reducescatter`, for several arrays as one unit."""
+    return synchronize(grouped_reducescatter_async(tensors, name, op, process_set, prescale_factor, postscale_factor))

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Operations without an array: barrier and join."""
+
+from __future__ import annotations
+
+from farandole._native import engine
+from farandole.common.handles import set_number
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.numpy._arrays import synchronize, table
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when every member has called it.
+
+    Args:
+        process_set: The ranks that take part; this one must be a member.
+
+    Raises:
+        ValueError: When the set is not registered, or this rank is not a member.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    number = set_number(process_set)
+    synchronize(table.track([engine.barrier(table.name("barrier", None), number)], None, lambda _: None))
+
+
+def join(allow_gather: bool = False) -> int:
+    """Says that this rank has no more data, and takes part in what the others do until all have joined.
+
+    Meanwhile it contributes nothing to reductions: their neutral element.
+
+    Args:
+        allow_gather: Whether others may still gather and broadcast; this rank gives no rows. An error otherwise.
+
+    Returns:
+        The rank that joined last, the same on all ranks.
+
+    Raises:
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    return synchronize(table.track([engine.join(allow_gather)], None, lambda outcomes: outcomes[0]))
