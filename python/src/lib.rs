@@ -5,6 +5,7 @@
 
 mod arrow;
 mod cli;
+mod door;
 mod engine;
 mod error;
 mod launcher;
@@ -24,6 +25,7 @@ type Register = fn(&Bound<'_, PyModule>) -> PyResult<()>;
 /// Every submodule: its name below `farandole._native`, and the function that fills it. Append yours.
 const SUBMODULES: &[(&str, Register)] = &[
     ("cli", cli::register),
+    ("door", door::register),
     ("engine", engine::register),
     ("launcher", launcher::register),
     ("prepare", prepare::register),

@@ -15,6 +15,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("world", &[]),
     ("config", &[]),
     ("telemetry", &[]),
+    ("door", &[]),
     ("shm", &["world"]),
     ("transport", &["world", "config", "shm"]),
     ("collectives", &["world", "transport"]),
@@ -46,7 +47,9 @@ const ALLOWED: &[(&str, &[&str])] = &[
         ],
     ),
     ("cli", &["facade"]),
-    ("python", &["facade", "cli"]),
+    ("ffi", &["door", "facade"]),
+    ("tensorflow", &["door"]),
+    ("python", &["facade", "cli", "ffi"]),
     // Development only: testkit may see what it plays, xtask what it generates from.
     ("testkit", &["world", "config", "shm", "transport", "collectives", "engine"]),
     ("xtask", &["config"]),

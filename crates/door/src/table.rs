@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The table and what its functions take and give.
+
+use std::ffi::{CStr, c_char, c_void};
+
+/// Grows when a field changes its meaning; appended fields only make [`Door::bytes`] larger.
+pub const VERSION: u32 = 1;
+
+/// Name of the capsule that holds the address of a [`Door`].
+pub const CAPSULE: &CStr = c"farandole.door";
+
+/// What all requests of one submission share.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Call {
+    /// An [`Operation`](crate::Operation).
+    pub operation: u32,
+    /// Number of the reduction, Horovod's: Average 0, Sum 1, Adasum 2, Min 3, Max 4, Product 5.
+    pub reduction: u32,
+    /// Multiplies inputs of reductions.
+    pub prescale: f64,
+    /// Multiplies results of reductions.
+    pub postscale: f64,
+    /// The sender of a broadcast, a rank of the world.
+    pub root: u32,
+    /// Number of the process set.
+    pub process_set: u32,
+    /// Not 0: the names are prefixes that the engine completes by a number of its own, counting submissions of this
+    /// session; ranks must then submit in the same order.
+    pub numbered: u32,
+    /// Not 0: `submit` drives the operation on the calling thread and runs `done` before it returns.
+    pub attended: u32,
+}
+
+/// One tensor's part in a submission.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Request {
+    /// UTF-8, not terminated.
+    pub name: *const c_char,
+    /// Bytes of the name.
+    pub name_length: usize,
+    /// Number of the element type, the wire's.
+    pub dtype: u32,
+    /// Dimensions of the input.
+    pub rank: u32,
+    /// `rank` extents, row-major.
+    pub shape: *const u64,
+    /// Host memory, contiguous.
+    pub input: *const c_void,
+    /// Host memory of the result; null when the engine is to allocate it.
+    pub output: *mut c_void,
+    /// All-to-all: rows for each member; null for equal parts.
+    pub splits: *const u64,
+    /// How many.
+    pub split_count: usize,
+}
+
+/// One tensor's result, valid while `done` runs; `owner` beyond that.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Output {
+    /// The engine's memory; null when the request brought its own output.
+    pub address: *mut c_void,
+    /// Its length.
+    pub bytes: usize,
+    /// What [`Door::free`] takes to free it; null when there is nothing to free.
+    pub owner: *mut c_void,
+    /// First dimension of each member's part: all-gather and all-to-all.
+    pub rows: *const u64,
+    /// How many.
+    pub row_count: usize,
+    /// Join: the last rank to join.
+    pub number: i64,
+}
+
+/// How a submission ended, valid while `done` runs.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Outcome {
+    /// A [`Code`](crate::Code).
+    pub code: u32,
+    /// Why, UTF-8, terminated; empty when all went well.
+    pub message: *const c_char,
+    /// One for each request, in order; none after a failure.
+    pub outputs: *const Output,
+    /// How many.
+    pub output_count: usize,
+}
+
+/// Where this process sits in a process set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Place {
+    /// Number of ranks in the set.
+    pub set_size: u32,
+    /// This rank's position in it, or -1.
+    pub set_rank: i32,
+    /// Rank in the world.
+    pub rank: u32,
+    /// Ranks on this host.
+    pub local_size: u32,
+    /// Position among them.
+    pub local_rank: u32,
+}
+
+/// Receives the outcome, on the engine's completion thread unless the call was attended.
+pub type Done = unsafe extern "C" fn(context: *mut c_void, outcome: *const Outcome);
+
+/// The table.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Door {
+    /// [`VERSION`] of whoever filled it.
+    pub version: u32,
+    /// Size of the table that was filled.
+    pub bytes: u32,
+    /// Submits requests, several as one unit. Returns a [`Code`](crate::Code); when it is not good, `done` will not
+    /// run and up to `capacity` bytes of a terminated message are at `message`.
+    pub submit: unsafe extern "C" fn(
+        call: *const Call,
+        requests: *const Request,
+        count: usize,
+        done: Done,
+        context: *mut c_void,
+        message: *mut c_char,
+        capacity: usize,
+    ) -> u32,
+    /// Asks where this process sits; messages as for `submit`.
+    pub place: unsafe extern "C" fn(
+        process_set: u32,
+        place: *mut Place,
+        message: *mut c_char,
+        capacity: usize,
+    ) -> u32,
+    /// Frees an output's owner.
+    pub free: unsafe extern "C" fn(owner: *mut c_void),
+}

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Fills door's table from the facade: C types in, one call of the engine, C types out.
+//!
+//! Owns the translation and the numbering of unnamed operations. Refuses policy: which names, which order and what
+//! follows an error is the framework's side.
+
+#![deny(unsafe_code)]
+
+mod completion;
+mod message;
+mod names;
+mod request;
+mod table;
+
+pub use farandole_door::CAPSULE;
+pub use table::door;
