@@ -58,11 +58,12 @@ pub enum Operation {
         /// Bytes from each member.
         receives: Vec<usize>,
     },
-    /// As `Allreduce`, but every member gets its own part of each segment only.
+    /// As `Allreduce`, but every member gets its own part of each segment only. An output may be the own part of its
+    /// input; otherwise they must not overlap.
     Reducescatter {
         /// Element type of every segment.
         dtype: DataType,
-        /// How elements combine: `Average` or `Sum`.
+        /// How elements combine: anything but `Adasum`.
         op: ReduceOp,
         /// Multiplies inputs before the reduction.
         prescale: f64,

@@ -15,7 +15,7 @@ fn a_cut_link_is_an_error_on_every_rank_and_nobody_hangs() {
     for size in [2, 3, 4, 5] {
         // Within the greeting, between messages, inside a chunk, late.
         for bytes in [0, 10, 64, 1000, 30_000] {
-            for kind in 0..3 {
+            for kind in 0..5 {
                 let outcomes =
                     Harness::new(size).ring(16 << 10).cut(0, 1, bytes).run(|rank, mut communicator| {
                         let input = elements(DataType::F32, 50_000, rank.index() as u64);
@@ -24,9 +24,31 @@ fn a_cut_link_is_an_error_on_every_rank_and_nobody_hangs() {
                         let operation = match kind {
                             0 => allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor)),
                             1 => Operation::Broadcast { root: 0, segments: vec![tensor.segment()] },
-                            _ => {
+                            2 => {
                                 let bytes = vec![vec![input.len(); size]];
                                 Operation::Allgather { segments: vec![gathered.segment()], bytes }
+                            }
+                            3 => {
+                                let blocks = vec![input.len() / size; size];
+                                let segment = Segment {
+                                    input: tensor.segment().input.slice(0, blocks.iter().sum()),
+                                    output: gathered.segment().output.slice(0, blocks.iter().sum()),
+                                };
+                                Operation::Alltoall { segment, sends: blocks.clone(), receives: blocks }
+                            }
+                            _ => {
+                                let mut bytes = vec![0; size];
+                                bytes[1] = input.len();
+                                let own = tensor.segment();
+                                let output = own.output.slice(0, bytes[rank.index()]);
+                                Operation::Reducescatter {
+                                    dtype: DataType::F32,
+                                    op: ReduceOp::Sum,
+                                    prescale: 1.0,
+                                    postscale: 1.0,
+                                    segments: vec![Segment { input: own.input, output }],
+                                    bytes: vec![bytes],
+                                }
                             }
                         };
                         // A barrier tells those of the loss who had nothing to do with the link.

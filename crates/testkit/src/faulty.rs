@@ -82,6 +82,10 @@ impl LinkReceiver for CutReceiver {
         self.inner()?.window()
     }
 
+    fn awaits(&mut self) -> Result<()> {
+        self.inner()?.awaits()
+    }
+
     fn release(&mut self, bytes: usize) -> Result<()> {
         self.inner()?.release(bytes)
     }

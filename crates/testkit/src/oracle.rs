@@ -170,6 +170,17 @@ pub fn allgather(inputs: &[Vec<u8>]) -> Vec<u8> {
     inputs.concat()
 }
 
+/// What `member` must hold after an alltoall, where `blocks[from][to]` is what one sent to another.
+pub fn alltoall(blocks: &[Vec<Vec<u8>>], member: usize) -> Vec<u8> {
+    blocks.iter().flat_map(|sent| sent[member].iter().copied()).collect()
+}
+
+/// What `member` must hold after a reduce-scatter of these inputs, cut into parts of these bytes.
+pub fn reducescatter(call: Allreduce, inputs: &[Vec<u8>], bytes: &[usize], member: usize) -> Vec<u8> {
+    let start: usize = bytes[..member].iter().sum();
+    allreduce(call, inputs)[start..start + bytes[member]].to_vec()
+}
+
 /// Where two tensors differ first, in words; NaNs are equal to NaNs.
 ///
 /// # Errors

@@ -58,6 +58,12 @@ pub trait LinkReceiver: Send {
     /// `PeerLost` when the peer is gone and everything it had sent was read.
     fn window(&mut self) -> Result<&[u8]>;
 
+    /// For whoever waits for more than the window holds: whether more may come.
+    ///
+    /// # Errors
+    /// `PeerLost` when nothing will follow the window.
+    fn awaits(&mut self) -> Result<()>;
+
     /// Gives back the first `bytes` of the window.
     ///
     /// # Errors

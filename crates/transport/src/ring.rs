@@ -78,16 +78,20 @@ impl RingReceiver {
 impl LinkReceiver for RingReceiver {
     fn window(&mut self) -> Result<&[u8]> {
         if self.used()? == 0 {
-            let end = self.peer.lost().or_else(|| self.consumer.closed().then(|| self.peer.gone(CLOSED)));
-            // What was committed before the end may have become visible only now.
-            if let Some(error) = end
-                && self.used()? == 0
-            {
-                return Err(error);
-            }
+            self.awaits()?;
         }
         let peer = &self.peer;
         self.consumer.window().map_err(|error| peer.fault(error))
+    }
+
+    fn awaits(&mut self) -> Result<()> {
+        let seen = self.used()?;
+        let end = self.peer.lost().or_else(|| self.consumer.closed().then(|| self.peer.gone(CLOSED)));
+        // What was committed before the end may have become visible only now.
+        match end {
+            Some(error) if self.used()? == seen => Err(error),
+            _ => Ok(()),
+        }
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {

@@ -161,15 +161,17 @@ impl LinkReceiver for TcpReceiver {
     fn window(&mut self) -> Result<&[u8]> {
         self.pump()?;
         if self.incoming.used()? == 0 {
-            let peer = &self.connection.peer;
-            if let Some(reason) = &self.ended {
-                return Err(peer.gone(reason));
-            }
-            if let Some(error) = peer.lost() {
-                return Err(error);
-            }
+            self.awaits()?;
         }
         Ok(self.incoming.window()?)
+    }
+
+    fn awaits(&mut self) -> Result<()> {
+        let peer = &self.connection.peer;
+        if let Some(reason) = &self.ended {
+            return Err(peer.gone(reason));
+        }
+        peer.lost().map_or(Ok(()), Err)
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {

@@ -5,9 +5,8 @@
 //!
 //! 1 step, `(P - 1) * N` bytes sent by each member. Tensors are packed once: small ones cost more to walk than to copy.
 
-use super::UNIT;
 use super::message::{Message, padded};
-use super::peers::{Job, Moved, Peers, reduce_in_order, with_incoming};
+use super::peers::{Job, Moved, Peers, reduce_in_order, whole_units, with_incoming};
 use crate::Result;
 use crate::buffer::Flat;
 use crate::kernel::Reducer;
@@ -52,10 +51,9 @@ impl Job for Direct {
             if ready == 0 {
                 break;
             }
-            ready = ready.min(link.receiver.window()?.len());
+            // No element is cut.
+            ready = ready.min(whole_units(link)?);
         }
-        // Whole units only: no element is cut.
-        let ready = ready - ready % UNIT;
         if ready > 0 {
             let (at, payload) = (self.incoming.done(), self.incoming.payload(ready));
             let (packed, result) = (&scratch.packed[at..at + payload], &mut scratch.result[at..at + payload]);

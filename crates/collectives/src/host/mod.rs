@@ -4,6 +4,7 @@
 //! The communicator over links: every member has one to every other, of any kind.
 
 mod allgather;
+mod alltoall;
 mod alone;
 mod barrier;
 mod broadcast;
@@ -13,6 +14,7 @@ mod greeting;
 mod message;
 mod peers;
 mod pipeline;
+mod reducescatter;
 
 use std::collections::VecDeque;
 
@@ -61,6 +63,8 @@ enum Planned {
     Allreduce { reducer: Reducer, inputs: Flat, outputs: Flat },
     Broadcast { root: usize, inputs: Flat, outputs: Flat },
     Allgather { segments: Vec<Segment>, bytes: Vec<Vec<usize>> },
+    Alltoall { segment: Segment, sends: Vec<usize>, receives: Vec<usize> },
+    Reducescatter { reducer: Reducer, segments: Vec<Segment>, bytes: Vec<Vec<usize>> },
     Barrier,
 }
 
@@ -125,6 +129,16 @@ impl Planned {
             Self::Allgather { segments, bytes } => {
                 Box::new(allgather::Allgather::new(peers, &segments, &bytes))
             }
+            Self::Alltoall { segment, sends, receives } => {
+                Box::new(alltoall::Alltoall::new(peers, &segment, &sends, &receives))
+            }
+            Self::Reducescatter { reducer, segments, .. } if peers.size() == 1 => {
+                let (inputs, outputs) = flats(segments);
+                Box::new(alone::Alone::new(reducer, inputs, outputs))
+            }
+            Self::Reducescatter { reducer, segments, bytes } => {
+                Box::new(reducescatter::Reducescatter::new(peers, reducer, &segments, &bytes))
+            }
             Self::Barrier => Box::new(barrier::Barrier::new(peers)),
         })
     }
@@ -161,8 +175,15 @@ impl Communicator for HostCommunicator {
                 Planned::Allgather { segments, bytes }
             }
             Operation::Barrier => Planned::Barrier,
-            Operation::Alltoall { .. } | Operation::Reducescatter { .. } => {
-                return Err(Error::Shape { reason: "this communicator has no such operation".to_owned() });
+            Operation::Alltoall { segment, sends, receives } => {
+                check::alltoall(&self.peers, &segment, &sends, &receives)?;
+                Planned::Alltoall { segment, sends, receives }
+            }
+            Operation::Reducescatter { dtype, op, prescale, postscale, segments, bytes } => {
+                check::reducescatter(&self.peers, dtype, &segments, &bytes)?;
+                let members = self.peers.size();
+                let reducer = Reducer::new(Reduction { dtype, op, members, prescale, postscale })?;
+                Planned::Reducescatter { reducer, segments, bytes }
             }
         };
         self.queue.push_back((token, planned));

@@ -6,6 +6,7 @@
 use farandole_transport::{Link, LinkKind};
 use farandole_world::Rank;
 
+use super::UNIT;
 use crate::kernel::Reducer;
 use crate::{Error, Result};
 
@@ -55,7 +56,7 @@ impl Peers {
         if links.iter().any(|link| link.peer == rank) {
             return refuse(format!("rank {rank} has a link to itself"));
         }
-        if let Some(link) = links.iter().find(|link| link.capacity == 0 || link.capacity % super::UNIT != 0) {
+        if let Some(link) = links.iter().find(|link| link.capacity == 0 || link.capacity % UNIT != 0) {
             return refuse(format!("the ring to rank {} holds {} bytes", link.peer, link.capacity));
         }
         let member = links.iter().filter(|link| link.peer < rank).count();
@@ -86,6 +87,22 @@ impl Peers {
             flushed &= link.sender.flush().unwrap_or(true);
         }
         flushed
+    }
+}
+
+/// Bytes of the window that are whole units. The rest of a unit is on its way, unless the link ended inside it.
+pub(super) fn whole_units(link: &mut Link) -> Result<usize> {
+    let bytes = link.receiver.window()?.len();
+    if bytes == 0 || bytes >= UNIT {
+        return Ok(bytes / UNIT * UNIT);
+    }
+    match link.receiver.awaits() {
+        Ok(()) => Ok(0),
+        // The rest may have come together with the end.
+        Err(end) => match link.receiver.window()?.len() / UNIT * UNIT {
+            0 => Err(end.into()),
+            bytes => Ok(bytes),
+        },
     }
 }
 

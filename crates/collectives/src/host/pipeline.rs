@@ -27,7 +27,7 @@ use farandole_transport::Link;
 
 use super::UNIT;
 use super::message::Message;
-use super::peers::{Job, Moved, Peers, reduce_in_order, with_windows};
+use super::peers::{Job, Moved, Peers, reduce_in_order, whole_units, with_windows};
 use crate::buffer::Flat;
 use crate::kernel::Reducer;
 use crate::{Error, Result};
@@ -217,6 +217,8 @@ impl Pipeline {
             wire
         })?;
         if wire == 0 {
+            // A link may have ended inside a unit.
+            links.iter_mut().try_for_each(|link| whole_units(link).map(drop))?;
             return Ok(false);
         }
         for (link, stream) in links.iter_mut().zip(&mut self.streams) {
