@@ -19,12 +19,26 @@ pub enum Error {
         reason: &'static str,
     },
     /// A scheme that this build does not know.
-    #[error("no store for the scheme {scheme}, known are file and memory: {url}")]
+    #[error("no store for the scheme {scheme}, known are file, dbfs, hdfs, s3, gs, abfss, az and memory: {url}")]
     Scheme {
         /// The scheme.
         scheme: String,
         /// The whole URL.
         url: String,
+    },
+    /// A storage option that the backend does not have. Its value is not shown: it may be a secret.
+    #[error("no such storage option ({key}) for this store: {url}")]
+    Option {
+        /// What was given.
+        key: String,
+        /// The store.
+        url: String,
+    },
+    /// No threads to talk to the network with.
+    #[error("cannot start the threads that talk to the store: {source}")]
+    Runtime {
+        /// What the system said.
+        source: std::io::Error,
     },
     /// There is no such file.
     #[error("no such file: {path}")]
@@ -81,10 +95,12 @@ impl Error {
     /// Whose fault it is.
     pub fn fault(&self) -> Fault {
         match self {
-            Self::Url { .. } | Self::Scheme { .. } | Self::Ended { .. } => Fault::Usage,
-            Self::Missing { .. } | Self::Refused { .. } | Self::Backend { .. } | Self::Directory { .. } => {
-                Fault::Environment
-            }
+            Self::Url { .. } | Self::Scheme { .. } | Self::Option { .. } | Self::Ended { .. } => Fault::Usage,
+            Self::Runtime { .. }
+            | Self::Missing { .. }
+            | Self::Refused { .. }
+            | Self::Backend { .. }
+            | Self::Directory { .. } => Fault::Environment,
         }
     }
 

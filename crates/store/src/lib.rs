@@ -10,19 +10,24 @@
 //! url --[parse]--> Location --> object_store backend + prefix --> Store: read, ranges, write, list, upload
 //! ```
 //!
-//! Callers are synchronous and live in processes that fork (Spark's daemon), so nothing here owns a thread or a
-//! runtime: the local and the memory backend finish on the thread that asks.
+//! Callers are synchronous and live in processes that fork (Spark's daemon): the local and the memory backend finish on
+//! the thread that asks; the first use of a store over the network starts a runtime of two threads, anew in a fork.
 //!
 //! Invariants:
 //! - `ST-1`: a file is seen whole or not at all: writes go to a temporary name and are renamed.
 //! - `ST-2`: every error names the whole path.
+//! - `ST-4`: no option's value appears in an error or in debug output.
 //! - `ST-3`: `localized(full(path)) == path` for absolute paths; characters are never escaped.
 
 #![forbid(unsafe_code)]
 
+mod backend;
 mod error;
 mod layout;
+mod local;
 mod location;
+mod options;
+mod remote;
 mod store;
 mod upload;
 mod wait;
@@ -30,5 +35,6 @@ mod wait;
 pub use error::{Error, Fault, Result};
 pub use layout::{Layout, Places};
 pub use location::{full, localized};
+pub use options::{Options, configure};
 pub use store::{Entry, Store};
 pub use upload::Upload;

@@ -7,6 +7,37 @@ use std::path::{Component, PathBuf};
 
 use crate::error::{Error, Result};
 
+/// Where Databricks mounts its file system.
+const DBFS: &str = "/dbfs";
+/// Stands in for `/dbfs` where there is none, as in tests.
+const DBFS_ROOT: &str = "FARANDOLE_DBFS_ROOT";
+
+/// Who answers for a scheme.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Service {
+    /// Amazon S3 and what speaks like it.
+    S3,
+    /// Google Cloud Storage.
+    Gcs,
+    /// Azure Blob Storage and Data Lake.
+    Azure,
+    /// Hadoop's file system.
+    Hdfs,
+}
+
+impl Service {
+    /// Who answers for `scheme`.
+    pub(crate) fn of(scheme: &str) -> Option<Self> {
+        Some(match scheme {
+            "s3" | "s3a" | "s3n" => Self::S3,
+            "gs" | "gcs" => Self::Gcs,
+            "az" | "abfs" | "abfss" | "adl" | "azure" => Self::Azure,
+            "hdfs" | "viewfs" => Self::Hdfs,
+            _ => return None,
+        })
+    }
+}
+
 /// A parsed URL.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Location {
@@ -19,30 +50,57 @@ pub(crate) enum Location {
         /// Path, without a leading slash.
         path: String,
     },
+    /// A place over the network.
+    Remote {
+        /// Who answers.
+        service: Service,
+        /// Scheme and bucket, container or name node: `s3://bucket`.
+        root: String,
+        /// Path, without a leading slash.
+        path: String,
+    },
 }
 
 impl Location {
     /// Reads `url`.
     pub(crate) fn parse(url: &str) -> Result<Self> {
+        let refuse = |reason| Error::Url { url: url.to_owned(), reason };
         let Some((scheme, rest)) = split(url) else {
-            return Ok(Self::Local(absolute(url)?));
+            return Ok(Self::Local(mounted(absolute(url)?)));
         };
         match scheme {
             "file" => {
                 let path = rest.strip_prefix("//").unwrap_or(rest);
                 let path = path.strip_prefix("localhost").filter(|p| p.starts_with('/')).unwrap_or(path);
                 if path.starts_with('/') {
-                    Ok(Self::Local(absolute(path)?))
+                    Ok(Self::Local(mounted(absolute(path)?)))
                 } else {
-                    Err(Error::Url { url: url.to_owned(), reason: "a file URL needs an absolute path" })
+                    Err(refuse("a file URL needs an absolute path"))
                 }
             }
+            "dbfs" if rest.starts_with("//") => Err(refuse("DBFS paths have one slash: dbfs:/path")),
+            // Volumes of Unity Catalog are mounted at the root.
+            "dbfs" if rest == "/Volumes" || rest.starts_with("/Volumes/") => {
+                Ok(Self::Local(mounted(absolute(rest)?)))
+            }
+            "dbfs" => Ok(Self::Local(mounted(absolute(&format!("{DBFS}{rest}"))?))),
             "memory" => {
                 let rest = rest.trim_start_matches('/');
                 let (name, path) = rest.split_once('/').unwrap_or((rest, ""));
                 Ok(Self::Memory { name: name.to_owned(), path: path.trim_matches('/').to_owned() })
             }
-            other => Err(Error::Scheme { scheme: other.to_owned(), url: url.to_owned() }),
+            other => {
+                let service = Service::of(other)
+                    .ok_or_else(|| Error::Scheme { scheme: other.to_owned(), url: url.to_owned() })?;
+                let rest = rest.strip_prefix("//").ok_or_else(|| refuse("two slashes come after the scheme"))?;
+                let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+                // Hadoop's configuration names the default name node.
+                if authority.is_empty() && service != Service::Hdfs {
+                    return Err(refuse("a bucket or container is missing"));
+                }
+                let root = format!("{other}://{authority}");
+                Ok(Self::Remote { service, root, path: path.trim_matches('/').to_owned() })
+            }
         }
     }
 
@@ -52,22 +110,27 @@ impl Location {
             Self::Local(path) => format!("file://{}", path.display()),
             Self::Memory { name, path } if path.is_empty() => format!("memory://{name}"),
             Self::Memory { name, path } => format!("memory://{name}/{path}"),
+            Self::Remote { root, path, .. } if path.is_empty() => root.clone(),
+            Self::Remote { root, path, .. } => format!("{root}/{path}"),
         }
     }
 }
 
-/// The path with its scheme: `/tmp/x` and `x` become `file:///...`; what has a scheme stays as it is.
+/// The path with its scheme: `/tmp/x` and `x` become `file:///...`, `dbfs:/x` becomes `file:///dbfs/x`; what else has
+/// a scheme stays as it is.
 ///
 /// # Errors
 /// An empty path, or a relative one when the working directory is gone.
 pub fn full(path: &str) -> Result<String> {
     match split(path) {
+        Some(("dbfs", _)) => Ok(Location::parse(path)?.url()),
         Some(_) => Ok(path.to_owned()),
-        None => Ok(Location::Local(absolute(path)?).url()),
+        None => Ok(format!("file://{}", absolute(path)?.display())),
     }
 }
 
-/// The path without its scheme, as the file system behind it knows it.
+/// The path without its scheme, as the file system behind it knows it: with the bucket in front for object stores,
+/// without the name node for HDFS.
 ///
 /// # Errors
 /// As [`full`], or an unknown scheme.
@@ -75,6 +138,11 @@ pub fn localized(url: &str) -> Result<String> {
     Ok(match Location::parse(url)? {
         Location::Local(path) => path.display().to_string(),
         Location::Memory { name, path } => format!("/{name}/{path}").trim_end_matches('/').to_owned(),
+        Location::Remote { service: Service::Hdfs, path, .. } => format!("/{path}"),
+        Location::Remote { root, path, .. } => {
+            let (_, bucket) = root.split_once("://").unwrap_or(("", &root));
+            format!("{bucket}/{path}").trim_end_matches('/').to_owned()
+        }
     })
 }
 
@@ -85,6 +153,14 @@ fn split(url: &str) -> Option<(&str, &str)> {
         && scheme.starts_with(|c: char| c.is_ascii_alphabetic())
         && scheme.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
     (named && rest.starts_with('/')).then_some((scheme, rest))
+}
+
+/// `/dbfs/x` below the directory that stands in for `/dbfs`, if one does.
+fn mounted(path: PathBuf) -> PathBuf {
+    match (std::env::var_os(DBFS_ROOT), path.strip_prefix(DBFS)) {
+        (Some(root), Ok(rest)) if !root.is_empty() => PathBuf::from(root).join(rest),
+        _ => path,
+    }
 }
 
 /// Absolute, with `.` and `..` resolved by name alone: the directory need not exist.
@@ -117,6 +193,9 @@ mod tests {
             assert_eq!(localized(&whole).unwrap(), path);
         }
         assert_eq!(full("s3://bucket/x").unwrap(), "s3://bucket/x");
+        assert_eq!(localized("s3://bucket/x/").unwrap(), "bucket/x");
+        assert_eq!(localized("hdfs://node:8020/user/x").unwrap(), "/user/x");
+        assert_eq!(localized("hdfs:///user/x").unwrap(), "/user/x");
     }
 
     #[test]
@@ -130,9 +209,29 @@ mod tests {
     }
 
     #[test]
+    fn the_forms_of_a_databricks_path_are_one_place() {
+        for form in ["dbfs:/x/y", "/dbfs/x/y", "file:///dbfs/x/y", "file:/dbfs/x/y"] {
+            assert_eq!(Location::parse(form).unwrap(), Location::Local(PathBuf::from("/dbfs/x/y")), "{form}");
+            assert_eq!(full(form).unwrap().replace("file:/dbfs", "file:///dbfs"), "file:///dbfs/x/y");
+        }
+        assert_eq!(localized("dbfs:/Volumes/main/x").unwrap(), "/Volumes/main/x");
+        assert!(Location::parse("dbfs://x").unwrap_err().to_string().contains("one slash"));
+    }
+
+    #[test]
+    fn remote_urls_keep_their_scheme() {
+        for url in ["s3://bucket/a/b", "gs://bucket", "abfss://data@account.dfs.core.windows.net/x", "hdfs://n:1/x"] {
+            let location = Location::parse(url).unwrap();
+            assert_eq!(location.url(), url);
+            assert!(matches!(location, Location::Remote { .. }), "{url}");
+        }
+        assert!(Location::parse("s3:///x").unwrap_err().to_string().contains("bucket"));
+    }
+
+    #[test]
     fn an_unknown_scheme_is_named() {
-        let error = Location::parse("s3://bucket/x").unwrap_err().to_string();
-        assert_eq!(error, "no store for the scheme s3, known are file and memory: s3://bucket/x");
+        let error = Location::parse("ftp://host/x").unwrap_err().to_string();
+        assert!(error.contains("no store for the scheme ftp") && error.ends_with("ftp://host/x"), "{error}");
         assert!(
             Location::parse("file:x").is_ok_and(|l| matches!(l, Location::Local(_))),
             "a relative name with a colon"

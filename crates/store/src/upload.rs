@@ -3,18 +3,25 @@
 
 //! A file that is written piece by piece and appears at its end.
 
+use std::collections::VecDeque;
+
 use bytes::Bytes;
 use object_store::MultipartUpload;
+use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
-use crate::wait::wait;
+use crate::wait::{Waiter, runtime};
 
 /// Pieces smaller than this are put together: object stores refuse small parts.
 const PART: usize = 8 << 20;
+/// Parts on their way at once over a network: the writer goes on meanwhile.
+const AHEAD: usize = 4;
 
 /// A file being written. Nobody sees it before [`Upload::finish`]; dropping it leaves nothing behind.
 pub struct Upload {
     inner: Option<Box<dyn MultipartUpload>>,
+    waiter: Waiter,
+    sent: VecDeque<JoinHandle<object_store::Result<()>>>,
     path: String,
     pending: Vec<Bytes>,
     pending_bytes: usize,
@@ -22,8 +29,9 @@ pub struct Upload {
 }
 
 impl Upload {
-    pub(crate) fn new(inner: Box<dyn MultipartUpload>, path: String) -> Self {
-        Self { inner: Some(inner), path, pending: Vec::new(), pending_bytes: 0, bytes: 0 }
+    pub(crate) fn new(inner: Box<dyn MultipartUpload>, waiter: Waiter, path: String) -> Self {
+        let sent = VecDeque::new();
+        Self { inner: Some(inner), waiter, sent, path, pending: Vec::new(), pending_bytes: 0, bytes: 0 }
     }
 
     /// The whole path of the file.
@@ -54,7 +62,29 @@ impl Upload {
         self.pending_bytes = 0;
         let payload = self.pending.drain(..).collect::<object_store::PutPayload>();
         let inner = self.inner.as_mut().ok_or_else(|| Error::Ended { path: self.path.clone() })?;
-        wait(inner.put_part(payload)).map_err(|source| Error::of("write", self.path.clone(), source))
+        let part = inner.put_part(payload);
+        match self.waiter {
+            Waiter::Here => self.waiter.wait(part)?.map_err(|source| self.failed("write", source)),
+            Waiter::Runtime => {
+                self.sent.push_back(runtime()?.spawn(part));
+                self.settle(AHEAD)
+            }
+        }
+    }
+
+    /// Waits until at most `left` parts are on their way.
+    fn settle(&mut self, left: usize) -> Result<()> {
+        while self.sent.len() > left
+            && let Some(part) = self.sent.pop_front()
+        {
+            let part = self.waiter.wait(part)?.unwrap_or_else(|source| Err(source.into()));
+            part.map_err(|source| self.failed("write", source))?;
+        }
+        Ok(())
+    }
+
+    fn failed(&self, action: &'static str, source: object_store::Error) -> Error {
+        Error::of(action, self.path.clone(), source)
     }
 
     /// Makes the file appear; returns its size.
@@ -63,12 +93,13 @@ impl Upload {
     /// The backend's; then there is no file.
     pub fn finish(mut self) -> Result<u64> {
         self.flush()?;
+        self.settle(0)?;
         let mut inner = self.inner.take().ok_or_else(|| Error::Ended { path: self.path.clone() })?;
-        match wait(inner.complete()) {
+        match self.waiter.wait(inner.complete())? {
             Ok(_) => Ok(self.bytes),
             Err(source) => {
                 self.inner = Some(inner);
-                Err(Error::of("complete", self.path.clone(), source))
+                Err(self.failed("complete", source))
             }
         }
     }
@@ -78,7 +109,8 @@ impl Drop for Upload {
     fn drop(&mut self) {
         if let Some(mut inner) = self.inner.take() {
             // What cannot be cleaned up now carries a name that no reader looks for.
-            drop(wait(inner.abort()));
+            self.sent.drain(..).for_each(|part| part.abort());
+            drop(self.waiter.wait(inner.abort()));
         }
     }
 }

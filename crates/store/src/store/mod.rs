@@ -3,25 +3,20 @@
 
 //! Files under one URL.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
-use futures::TryStreamExt;
-use object_store::local::LocalFileSystem;
-use object_store::memory::InMemory;
+use futures::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 
+use crate::backend::Backend;
 use crate::error::{Error, Result};
+use crate::local;
 use crate::location::Location;
 use crate::upload::Upload;
-use crate::wait::wait;
-
-/// The memory stores of this process, by name.
-static MEMORY: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> = LazyLock::new(Mutex::default);
 
 /// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,28 +30,25 @@ pub struct Entry {
 /// Files under one URL; paths are relative to it, `""` is the URL itself. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Store {
-    backend: Arc<dyn ObjectStore>,
+    backend: Backend,
     location: Location,
     prefix: Path,
 }
 
 impl Store {
-    /// Opens the store of `url`: a path, `file://`, or `memory://name/path`. Touches nothing.
+    /// Opens the store of `url`: a path, `file://`, `dbfs:/`, `hdfs://`, `s3://`, `gs://`, `abfss://`, `az://` or
+    /// `memory://name/path`, with the options of [`crate::configure`]. Touches nothing.
     ///
     /// # Errors
-    /// Text that is no URL, an unknown scheme.
+    /// Text that is no URL, an unknown scheme, an unknown option.
     pub fn open(url: &str) -> Result<Self> {
         let location = Location::parse(url)?;
         let refuse = |_| Error::Url { url: url.to_owned(), reason: "the path cannot be a store's" };
-        let (backend, prefix): (Arc<dyn ObjectStore>, Path) = match &location {
-            Location::Local(path) => {
-                (Arc::new(LocalFileSystem::new()), Path::from_absolute_path(path).map_err(refuse)?)
-            }
-            Location::Memory { name, path } => {
-                let mut stores = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
-                (stores.entry(name.clone()).or_default().clone(), Path::parse(path).map_err(refuse)?)
-            }
+        let prefix = match &location {
+            Location::Local(path) => Path::from_absolute_path(path).map_err(refuse)?,
+            Location::Memory { path, .. } | Location::Remote { path, .. } => Path::parse(path).map_err(refuse)?,
         };
+        let backend = Backend::of(&location)?;
         Ok(Self { backend, location, prefix })
     }
 
@@ -79,8 +71,11 @@ impl Store {
             Location::Memory { name, .. } => {
                 Location::Memory { name: name.clone(), path: prefix.to_string() }
             }
+            Location::Remote { service, root, .. } => {
+                Location::Remote { service: *service, root: root.clone(), path: prefix.to_string() }
+            }
         };
-        Ok(Self { backend: Arc::clone(&self.backend), location, prefix })
+        Ok(Self { backend: self.backend.clone(), location, prefix })
     }
 
     /// The full URL.
@@ -92,7 +87,7 @@ impl Store {
     pub fn local_path(&self) -> Option<PathBuf> {
         match &self.location {
             Location::Local(path) => Some(path.clone()),
-            Location::Memory { .. } => None,
+            Location::Memory { .. } | Location::Remote { .. } => None,
         }
     }
 
@@ -100,7 +95,7 @@ impl Store {
     pub fn name_of(&self, path: &str) -> String {
         let whole = match &self.location {
             Location::Local(base) => base.display().to_string(),
-            memory @ Location::Memory { .. } => memory.url(),
+            other => other.url(),
         };
         if path.is_empty() { whole } else { format!("{}/{path}", whole.trim_end_matches('/')) }
     }
@@ -118,13 +113,32 @@ impl Store {
         move |source| Error::of(action, path, source)
     }
 
+    fn io(&self, action: &'static str, path: &str, source: std::io::Error) -> Error {
+        let store = "LocalFileSystem";
+        let whole = self.name_of(path);
+        let source = match source.kind() {
+            std::io::ErrorKind::NotFound => object_store::Error::NotFound { path: whole, source: Box::new(source) },
+            _ => object_store::Error::Generic { store, source: Box::new(source) },
+        };
+        self.fail(action, path)(source)
+    }
+
+    /// Asks the backend and waits.
+    fn ask<T, F>(&self, action: &'static str, path: &str, question: impl FnOnce(Arc<dyn ObjectStore>) -> F) -> Result<T>
+    where
+        F: Future<Output = object_store::Result<T>>,
+    {
+        let future = question(self.backend.get()?);
+        self.backend.waiter().wait(future)?.map_err(self.fail(action, path))
+    }
+
     /// A whole file.
     ///
     /// # Errors
     /// [`Error::Missing`], [`Error::Refused`] and the backend's own.
     pub fn read(&self, path: &str) -> Result<Bytes> {
         let at = self.at(path)?;
-        wait(async { self.backend.get(&at).await?.bytes().await }).map_err(self.fail("read", path))
+        self.ask("read", path, async |backend| backend.get(&at).await?.bytes().await)
     }
 
     /// Ranges of a file; near ones are fetched together.
@@ -133,7 +147,10 @@ impl Store {
     /// As [`Store::read`], and a range past the end.
     pub fn read_ranges(&self, path: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
         let at = self.at(path)?;
-        wait(self.backend.get_ranges(&at, ranges)).map_err(self.fail("read", path))
+        if let Location::Local(base) = &self.location {
+            return local::read_ranges(&base.join(path), ranges).map_err(|source| self.io("read", path, source));
+        }
+        self.ask("read", path, async |backend| backend.get_ranges(&at, ranges).await)
     }
 
     /// Size of a file.
@@ -142,7 +159,7 @@ impl Store {
     /// As [`Store::read`].
     pub fn size(&self, path: &str) -> Result<u64> {
         let at = self.at(path)?;
-        wait(self.backend.head(&at)).map(|meta| meta.size).map_err(self.fail("look up", path))
+        self.ask("look up", path, async |backend| backend.head(&at).await).map(|meta| meta.size)
     }
 
     /// Whether there is a file of this name, or anything below it.
@@ -155,7 +172,11 @@ impl Store {
         }
         match self.size(path) {
             Ok(_) => Ok(true),
-            Err(Error::Missing { .. } | Error::Url { .. }) => Ok(!self.list(path)?.is_empty()),
+            Err(Error::Missing { .. } | Error::Url { .. }) => {
+                let at = self.at(path)?;
+                let first = self.ask("list", path, async |backend| backend.list(Some(&at)).try_next().await)?;
+                Ok(first.is_some())
+            }
             Err(error) => Err(error),
         }
     }
@@ -169,13 +190,10 @@ impl Store {
         let below = |whole: &str| {
             whole.strip_prefix(self.prefix.as_ref()).unwrap_or(whole).trim_start_matches('/').to_owned()
         };
-        let mut entries: Vec<Entry> = wait(
-            self.backend
-                .list(Some(&at))
-                .map_ok(|meta| Entry { path: below(meta.location.as_ref()), bytes: meta.size })
-                .try_collect(),
-        )
-        .map_err(self.fail("list", path))?;
+        let entry = |meta: object_store::ObjectMeta| Entry { path: below(meta.location.as_ref()), bytes: meta.size };
+        let mut entries: Vec<Entry> = self.ask("list", path, async |backend| {
+            backend.list(Some(&at)).map_ok(entry).try_collect().await
+        })?;
         entries.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(entries)
     }
@@ -186,7 +204,7 @@ impl Store {
     /// As [`Store::read`].
     pub fn write(&self, path: &str, data: Bytes) -> Result<()> {
         let at = self.at(path)?;
-        wait(self.backend.put(&at, data.into())).map(drop).map_err(self.fail("write", path))
+        self.ask("write", path, async |backend| backend.put(&at, data.into()).await).map(drop)
     }
 
     /// Starts a file that is written piece by piece.
@@ -195,8 +213,8 @@ impl Store {
     /// As [`Store::write`].
     pub fn upload(&self, path: &str) -> Result<Upload> {
         let at = self.at(path)?;
-        let inner = wait(self.backend.put_multipart(&at)).map_err(self.fail("write", path))?;
-        Ok(Upload::new(inner, self.name_of(path)))
+        let inner = self.ask("write", path, async |backend| backend.put_multipart(&at).await)?;
+        Ok(Upload::new(inner, self.backend.waiter(), self.name_of(path)))
     }
 
     /// Deletes a file; a missing one is no error.
@@ -205,7 +223,7 @@ impl Store {
     /// As [`Store::write`].
     pub fn delete(&self, path: &str) -> Result<()> {
         let at = self.at(path)?;
-        match wait(self.backend.delete(&at)).map_err(self.fail("delete", path)) {
+        match self.ask("delete", path, async |backend| backend.delete(&at).await) {
             Err(Error::Missing { .. }) => Ok(()),
             other => other,
         }
@@ -217,9 +235,14 @@ impl Store {
     /// As [`Store::write`]; some files may be gone by then.
     pub fn delete_all(&self, path: &str) -> Result<usize> {
         let entries = self.list(path)?;
-        for entry in &entries {
-            self.delete(&entry.path)?;
-        }
+        let paths = entries.iter().map(|entry| self.at(&entry.path)).collect::<Result<Vec<_>>>()?;
+        self.ask("delete", path, async |backend| {
+            let gone = |deleted: &object_store::Result<Path>| {
+                std::future::ready(!matches!(deleted, Err(object_store::Error::NotFound { .. })))
+            };
+            let paths = stream::iter(paths.into_iter().map(Ok)).boxed();
+            backend.delete_stream(paths).filter(gone).try_collect::<Vec<_>>().await
+        })?;
         if let Location::Local(base) = &self.location {
             let directory = base.join(path);
             match std::fs::remove_dir_all(&directory) {

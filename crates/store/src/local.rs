@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Ranges of local files into buffers that are used again: fresh ones cost more in page faults and clearing than the
+//! copy out of the page cache.
+
+use std::fs::File;
+use std::io::{Error, ErrorKind, Read as _, Result, Seek as _, SeekFrom};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use bytes::Bytes;
+
+/// Ranges this near to each other are read at once.
+const GAP: u64 = 64 << 10;
+/// Buffers smaller than this are the allocator's business.
+const SMALLEST: usize = 64 << 10;
+/// Bytes of buffers kept for the next reads.
+const KEPT: usize = 96 << 20;
+
+/// Buffers nobody uses.
+static FREE: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
+
+/// A buffer that goes back when the last slice of it is gone.
+struct Pooled(Vec<u8>);
+
+impl AsRef<[u8]> for Pooled {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Drop for Pooled {
+    fn drop(&mut self) {
+        let mut buffer = std::mem::take(&mut self.0);
+        let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept: usize = free.iter().map(Vec::capacity).sum();
+        if kept + buffer.capacity() <= KEPT {
+            buffer.clear();
+            free.push(buffer);
+        }
+    }
+}
+
+/// An empty buffer with room for `bytes`: the smallest that fits and is not much too large.
+fn buffer(bytes: usize) -> Vec<u8> {
+    let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
+    let fits = |buffer: &Vec<u8>| (bytes..=bytes.saturating_mul(4)).contains(&buffer.capacity());
+    let best = (0..free.len()).filter(|index| fits(&free[*index])).min_by_key(|index| free[*index].capacity());
+    match best {
+        Some(index) => free.swap_remove(index),
+        None => Vec::with_capacity(bytes),
+    }
+}
+
+/// The bytes of each range.
+///
+/// # Errors
+/// The system's; a range past the end is an `UnexpectedEof`.
+pub(crate) fn read_ranges(path: &Path, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
+    let mut file = File::open(path)?;
+    let mut order: Vec<usize> = (0..ranges.len()).collect();
+    order.sort_by_key(|index| ranges[*index].start);
+    let mut found = vec![Bytes::new(); ranges.len()];
+    let mut rest = order.as_slice();
+    while let Some(first) = rest.first() {
+        let start = ranges[*first].start;
+        let mut end = ranges[*first].end;
+        let joined = rest.iter().take_while(|index| {
+            let near = ranges[**index].start <= end.saturating_add(GAP);
+            if near {
+                end = end.max(ranges[**index].end);
+            }
+            near
+        });
+        let count = joined.count();
+        let whole = read(&mut file, start..end)?;
+        for index in &rest[..count] {
+            let from = usize::try_from(ranges[*index].start - start).map_err(|_| too_large())?;
+            let to = usize::try_from(ranges[*index].end.max(ranges[*index].start) - start).map_err(|_| too_large())?;
+            found[*index] = whole.slice(from..to);
+        }
+        rest = &rest[count..];
+    }
+    Ok(found)
+}
+
+fn too_large() -> Error {
+    Error::new(ErrorKind::InvalidInput, "a range is larger than memory")
+}
+
+fn read(file: &mut File, range: Range<u64>) -> Result<Bytes> {
+    let wanted = range.end.saturating_sub(range.start);
+    let bytes = usize::try_from(wanted).map_err(|_| too_large())?;
+    // A length that a damaged footer made up must not be allocated.
+    if range.end > file.metadata()?.len() {
+        let length = file.metadata()?.len();
+        let text = format!("the file ends at {length}, before the end of the range: {}", range.end);
+        return Err(Error::new(ErrorKind::UnexpectedEof, text));
+    }
+    file.seek(SeekFrom::Start(range.start))?;
+    let mut buffer = buffer(bytes);
+    // Reading to the end of a `Take` fills spare room without clearing it first.
+    let got = file.take(wanted).read_to_end(&mut buffer)?;
+    if got != bytes {
+        return Err(Error::new(ErrorKind::UnexpectedEof, format!("the file shrank while being read: {got} of {bytes}")));
+    }
+    Ok(if bytes < SMALLEST { Bytes::from(buffer) } else { Bytes::from_owner(Pooled(buffer)) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_come_back_in_the_order_asked_whatever_is_joined() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let data: Vec<u8> = (0..600_000_u32).map(|index| u8::try_from(index % 251).unwrap()).collect();
+        std::fs::write(file.path(), &data).unwrap();
+        let ranges = [500_000..500_010, 0..70_000, 70_100..70_100, 69_000..80_000, 300_000..600_000];
+        for _ in 0..3 {
+            let found = read_ranges(file.path(), &ranges).unwrap();
+            for (range, bytes) in ranges.iter().zip(found) {
+                let (from, to) = (usize::try_from(range.start).unwrap(), usize::try_from(range.end).unwrap());
+                assert_eq!(bytes, data[from..to]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_range_past_the_end_is_an_error_and_allocates_nothing() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), b"short").unwrap();
+        let error = read_ranges(file.path(), &[0..u64::MAX / 2]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::UnexpectedEof);
+        assert_eq!(read_ranges(file.path(), &[1..3]).unwrap(), ["ho"]);
+    }
+}
