@@ -48,6 +48,7 @@ struct PyEvent {
     data: Option<Py<PyBytes>>,
     exit_code: Option<i32>,
     signal: Option<i32>,
+    stderr_tail: Option<String>,
     dropped: u64,
 }
 
@@ -87,7 +88,8 @@ impl PyEvent {
                 let (exit_code, signal) = numbers(&exit.how);
                 let text = Some(format!("rank {rank} {}", exit.how));
                 let (task, rank) = (Some(task.0), Some(rank.0));
-                Self { kind: "exit", task, rank, text, exit_code, signal, ..Self::default() }
+                let stderr_tail = Some(exit.stderr_tail.join("\n"));
+                Self { kind: "exit", task, rank, text, exit_code, signal, stderr_tail, ..Self::default() }
             }
             registrar::Event::Result { task, rank, data } => {
                 let (task, rank) = (Some(task.0), Some(rank.0));

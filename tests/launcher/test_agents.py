@@ -99,6 +99,7 @@ def test_a_killed_worker_is_reported_with_its_signal_and_last_words() -> None:
         (outcome,) = together(registrar, 1, fn)
         assert (outcome.exit_code, outcome.signal, outcome.signal_name) == (None, 9, "SIGKILL")
         assert outcome.stderr_tail == "about to go"
+        assert [event.stderr_tail for event in events(registrar, "exit") if event.kind == "exit"] == ["about to go"]
         assert "was ended by SIGKILL" in (outcome.reason or "")
 
 

@@ -79,7 +79,44 @@ fn one<T: Value>(
         .or_else(|| named(format!("{PREFIX}{name}")))
         .or_else(|| named(format!("{HOROVOD_PREFIX}{name}")))
         .unwrap_or_else(|| (key.to_owned(), default.to_owned()));
-    T::parse(text.trim()).ok_or(Error { name: source, expected: T::EXPECTED, value: text })
+    match T::parse(text.trim()) {
+        None => Err(Error { name: source, expected: T::EXPECTED, value: text }),
+        Some(value) => {
+            let limits = limits(key);
+            if value.duration().is_none_or(|duration| limits.hold(duration)) {
+                return Ok(value);
+            }
+            Err(Error { name: source, expected: limits.expected, value: text })
+        }
+    }
+}
+
+/// Durations that a knob takes: beyond them nothing works, or time itself overflows.
+struct Limits {
+    least: Duration,
+    most: Duration,
+    expected: &'static str,
+}
+
+impl Limits {
+    fn hold(&self, duration: Duration) -> bool {
+        (self.least..=self.most).contains(&duration)
+    }
+}
+
+/// The limits of a knob; those of most durations are the last.
+fn limits(key: &str) -> Limits {
+    const DAY: Duration = Duration::from_secs(86_400);
+    let tenth = Duration::from_millis(100);
+    let (least, most, expected) = match key {
+        "peer_timeout" => (tenth, DAY, "a duration from 100ms to 24h"),
+        "start_timeout" | "spark_start_timeout" | "collective_timeout" => {
+            (tenth, 365 * DAY, "a duration from 100ms to 8760h")
+        }
+        "spin" => (Duration::ZERO, Duration::from_secs(1), "a duration from 0 to 1s"),
+        _ => (Duration::ZERO, 365 * DAY, "a duration from 0 to 8760h"),
+    };
+    Limits { least, most, expected }
 }
 
 knobs! {
@@ -117,6 +154,12 @@ knobs! {
     stall_check_time: Duration = "60", "STALL_CHECK_TIME_SECONDS", Some("--stall-check-warning-time-seconds"), true;
     /// A tensor waiting this long ends the job; 0 means never.
     stall_shutdown_time: Duration = "0", "STALL_SHUTDOWN_TIME_SECONDS", Some("--stall-check-shutdown-time-seconds"), true;
+    /// File for the timeline of operations; `{rank}` in it stands for the rank, and then every rank writes one. `DYNAMIC` or nothing: none until `start_timeline`.
+    timeline: String = "", "TIMELINE", Some("--timeline-filename"), true;
+    /// Marks every negotiation round in the timeline.
+    timeline_mark_cycles: bool = "0", "TIMELINE_MARK_CYCLES", Some("--timeline-mark-cycles"), true;
+    /// No ranges for NVIDIA's profilers, even where their library is found.
+    disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
 }
 
 impl Config {
@@ -155,6 +198,24 @@ mod tests {
     fn a_bad_value_names_the_variable() {
         let error = read(&[("HOROVOD_CACHE_CAPACITY", "many")]).unwrap_err();
         assert!(error.to_string().starts_with("HOROVOD_CACHE_CAPACITY must be a whole number"), "{error}");
+    }
+
+    #[test]
+    fn a_duration_that_cannot_work_is_refused_by_name_and_range() {
+        for (name, value, range) in [
+            ("FARANDOLE_PEER_TIMEOUT", "0", "from 100ms to 24h"),
+            ("HOROVOD_PEER_TIMEOUT", "1e9", "a number with ms, s, m or h"),
+            ("FARANDOLE_PEER_TIMEOUT", "1000000000h", "from 100ms to 24h"),
+            ("FARANDOLE_COLLECTIVE_TIMEOUT", "0", "from 100ms to 8760h"),
+            ("FARANDOLE_START_TIMEOUT", "99999999999", "from 100ms to 8760h"),
+            ("FARANDOLE_STALL_CHECK_TIME_SECONDS", "9999999h", "from 0 to 8760h"),
+            ("FARANDOLE_SPIN", "2", "from 0 to 1s"),
+        ] {
+            let error = read(&[(name, value)]).unwrap_err().to_string();
+            assert!(error.starts_with(name) && error.contains(range) && error.ends_with(value), "{error}");
+        }
+        assert_eq!(read(&[("FARANDOLE_PEER_TIMEOUT", "200ms")]).unwrap().peer_timeout.as_millis(), 200);
+        assert!(read(&[("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS", "0")]).is_ok());
     }
 
     #[test]

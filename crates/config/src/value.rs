@@ -32,6 +32,10 @@ pub trait Value: Sized {
     const EXPECTED: &'static str;
     /// Reads one value; `None` when the text is none.
     fn parse(text: &str) -> Option<Self>;
+    /// The value, if it is a duration: these have limits.
+    fn duration(&self) -> Option<Duration> {
+        None
+    }
 }
 
 impl Value for bool {
@@ -79,6 +83,9 @@ impl Value for Duration {
             _ => return None,
         };
         Duration::try_from_secs_f64(digits.parse::<f64>().ok()? * factor).ok()
+    }
+    fn duration(&self) -> Option<Duration> {
+        Some(*self)
     }
 }
 

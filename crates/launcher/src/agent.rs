@@ -26,6 +26,8 @@ const MASTER: &str = "launcher/master";
 const REPORT: Duration = Duration::from_secs(30);
 /// The same, when the job is over and the driver may be gone.
 const LATE_REPORT: Duration = Duration::from_secs(1);
+/// The same, when somebody waits for a cancelled agent: its verdict is known already.
+const CANCELLED_REPORT: Duration = Duration::from_secs(3);
 /// Python's switch for unbuffered output.
 const UNBUFFERED: &str = "PYTHONUNBUFFERED";
 /// Errors by which a worker says that somebody else failed first.
@@ -189,29 +191,26 @@ impl Run {
         let deadline = Instant::now() + self.task.start_timeout;
         let (client, world) = match self.join(cancel, deadline) {
             Ok(joined) => joined,
-            Err(farandole_registrar::Error::Closed { .. }) => {
-                let Phase::Cancelled(reason) = &*self.phase.lock() else {
-                    return Err(Error::Vanished { task: self.task.task });
-                };
-                return Ok(Outcome::without_worker(reason.clone()));
-            }
-            Err(farandole_registrar::Error::Aborted { reason, .. }) => {
-                return Ok(Outcome::without_worker(reason));
-            }
-            Err(source) => {
-                return Err(Error::Registrar { task: self.task.task, source: Box::new(source) });
-            }
+            Err(error) => return self.not_started(None, error),
         };
-        let master = match master(&client, &world, deadline) {
-            Ok(master) => master,
-            Err(farandole_registrar::Error::Aborted { reason, .. }) => {
-                return Ok(Outcome { rank: Some(world.rank), ..Outcome::without_worker(reason) });
-            }
-            Err(source) => {
-                return Err(Error::Registrar { task: self.task.task, source: Box::new(source) });
-            }
+        match master(&client, &world, deadline) {
+            Ok(master) => self.supervise(&client, &world, &master),
+            Err(error) => self.not_started(Some(world.rank), error),
+        }
+    }
+
+    /// What an error before there was a worker comes to.
+    fn not_started(&self, rank: Option<Rank>, error: farandole_registrar::Error) -> Result<Outcome> {
+        let task = self.task.task;
+        let reason = match error {
+            farandole_registrar::Error::Aborted { reason, .. } => reason,
+            farandole_registrar::Error::Closed { .. } => match &*self.phase.lock() {
+                Phase::Cancelled(reason) => reason.clone(),
+                _ => return Err(Error::Vanished { task }),
+            },
+            source => return Err(Error::Registrar { task, source: Box::new(source) }),
         };
-        self.supervise(&client, &world, &master)
+        Ok(Outcome { rank, ..Outcome::without_worker(reason) })
     }
 
     /// From nothing to a rank.
@@ -245,13 +244,13 @@ impl Run {
             Ok(worker) => worker,
             Err(error) => {
                 let how = How::NotStarted(chain(&error));
-                let exit = Exit { how, peer_error: false, stopped: false };
+                let exit = Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
                 // The error below says what happened, whether or not the registrar could be told.
                 drop(client.exit(&exit, Instant::now() + REPORT));
                 return Err(error);
             }
         };
-        let ended_by = match self.received.recv() {
+        let mut ended_by = match self.received.recv() {
             Ok(Signal::Exited) => None,
             Ok(other) => {
                 worker.end(|deadline| self.exited_by(deadline));
@@ -259,7 +258,16 @@ impl Run {
             }
             Err(_) => return Err(Error::Vanished { task: self.task.task }),
         };
-        let remains = worker.finish()?;
+        let mut cancelled = matches!(ended_by, Some(Signal::Cancelled(_)));
+        let remains = worker.finish(|| {
+            while let Ok(signal) = self.received.try_recv() {
+                cancelled |= matches!(signal, Signal::Cancelled(_));
+                if ended_by.is_none() && !matches!(signal, Signal::Exited) {
+                    ended_by = Some(signal);
+                }
+            }
+            cancelled
+        })?;
         Ok(self.report(client, world, remains, ended_by))
     }
 
@@ -307,9 +315,14 @@ impl Run {
     fn report(&self, client: &Client, world: &World, remains: Remains, ended_by: Option<Signal>) -> Outcome {
         let Remains { how, stderr_tail, result } = remains;
         let stopped = matches!(ended_by, Some(Signal::Stop(_)));
-        let deadline = Instant::now() + if stopped { LATE_REPORT } else { REPORT };
+        let time = match ended_by {
+            Some(Signal::Stop(_)) => LATE_REPORT,
+            Some(Signal::Cancelled(_)) => CANCELLED_REPORT,
+            _ => REPORT,
+        };
+        let deadline = Instant::now() + time;
         let peer_error = !how.is_success() && stderr_tail.iter().any(|line| is_peer_error(line));
-        let exit = Exit { how: how.clone(), peer_error, stopped };
+        let exit = Exit { how: how.clone(), peer_error, stopped, stderr_tail: stderr_tail.clone() };
         let told = client.flush(deadline).and_then(|()| {
             if let Some(result) = result.as_deref().filter(|result| result.len() <= MAX_RESULT)
                 && !stopped

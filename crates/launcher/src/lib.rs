@@ -11,7 +11,7 @@
 //! agent thread: Client --register, assignment--> env --> spawner thread --fork, exec--> worker (own session)
 //!      |  ^                                                                    |-- stdout, stderr: lines -> Output
 //!      |  '-- exit, stop, cancel                                               |-- payload pipe, result pipe
-//!      '-- guard (/bin/sh on a pipe): ends the worker's group when this process is gone
+//!      '-- guard (a shell on a pipe): ends the worker's group when this process is gone
 //! ```
 //!
 //! Invariants:
@@ -19,7 +19,7 @@
 //!   worker (`PR_SET_PDEATHSIG`), the guard everything in its process group.
 //! - `LN-2`: when an agent returns, its worker and all that the worker left in its process group have ended.
 //! - `LN-3`: a launcher's variables win over those of the user's environment: a stale `RANK` has no effect.
-//! - `LN-4`: memory for output is bounded: a slow reader slows the worker down.
+//! - `LN-4`: memory for output is bounded: a slow reader slows the worker down, and loses nothing by it.
 
 #![deny(unsafe_code)]
 

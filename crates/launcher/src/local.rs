@@ -124,6 +124,8 @@ pub fn run_local(local: &Local, interrupted: &dyn Fn() -> bool) -> Result<Report
                 report.interrupted = true;
                 // Made in this process, so it is not a fork's.
                 drop(registrar.abort("interrupted"));
+                // Whatever output is left is not waited for either.
+                agents.iter().for_each(|agent| agent.cancel("interrupted"));
             }
         };
         match outcome {

@@ -10,6 +10,7 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -30,8 +31,11 @@ use crate::spawn::spawn;
 const TAIL: usize = 50;
 /// How long a worker may take to end after SIGTERM.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long the pipes may take to end once every process of the group has.
+/// How long the pipes may take to end once every process of the group has, not counting the time for which whoever
+/// takes the lines keeps them waiting.
 const DRAIN: Duration = Duration::from_secs(2);
+/// How often it is asked whether the rest of the output is still wanted.
+const SLICE: Duration = Duration::from_millis(50);
 
 /// Takes a worker's lines; blocks to slow it down.
 pub(crate) type TakeLine = Arc<dyn Fn(Stream, String) + Send + Sync>;
@@ -53,13 +57,30 @@ pub(crate) struct Remains {
     pub(crate) result: Option<Vec<u8>>,
 }
 
+/// A thread that reads one stream of the worker.
+struct Reader {
+    stream: Stream,
+    thread: JoinHandle<()>,
+    /// It has lines that nobody has taken yet.
+    handing_on: Arc<AtomicBool>,
+    /// Its other end goes with the thread.
+    end: mpsc::Receiver<()>,
+}
+
+impl Reader {
+    /// Waits for a moment; whether it has ended.
+    fn ends(&self) -> bool {
+        matches!(self.end.recv_timeout(SLICE), Err(mpsc::RecvTimeoutError::Disconnected))
+    }
+}
+
 /// A started worker.
 pub(crate) struct Worker {
     group: Pid,
     /// Held while signalling and while reaping, so that no signal goes to a process that took over the number.
     child: Arc<Mutex<Option<Child>>>,
     guard: Option<Guard>,
-    readers: Vec<(Stream, JoinHandle<()>)>,
+    readers: Vec<Reader>,
     result: Option<JoinHandle<Vec<u8>>>,
     tail: Arc<Mutex<Tail>>,
 }
@@ -157,16 +178,25 @@ impl Worker {
         }
     }
 
-    /// Reaps the ended worker, ends what it left behind, and collects its output.
+    /// Reaps the ended worker, ends what it left behind, and collects its output: all of it, however slowly it is
+    /// taken, unless `given_up` says that nobody wants the rest.
     ///
     /// # Errors
     /// `System` when the process cannot be waited for.
-    pub(crate) fn finish(mut self) -> Result<Remains> {
+    pub(crate) fn finish(mut self, mut given_up: impl FnMut() -> bool) -> Result<Remains> {
         let status = self.reap();
-        let deadline = Instant::now() + DRAIN;
-        for (stream, reader) in self.readers.drain(..) {
-            if !join(reader, deadline) {
-                report_unread(stream);
+        let mut deadline = Instant::now() + DRAIN;
+        for reader in self.readers.drain(..) {
+            loop {
+                if reader.ends() {
+                    break drop(reader.thread.join());
+                }
+                if reader.handing_on.load(Ordering::Acquire) {
+                    deadline = Instant::now() + DRAIN;
+                }
+                if given_up() || Instant::now() >= deadline {
+                    break report_unread(reader.stream);
+                }
             }
         }
         let result = self.result.take().and_then(|reader| join_value(reader, deadline));
@@ -202,20 +232,29 @@ impl Worker {
         mut pipe: impl Read + Send + 'static,
         mut take: impl FnMut(String, Ending) + Send + 'static,
     ) -> Result<()> {
-        let reader = named(name, move || {
+        let handing_on = Arc::new(AtomicBool::new(false));
+        let hands_on = Arc::clone(&handing_on);
+        let (ends, end) = mpsc::channel::<()>();
+        let thread = named(name, move || {
             let mut splitter = Splitter::default();
             let mut buffer = vec![0; 64 << 10];
             loop {
                 match pipe.read(&mut buffer) {
                     Ok(0) => break,
-                    Ok(length) => splitter.feed(&buffer[..length], &mut take),
+                    Ok(length) => {
+                        hands_on.store(true, Ordering::Release);
+                        splitter.feed(&buffer[..length], &mut take);
+                        hands_on.store(false, Ordering::Release);
+                    }
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                     Err(_) => break,
                 }
             }
+            hands_on.store(true, Ordering::Release);
             splitter.finish(&mut take);
+            drop(ends);
         })?;
-        self.readers.push((stream, reader));
+        self.readers.push(Reader { stream, thread, handing_on, end });
         Ok(())
     }
 }
@@ -236,7 +275,7 @@ fn kill_group(group: Pid, signal: Signal) {
 }
 
 fn report_unread(stream: Stream) {
-    tracing::warn!(%stream, "a process outside the worker's group still holds its output; the rest is not read");
+    tracing::warn!(%stream, "the rest of a worker's output is not read");
 }
 
 fn how(status: ExitStatus) -> How {
@@ -283,10 +322,6 @@ fn named<T: Send + 'static>(name: &str, work: impl FnOnce() -> T + Send + 'stati
         .name(format!("farandole-{name}"))
         .spawn(work)
         .map_err(|source| Error::System { what: "starting a thread", source })
-}
-
-fn join(thread: JoinHandle<()>, deadline: Instant) -> bool {
-    join_value(thread, deadline).is_some()
 }
 
 /// What a thread returned, if it ends in time; otherwise it is left alone.

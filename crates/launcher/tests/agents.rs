@@ -7,13 +7,17 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io;
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_config::PortRange;
 use farandole_launcher::{Agent, Error, Outcome, Output, Task};
-use farandole_registrar::{How, Options, Registrar};
+use farandole_registrar::{Client, How, Options, Registrar, host};
 use farandole_telemetry::{Record, Sink};
 use farandole_world::{Rank, TaskId};
 use parking_lot::Mutex;
@@ -203,4 +207,121 @@ fn a_worker_ends_when_the_registrar_is_gone() {
     let outcome = outcome(&agent);
     assert!(outcome.aborted);
     assert_eq!(outcome.reason.as_deref(), Some("the driver closed the job"));
+}
+
+/// Hands connections on to a registrar until it is dropped: then they break, and nothing listens any more.
+struct Bridge {
+    address: String,
+    end: Arc<AtomicBool>,
+    streams: Arc<Mutex<Vec<TcpStream>>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Bridge {
+    fn to(registrar: &Registrar) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let target = registrar.ticket().addresses()[0].clone();
+        let (end, streams) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
+        let (ends, all) = (Arc::clone(&end), Arc::clone(&streams));
+        let thread = thread::spawn(move || {
+            for near in listener.incoming().map(Result::unwrap).take_while(|_| !ends.load(Ordering::Acquire))
+            {
+                let far = TcpStream::connect(&target).unwrap();
+                for (mut from, mut to) in [
+                    (near.try_clone().unwrap(), far.try_clone().unwrap()),
+                    (far.try_clone().unwrap(), near.try_clone().unwrap()),
+                ] {
+                    thread::spawn(move || io::copy(&mut from, &mut to));
+                }
+                all.lock().extend([near, far]);
+            }
+        });
+        Self { address, end, streams, thread: Some(thread) }
+    }
+}
+
+impl Drop for Bridge {
+    fn drop(&mut self) {
+        self.end.store(true, Ordering::Release);
+        drop(TcpStream::connect(&self.address));
+        self.thread.take().unwrap().join().unwrap();
+        for stream in self.streams.lock().iter() {
+            drop(stream.shutdown(Shutdown::Both));
+        }
+    }
+}
+
+#[test]
+fn a_cancelled_agent_does_not_wait_for_a_registrar_that_is_gone() {
+    let registrar = registrar(1);
+    let bridge = Bridge::to(&registrar);
+    let (mut task, lines) = task(&registrar, 0, "echo up; sleep 600");
+    task.ticket = task.ticket.readdressed(std::slice::from_ref(&bridge.address));
+    task.peer_timeout = LIMIT;
+    let agent = Agent::start(task).unwrap();
+    lines.recv_timeout(LIMIT).unwrap();
+    drop(bridge);
+    let cancelled = Instant::now();
+    agent.cancel("changed my mind");
+    let outcome = outcome(&agent);
+    assert!(cancelled.elapsed() < Duration::from_secs(8), "{:?}", cancelled.elapsed());
+    assert_eq!((outcome.reason.as_deref(), outcome.how), (Some("changed my mind"), Some(How::Signal(15))));
+}
+
+#[test]
+fn an_agent_cancelled_while_it_waits_for_rank_0_says_why() {
+    let registrar = registrar(2);
+    let (task, _) = task(&registrar, 1, "true");
+    let agent = Agent::start(task).unwrap();
+    // Takes a rank, and never says where to meet.
+    let deadline = Instant::now() + LIMIT;
+    let first = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
+    first.register(0, &host::facts(), deadline).unwrap();
+    first.await_assignment(deadline).unwrap();
+    agent.cancel("changed my mind");
+    let outcome = outcome(&agent);
+    assert_eq!((outcome.aborted, outcome.reason.as_deref()), (true, Some("changed my mind")));
+}
+
+/// Holds up the worker's reader until somebody takes the line.
+struct Slow(Mutex<mpsc::SyncSender<String>>);
+
+impl Sink for Slow {
+    fn accept(&self, record: Record) {
+        if let Record::Log(line) = record {
+            // Nobody takes the rest once the test is over.
+            drop(self.0.lock().send(line.text));
+        }
+    }
+}
+
+/// An agent whose worker has ended while its output waits to be taken.
+fn with_untaken_output(registrar: &Registrar) -> (Agent, mpsc::Receiver<String>) {
+    let (mut task, _) = task(registrar, 0, "seq 5000");
+    let (sender, lines) = mpsc::sync_channel(0);
+    task.output = Output::Sink(Arc::new(Slow(Mutex::new(sender))));
+    (Agent::start(task).unwrap(), lines)
+}
+
+#[test]
+fn output_is_not_lost_however_late_it_is_taken() {
+    // LN-4.
+    let registrar = registrar(1);
+    let (agent, lines) = with_untaken_output(&registrar);
+    assert!(agent.wait(Duration::from_secs(4)).is_none(), "the agent did not wait for the reader");
+    let taken: Vec<String> = lines.iter().take(5000).collect();
+    assert_eq!(taken.last().unwrap(), "5000");
+    assert!(outcome(&agent).is_success());
+}
+
+#[test]
+fn an_agent_that_is_cancelled_does_not_wait_for_whoever_reads_the_output() {
+    let registrar = registrar(1);
+    let (agent, lines) = with_untaken_output(&registrar);
+    lines.recv_timeout(LIMIT).unwrap();
+    let cancelled = Instant::now();
+    agent.cancel("interrupted");
+    outcome(&agent);
+    assert!(cancelled.elapsed() < Duration::from_secs(8), "{:?}", cancelled.elapsed());
 }

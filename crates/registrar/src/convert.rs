@@ -76,7 +76,12 @@ impl From<Exit> for wire::ExitRequest {
             How::Signal(signal) => wire::exit_request::How::Signal(signal),
             How::NotStarted(reason) => wire::exit_request::How::NotStarted(reason),
         };
-        Self { how: Some(how), peer_error: exit.peer_error, stopped: exit.stopped }
+        Self {
+            how: Some(how),
+            peer_error: exit.peer_error,
+            stopped: exit.stopped,
+            stderr_tail: exit.stderr_tail,
+        }
     }
 }
 
@@ -89,7 +94,12 @@ impl TryFrom<wire::ExitRequest> for Exit {
             wire::exit_request::How::Signal(signal) => How::Signal(signal),
             wire::exit_request::How::NotStarted(reason) => How::NotStarted(reason),
         };
-        Ok(Self { how, peer_error: request.peer_error, stopped: request.stopped })
+        Ok(Self {
+            how,
+            peer_error: request.peer_error,
+            stopped: request.stopped,
+            stderr_tail: request.stderr_tail,
+        })
     }
 }
 

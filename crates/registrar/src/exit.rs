@@ -27,6 +27,8 @@ pub struct Exit {
     pub peer_error: bool,
     /// The agent ended it.
     pub stopped: bool,
+    /// The last lines of its stderr, oldest first.
+    pub stderr_tail: Vec<String>,
 }
 
 /// Why a generation ended before its work was done.

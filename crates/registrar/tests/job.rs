@@ -67,7 +67,7 @@ fn until(registrar: &Registrar, fits: impl Fn(&Event) -> bool) -> Vec<Event> {
 }
 
 fn failed(how: How) -> Exit {
-    Exit { how, peer_error: false, stopped: false }
+    Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() }
 }
 
 #[test]
@@ -193,6 +193,52 @@ fn connections_beyond_the_limit_find_the_door_shut_and_leave_it_open_for_others(
     assert_eq!(shut, 100 - 68);
     drop(flood);
     connect(registrar.ticket(), 0).register(0, &host::facts(), soon()).unwrap();
+}
+
+#[test]
+fn strangers_who_fill_every_place_do_not_keep_an_agent_out() {
+    // RG-2: one task has 68 places; TLS is within anybody's reach, the token is not.
+    let registrar = registrar(1);
+    let forged = registrar.ticket().forged_token();
+    let strangers: Vec<Client> = (0..68).map(|_| connect(&forged, 0)).collect();
+    let agent = connect(registrar.ticket(), 0);
+    agent.register(0, &host::facts(), Instant::now() + Duration::from_secs(3)).unwrap();
+    let later: Vec<Client> = (0..68).map(|_| connect(&forged, 0)).collect();
+    agent.await_assignment(soon()).unwrap();
+    agent.put("key", b"value").unwrap();
+    drop((strangers, later));
+}
+
+#[test]
+fn a_connection_on_which_nobody_shows_the_token_is_ended() {
+    // RG-2.
+    let registrar = registrar(1);
+    let mut idle = TcpStream::connect(&registrar.ticket().addresses()[0]).unwrap();
+    idle.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let started = Instant::now();
+    assert!(matches!(idle.read(&mut [0]), Ok(0)));
+    assert!(started.elapsed() < Duration::from_secs(8), "{:?}", started.elapsed());
+}
+
+#[test]
+fn an_end_and_a_result_that_are_told_twice_are_one_event_each() {
+    let registrar = registrar(1);
+    let agent = agents(&registrar, 1).remove(0);
+    let mut exit = failed(How::Code(0));
+    exit.stderr_tail = vec!["last".into(), "words".into()];
+    for _ in 0..2 {
+        agent.result(b"result", soon()).unwrap();
+        agent.exit(&exit, soon()).unwrap();
+    }
+    registrar.close();
+    let events = registrar.events(soon()).unwrap().records;
+    let count = |fits: fn(&Event) -> bool| events.iter().filter(|event| fits(event)).count();
+    assert_eq!(count(|event| matches!(event, Event::Result { .. })), 1);
+    assert_eq!(
+        count(|event| matches!(event, Event::Exited { exit, .. } if exit.stderr_tail == ["last", "words"])),
+        1
+    );
+    assert_eq!(count(|event| matches!(event, Event::Exited { .. })), 1);
 }
 
 #[test]

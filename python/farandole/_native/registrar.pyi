@@ -47,6 +47,9 @@ class Event:
     def signal(self) -> int | None:
         """For "exit": the signal that ended the worker."""
     @property
+    def stderr_tail(self) -> str | None:
+        """For "exit": the last 50 lines of the worker's stderr."""
+    @property
     def dropped(self) -> int:
         """For "log" and "metric": records lost just before this one because nobody called `events`."""
 

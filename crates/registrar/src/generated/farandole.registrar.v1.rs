@@ -163,6 +163,9 @@ pub struct ExitRequest {
     /// The agent ended the worker.
     #[prost(bool, tag = "5")]
     pub stopped: bool,
+    /// The last lines of the worker's stderr, oldest first.
+    #[prost(string, repeated, tag = "6")]
+    pub stderr_tail: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     #[prost(oneof = "exit_request::How", tags = "1, 2, 3")]
     pub how: ::core::option::Option<exit_request::How>,
 }

@@ -24,7 +24,7 @@ fn host(name: &str) -> HostHash {
 }
 
 fn exit(how: How) -> Exit {
-    Exit { how, peer_error: false, stopped: false }
+    Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() }
 }
 
 /// A job whose three tasks run generation 1, registered at time 0 with sessions 0, 1, 2.
@@ -220,7 +220,7 @@ proptest! {
                     job.observe(now, Input::Disconnected { task: TaskId(task), session })
                 }
                 Step::Exited { task, generation, code, peer_error } => {
-                    let exit = Exit { how: How::Code(code), peer_error, stopped: false };
+                    let exit = Exit { peer_error, ..exit(How::Code(code)) };
                     job.observe(now, Input::Exited { task: TaskId(task), generation: Generation(generation), exit })
                 }
                 Step::Abort => job.observe(now, Input::Abort { reason: "enough".into() }),

@@ -11,8 +11,10 @@ use farandole_world::{Generation, TaskId};
 use parking_lot::Mutex;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::service::Interceptor;
+use tonic::transport::server::TlsConnectInfo;
 use tonic::{Request, Status};
 
+use super::incoming::Place;
 use crate::ticket::Token;
 use crate::wire::{GENERATION, TASK, TOKEN};
 
@@ -86,6 +88,9 @@ fn number<T: std::str::FromStr>(metadata: &MetadataMap, name: &str) -> Option<T>
 impl Interceptor for Gate {
     fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
         let caller = self.admit(request.metadata())?;
+        if let Some(connection) = request.extensions().get::<TlsConnectInfo<Place>>() {
+            connection.get_ref().prove();
+        }
         request.extensions_mut().insert(caller);
         Ok(request)
     }

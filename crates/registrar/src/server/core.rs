@@ -3,9 +3,9 @@
 
 //! The job's state behind its locks, and the effects of what `membership` decides.
 //!
-//! Lock order: membership, then board, then events; key-values alone.
+//! Lock order: membership, then what was told, then board, then events; key-values alone.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -82,6 +82,24 @@ pub(super) struct Core {
     board: watch::Sender<Board>,
     kv: Mutex<KeyValues>,
     events: Ring<Event>,
+    told: Mutex<Told>,
+}
+
+/// What the driver has heard of a generation's tasks: a call that is repeated because its connection broke is no news.
+#[derive(Default)]
+struct Told {
+    generation: Generation,
+    ends: HashSet<TaskId>,
+    results: HashSet<TaskId>,
+}
+
+impl Told {
+    fn enter(&mut self, generation: Generation) -> &mut Self {
+        if self.generation != generation {
+            *self = Self { generation, ..Self::default() };
+        }
+        self
+    }
 }
 
 impl Core {
@@ -101,6 +119,7 @@ impl Core {
             board: watch::Sender::new(Board::default()),
             kv: Mutex::new(KeyValues::default()),
             events: Ring::new(EVENTS),
+            told: Mutex::default(),
         }
     }
 
@@ -129,12 +148,20 @@ impl Core {
     /// Takes in a worker's end; the driver hears of it before it hears of what follows.
     pub(super) fn exited(&self, task: TaskId, generation: Generation, exit: Exit) {
         let mut membership = self.membership.lock();
-        if membership.generation() == generation {
+        if membership.generation() == generation && self.told.lock().enter(generation).ends.insert(task) {
             let rank = self.board.borrow().rank(task).unwrap_or_default();
             self.events.push(Event::Exited { task, rank, exit: exit.clone() });
         }
         let decisions = membership.observe(self.started.elapsed(), Input::Exited { task, generation, exit });
         self.apply(decisions);
+    }
+
+    /// Takes in what a worker returned.
+    pub(super) fn returned(&self, task: TaskId, generation: Generation, data: Vec<u8>) {
+        if self.told.lock().enter(generation).results.insert(task) {
+            let rank = self.board.borrow().rank(task).unwrap_or_default();
+            self.events.push(Event::Result { task, rank, data });
+        }
     }
 
     pub(super) fn abort(&self, reason: String) {

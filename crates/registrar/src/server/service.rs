@@ -187,8 +187,7 @@ impl Registrar for Service {
             }
             data.extend_from_slice(&chunk.data);
         }
-        let rank = self.core.rank(caller.task).unwrap_or_default();
-        self.core.push(Event::Result { task: caller.task, rank, data });
+        self.core.returned(caller.task, caller.generation, data);
         Ok(Response::new(wire::ResultReply {}))
     }
 
