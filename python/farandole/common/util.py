@@ -15,7 +15,7 @@ Average = 0
 Sum = 1
 """Sum."""
 Adasum = 2
-"""Adaptive summation; not offered in this version."""
+"""Adaptive summation: what ranks agree on counts once, what is orthogonal adds up."""
 Min = 3
 """Smallest."""
 Max = 4
@@ -23,7 +23,7 @@ Max = 4
 Product = 5
 """Product."""
 
-OPERATIONS = {Average: "Average", Sum: "Sum", Min: "Min", Max: "Max", Product: "Product"}
+OPERATIONS = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
 """Names of the reductions on offer."""
 
 
@@ -42,7 +42,7 @@ def choose_op(op: int | None, average: bool | None) -> int:
         return Average
     if op not in OPERATIONS:
         offered = ", ".join(OPERATIONS.values())
-        raise ValueError(f"op must be one of {offered}; Adasum is not offered in this version: {op!r}")
+        raise ValueError(f"op must be one of {offered}: {op!r}")
     return op
 
 

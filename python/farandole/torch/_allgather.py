@@ -4,53 +4,71 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from farandole._native import engine
-from farandole.common import basics
-from farandole.common.process_sets import ProcessSet, global_process_set, require_global
-from farandole.common.util import Sum
-from farandole.torch._allreduce import allreduce
-from farandole.torch._handles import DTYPES, host_input, operation_name, synchronize, track
+from farandole.common.handles import set_number
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.torch._alltoall import exchange
+from farandole.torch._handles import (
+    adopt,
+    describe,
+    host_input,
+    member_names,
+    require_dimension,
+    start,
+    synchronize,
+    table,
+    wants_grad,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Rows = tuple[torch.Tensor, list[int]]
+"""A tensor of all ranks' rows, and how many every rank gave."""
 
 
-def _start(tensor: torch.Tensor, name: str | None, finish: Any, attended: bool) -> int:
-    """Starts an allgather; `finish` gets the result and the rows every rank gave, `synchronize` returns what it does.
+def _rows(gathered: Any, source: torch.Tensor, tensor: torch.Tensor) -> Rows:
+    return adopt(gathered, source, tensor.device), gathered.rows if gathered is not None else []
 
-    `attended` when `synchronize` follows at once.
-    """
-    if tensor.dim() == 0:
-        raise ValueError("allgather needs a tensor of at least one dimension: shape ()")
+
+def _whole(rows: Rows) -> torch.Tensor:
+    return rows[0]
+
+
+def _start_one(
+    tensor: torch.Tensor, name: str | None, process_set: ProcessSet, result: Callable[[Rows], Any], attended: bool
+) -> int:
+    """Starts an allgather; `attended` when `synchronize` follows at once."""
+    require_dimension("allgather", tensor)
+    number = set_number(process_set)
     source = host_input(tensor)
-    handle = engine.allgather(
-        operation_name("allgather", name), DTYPES[source.dtype], source.shape, source.data_ptr(), 0, attended
+    handle = engine.allgather(*describe(table.name("allgather", name), source), number, attended)
+    return start(handle, source, lambda gathered: result(_rows(gathered, source, tensor)))
+
+
+def _start_group(
+    tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, result: Callable[[Rows], Any]
+) -> int:
+    """Starts the allgathers of several tensors as one unit."""
+    for tensor in tensors:
+        require_dimension("allgather", tensor)
+    number = set_number(process_set)
+    sources = [host_input(tensor) for tensor in tensors]
+    names = member_names("grouped_allgather", name, len(tensors))
+    members = [describe(member, source) for member, source in zip(names, sources, strict=True)]
+    handles = engine.grouped_allgather(members, number)
+    return table.track(
+        handles, sources, lambda outcomes: [result(rows) for rows in map(_rows, outcomes, sources, tensors)]
     )
 
-    def adopt(gathered: engine.Gathered | None) -> Any:
-        rows = gathered.rows if gathered is not None else []
-        shape = (sum(rows), *source.shape[1:])
-        if gathered is None or len(gathered) == 0:
-            return finish(torch.empty(shape, dtype=source.dtype, device=tensor.device), rows)
-        # No copy: the tensor holds the engine's memory.
-        whole = torch.frombuffer(gathered, dtype=source.dtype).view(shape)
-        return finish(whole.to(tensor.device), rows)
 
-    return track(handle, source, adopt)
-
-
-def _whole(whole: torch.Tensor, _: list[int]) -> torch.Tensor:
-    return whole
-
-
-def _whole_and_rows(whole: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, list[int]]:
-    return whole, rows
-
-
-def gather_with_rows(tensor: torch.Tensor, name: str | None) -> tuple[torch.Tensor, list[int]]:
+def gather_rows(tensor: torch.Tensor, name: str | None, process_set: ProcessSet = global_process_set) -> Rows:
     """As `allgather`, without a gradient; returns also the number of rows every rank gave."""
-    return synchronize(_start(tensor, name, _whole_and_rows, attended=True))
+    return synchronize(_start_one(tensor, name, process_set, tuple, attended=True))
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -60,7 +78,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
         tensor: A dense tensor of at least one dimension. Ranks may differ in the first dimension only, which may be 0.
             Must not be changed until `synchronize`. A tensor on a GPU goes through host memory.
         name: Names the operation across ranks; unnamed operations match in the order they are issued.
-        process_set: The global one.
+        process_set: The ranks that take part; this one must be a member.
 
     Returns:
         A handle for `synchronize` and `poll`.
@@ -69,22 +87,47 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
         ValueError: When an argument is wrong, or an operation of this name is under way.
         FarandoleInternalError: When the world is broken already.
     """
-    require_global(process_set)
-    return _start(tensor, name, _whole, attended=False)
+    return _start_one(tensor, name, process_set, _whole, attended=False)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts an allgather of several tensors as one unit; `synchronize` returns the list of results.
+
+    Arguments and errors are those of `allgather_async`; member `i` of `n` is named `<name>_<i>of<n>`.
+    """
+    return _start_group(tensors, name, process_set, _whole)
 
 
 class _Allgather(torch.autograd.Function):
-    """Allgather with a gradient."""
+    """Allgather with a gradient: every rank sends the others what it derived for their rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-        whole, ctx.rows = gather_with_rows(tensor, name)
-        return whole
+    def forward(
+        ctx: Any, grouped: bool, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.process_set = process_set
+        ctx.backward_name = None if name is None else f"{name}.backward"
+        if grouped:
+            results = synchronize(_start_group(tensors, name, process_set, tuple))
+        else:
+            results = [gather_rows(tensors[0], name, process_set)]
+        ctx.rows = [rows for _, rows in results]
+        return tuple(whole for whole, _ in results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        rank = basics.rank()
-        return allreduce(grads[0], op=Sum).narrow(0, sum(ctx.rows[:rank]), ctx.rows[rank]), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        mine = ctx.process_set.rank()
+        places: list[torch.Tensor | None] = [None, None, None]
+        for i, (grad, rows, needed) in enumerate(zip(grads, ctx.rows, ctx.needs_input_grad[3:], strict=True)):
+            if not needed:
+                places.append(None)
+                continue
+            name = None if ctx.backward_name is None else f"{ctx.backward_name}.{i}"
+            derived, _ = exchange(grad, rows, name, ctx.process_set)
+            places.append(derived.view(len(rows), rows[mine], *grad.shape[1:]).sum(0))
+        return tuple(places)
 
 
 def allgather(
@@ -98,7 +141,7 @@ def allgather(
     Args:
         tensor: As for `allgather_async`.
         name: As for `allgather_async`.
-        process_set: The global one.
+        process_set: As for `allgather_async`.
 
     Returns:
         A tensor of the same dtype and device, equal on all ranks.
@@ -107,7 +150,15 @@ def allgather(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    require_global(process_set)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _Allgather.apply(tensor, name)
-    return synchronize(_start(tensor, name, _whole, attended=True))
+    if wants_grad(tensor):
+        return _Allgather.apply(False, name, process_set, tensor)[0]
+    return gather_rows(tensor, name, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """Concatenates all ranks' tensors, several at once as one unit; else as `allgather`, also in its gradient."""
+    if wants_grad(*tensors):
+        return list(_Allgather.apply(True, name, process_set, *tensors))
+    return synchronize(grouped_allgather_async(tensors, name, process_set))

@@ -4,64 +4,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from farandole._native import engine
-from farandole.common.process_sets import ProcessSet, global_process_set, require_global
-from farandole.common.util import Average, Sum, choose_op
-from farandole.torch._handles import (
-    DTYPES,
-    copy_back,
-    host_input,
-    operation_name,
-    require_in_place,
-    synchronize,
-    track,
-)
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import choose_op
+from farandole.torch._handles import synchronize
+from farandole.torch._reduce import Reduction, reduce_group, reduce_one, start_group, start_one
 from farandole.torch.compression import Compression, Compressor
 
-Factors = tuple[float, float]
-"""What inputs and the result are multiplied by."""
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-
-def _start(tensor: torch.Tensor, name: str | None, op: int, factors: Factors, attended: bool) -> int:
-    """Starts an allreduce into a new tensor; `attended` when `synchronize` follows at once."""
-    source = host_input(tensor)
-    # A private copy serves as its own result.
-    target = torch.empty_like(source) if source is tensor else source
-    handle = engine.allreduce(
-        operation_name("allreduce", name),
-        DTYPES[source.dtype],
-        source.shape,
-        source.data_ptr(),
-        target.data_ptr(),
-        op,
-        *factors,
-        0,
-        attended,
-    )
-    return track(handle, source, lambda _: target if tensor.is_cpu else target.to(tensor.device))
-
-
-def _start_in_place(tensor: torch.Tensor, name: str | None, op: int, factors: Factors, attended: bool) -> int:
-    """Starts an allreduce that overwrites `tensor`; `attended` when `synchronize` follows at once."""
-    require_in_place(tensor)
-    source = host_input(tensor)
-    address = source.data_ptr()
-    handle = engine.allreduce(
-        operation_name("allreduce", name),
-        DTYPES[source.dtype],
-        source.shape,
-        address,
-        address,
-        op,
-        *factors,
-        0,
-        attended,
-    )
-    return track(handle, source, lambda _: tensor if source is tensor else copy_back(tensor, source))
+    import torch
 
 
 def allreduce_async(
@@ -80,10 +34,10 @@ def allreduce_async(
             tensor on a GPU goes through host memory.
         average: Deprecated; use `op`.
         name: Names the operation across ranks; unnamed operations match in the order they are issued.
-        op: `Average` (the default), `Sum`, `Min`, `Max` or `Product`.
+        op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.
         prescale_factor: Multiplies every rank's tensor before the reduction.
         postscale_factor: Multiplies the result.
-        process_set: The global one.
+        process_set: The ranks that take part; this one must be a member.
 
     Returns:
         A handle for `synchronize` and `poll`.
@@ -92,9 +46,8 @@ def allreduce_async(
         ValueError: When an argument is wrong, or an operation of this name is under way.
         FarandoleInternalError: When the world is broken already.
     """
-    op = choose_op(op, average)
-    require_global(process_set)
-    return _start(tensor, name, op, (prescale_factor, postscale_factor), attended=False)
+    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
+    return start_one(tensor, name, reduction, in_place=False, attended=False)
 
 
 def allreduce_async_(
@@ -107,25 +60,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts an allreduce that overwrites `tensor`, which must be contiguous; else as `allreduce_async`."""
-    op = choose_op(op, average)
-    require_global(process_set)
-    return _start_in_place(tensor, name, op, (prescale_factor, postscale_factor), attended=False)
-
-
-class _Allreduce(torch.autograd.Function):
-    """Allreduce with a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, op: int, pre: float, post: float) -> torch.Tensor:
-        ctx.arguments = op, pre, post
-        return synchronize(_start(tensor, name, op, (pre, post), attended=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        op, pre, post = ctx.arguments
-        if op not in (Average, Sum):
-            raise ValueError("only Average and Sum have a gradient")
-        return allreduce(grads[0], op=op, prescale_factor=pre, postscale_factor=post), None, None, None, None
+    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
+    return start_one(tensor, name, reduction, in_place=True, attended=False)
 
 
 def allreduce(
@@ -140,18 +76,19 @@ def allreduce(
 ) -> torch.Tensor:
     """Combines all ranks' tensors into a new one, the same on every rank.
 
-    Differentiable for `Average` and `Sum`: the gradient is allreduced by the same operation. `Min`, `Max` and
-    `Product` have none here, where Horovod would return a wrong one.
+    Differentiable but for `Adasum`. For `Average` and `Sum` the gradient is allreduced by the same operation; for
+    `Min` and `Max` it goes in equal parts to the ranks that hold the extreme, for `Product` it is the product of the
+    others.
 
     Args:
         tensor: As for `allreduce_async`.
         average: Deprecated; use `op`.
         name: As for `allreduce_async`.
         compression: Makes the tensor smaller on the wire, e.g. `Compression.bf16`.
-        op: `Average` (the default), `Sum`, `Min`, `Max` or `Product`.
+        op: As for `allreduce_async`.
         prescale_factor: Multiplies every rank's tensor before the reduction.
         postscale_factor: Multiplies the result.
-        process_set: The global one.
+        process_set: As for `allreduce_async`.
 
     Returns:
         A tensor of the same shape, dtype and device.
@@ -160,15 +97,9 @@ def allreduce(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    op = choose_op(op, average)
-    require_global(process_set)
+    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
     compressed, ctx = compression.compress(tensor)
-    if compressed.requires_grad and torch.is_grad_enabled():
-        reduced = _Allreduce.apply(compressed, name, op, prescale_factor, postscale_factor)
-    else:
-        factors = (prescale_factor, postscale_factor)
-        reduced = synchronize(_start(compressed, name, op, factors, attended=True))
-    return compression.decompress(reduced, ctx)
+    return compression.decompress(reduce_one(compressed, name, reduction), ctx)
 
 
 def allreduce_(
@@ -181,6 +112,68 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As `allreduce`, but overwrites `tensor`, which must be contiguous, and returns it. No gradient."""
-    op = choose_op(op, average)
-    require_global(process_set)
-    return synchronize(_start_in_place(tensor, name, op, (prescale_factor, postscale_factor), attended=True))
+    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
+    return synchronize(start_one(tensor, name, reduction, in_place=True, attended=True))
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce of several tensors as one unit; `synchronize` returns the list of results.
+
+    Tensors may differ in shape, dtype and device. Arguments and errors are those of `allreduce_async`; member `i` of
+    `n` is named `<name>_<i>of<n>`.
+    """
+    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
+    return start_group(tensors, name, reduction, in_place=False)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an allreduce that overwrites several contiguous tensors; else as `grouped_allreduce_async`."""
+    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
+    return start_group(tensors, name, reduction, in_place=True)
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Combines several tensors over all ranks as one unit into new ones; else as `allreduce`, also in its gradient."""
+    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = reduce_group([compressed for compressed, _ in pairs], name, reduction)
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """As `grouped_allreduce`, but overwrites the tensors, which must be contiguous, and returns them. No gradient."""
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    return synchronize(handle)

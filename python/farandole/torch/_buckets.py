@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.torch._allreduce import allreduce_async_
-from farandole.torch._grouped import grouped_allreduce_async_
+from farandole.torch._allreduce import allreduce_async_, grouped_allreduce_async_
 from farandole.torch._handles import synchronize
 
 if TYPE_CHECKING:

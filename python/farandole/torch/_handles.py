@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Handles of operations under way, and tensors as the engine sees them: an address, a dtype, a shape.
-
-The engine writes to addresses without the GIL, so whatever they belong to is kept in the table here until the engine
-is done with it, also when the caller drops everything or Ctrl-C ends a wait.
-"""
+"""Tensors as the engine sees them, an address, a dtype and a shape, and the handles of operations under way."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from farandole._native import engine
-from farandole.common import basics
+from farandole.common.handles import HandleTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from farandole._native import engine
 
 DTYPES: dict[torch.dtype, int] = {
     torch.uint8: 0,
@@ -36,31 +34,28 @@ DTYPES: dict[torch.dtype, int] = {
 }
 """The engine's number of every dtype it knows."""
 
-Finish = Callable[[engine.Gathered | None], Any]
-"""Turns what the engine has finished into what the caller gets."""
+table = HandleTable("noname")
+"""The operations on tensors that are under way."""
 
-_pending: dict[int, tuple[Any, Finish]] = {}
-_groups: dict[int, list[int]] = {}  # members not yet waited for, by the first one's handle
-_numbers = itertools.count()
-
-
-def _reset() -> None:
-    global _numbers  # noqa: PLW0603 - as the world, there is one per process
-    _pending.clear()
-    _groups.clear()
-    _numbers = itertools.count()
+Described: TypeAlias = tuple[str, int, tuple[int, ...], int]
+"""An operation's name, and its input's dtype, shape and address."""
 
 
-basics.on_init(_reset)
+def describe(name: str, source: torch.Tensor) -> Described:
+    """What the engine is told about an operation's input, which is contiguous host memory."""
+    return name, DTYPES[source.dtype], source.shape, source.data_ptr()
 
 
-def operation_name(operation: str, name: str | None) -> str:
-    """The name ranks agree on: the user's, or a number that counts the unnamed operations of this process.
+def member_names(operation: str, name: str | None, count: int) -> list[str]:
+    """The names of a group's members.
 
-    Ranks issue unnamed operations in the same order, so the numbers agree. Call this after all checks: a refused
-    operation must not use up a number.
+    Raises:
+        ValueError: When there are none.
     """
-    return f"{operation}.{name}" if name is not None else f"{operation}.noname.{next(_numbers)}"
+    if count == 0:
+        raise ValueError("a group has at least one tensor")
+    base = table.name(operation, name)
+    return [f"{base}_{i}of{count}" for i in range(1, count + 1)]
 
 
 def host_input(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,9 +68,9 @@ def host_input(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"dtype is not supported: {tensor.dtype}")
     if tensor.layout != torch.strided:
         raise ValueError(f"tensor must be dense: {tensor.layout}")
-    if tensor.is_complex():
-        tensor = tensor.resolve_conj()
-    return tensor.detach().cpu().contiguous().resolve_neg() if needs_copy(tensor) else tensor
+    if not needs_copy(tensor):
+        return tensor
+    return tensor.detach().resolve_conj().cpu().contiguous().resolve_neg()
 
 
 def needs_copy(tensor: torch.Tensor) -> bool:
@@ -95,22 +90,47 @@ def require_in_place(tensor: torch.Tensor) -> None:
         )
 
 
+def require_dimension(operation: str, tensor: torch.Tensor) -> None:
+    """Refuses scalars where rows are cut or joined.
+
+    Raises:
+        ValueError: When the tensor has no dimension.
+    """
+    if tensor.dim() == 0:
+        raise ValueError(f"{operation} needs a tensor of at least one dimension: shape ()")
+
+
 def copy_back(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Moves a result from host memory to where it belongs, past autograd; returns `target`."""
-    target.detach().copy_(source)
+    if source is not target:
+        target.detach().copy_(source)
     return target
 
 
-def track(handle: int, keep: Any, finish: Finish) -> int:
-    """Keeps `keep` alive until `handle` is consumed; `finish` makes its result."""
-    _pending[handle] = (keep, finish)
-    return handle
+def adopt(gathered: engine.Gathered | int | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The rows an operation has collected, as a tensor that holds the engine's memory: no copy.
+
+    Args:
+        gathered: What the engine returned.
+        like: The operation's input: dtype and dimensions but the first.
+        device: Where the result belongs.
+    """
+    if gathered is None or isinstance(gathered, int):
+        return torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=device)
+    shape = (sum(gathered.rows), *like.shape[1:])
+    if len(gathered) == 0:
+        return torch.empty(shape, dtype=like.dtype, device=device)
+    return torch.frombuffer(gathered, dtype=like.dtype).view(shape).to(device)
 
 
-def track_group(handles: list[int], keep: Any, finish: Finish) -> int:
-    """As `track` for operations that are waited for together; `finish` gets `None`."""
-    _groups[handles[0]] = handles
-    return track(handles[0], keep, finish)
+def wants_grad(*tensors: torch.Tensor) -> bool:
+    """Whether autograd has to hear of an operation on these."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def start(member: int, keep: Any, finish: Callable[[Any], Any]) -> int:
+    """Notes an operation of one member; `finish` gets its outcome."""
+    return table.track((member,), keep, lambda outcomes: finish(outcomes[0]))
 
 
 def poll(handle: int) -> bool:
@@ -119,8 +139,7 @@ def poll(handle: int) -> bool:
     Raises:
         ValueError: When the handle was consumed already, or never given out.
     """
-    _entry(handle)
-    return all(engine.poll(member) for member in _groups.get(handle, (handle,)))
+    return table.poll(handle)
 
 
 def synchronize(handle: int) -> Any:
@@ -134,48 +153,11 @@ def synchronize(handle: int) -> Any:
         handle: What an `*_async` function returned.
 
     Returns:
-        The tensor, or the list of tensors of a grouped operation.
+        The tensor, the list of tensors of a grouped operation, or the pair `(tensor, received_splits)` of an alltoall.
 
     Raises:
         ValueError: When the handle was consumed already, or never given out; or when ranks disagree about the
             operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    _, finish = _entry(handle)
-    group = _groups.get(handle)
-    try:
-        gathered = engine.wait(handle) if group is None else _wait_for_all(group)
-    except BaseException:
-        # A failed operation is over; an interrupted wait is not, and its memory is still being written.
-        if not any(map(engine.is_pending, group or (handle,))):
-            _forget(handle)
-        raise
-    _forget(handle)
-    return finish(gathered)
-
-
-def _entry(handle: int) -> tuple[Any, Finish]:
-    entry = _pending.get(handle)
-    if entry is None:
-        raise ValueError(f"no operation has this handle; each can be synchronized once: {handle!r}")
-    return entry
-
-
-def _forget(handle: int) -> None:
-    _pending.pop(handle, None)
-    _groups.pop(handle, None)
-
-
-def _wait_for_all(group: list[int]) -> None:
-    """Waits for every member, then raises the first failure; members that are done leave the list."""
-    failure: Exception | None = None
-    while group:
-        try:
-            engine.wait(group[0])
-        except Exception as error:
-            if engine.is_pending(group[0]):
-                raise
-            failure = failure or error
-        del group[0]
-    if failure is not None:
-        raise failure
+    return table.synchronize(handle)

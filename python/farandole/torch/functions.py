@@ -12,9 +12,9 @@ import torch
 
 from farandole.common import basics
 from farandole.common.process_sets import ProcessSet, global_process_set, require_global
-from farandole.torch._allgather import gather_with_rows
+from farandole.torch._allgather import gather_rows
 from farandole.torch._broadcast import broadcast_, broadcast_async_
-from farandole.torch._handles import operation_name, synchronize
+from farandole.torch._handles import synchronize, table
 
 
 def broadcast_tensors(named: list[tuple[str | None, torch.Tensor]], root_rank: int) -> None:
@@ -77,7 +77,7 @@ def broadcast_object(
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     require_global(process_set)
-    name = operation_name("object", name)
+    name = table.name("object", name)
     is_root = basics.rank() == root_rank
     data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8) if is_root else None
     size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64)
@@ -102,7 +102,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
-    whole, rows = gather_with_rows(data, operation_name("object", name))
+    whole, rows = gather_rows(data, table.name("object", name))
     return [_load(part) for part in torch.split(whole, rows)]
 
 

@@ -2,6 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """All operations under the module name that Horovod's scripts import them from."""
 
+from types import SimpleNamespace
+
+from farandole.common import basics, util
 from farandole.common.basics import (
     ccl_built,
     cross_rank,
@@ -25,18 +28,30 @@ from farandole.common.basics import (
     size,
 )
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
-from farandole.torch._allgather import allgather, allgather_async
-from farandole.torch._allreduce import allreduce, allreduce_, allreduce_async, allreduce_async_
-from farandole.torch._barrier import barrier
-from farandole.torch._broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from farandole.torch._grouped import (
+from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, gpu_available, num_rank_is_power_2
+from farandole.common.util import choose_op as handle_average_backwards_compatibility
+from farandole.torch._allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from farandole.torch._allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
+from farandole.torch._alltoall import alltoall, alltoall_async
+from farandole.torch._broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from farandole.torch._handles import poll, synchronize
+from farandole.torch._join import barrier, join
+from farandole.torch._reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from farandole.torch._sparse import sparse_allreduce_async
 
 __all__ = [
     "Adasum",
@@ -52,6 +67,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -65,13 +82,18 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -80,8 +102,19 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]
+
+_also = (gpu_available, handle_average_backwards_compatibility, num_rank_is_power_2)
+"""Names that Horovod has here and not in `horovod.torch`."""
+
+_basics = SimpleNamespace(
+    **{name: value for module in (basics, util) for name, value in vars(module).items() if not name.startswith("_")},
+)
+"""What Horovod's scripts reach for as `mpi_ops._basics`."""

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Alltoall: every rank sends every other some of its rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole._native import engine
+from farandole.common.handles import members_of, set_number
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.torch._handles import (
+    adopt,
+    describe,
+    host_input,
+    require_dimension,
+    start,
+    synchronize,
+    table,
+    wants_grad,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Splits = Sequence[int] | torch.Tensor | None
+
+
+def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -> list[int]:
+    """How many rows go to each member.
+
+    Raises:
+        ValueError: When the rows cannot be dealt out that way.
+    """
+    require_dimension("alltoall", tensor)
+    rows, members = tensor.shape[0], len(members_of(process_set))
+    if isinstance(splits, torch.Tensor):
+        if splits.dim() != 1 or splits.is_floating_point() or splits.is_complex() or not splits.is_cpu:
+            raise ValueError(
+                f"splits must be whole numbers in one dimension, on the CPU: {splits.dtype}, "
+                f"shape {tuple(splits.shape)}, {splits.device}"
+            )
+        splits = splits.tolist()
+    if splits is None or len(splits) == 0:
+        if rows % members:
+            raise ValueError(f"without splits, rows must divide evenly among {members} ranks: {rows}")
+        return [rows // members] * members
+    if len(splits) != members:
+        raise ValueError(f"splits must have one entry for each of {members} ranks: {len(splits)}")
+    if any(split < 0 for split in splits) or sum(splits) != rows:
+        raise ValueError(f"splits must not be negative and add up to the {rows} rows: {list(splits)}")
+    return [int(split) for split in splits]
+
+
+def _start(tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet, attended: bool) -> int:
+    counts = _row_counts(tensor, splits, process_set)
+    number = set_number(process_set)
+    source = host_input(tensor)
+    handle = engine.alltoall(*describe(table.name("alltoall", name), source), counts, number, attended)
+
+    def finish(received: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = received.rows if received is not None else []
+        return adopt(received, source, tensor.device), torch.tensor(rows, dtype=torch.int32)
+
+    return start(handle, source, finish)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an alltoall; `synchronize` returns the pair `(tensor, received_splits)`.
+
+    Args:
+        tensor: A dense tensor of at least one dimension; all dimensions but the first are equal on all ranks. Must
+            not be changed until `synchronize`. A tensor on a GPU goes through host memory.
+        splits: How many rows go to each member, in the order of ranks; a tensor of them lives on the CPU. Must add up
+            to all rows (Horovod drops rows that nobody gets). Equal parts if not given, or empty.
+        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        process_set: The ranks that take part; this one must be a member.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: When an argument is wrong, or an operation of this name is under way.
+        FarandoleInternalError: When the world is broken already.
+    """
+    return _start(tensor, splits, name, process_set, attended=False)
+
+
+class _Alltoall(torch.autograd.Function):
+    """Alltoall with a gradient: what came goes back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.process_set = process_set
+        ctx.backward_name = None if name is None else f"{name}.backward"
+        received, rows = synchronize(_start(tensor, splits, name, process_set, attended=True))
+        ctx.rows = rows.tolist()
+        ctx.mark_non_differentiable(rows)
+        return received, rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        derived, _ = exchange(grads[0], ctx.rows, ctx.backward_name, ctx.process_set)
+        return derived, None, None, None
+
+
+def exchange(
+    tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `alltoall`, but always returns the pair."""
+    if wants_grad(tensor):
+        return _Alltoall.apply(tensor, splits, name, process_set)
+    return synchronize(_start(tensor, splits, name, process_set, attended=True))
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Sends every rank some of this rank's rows, and returns what came, in the order of ranks.
+
+    Differentiable: gradients travel back the way the rows came.
+
+    Args:
+        tensor: As for `alltoall_async`.
+        splits: As for `alltoall_async`.
+        name: As for `alltoall_async`.
+        process_set: As for `alltoall_async`.
+
+    Returns:
+        The rows received; with `splits`, also how many came from each rank, as an int32 tensor.
+
+    Raises:
+        ValueError: When an argument is wrong, or ranks disagree about the operation.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    received, rows = exchange(tensor, splits, name, process_set)
+    return received if splits is None else (received, rows)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Barrier and join: waiting for everybody, at a point or at the end of one's data."""
+
+from __future__ import annotations
+
+from farandole._native import engine
+from farandole.common.handles import set_number
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.torch._handles import start, synchronize, table
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when every member has called it.
+
+    Args:
+        process_set: The ranks that wait for each other; this one must be a member.
+
+    Raises:
+        ValueError: When this rank is no member.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    number = set_number(process_set)
+    synchronize(start(engine.barrier(table.name("barrier", None), number), None, lambda _: None))
+
+
+def join(device: int = -1, allow_gather: bool = False) -> int:
+    """Says that this rank has no more data, and waits until all ranks have said so.
+
+    Until then this rank takes part in the others' allreduces without touching their results: with zeros in sums, with
+    the neutral element in `Min`, `Max` and `Product` (Horovod: zeros throughout). `Average` still divides by the
+    number of all ranks.
+
+    Args:
+        device: Not needed; taken for Horovod's sake.
+        allow_gather: Takes part also in allgathers, with no rows, and in broadcasts from other ranks. Without it
+            these fail on the ranks that have not joined.
+
+    Returns:
+        The rank that joined last, the same on all ranks.
+
+    Raises:
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    del device
+    return synchronize(start(engine.join(allow_gather), None, lambda last: last))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Reductions of one tensor or a group, and their gradients: what stands under every form of allreduce.
+
+The gradients are those of the sum of all ranks' losses: differentiating what one rank computes from the result tells
+every rank what its own input did to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from farandole._native import engine
+from farandole.common.handles import set_number
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import OPERATIONS, Average, Max, Min, Product, Sum
+from farandole.torch._handles import (
+    copy_back,
+    describe,
+    host_input,
+    member_names,
+    require_in_place,
+    start,
+    synchronize,
+    table,
+    wants_grad,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Reduction(NamedTuple):
+    """What is done to the tensors of all ranks."""
+
+    op: int = Sum
+    prescale: float = 1.0
+    postscale: float = 1.0
+    process_set: ProcessSet = global_process_set
+
+    @property
+    def arguments(self) -> tuple[int, float, float, int]:
+        """What the engine is told."""
+        return self.op, self.prescale, self.postscale, set_number(self.process_set)
+
+
+def start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, in_place: bool, attended: bool) -> int:
+    """Starts an allreduce, into a new tensor unless `in_place`; `attended` when `synchronize` follows at once."""
+    if in_place:
+        require_in_place(tensor)
+    arguments = reduction.arguments
+    source = host_input(tensor)
+    # A private copy serves as its own result.
+    target = torch.empty_like(source) if source is tensor and not in_place else source
+    described = describe(table.name("allreduce", name), source)
+    handle = engine.allreduce(*described, target.data_ptr(), *arguments, attended)
+    if in_place:
+        return start(handle, source, lambda _: copy_back(tensor, source))
+    return start(handle, (source, target), lambda _: target.to(tensor.device))
+
+
+def start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, in_place: bool) -> int:
+    """Starts the allreduces of several tensors as one unit, into new ones unless `in_place`."""
+    if in_place:
+        for tensor in tensors:
+            require_in_place(tensor)
+    arguments = reduction.arguments
+    sources = [host_input(tensor) for tensor in tensors]
+    targets = [
+        torch.empty_like(source) if source is tensor and not in_place else source
+        for source, tensor in zip(sources, tensors, strict=True)
+    ]
+    names = member_names("grouped_allreduce", name, len(tensors))
+    members = [
+        (*describe(member, source), target.data_ptr())
+        for member, source, target in zip(names, sources, targets, strict=True)
+    ]
+    handles = engine.grouped_allreduce(members, *arguments)
+
+    def finish(_: object) -> list[torch.Tensor]:
+        if in_place:
+            return [copy_back(tensor, source) for tensor, source in zip(tensors, sources, strict=True)]
+        return [target.to(tensor.device) for tensor, target in zip(tensors, targets, strict=True)]
+
+    return table.track(handles, (sources, targets), finish)
+
+
+def reduce_one(tensor: torch.Tensor, name: str | None, reduction: Reduction) -> torch.Tensor:
+    """Combines all ranks' tensors into a new one; differentiable."""
+    if wants_grad(tensor):
+        return _differentiable([tensor], name, reduction, grouped=False)[0]
+    return synchronize(start_one(tensor, name, reduction, in_place=False, attended=True))
+
+
+def reduce_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction) -> list[torch.Tensor]:
+    """Combines several tensors over all ranks as one unit into new ones; differentiable."""
+    if wants_grad(*tensors):
+        return _differentiable(tensors, name, reduction, grouped=True)
+    return synchronize(start_group(tensors, name, reduction, in_place=False))
+
+
+def _differentiable(
+    tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, grouped: bool
+) -> list[torch.Tensor]:
+    if reduction.op in (Min, Max, Product):
+        kind = _Product if reduction.op == Product else _Extreme
+        plain = reduction._replace(prescale=1.0, postscale=1.0)
+        scaled = [_scale(tensor, reduction.prescale) for tensor in tensors]
+        return [_scale(result, reduction.postscale) for result in kind.apply(grouped, name, plain, *scaled)]
+    return list(_Linear.apply(grouped, name, reduction, *tensors))
+
+
+def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """As the engine scales: integers truncate toward zero."""
+    if factor == 1.0:
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor * factor
+    return (tensor.double() * factor).to(tensor.dtype)
+
+
+class _Reduce(torch.autograd.Function):
+    """The forward half of every reduction; also notes what the backward half needs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grouped: bool, name: str | None, reduction: Reduction, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.grouped, ctx.reduction = grouped, reduction
+        ctx.backward_name = None if name is None else f"{name}.backward"
+        if grouped:
+            results = synchronize(start_group(tensors, name, reduction, in_place=False))
+        else:
+            results = [synchronize(start_one(tensors[0], name, reduction, in_place=False, attended=True))]
+        if reduction.op in (Min, Max, Product):
+            ctx.save_for_backward(*tensors, *results)
+        return tuple(results)
+
+    @staticmethod
+    def wanted(ctx: Any) -> list[int]:
+        """Which tensors want a gradient: the same ones on every rank."""
+        return [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+
+    @staticmethod
+    def spread(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the wanted tensors, in the places of all arguments."""
+        places: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for i, grad in zip(_Reduce.wanted(ctx), grads, strict=True):
+            places[3 + i] = grad
+        return tuple(places)
+
+
+class _Linear(_Reduce):
+    """Sum and Average: what is reduced forward is reduced backward."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.reduction.op not in (Sum, Average):
+            raise ValueError(f"this reduction has no gradient: {OPERATIONS[ctx.reduction.op]}")
+        wanted = [grads[i] for i in _Reduce.wanted(ctx)]
+        if not ctx.grouped:
+            return _Reduce.spread(ctx, [reduce_one(wanted[0], ctx.backward_name, ctx.reduction)])
+        return _Reduce.spread(ctx, reduce_group(wanted, ctx.backward_name, ctx.reduction))
+
+
+class _Extreme(_Reduce):
+    """Min and Max: the gradient goes to the ranks and elements that hold the extreme, in equal parts."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted, count = _Reduce.wanted(ctx), len(grads)
+        inputs, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        holds = [
+            ((inputs[i] == results[i]) | (inputs[i].isnan() & results[i].isnan())).to(grads[i].dtype) for i in wanted
+        ]
+        sums = reduce_group([*(grads[i] for i in wanted), *holds], ctx.backward_name, ctx.reduction._replace(op=Sum))
+        totals, holders = sums[: len(wanted)], sums[len(wanted) :]
+        return _Reduce.spread(
+            ctx,
+            [total * held / number.clamp(min=1) for total, held, number in zip(totals, holds, holders, strict=True)],
+        )
+
+
+class _Product(_Reduce):
+    """Product: the gradient is the product of the other ranks' elements, zeros among them or not."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted = _Reduce.wanted(ctx)
+        inputs = [ctx.saved_tensors[i] for i in wanted]
+        zeros = [(tensor == 0).to(tensor.dtype) for tensor in inputs]
+        filled = [torch.where(tensor == 0, torch.ones_like(tensor), tensor) for tensor in inputs]
+        sums = reduce_group([*(grads[i] for i in wanted), *zeros], ctx.backward_name, ctx.reduction._replace(op=Sum))
+        name = None if ctx.backward_name is None else f"{ctx.backward_name}.filled"
+        products = reduce_group(filled, name, ctx.reduction)
+        totals, numbers = sums[: len(wanted)], sums[len(wanted) :]
+        return _Reduce.spread(
+            ctx,
+            [
+                total * torch.where(number - zero > 0, torch.zeros_like(own), product / own).conj()
+                for total, number, zero, own, product in zip(totals, numbers, zeros, filled, products, strict=True)
+            ],
+        )

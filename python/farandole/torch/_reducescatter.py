@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Reduce-scatter: every rank gets its part of the combination of all ranks' tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole._native import engine
+from farandole.common.handles import members_of
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import Average, Sum
+from farandole.torch._allgather import grouped_allgather
+from farandole.torch._handles import (
+    describe,
+    host_input,
+    member_names,
+    require_dimension,
+    start,
+    synchronize,
+    table,
+    wants_grad,
+)
+from farandole.torch._reduce import Reduction
+from farandole.torch.compression import Compression, Compressor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def _check(op: int) -> int:
+    if op not in (Average, Sum):
+        raise ValueError(f"op must be Average or Sum in a reducescatter: {op!r}")
+    return op
+
+
+def _prepare(tensor: torch.Tensor, process_set: ProcessSet) -> tuple[torch.Tensor, torch.Tensor]:
+    """The input in host memory, and memory for this rank's rows: the first members get the rows that are left over."""
+    require_dimension("reducescatter", tensor)
+    rows, left = divmod(tensor.shape[0], len(members_of(process_set)))
+    source = host_input(tensor)
+    mine = rows + ((process_set.rank() or 0) < left)
+    return source, torch.empty((mine, *source.shape[1:]), dtype=source.dtype)
+
+
+def _start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, attended: bool) -> int:
+    arguments = reduction.arguments
+    source, target = _prepare(tensor, reduction.process_set)
+    described = describe(table.name("reducescatter", name), source)
+    handle = engine.reducescatter(*described, target.data_ptr(), *arguments, attended)
+    return start(handle, (source, target), lambda _: target.to(tensor.device))
+
+
+def _start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction) -> int:
+    arguments = reduction.arguments
+    pairs = [_prepare(tensor, reduction.process_set) for tensor in tensors]
+    names = member_names("grouped_reducescatter", name, len(tensors))
+    members = [
+        (*describe(member, source), target.data_ptr()) for member, (source, target) in zip(names, pairs, strict=True)
+    ]
+    handles = engine.grouped_reducescatter(members, *arguments)
+
+    def finish(_: object) -> list[torch.Tensor]:
+        return [target.to(tensor.device) for tensor, (_, target) in zip(tensors, pairs, strict=True)]
+
+    return table.track(handles, pairs, finish)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts a reduce-scatter.
+
+    Args:
+        tensor: A dense tensor of at least one dimension, of equal shape and dtype on all ranks. Must not be changed
+            until `synchronize`. A tensor on a GPU goes through host memory.
+        name: Names the operation across ranks; unnamed operations match in the order they are issued.
+        op: `Average` or `Sum`.
+        process_set: The ranks that take part; this one must be a member.
+        prescale_factor: Multiplies every rank's tensor before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Returns:
+        A handle for `synchronize` and `poll`.
+
+    Raises:
+        ValueError: When an argument is wrong, or an operation of this name is under way.
+        FarandoleInternalError: When the world is broken already.
+    """
+    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)
+    return _start_one(tensor, name, reduction, attended=False)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts a reduce-scatter of several tensors as one unit; `synchronize` returns the list of results.
+
+    Arguments and errors are those of `reducescatter_async`; member `i` of `n` is named `<name>_<i>of<n>`.
+    """
+    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)
+    return _start_group(tensors, name, reduction)
+
+
+class _Reducescatter(torch.autograd.Function):
+    """Reduce-scatter with a gradient: all ranks' parts of it, put together again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grouped: bool, name: str | None, reduction: Reduction, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.process_set = reduction.process_set
+        ctx.factor = reduction.prescale * reduction.postscale
+        if reduction.op == Average:
+            ctx.factor /= len(members_of(reduction.process_set))
+        ctx.backward_name = None if name is None else f"{name}.backward"
+        if grouped:
+            return tuple(synchronize(_start_group(tensors, name, reduction)))
+        return (synchronize(_start_one(tensors[0], name, reduction, attended=True)),)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[3:]
+        wanted = [grad for grad, needs in zip(grads, needed, strict=True) if needs]
+        whole = iter(grouped_allgather(wanted, ctx.backward_name, ctx.process_set))
+        return None, None, None, *(next(whole) * ctx.factor if needs else None for needs in needed)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Combines all ranks' tensors and returns this rank's part: consecutive rows, the first ranks get those left over.
+
+    Differentiable: the gradient is put together from what all ranks derive for their parts, times the factors and,
+    for `Average`, divided by the number of ranks. Horovod's is larger by the number of ranks.
+
+    Args:
+        tensor: As for `reducescatter_async`.
+        name: As for `reducescatter_async`.
+        compression: Makes the tensor smaller on the wire, e.g. `Compression.bf16`.
+        op: `Average` or `Sum`.
+        process_set: As for `reducescatter_async`.
+        prescale_factor: Multiplies every rank's tensor before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Returns:
+        A tensor of the same dtype and device; no rows when there are fewer rows than ranks.
+
+    Raises:
+        ValueError: When an argument is wrong, or ranks disagree about the operation.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)
+    compressed, ctx = compression.compress(tensor)
+    if wants_grad(compressed):
+        part = _Reducescatter.apply(False, name, reduction, compressed)[0]
+    else:
+        part = synchronize(_start_one(compressed, name, reduction, attended=True))
+    return compression.decompress(part, ctx)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Combines several tensors and returns this rank's parts; else as `reducescatter`, also in its gradient."""
+    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    compressed = [tensor for tensor, _ in pairs]
+    if wants_grad(*compressed):
+        parts = _Reducescatter.apply(True, name, reduction, *compressed)
+    else:
+        parts = synchronize(_start_group(compressed, name, reduction))
+    return [compression.decompress(part, ctx) for part, (_, ctx) in zip(parts, pairs, strict=True)]
