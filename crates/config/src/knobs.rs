@@ -160,6 +160,12 @@ knobs! {
     timeline_mark_cycles: bool = "0", "TIMELINE_MARK_CYCLES", Some("--timeline-mark-cycles"), true;
     /// No ranges for NVIDIA's profilers, even where their library is found.
     disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
+    /// File for the timeline of operations; `{rank}` in it stands for the rank, and then every rank writes one. `DYNAMIC` or nothing: none until `start_timeline`.
+    timeline: String = "", "TIMELINE", Some("--timeline-filename"), true;
+    /// Marks every negotiation round in the timeline.
+    timeline_mark_cycles: bool = "0", "TIMELINE_MARK_CYCLES", Some("--timeline-mark-cycles"), true;
+    /// No ranges for NVIDIA's profilers, even where their library is found.
+    disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
 }
 
 impl Config {

@@ -18,6 +18,7 @@ use crate::hash::{Map, of_names};
 use crate::progress::Inner;
 use crate::set::{Entry, ProcessSet, Shared};
 use crate::signature::{Call, Signature};
+use crate::timeline::Tracer;
 use crate::{Cause, Completion, EngineOptions, Error, Handle, Kind, Request, Result, background};
 
 /// What an engine has done, over all process sets.
@@ -46,6 +47,7 @@ pub struct Engine {
     sets: Map<u64, Member>,
     foreign: Vec<ProcessSetId>,
     devices: Vec<u32>,
+    pub(crate) tracer: Arc<Tracer>,
     pid: u32,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -64,6 +66,7 @@ impl Engine {
     pub fn start(options: EngineOptions) -> Result<Self> {
         let EngineOptions { world, settings, host, sets, foreign, devices, observer } = options;
         let world = Arc::new(world);
+        let tracer = Arc::new(Tracer::new(settings.nvtx));
         let settings = Arc::new(settings);
         let ordinals = devices.iter().map(|device| device.ordinal()).collect();
         let shared = Shared {
@@ -71,6 +74,7 @@ impl Engine {
             settings: Arc::clone(&settings),
             devices: devices.into(),
             observer,
+            tracer: Arc::clone(&tracer),
         };
         let mut members = Map::default();
         let mut states = Vec::with_capacity(sets.len());
@@ -89,6 +93,7 @@ impl Engine {
             sets: members,
             foreign,
             devices: ordinals,
+            tracer,
             pid: std::process::id(),
             thread: Mutex::new(Some(thread)),
         })
@@ -253,9 +258,11 @@ impl Engine {
             // The panic hook has reported it; there is nothing left to end.
         }
         self.inner.callbacks.stop();
+        // A file that cannot be completed is no reason not to leave.
+        drop(self.tracer.timeline.stop());
     }
 
-    fn check_process(&self) -> Result<()> {
+    pub(crate) fn check_process(&self) -> Result<()> {
         match std::process::id() {
             pid if pid == self.pid => Ok(()),
             pid => Err(Error::Forked { pid, parent: self.pid }),

@@ -133,6 +133,14 @@ pub enum Error {
         /// The process that owns the engine.
         parent: u32,
     },
+    /// A timeline's file could not be written.
+    #[error("cannot write the timeline: {path}: {reason}")]
+    Timeline {
+        /// The file.
+        path: String,
+        /// Why.
+        reason: String,
+    },
     /// The world, the process sets and the links given at start do not fit together.
     #[error("cannot start the engine: {reason}")]
     Start {
@@ -226,6 +234,7 @@ impl Error {
             | Self::UnknownHandle { .. }
             | Self::Mismatch { .. }
             | Self::Unsupported { .. }
+            | Self::Timeline { .. }
             | Self::Forked { .. } => Fault::Usage,
             Self::Failed { cause, .. } => cause.fault(),
             Self::Stopped { cause } if matches!(**cause, Cause::ShutDown) => Fault::Usage,

@@ -46,6 +46,7 @@ mod request;
 mod set;
 mod signature;
 mod tally;
+mod timeline;
 mod tree;
 mod wire;
 
@@ -54,4 +55,5 @@ pub use engine::{Engine, Statistics};
 pub use error::{Cause, Error, Result};
 pub use options::{EngineOptions, Observer, ProgressHost, SetOptions, Settings, Silent, Stall};
 pub use request::{Completion, Handle, Kind, Request};
+pub use timeline::RANK_PLACEHOLDER;
 pub use tree::control_peers;

@@ -98,6 +98,8 @@ pub struct Settings {
     pub stall_check: Option<Duration>,
     /// A tensor waiting this long for other ranks stops the engine; `None`: never.
     pub stall_shutdown: Option<Duration>,
+    /// Ranges for NVIDIA's profilers, where their library can be loaded.
+    pub nvtx: bool,
 }
 
 impl From<&Config> for Settings {
@@ -110,6 +112,7 @@ impl From<&Config> for Settings {
             spin: config.spin,
             stall_check: check,
             stall_shutdown: check.and(Some(config.stall_shutdown_time)).filter(|time| !time.is_zero()),
+            nvtx: !config.disable_nvtx_ranges,
         }
     }
 }

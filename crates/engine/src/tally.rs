@@ -89,6 +89,14 @@ fn merge(variants: &mut Vec<Variant>, variant: Variant) {
 }
 
 impl Wish {
+    /// The collective, of the first who came where they differ.
+    pub(crate) fn call(&self) -> Option<Call> {
+        match self {
+            Self::Known(_, agreed) => Some(agreed.signature.call),
+            Self::Told(variants) => variants.first().map(|variant| variant.signature.call),
+        }
+    }
+
     /// Spelled out for these members.
     pub(crate) fn told(self, members: &[u32]) -> Vec<Variant> {
         match self {

@@ -19,10 +19,14 @@
 //! - `TM-3`: a record that may not be dropped is never dropped.
 //! - `TM-4`: a timeline's file is valid JSON after every flush; no span ends that did not begin.
 
+#![deny(unsafe_code)]
+
+mod nvtx;
 mod record;
 mod ring;
 mod timeline;
 
+pub use nvtx::{Nvtx, Range};
 pub use record::{LogLine, Metric, PROGRESS, Record, Sink, Stream};
 pub use ring::{Drained, Ring, Weight};
 pub use timeline::{Produced, Timeline, Track};

@@ -38,6 +38,9 @@ impl ProcessSet {
         members: &[u32],
         since: Instant,
     ) -> Step {
+        if self.options.tracer.is_on() {
+            self.trace_arrival(name, &wish, members);
+        }
         let children = self.tree.children.len();
         if children == 0 {
             return self.complete(name, wish);

@@ -13,9 +13,11 @@ use farandole_collectives::{
 };
 use farandole_world::Rank;
 
+use super::trace::Span;
 use super::{Entry, Finished, ProcessSet, Shared, Step};
 use crate::cache::Agreed;
 use crate::signature::Call;
+use crate::timeline::{MEMCPY_IN_HOST_BUFFER, MEMCPY_OUT_HOST_BUFFER, WAIT_FOR_DATA};
 use crate::{Cause, Completion, Error};
 
 /// A tensor in a batch.
@@ -44,6 +46,8 @@ struct Batch {
     parts: Vec<Part>,
     state: State,
     loaded: bool,
+    /// While somebody listens.
+    span: Option<Span>,
 }
 
 /// The batches of a set.
@@ -88,10 +92,10 @@ impl Execution {
         self.batches.front().map(|batch| batch.list)
     }
 
-    pub(super) fn push(&mut self, list: u64, entries: Vec<(Entry, Arc<Agreed>)>) {
+    pub(super) fn push(&mut self, list: u64, entries: Vec<(Entry, Arc<Agreed>)>, span: Option<Span>) {
         let part = |(entry, agreed)| Part { entry, agreed, segment: None, allocated: None, misfit: None };
         let parts = entries.into_iter().map(part).collect();
-        self.batches.push_back(Batch { list, parts, state: State::Loading(Vec::new()), loaded: false });
+        self.batches.push_back(Batch { list, parts, state: State::Loading(Vec::new()), loaded: false, span });
     }
 
     /// The request that has waited longest.
@@ -144,6 +148,8 @@ impl Execution {
         let before = self.started;
         while let Some(batch) = self.batches.get_mut(self.started) {
             if !batch.load(shared)? {
+                let copies = batch.loaded;
+                batch.enter(if copies { MEMCPY_IN_HOST_BUFFER } else { WAIT_FOR_DATA });
                 break;
             }
             let token = Token(self.first + self.started as u64);
@@ -151,7 +157,12 @@ impl Execution {
             let Some(communicator) = &mut self.communicator else { break };
             let operation = batch.operation(members);
             match communicator.submit(token, operation) {
-                Ok(()) => batch.state = State::Running,
+                Ok(()) => {
+                    batch.state = State::Running;
+                    if let Some(span) = &mut batch.span {
+                        span.transfer();
+                    }
+                }
                 Err(cause @ CollectiveError::Unsupported { .. }) => batch.refuse(&Arc::new(cause), finished),
                 Err(error) => return Err(error.into()),
             }
@@ -183,6 +194,11 @@ impl Execution {
                 moved = true;
                 batch.state = State::Done;
                 finished.extend(batch.parts.drain(..).map(Part::completed));
+                if let Some(span) = batch.span.take() {
+                    span.complete();
+                }
+            } else if matches!(batch.state, State::Storing(_)) {
+                batch.enter(MEMCPY_OUT_HOST_BUFFER);
             }
         }
         while self.batches.front().is_some_and(|batch| matches!(batch.state, State::Done)) {
@@ -223,6 +239,12 @@ impl Batch {
             }
         }
         Ok(all_ready(events)?)
+    }
+
+    fn enter(&mut self, activity: &'static str) {
+        if let Some(span) = &mut self.span {
+            span.enter(activity);
+        }
     }
 
     /// Whether all outputs are where they belong; starts the copies that are missing.

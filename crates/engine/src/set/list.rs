@@ -119,6 +119,7 @@ impl ProcessSet {
     /// Starts what a list says.
     pub(super) fn apply(&mut self, number: u64, items: Vec<Item>, finished: &mut Vec<Finished>) -> Step {
         self.lists = number;
+        self.options.tracer.timeline.cycle();
         self.statistics.lists += 1;
         if self.leaving.as_ref().is_some_and(|leaving| number > leaving.executed) {
             return Ok(());
@@ -146,7 +147,8 @@ impl ProcessSet {
         }
         self.statistics.operations += 1;
         self.statistics.tensors += entries.len() as u64;
-        self.execution.push(list, entries);
+        let span = if self.options.tracer.is_on() { self.trace_batch(&entries) } else { None };
+        self.execution.push(list, entries, span);
         match unknown {
             None => Ok(()),
             Some(agreed) => Err(Cause::Protocol {
@@ -170,6 +172,7 @@ impl ProcessSet {
         let text: Arc<str> = text.into();
         for name in refused {
             if let Some(entry) = self.local.remove(&name) {
+                self.trace_refusal(&name);
                 let error = Error::Mismatch { tensor: Arc::clone(&name), text: Arc::clone(&text) };
                 finished.push(Finished { handle: entry.handle, name, result: Err(error) });
             }

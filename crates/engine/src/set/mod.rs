@@ -8,6 +8,7 @@ mod decide;
 mod execute;
 mod leave;
 mod list;
+mod trace;
 mod watch;
 
 #[cfg(test)]
@@ -24,6 +25,7 @@ use crate::cache::Cache;
 use crate::hash::Map;
 use crate::signature::Signature;
 use crate::tally::Tally;
+use crate::timeline::Tracer;
 use crate::tree::Tree;
 use crate::wire::Malformed;
 use crate::{Cause, Completion, Error, Handle, Observer, Result, SetOptions, Settings, Statistics};
@@ -121,6 +123,7 @@ pub(crate) struct Shared {
     pub(crate) settings: Arc<Settings>,
     pub(crate) devices: Arc<[Arc<dyn Device>]>,
     pub(crate) observer: Arc<dyn Observer>,
+    pub(crate) tracer: Arc<Tracer>,
 }
 
 impl Shared {

@@ -29,7 +29,7 @@ struct Case {
 }
 
 pub(super) struct Watch {
-    set: ProcessSetId,
+    pub(super) set: ProcessSetId,
     /// Age at which a tensor is asked about.
     patience: Duration,
     cases: Map<Arc<str>, Case>,

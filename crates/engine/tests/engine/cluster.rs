@@ -80,6 +80,7 @@ pub(crate) fn settings() -> Settings {
         spin: Duration::from_micros(200),
         stall_check: None,
         stall_shutdown: None,
+        nvtx: false,
     }
 }
 

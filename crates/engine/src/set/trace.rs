@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What a set tells the timeline. Nothing here runs while nobody listens.
+
+use std::sync::Arc;
+
+use farandole_telemetry::{Produced, Range, Track};
+
+use super::{Entry, ProcessSet};
+use crate::cache::Agreed;
+use crate::signature::Call;
+use crate::tally::Wish;
+use crate::timeline::{QUEUE, Tracer, labels};
+
+impl ProcessSet {
+    fn track(&self, name: &Arc<str>) -> Track {
+        Track { set: self.watch.set.0, tensor: Arc::clone(name) }
+    }
+
+    /// Members arrive in the negotiation of a tensor.
+    pub(super) fn trace_arrival(&self, name: &Arc<str>, wish: &Wish, members: &[u32]) {
+        let timeline = &self.options.tracer.timeline;
+        let track = self.track(name);
+        if !self.pending.contains_key(name)
+            && let Some(call) = wish.call()
+        {
+            timeline.begin(&track, labels(&call).negotiate);
+        }
+        for member in members {
+            if let Some(rank) = self.members.get(*member as usize) {
+                timeline.arrived(&track, rank.0);
+            }
+        }
+    }
+
+    /// The ranks do not agree on a tensor.
+    pub(super) fn trace_refusal(&self, name: &Arc<str>) {
+        self.options.tracer.timeline.end_of(&self.track(name), None);
+    }
+
+    /// A list says that these are one operation.
+    pub(super) fn trace_batch(&self, entries: &[(Entry, Arc<Agreed>)]) -> Option<Span> {
+        let tracer = Arc::clone(&self.options.tracer);
+        let labels = labels(&entries.first()?.1.signature.call);
+        let mut tracks = Vec::with_capacity(entries.len());
+        for (entry, agreed) in entries {
+            let track = self.track(&entry.name);
+            tracer.timeline.end_of(&track, None);
+            tracer.timeline.begin(&track, labels.operation);
+            tracer.timeline.begin(&track, QUEUE);
+            tracks.push((track, produced(agreed)));
+        }
+        let range = tracer.nvtx.as_ref().map(|nvtx| {
+            let more = match entries.len() - 1 {
+                0 => String::new(),
+                more => format!(" and {more} more"),
+            };
+            nvtx.start(&format!("{} {}{more}", labels.operation, entries[0].0.name))
+        });
+        Some(Span { tracer, tracks, inside: QUEUE, transfer: labels.transfer, range, good: false })
+    }
+}
+
+fn produced(agreed: &Agreed) -> Produced {
+    let mut shape = agreed.signature.shape.clone();
+    if let (Call::Allgather, Some(first)) = (agreed.signature.call, shape.first_mut()) {
+        *first = agreed.rows.iter().sum();
+    }
+    Produced { dtype: agreed.signature.dtype.name(), shape }
+}
+
+/// A batch on the timeline, from its list to its end, whatever that is.
+pub(super) struct Span {
+    tracer: Arc<Tracer>,
+    tracks: Vec<(Track, Produced)>,
+    /// The activity under way.
+    inside: &'static str,
+    transfer: &'static str,
+    range: Option<Range>,
+    good: bool,
+}
+
+impl Span {
+    /// One activity ends, the next begins.
+    pub(super) fn enter(&mut self, activity: &'static str) {
+        if std::mem::replace(&mut self.inside, activity) == activity {
+            return;
+        }
+        for (track, _) in &self.tracks {
+            self.tracer.timeline.end_of(track, None);
+            self.tracer.timeline.begin(track, activity);
+        }
+    }
+
+    /// The communicator has it.
+    pub(super) fn transfer(&mut self) {
+        self.enter(self.transfer);
+    }
+
+    /// It ended well.
+    pub(super) fn complete(mut self) {
+        self.good = true;
+    }
+}
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        for (track, produced) in self.tracks.drain(..) {
+            self.tracer.timeline.end_of(&track, None);
+            self.tracer.timeline.end_of(&track, self.good.then_some(produced));
+        }
+        if let (Some(nvtx), Some(range)) = (&self.tracer.nvtx, self.range) {
+            nvtx.end(range);
+        }
+    }
+}

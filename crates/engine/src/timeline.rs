@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Who watches operations from outside: the timeline, and NVIDIA's profilers.
+//!
+//! Rank 0 coordinates the global process set and so knows when every rank arrived; its file is the one to look at.
+//! Ranks below one node of the tree arrive together, when the last of them is known there. Other ranks write files of
+//! their own if the path has a place for their number; those show what a rank itself saw.
+
+use std::path::PathBuf;
+
+use farandole_collectives::ReduceOp;
+use farandole_telemetry::{Nvtx, Timeline};
+
+use crate::signature::Call;
+use crate::{Engine, Error, Result};
+
+/// What stands for the rank in the path of a timeline.
+pub const RANK_PLACEHOLDER: &str = "{rank}";
+
+/// Hears of every operation while anybody listens.
+pub(crate) struct Tracer {
+    pub(crate) timeline: Timeline,
+    pub(crate) nvtx: Option<Nvtx>,
+}
+
+impl Tracer {
+    pub(crate) fn new(nvtx: bool) -> Self {
+        Self { timeline: Timeline::default(), nvtx: if nvtx { Nvtx::load() } else { None } }
+    }
+
+    /// Whether anybody listens.
+    pub(crate) fn is_on(&self) -> bool {
+        self.nvtx.is_some() || self.timeline.is_on()
+    }
+}
+
+/// Names of the spans of an operation: negotiation, everything after it, and the transfer itself.
+pub(crate) struct Labels {
+    pub(crate) negotiate: &'static str,
+    pub(crate) operation: &'static str,
+    pub(crate) transfer: &'static str,
+}
+
+/// From its list until the batches before it have started.
+pub(crate) const QUEUE: &str = "QUEUE";
+/// Until the framework has computed the input.
+pub(crate) const WAIT_FOR_DATA: &str = "WAIT_FOR_DATA";
+/// From a device to the host.
+pub(crate) const MEMCPY_IN_HOST_BUFFER: &str = "MEMCPY_IN_HOST_BUFFER";
+/// From the host to a device.
+pub(crate) const MEMCPY_OUT_HOST_BUFFER: &str = "MEMCPY_OUT_HOST_BUFFER";
+
+macro_rules! labels {
+    ($name:literal) => {
+        Labels {
+            negotiate: concat!("NEGOTIATE_", $name),
+            operation: $name,
+            transfer: concat!("FARANDOLE_", $name),
+        }
+    };
+}
+
+pub(crate) fn labels(call: &Call) -> Labels {
+    if matches!(call, Call::Allreduce { op: ReduceOp::Adasum, .. }) {
+        return labels!("ADASUM");
+    }
+    match call.name() {
+        "allreduce" => labels!("ALLREDUCE"),
+        "broadcast" => labels!("BROADCAST"),
+        "allgather" => labels!("ALLGATHER"),
+        "alltoall" => labels!("ALLTOALL"),
+        "reducescatter" => labels!("REDUCESCATTER"),
+        "join" => labels!("JOIN"),
+        "barrier" => labels!("BARRIER"),
+        _ => labels!("OPERATION"),
+    }
+}
+
+impl Engine {
+    /// Writes a timeline to `path` from now on; one that runs is ended first. Rank 0 writes, other ranks only if the
+    /// path has [`RANK_PLACEHOLDER`] in it. With `mark_cycles` every negotiation round has a mark. Returns when the
+    /// file is there.
+    ///
+    /// # Errors
+    /// `Timeline` when the file cannot be made, or the last one not be ended; `Forked`.
+    pub fn start_timeline(&self, path: &str, mark_cycles: bool) -> Result<()> {
+        self.check_process()?;
+        let rank = self.world().rank;
+        if rank.0 != 0 && !path.contains(RANK_PLACEHOLDER) {
+            return Ok(());
+        }
+        let path = path.replace(RANK_PLACEHOLDER, &rank.to_string());
+        let title = format!("farandole rank {rank}");
+        self.tracer
+            .timeline
+            .start(&PathBuf::from(&path), &title, mark_cycles)
+            .map_err(|error| refused(path, &error))
+    }
+
+    /// Ends the timeline, if there is one, and completes its file.
+    ///
+    /// # Errors
+    /// `Timeline` when the file could not be written to its end; `Forked`.
+    pub fn stop_timeline(&self) -> Result<()> {
+        self.check_process()?;
+        self.tracer.timeline.stop().map_err(|error| refused("its end".to_owned(), &error))
+    }
+}
+
+fn refused(path: String, error: &std::io::Error) -> Error {
+    Error::Timeline { path, reason: error.to_string() }
+}

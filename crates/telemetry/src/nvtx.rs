@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Ranges for NVIDIA's profilers, when the process can load their annotation library. Without it nothing is done.
+//!
+//! The library's C interface, as far as it is used: `nvtxDomainCreateA(name)`, `nvtxDomainRangeStartEx(domain,
+//! attributes)`, which returns a number, and `nvtxDomainRangeEnd(domain, number)`. All are cheap while no tool listens.
+
+#![expect(unsafe_code, reason = "a C library that is loaded at run time")]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::mem::transmute;
+use std::ptr::NonNull;
+
+/// Where the functions are: NVTX 2, then the build of NVTX 3 for callers that are not C.
+const LIBRARIES: [&CStr; 4] =
+    [c"libnvToolsExt.so.1", c"libnvtx3interop.so.1", c"libnvtx3interop.so", c"libnvToolsExt.so"];
+/// Resolve everything at once, and keep the names to ourselves.
+const RTLD_NOW: c_int = 2;
+const VERSION: u16 = 2;
+const ASCII: i32 = 1;
+
+unsafe extern "C" {
+    fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
+    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+}
+
+/// `nvtxEventAttributes_v2`.
+#[repr(C)]
+struct Attributes {
+    version: u16,
+    size: u16,
+    category: u32,
+    color_type: i32,
+    color: u32,
+    payload_type: i32,
+    reserved: i32,
+    payload: u64,
+    message_type: i32,
+    message: *const c_char,
+}
+
+type Create = unsafe extern "C" fn(*const c_char) -> *mut c_void;
+type Start = unsafe extern "C" fn(*mut c_void, *const Attributes) -> u64;
+type End = unsafe extern "C" fn(*mut c_void, u64);
+
+/// A domain of ranges.
+pub struct Nvtx {
+    domain: *mut c_void,
+    start: Start,
+    end: End,
+}
+
+// SAFETY: NVTX may be called from any thread, and the domain lives as long as the process.
+unsafe impl Send for Nvtx {}
+// SAFETY: as above.
+unsafe impl Sync for Nvtx {}
+
+/// A range that has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range(u64);
+
+impl Nvtx {
+    /// The domain `Farandole` of the annotation library, if there is one. It is loaded for good.
+    pub fn load() -> Option<Self> {
+        LIBRARIES.iter().find_map(|library| Self::from_library(library))
+    }
+
+    fn from_library(library: &CStr) -> Option<Self> {
+        // SAFETY: the name ends with a zero; the library is one that is made to be loaded into any process.
+        let library = NonNull::new(unsafe { dlopen(library.as_ptr(), RTLD_NOW) })?;
+        // SAFETY: the handle is valid and the names end with a zero.
+        let symbol = |name: &CStr| NonNull::new(unsafe { dlsym(library.as_ptr(), name.as_ptr()) });
+        let (create, start, end) = (
+            symbol(c"nvtxDomainCreateA")?,
+            symbol(c"nvtxDomainRangeStartEx")?,
+            symbol(c"nvtxDomainRangeEnd")?,
+        );
+        // SAFETY: these are the functions' types in NVTX 2 and 3.
+        let (create, start, end) = unsafe {
+            (
+                transmute::<*mut c_void, Create>(create.as_ptr()),
+                transmute::<*mut c_void, Start>(start.as_ptr()),
+                transmute::<*mut c_void, End>(end.as_ptr()),
+            )
+        };
+        // SAFETY: the name ends with a zero, and NVTX copies it.
+        let domain = unsafe { create(c"Farandole".as_ptr()) };
+        Some(Self { domain, start, end })
+    }
+
+    /// Begins a range, which may overlap with others.
+    pub fn start(&self, message: &str) -> Range {
+        let message = CString::new(message).unwrap_or_default();
+        let attributes = Attributes {
+            version: VERSION,
+            size: u16::try_from(size_of::<Attributes>()).unwrap_or_default(),
+            category: 0,
+            color_type: 0,
+            color: 0,
+            payload_type: 0,
+            reserved: 0,
+            payload: 0,
+            message_type: ASCII,
+            message: message.as_ptr(),
+        };
+        // SAFETY: the domain is the library's own; the attributes and the message live across the call, and NVTX
+        // keeps neither.
+        Range(unsafe { (self.start)(self.domain, &raw const attributes) })
+    }
+
+    /// Ends it.
+    pub fn end(&self, range: Range) {
+        // SAFETY: the domain is the library's own; an unknown number is ignored.
+        unsafe { (self.end)(self.domain, range.0) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// Writes what it is called with to a file next to itself.
+    const FAKE: &str = r#"
+        #include <stdint.h>
+        #include <stdio.h>
+        #include <string.h>
+        struct attributes { uint16_t version, size; uint32_t category; int32_t color_type; uint32_t color;
+            int32_t payload_type, reserved; uint64_t payload; int32_t message_type; const char *message; };
+        static FILE *out(void) { FILE *f = fopen(OUT, "a"); return f; }
+        void *nvtxDomainCreateA(const char *name) { FILE *f = out(); fprintf(f, "domain %s\n", name); fclose(f); return (void *)7; }
+        uint64_t nvtxDomainRangeStartEx(void *domain, const struct attributes *a) { FILE *f = out();
+            fprintf(f, "start %d %d %d %s\n", (int)(intptr_t)domain, a->size == sizeof *a, a->message_type, a->message);
+            fclose(f); return 41; }
+        void nvtxDomainRangeEnd(void *domain, uint64_t id) { FILE *f = out(); fprintf(f, "end %d %d\n", (int)(intptr_t)domain, (int)id); fclose(f); }
+    "#;
+
+    #[test]
+    fn the_library_is_called_as_its_headers_say() {
+        let folder = tempfile::tempdir().unwrap();
+        let (source, library, calls) =
+            (folder.path().join("fake.c"), folder.path().join("fake.so"), folder.path().join("calls"));
+        std::fs::write(&source, FAKE).unwrap();
+        let define = format!("-DOUT=\"{}\"", calls.display());
+        let built =
+            Command::new("cc").arg("-shared").arg("-fPIC").arg(define).arg("-o").arg(&library).arg(&source);
+        assert!(built.status().unwrap().success(), "this test needs a C compiler, as linking does");
+        let name = CString::new(library.to_str().unwrap()).unwrap();
+        let nvtx = Nvtx::from_library(&name).unwrap();
+        let range = nvtx.start("ALLREDUCE gradient");
+        nvtx.end(range);
+        let calls = std::fs::read_to_string(calls).unwrap();
+        assert_eq!(calls, "domain Farandole\nstart 7 1 1 ALLREDUCE gradient\nend 7 41\n");
+    }
+
+    #[test]
+    fn a_library_that_is_missing_or_another_is_passed_over() {
+        assert!(Nvtx::from_library(c"libdoes-not-exist.so.1").is_none());
+        assert!(Nvtx::from_library(c"libc.so.6").is_none());
+    }
+}
