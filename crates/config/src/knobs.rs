@@ -140,6 +140,10 @@ knobs! {
     peer_timeout: Duration = "5", "PEER_TIMEOUT", Some("--peer-timeout"), true;
     /// Largest fused operation.
     fusion_threshold: u64 = "128MiB", "FUSION_THRESHOLD", Some("--fusion-threshold"), true;
+    /// Tensors of a group are fused with each other only.
+    disable_group_fusion: bool = "0", "DISABLE_GROUP_FUSION", Some("--disable-group-fusion"), true;
+    /// Process sets may be added and removed while the job runs.
+    dynamic_process_sets: bool = "0", "DYNAMIC_PROCESS_SETS", None, true;
     /// Tensors remembered per process set; 0 turns the response cache off.
     cache_capacity: u64 = "1024", "CACHE_CAPACITY", Some("--cache-capacity"), true;
     /// Shared memory between ranks of one host; off means TCP everywhere.
@@ -154,12 +158,6 @@ knobs! {
     stall_check_time: Duration = "60", "STALL_CHECK_TIME_SECONDS", Some("--stall-check-warning-time-seconds"), true;
     /// A tensor waiting this long ends the job; 0 means never.
     stall_shutdown_time: Duration = "0", "STALL_SHUTDOWN_TIME_SECONDS", Some("--stall-check-shutdown-time-seconds"), true;
-    /// File for the timeline of operations; `{rank}` in it stands for the rank, and then every rank writes one. `DYNAMIC` or nothing: none until `start_timeline`.
-    timeline: String = "", "TIMELINE", Some("--timeline-filename"), true;
-    /// Marks every negotiation round in the timeline.
-    timeline_mark_cycles: bool = "0", "TIMELINE_MARK_CYCLES", Some("--timeline-mark-cycles"), true;
-    /// No ranges for NVIDIA's profilers, even where their library is found.
-    disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
     /// File for the timeline of operations; `{rank}` in it stands for the rank, and then every rank writes one. `DYNAMIC` or nothing: none until `start_timeline`.
     timeline: String = "", "TIMELINE", Some("--timeline-filename"), true;
     /// Marks every negotiation round in the timeline.

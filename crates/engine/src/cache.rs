@@ -18,8 +18,16 @@ use crate::signature::Signature;
 pub(crate) struct Agreed {
     pub(crate) name: Arc<str>,
     pub(crate) signature: Signature,
-    /// Allgather: first dimension by member; empty otherwise.
+    /// Row counts, member by member; see [`Call::counts`](crate::signature::Call::counts).
     pub(crate) rows: Vec<u64>,
+}
+
+impl Agreed {
+    /// What one member brings.
+    pub(crate) fn counts_of(&self, member: u32) -> &[u64] {
+        let counts = self.signature.call.counts();
+        self.rows.get(member as usize * counts..).and_then(|rows| rows.get(..counts)).unwrap_or_default()
+    }
 }
 
 /// A cache entry, also after it was dropped: slots are used again, versions are not.

@@ -8,18 +8,17 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Buffer, Place};
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::Mutex;
 
 use crate::callbacks::Callback;
+use crate::check::{self, Place};
 use crate::desk::Submission;
 use crate::hash::{Map, of_names};
 use crate::progress::Inner;
-use crate::set::{Entry, ProcessSet, Shared};
-use crate::signature::{Call, Signature};
+use crate::set::{ProcessSet, Shared};
 use crate::timeline::Tracer;
-use crate::{Cause, Completion, EngineOptions, Error, Handle, Kind, Request, Result, background};
+use crate::{Cause, Completion, EngineOptions, Error, Handle, Request, Result, background};
 
 /// What an engine has done, over all process sets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -289,64 +288,11 @@ impl Engine {
     }
 
     /// What can be told without other ranks.
-    fn check(&self, request: Request, (group, group_size): (u64, u32), since: Instant) -> Result<Submission> {
-        let Request { name, kind, dtype, mut shape, input, output, process_set, ready } = request;
-        let member = self.member(process_set)?;
-        let name: Arc<str> = name.into();
-        let (call, mut rows) = (self.call(&kind, process_set, member)?, 0);
-        let device = self.on_device(&name, &input)?
-            | output.as_ref().map_or(Ok(false), |o| self.on_device(&name, o))?;
-        let elements = shape.iter().fold(1u64, |product, dim| product.saturating_mul(*dim));
-        let expected = elements.saturating_mul(dtype.size() as u64);
-        let wrong = |which, actual: &Buffer| match actual.len() as u64 {
-            actual if actual == expected => Ok(()),
-            actual => Err(Error::BufferSize { which, tensor: Arc::clone(&name), expected, actual }),
-        };
-        wrong("input", &input)?;
-        match (call, &output, shape.first_mut()) {
-            (Call::Allgather, _, None) => return Err(Error::Scalar { tensor: name }),
-            // How long the output must be is known only when all ranks have come.
-            (Call::Allgather, _, Some(first)) => rows = std::mem::take(first),
-            (_, Some(output), _) => wrong("output", output)?,
-            (_, None, _) => {}
-        }
-        let entry = Entry {
-            handle: Handle(0),
-            name,
-            operation: kind.name(),
-            group,
-            rows,
-            input,
-            output,
-            ready,
-            since,
-            asked: None,
-            missing: None,
-        };
-        let signature = Signature { call, dtype, shape, device, group, group_size };
-        Ok(Submission { set: member.index, entry, signature })
-    }
-
-    fn call(&self, kind: &Kind, set: ProcessSetId, member: &Member) -> Result<Call> {
-        Ok(match *kind {
-            Kind::Allreduce { op, prescale, postscale } => {
-                Call::Allreduce { op, prescale: prescale.to_bits(), postscale: postscale.to_bits() }
-            }
-            Kind::Broadcast { root } if !member.ranks.contains(&root) => {
-                return Err(Error::RootNotInSet { root, set });
-            }
-            Kind::Broadcast { root } => Call::Broadcast { root: root.0 },
-            Kind::Allgather => Call::Allgather,
-            Kind::Barrier => Call::Barrier,
-        })
-    }
-
-    fn on_device(&self, name: &Arc<str>, buffer: &Buffer) -> Result<bool> {
-        match buffer.place() {
-            Place::Host => Ok(false),
-            Place::Device(ordinal) if self.devices.contains(&ordinal) => Ok(true),
-            Place::Device(ordinal) => Err(Error::UnknownDevice { tensor: Arc::clone(name), ordinal }),
-        }
+    fn check(&self, request: Request, group: (u64, u32), since: Instant) -> Result<Submission> {
+        let Member { index, ranks } = self.member(request.process_set)?;
+        let place = Place { ranks, me: self.inner.world.rank, devices: &self.devices };
+        let (entry, signature) = check::check(request, &place, group, since)?;
+        Ok(Submission { set: *index, entry, signature })
     }
 }
 

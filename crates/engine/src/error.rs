@@ -7,6 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use farandole_collectives::ReduceOp;
 use farandole_world::{Fault, ProcessSetId, Rank};
 
 use crate::Handle;
@@ -60,11 +61,31 @@ pub enum Error {
         /// Bytes of the buffer.
         actual: u64,
     },
-    /// An allgather needs a first dimension to concatenate along.
-    #[error("allgather needs at least one dimension: {tensor}")]
+    /// Operations on rows need a first dimension.
+    #[error("{operation} needs at least one dimension: {tensor}")]
     Scalar {
+        /// The operation.
+        operation: &'static str,
         /// The tensor.
         tensor: Arc<str>,
+    },
+    /// The operation takes another reduction.
+    #[error("{operation} of {tensor} takes Average or Sum: {op:?}")]
+    Reduction {
+        /// The operation.
+        operation: &'static str,
+        /// The reduction.
+        op: ReduceOp,
+        /// The tensor.
+        tensor: Arc<str>,
+    },
+    /// An all-to-all's splits do not fit the tensor or the process set.
+    #[error("splits of {tensor}: {reason}")]
+    Splits {
+        /// The tensor.
+        tensor: Arc<str>,
+        /// What they must be, and what they are.
+        reason: String,
     },
     /// A group needs members, all of one process set.
     #[error("a group needs at least one member and a single process set: {members} members in {sets} sets")]
@@ -229,6 +250,8 @@ impl Error {
             | Self::RootNotInSet { .. }
             | Self::BufferSize { .. }
             | Self::Scalar { .. }
+            | Self::Reduction { .. }
+            | Self::Splits { .. }
             | Self::Group { .. }
             | Self::UnknownDevice { .. }
             | Self::UnknownHandle { .. }

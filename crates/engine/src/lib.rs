@@ -36,6 +36,7 @@
 mod background;
 mod cache;
 mod callbacks;
+mod check;
 mod desk;
 mod engine;
 mod error;

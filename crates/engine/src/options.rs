@@ -90,6 +90,8 @@ pub struct Settings {
     pub collective_timeout: Duration,
     /// Bytes up to which tensors are fused; 0 turns fusion off.
     pub fusion_threshold: u64,
+    /// Whether tensors of a group may be fused with others.
+    pub group_fusion: bool,
     /// Tensors remembered per process set; 0 turns the cache off.
     pub cache_capacity: usize,
     /// Busy-waiting before a waiting thread sleeps.
@@ -108,6 +110,7 @@ impl From<&Config> for Settings {
         Self {
             collective_timeout: config.collective_timeout,
             fusion_threshold: config.fusion_threshold,
+            group_fusion: !config.disable_group_fusion,
             cache_capacity: usize::try_from(config.cache_capacity).unwrap_or(usize::MAX),
             spin: config.spin,
             stall_check: check,

@@ -19,7 +19,7 @@ impl fmt::Display for Handle {
 }
 
 /// Which collective.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Kind {
     /// `output = postscale * reduce(prescale * input)`.
     Allreduce {
@@ -37,6 +37,21 @@ pub enum Kind {
     },
     /// Inputs concatenated along the first dimension in rank order; first dimensions may differ.
     Allgather,
+    /// Rows of the input dealt out to the members in set order; the output holds what they dealt to this one.
+    Alltoall {
+        /// Rows for each member, all rows of the input; `None`: as many for each.
+        splits: Option<Vec<u64>>,
+    },
+    /// As `Allreduce` by `Average` or `Sum`, but every member gets its own rows only: rows are dealt out evenly in set
+    /// order, and what is left over goes to the first members, one row each.
+    Reducescatter {
+        /// How elements combine; `Average` divides by the size of the process set.
+        op: ReduceOp,
+        /// Multiplies inputs.
+        prescale: f64,
+        /// Multiplies the result.
+        postscale: f64,
+    },
     /// Nothing but the meeting.
     Barrier,
 }
@@ -48,6 +63,8 @@ impl Kind {
             Self::Allreduce { .. } => "allreduce",
             Self::Broadcast { .. } => "broadcast",
             Self::Allgather => "allgather",
+            Self::Alltoall { .. } => "alltoall",
+            Self::Reducescatter { .. } => "reducescatter",
             Self::Barrier => "barrier",
         }
     }
@@ -107,6 +124,7 @@ impl fmt::Debug for Request {
 pub struct Completion {
     /// The output, when the request brought none; host memory.
     pub output: Option<Memory>,
-    /// Allgather: first dimension of each member's input, in set order. Empty otherwise.
+    /// Allgather: first dimension of each member's input, in set order. Alltoall: rows received from each member.
+    /// Empty otherwise.
     pub rows: Vec<u64>,
 }

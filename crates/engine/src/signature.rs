@@ -12,9 +12,24 @@ use crate::wire::{Malformed, Read, Reader, Writer};
 /// A collective with its factors as bits, so that equality means agreement. The root is a rank of the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
-    Allreduce { op: ReduceOp, prescale: u64, postscale: u64 },
-    Broadcast { root: u32 },
+    Allreduce {
+        op: ReduceOp,
+        prescale: u64,
+        postscale: u64,
+    },
+    Broadcast {
+        root: u32,
+    },
     Allgather,
+    /// Among so many members.
+    Alltoall {
+        members: u32,
+    },
+    Reducescatter {
+        op: ReduceOp,
+        prescale: u64,
+        postscale: u64,
+    },
     Barrier,
 }
 
@@ -24,13 +39,34 @@ impl Call {
             Self::Allreduce { .. } => "allreduce",
             Self::Broadcast { .. } => "broadcast",
             Self::Allgather => "allgather",
+            Self::Alltoall { .. } => "alltoall",
+            Self::Reducescatter { .. } => "reducescatter",
             Self::Barrier => "barrier",
+        }
+    }
+
+    /// Row counts that every member brings beside its signature: of its input, or of each block of it.
+    pub(crate) const fn counts(&self) -> usize {
+        match self {
+            Self::Allgather => 1,
+            Self::Alltoall { members } => *members as usize,
+            _ => 0,
+        }
+    }
+
+    /// Reduction and factors.
+    pub(crate) const fn reduction(&self) -> Option<(ReduceOp, u64, u64)> {
+        match *self {
+            Self::Allreduce { op, prescale, postscale } | Self::Reducescatter { op, prescale, postscale } => {
+                Some((op, prescale, postscale))
+            }
+            _ => None,
         }
     }
 }
 
-/// What must be equal on all ranks. The first dimension of an allgather is not: it counts as 0 here and travels as
-/// `rows` beside the signature.
+/// What must be equal on all ranks. The first dimension of an allgather or alltoall is not: it counts as 0 here, and
+/// row counts travel as `rows` beside the signature.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Signature {
     pub(crate) call: Call,
@@ -45,10 +81,19 @@ pub(crate) struct Signature {
 }
 
 impl Signature {
-    /// Bytes of one row of an allgather, of the whole tensor otherwise. Saturates.
+    /// Bytes of one row where rows are counted beside the signature, of the whole tensor otherwise. Saturates.
     pub(crate) fn unit_bytes(&self) -> u64 {
-        let skip = usize::from(self.call == Call::Allgather);
-        let elements = self.shape.iter().skip(skip).fold(1u64, |product, dim| product.saturating_mul(*dim));
+        self.bytes_beyond(usize::from(self.call.counts() > 0))
+    }
+
+    /// Bytes of one row. Saturates.
+    pub(crate) fn row_bytes(&self) -> u64 {
+        self.bytes_beyond(1)
+    }
+
+    fn bytes_beyond(&self, dimensions: usize) -> u64 {
+        let elements =
+            self.shape.iter().skip(dimensions).fold(1u64, |product, dim| product.saturating_mul(*dim));
         elements.saturating_mul(self.dtype.size() as u64)
     }
 
@@ -66,6 +111,16 @@ impl Signature {
             }
             Call::Allgather => writer.byte(2),
             Call::Barrier => writer.byte(3),
+            Call::Alltoall { members } => {
+                writer.byte(4);
+                writer.number(members.into());
+            }
+            Call::Reducescatter { op, prescale, postscale } => {
+                writer.byte(5);
+                writer.byte(op as u8);
+                writer.fixed(prescale);
+                writer.fixed(postscale);
+            }
         }
         writer.byte(self.dtype as u8);
         writer.numbers(self.shape.iter().copied());
@@ -79,13 +134,17 @@ impl Signature {
     pub(crate) fn decode(reader: &mut Reader<'_>) -> Read<Self> {
         let call = match reader.byte()? {
             0 => {
-                let op = reader.byte()?;
-                let op = ReduceOp::from_wire(op).ok_or(Malformed::Tag(op))?;
+                let op = reduce_op(reader)?;
                 Call::Allreduce { op, prescale: reader.fixed()?, postscale: reader.fixed()? }
             }
             1 => Call::Broadcast { root: reader.small()? },
             2 => Call::Allgather,
             3 => Call::Barrier,
+            4 => Call::Alltoall { members: reader.small()? },
+            5 => {
+                let op = reduce_op(reader)?;
+                Call::Reducescatter { op, prescale: reader.fixed()?, postscale: reader.fixed()? }
+            }
             other => return Err(Malformed::Tag(other)),
         };
         let dtype = reader.byte()?;
@@ -98,31 +157,35 @@ impl Signature {
     }
 }
 
-/// `allreduce Sum of float32 [2, 3] on the host`; the first dimension of an allgather is shown as `..`.
+fn reduce_op(reader: &mut Reader<'_>) -> Read<ReduceOp> {
+    let op = reader.byte()?;
+    ReduceOp::from_wire(op).ok_or(Malformed::Tag(op))
+}
+
+/// `allreduce Sum of float32 [2, 3] on the host`; a first dimension that may differ is shown as `..`.
 impl fmt::Display for Signature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.call.name())?;
-        if let Call::Allreduce { op, .. } = self.call {
+        if let Some((op, ..)) = self.call.reduction() {
             write!(f, " {op:?}")?;
         }
         write!(f, " of {} [", self.dtype)?;
         for (index, dim) in self.shape.iter().enumerate() {
             let comma = if index > 0 { ", " } else { "" };
-            match (self.call, index) {
-                (Call::Allgather, 0) => f.write_str("..")?,
+            match index {
+                0 if self.call.counts() > 0 => f.write_str("..")?,
                 _ => write!(f, "{comma}{dim}")?,
             }
         }
         f.write_str(if self.device { "] on a device" } else { "] on the host" })?;
-        match self.call {
-            Call::Allreduce { prescale, postscale, .. } => {
-                let (prescale, postscale) = (f64::from_bits(prescale), f64::from_bits(postscale));
-                if (prescale, postscale) != (1.0, 1.0) {
-                    write!(f, ", factors {prescale} and {postscale}")?;
-                }
+        if let Some((_, prescale, postscale)) = self.call.reduction() {
+            let (prescale, postscale) = (f64::from_bits(prescale), f64::from_bits(postscale));
+            if (prescale, postscale) != (1.0, 1.0) {
+                write!(f, ", factors {prescale} and {postscale}")?;
             }
-            Call::Broadcast { root } => write!(f, " from rank {root}")?,
-            Call::Allgather | Call::Barrier => {}
+        }
+        if let Call::Broadcast { root } = self.call {
+            write!(f, " from rank {root}")?;
         }
         if self.group_size > 0 {
             write!(f, ", in a group of {}", self.group_size)?;
@@ -153,11 +216,13 @@ pub(crate) mod tests {
     proptest! {
         #[test]
         fn signatures_survive_the_wire(shape in prop::collection::vec(any::<u64>(), 0..6), root: u32, device: bool,
-            group: u64, group_size in 0u32..3, dtype in 0usize..15, which in 0u8..4, factor: u64) {
+            group: u64, group_size in 0u32..3, dtype in 0usize..15, which in 0u8..6, factor: u64) {
             let call = match which {
                 0 => Call::Allreduce { op: ReduceOp::Max, prescale: factor, postscale: !factor },
                 1 => Call::Broadcast { root },
                 2 => Call::Allgather,
+                3 => Call::Alltoall { members: root },
+                4 => Call::Reducescatter { op: ReduceOp::Sum, prescale: !factor, postscale: factor },
                 _ => Call::Barrier,
             };
             let group = if group_size > 0 { group } else { 0 };

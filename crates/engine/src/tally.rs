@@ -12,7 +12,7 @@ use crate::cache::{Agreed, CacheId};
 use crate::signature::{Call, Signature};
 use crate::wire::{Malformed, Read, Reader, Writer};
 
-/// What some members want, who they are, and for an allgather how many rows each of them brings.
+/// What some members want, who they are, and the row counts that each of them brings, member by member.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Variant {
     pub(crate) signature: Signature,
@@ -102,8 +102,7 @@ impl Wish {
         match self {
             Self::Told(variants) => variants,
             Self::Known(_, entry) => {
-                let rows =
-                    members.iter().filter_map(|member| entry.rows.get(*member as usize)).copied().collect();
+                let rows = members.iter().flat_map(|member| entry.counts_of(*member)).copied().collect();
                 vec![Variant { signature: entry.signature.clone(), members: members.to_vec(), rows }]
             }
         }
@@ -138,8 +137,13 @@ impl Variant {
         let all = self.members.len() == subtree.len();
         let listed = if all { &[][..] } else { &order[..] };
         writer.numbers(listed.iter().map(|at| u64::from(self.members[*at])));
-        if self.signature.call == Call::Allgather {
-            writer.numbers(order.iter().map(|at| self.rows.get(*at).copied().unwrap_or_default()));
+        let counts = self.signature.call.counts();
+        if counts > 0 {
+            writer.number((order.len() * counts) as u64);
+            for at in order {
+                let rows = self.rows.get(at * counts..(at + 1) * counts).unwrap_or_default();
+                rows.iter().for_each(|rows| writer.number(*rows));
+            }
         }
     }
 
@@ -155,8 +159,9 @@ impl Variant {
                 .map(|number| known(number).ok_or(Malformed::Member(number)))
                 .collect::<Read<_>>()?
         };
-        let rows = if signature.call == Call::Allgather { reader.numbers()? } else { Vec::new() };
-        if signature.call == Call::Allgather && rows.len() != members.len() {
+        let counts = signature.call.counts();
+        let rows = if counts > 0 { reader.numbers()? } else { Vec::new() };
+        if Some(rows.len()) != members.len().checked_mul(counts) {
             return Err(Malformed::Rows(rows.len()));
         }
         Ok(Self { signature, members, rows })
@@ -168,10 +173,12 @@ pub(crate) fn verdict(name: &Arc<str>, mut variants: Vec<Variant>, ranks: &[Rank
     if variants.len() == 1
         && let Some(variant) = variants.pop()
     {
-        let mut rows = vec![0; variant.rows.len()];
-        for (member, row) in variant.members.iter().zip(&variant.rows) {
-            if let Some(place) = rows.get_mut(*member as usize) {
-                *place = *row;
+        let counts = variant.signature.call.counts();
+        let mut rows = vec![0; counts * ranks.len()];
+        for (member, given) in variant.members.iter().zip(variant.rows.chunks_exact(counts.max(1))) {
+            let first = *member as usize * counts;
+            if let Some(place) = rows.get_mut(first..first + counts) {
+                place.copy_from_slice(given);
             }
         }
         return Ok(Agreed { name: Arc::clone(name), signature: variant.signature, rows });
@@ -209,13 +216,13 @@ const RULES: [Rule; 8] = [
     ("data types", |signature| Part::Number(signature.dtype as u64)),
     ("operations", |signature| Part::List(signature.call.name().bytes().map(u64::from).collect())),
     ("{} tensor shapes", |signature| Part::List(signature.shape.clone())),
-    ("prescale and/or postscale factors", |signature| match signature.call {
-        Call::Allreduce { prescale, postscale, .. } => Part::Pair(prescale, postscale),
-        _ => Part::Number(0),
+    ("prescale and/or postscale factors", |signature| match signature.call.reduction() {
+        Some((_, prescale, postscale)) => Part::Pair(prescale, postscale),
+        None => Part::Number(0),
     }),
-    ("reduction operation", |signature| match signature.call {
-        Call::Allreduce { op, .. } => Part::Number(op as u64),
-        _ => Part::Number(0),
+    ("reduction operation", |signature| match signature.call.reduction() {
+        Some((op, ..)) => Part::Number(op as u64),
+        None => Part::Number(0),
     }),
     ("{} root ranks", |signature| match signature.call {
         Call::Broadcast { root } => Part::Number(root.into()),

@@ -28,10 +28,12 @@ fn options(id: u32) -> EngineOptions {
         settings: Settings {
             collective_timeout: Duration::from_secs(20),
             fusion_threshold: 0,
+            group_fusion: true,
             cache_capacity: 0,
             spin: Duration::ZERO,
             stall_check: None,
             stall_shutdown: None,
+            nvtx: false,
         },
         host: Arc::new(Awake),
         sets: vec![SetOptions {

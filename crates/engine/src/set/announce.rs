@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use super::{Entry, ProcessSet, Step, Stop, kind};
 use crate::cache::CacheId;
-use crate::signature::{Call, Signature};
+use crate::signature::Signature;
 use crate::tally::{Tally, Variant, Wish};
 use crate::wire::{Malformed, Reader, Writer};
 
@@ -20,13 +20,12 @@ impl ProcessSet {
         let me = self.tree.me;
         if let Some((id, agreed)) = self.cache.find(&entry.name)
             && agreed.signature == signature
-            && agreed.rows.get(me as usize).is_none_or(|rows| *rows == entry.rows)
+            && agreed.counts_of(me) == entry.rows
         {
             self.statistics.cache_hits += 1;
             return Wish::Known(id, Arc::clone(agreed));
         }
-        let rows = if signature.call == Call::Allgather { vec![entry.rows] } else { Vec::new() };
-        Wish::Told(vec![Variant { signature, members: vec![me], rows }])
+        Wish::Told(vec![Variant { signature, members: vec![me], rows: entry.rows.clone() }])
     }
 
     /// One source wants a tensor. When all sources do, it goes up, or at the coordinator, is decided.

@@ -3,6 +3,7 @@
 
 //! The coordinator: judges tensors that everybody announced, keeps groups together, fuses.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::{Finished, ProcessSet, Step, kind};
@@ -116,7 +117,8 @@ impl ProcessSet {
             return Ok(false);
         }
         let decisions = std::mem::take(&mut self.coordinator.decisions);
-        let plan = fuse(decisions, self.options.settings.fusion_threshold);
+        let settings = &self.options.settings;
+        let plan = fuse(decisions, settings.fusion_threshold, settings.group_fusion);
         let mut frame = std::mem::take(&mut self.scratch);
         frame.clear();
         let number = self.lists + 1;
@@ -131,24 +133,30 @@ impl ProcessSet {
 /// Bytes an operation moves for this tensor.
 fn bytes(agreed: &Agreed) -> u64 {
     let unit = agreed.signature.unit_bytes();
-    match agreed.signature.call {
-        Call::Allgather => {
-            agreed.rows.iter().fold(0u64, |sum, rows| sum.saturating_add(*rows)).saturating_mul(unit)
-        }
-        _ => unit,
+    if agreed.signature.call.counts() == 0 {
+        return unit;
     }
+    agreed.rows.iter().fold(0u64, |sum, rows| sum.saturating_add(*rows)).saturating_mul(unit)
 }
 
-/// Whether two tensors may share an operation.
-fn fit(one: &Signature, two: &Signature) -> bool {
-    one.call == two.call && one.dtype == two.dtype && one.device == two.device && one.call != Call::Barrier
+/// Whether two tensors may share an operation. Without `across`, groups keep to themselves.
+fn fit(one: &Signature, two: &Signature, across: bool) -> bool {
+    !matches!(one.call, Call::Barrier | Call::Alltoall { .. })
+        && one.call == two.call
+        && one.dtype == two.dtype
+        && one.device == two.device
+        && (across || (one.group, one.group_size) == (two.group, two.group_size))
 }
 
-/// Joins tensors in order of readiness: each goes into the last operation of its kind if it has room.
-fn fuse(decisions: Vec<Decision>, threshold: u64) -> Vec<Planned> {
+/// Operations of one kind that are looked at for room before a new one is begun.
+const LOOK_BACK: usize = 4;
+
+/// Joins tensors in order of readiness: each goes into the first operation of its kind that has room, among the last
+/// few. So a tensor too large for an operation does not keep later ones from it.
+fn fuse(decisions: Vec<Decision>, threshold: u64, across: bool) -> Vec<Planned> {
     let mut plan: Vec<Planned> = Vec::with_capacity(decisions.len());
-    // The last operation of each kind: its place in the plan, and its bytes.
-    let mut open: Vec<(usize, u64)> = Vec::new();
+    // Operations with room: of each kind, the places in the plan with their bytes.
+    let mut kinds: Vec<VecDeque<(usize, u64)>> = Vec::new();
     for decision in decisions {
         let ready = match decision {
             Decision::Run(ready) => ready,
@@ -158,22 +166,28 @@ fn fuse(decisions: Vec<Decision>, threshold: u64) -> Vec<Planned> {
             }
         };
         let (bytes, next) = (bytes(&ready.agreed), plan.len());
-        let kind = open.iter_mut().find_map(|entry| match &mut plan[entry.0] {
-            Planned::Run(operation) if fit(&operation[0].agreed.signature, &ready.agreed.signature) => {
-                Some(entry)
+        let kind = kinds.iter_mut().find(|open| match open.front().and_then(|(index, _)| plan.get(*index)) {
+            Some(Planned::Run(operation)) => {
+                fit(&operation[0].agreed.signature, &ready.agreed.signature, across)
             }
-            _ => None,
+            _ => false,
         });
-        match kind {
-            None => open.push((next, bytes)),
-            Some(entry) if entry.1.saturating_add(bytes) > threshold => *entry = (next, bytes),
-            Some((index, sum)) => {
-                *sum += bytes;
-                if let Planned::Run(operation) = &mut plan[*index] {
-                    operation.push(ready);
-                    continue;
-                }
-            }
+        let Some(open) = kind else {
+            kinds.push(VecDeque::from([(next, bytes)]));
+            plan.push(Planned::Run(vec![ready]));
+            continue;
+        };
+        let room = open.iter_mut().find(|(_, sum)| sum.saturating_add(bytes) <= threshold);
+        if let Some((index, sum)) = room
+            && let Planned::Run(operation) = &mut plan[*index]
+        {
+            *sum += bytes;
+            operation.push(ready);
+            continue;
+        }
+        open.push_back((next, bytes));
+        if open.len() > LOOK_BACK {
+            open.pop_front();
         }
         plan.push(Planned::Run(vec![ready]));
     }
@@ -212,18 +226,45 @@ mod tests {
             ready("d", plain(&[2])),
             ready("e", double),
         ];
-        assert_eq!(names(&fuse(decisions, 16)), ["ac", "b", "d", "e"]);
+        assert_eq!(names(&fuse(decisions, 16, true)), ["ac", "b", "d", "e"]);
     }
 
     #[test]
     fn a_threshold_of_zero_fuses_nothing() {
         let decisions = vec![ready("a", plain(&[2])), ready("b", plain(&[2]))];
-        assert_eq!(names(&fuse(decisions, 0)), ["a", "b"]);
+        assert_eq!(names(&fuse(decisions, 0, true)), ["a", "b"]);
     }
 
     #[test]
     fn a_tensor_above_the_threshold_runs_alone() {
         let decisions = vec![ready("a", plain(&[100])), ready("b", plain(&[1])), ready("c", plain(&[1]))];
-        assert_eq!(names(&fuse(decisions, 16)), ["a", "bc"]);
+        assert_eq!(names(&fuse(decisions, 16, true)), ["a", "bc"]);
+    }
+
+    #[test]
+    fn a_tensor_that_does_not_fit_keeps_no_later_one_from_room_before_it() {
+        let sizes = [("a", 2), ("b", 3), ("c", 2), ("d", 1)];
+        let decisions = sizes.map(|(name, size)| ready(name, plain(&[size]))).into();
+        assert_eq!(names(&fuse(decisions, 16, true)), ["ac", "bd"]);
+    }
+
+    #[test]
+    fn groups_keep_to_themselves_where_that_is_asked_for() {
+        let grouped = |group| Signature { group, group_size: 2, ..plain(&[1]) };
+        let decisions = || {
+            let tensors = [("a", grouped(7)), ("x", plain(&[1])), ("b", grouped(7)), ("c", grouped(8))];
+            tensors.map(|(name, signature)| ready(name, signature)).into()
+        };
+        assert_eq!(names(&fuse(decisions(), 64, false)), ["ab", "x", "c"]);
+        assert_eq!(names(&fuse(decisions(), 64, true)), ["axbc"]);
+    }
+
+    #[test]
+    fn barriers_and_all_to_alls_run_alone() {
+        let of = |call| Signature { call, ..plain(&[0, 1]) };
+        for call in [Call::Barrier, Call::Alltoall { members: 2 }] {
+            let decisions = vec![ready("a", of(call)), ready("b", of(call))];
+            assert_eq!(names(&fuse(decisions, 64, true)), ["a", "b"]);
+        }
     }
 }

@@ -146,8 +146,9 @@ impl Execution {
     /// Hands batches to the communicator, in order, as far as their inputs are there.
     fn start(&mut self, shared: &Shared, members: &[Rank], finished: &mut Vec<Finished>) -> Step<bool> {
         let before = self.started;
+        let place = self.communicator.as_ref().map_or((0, 1), |all| (all.member(), all.size()));
         while let Some(batch) = self.batches.get_mut(self.started) {
-            if !batch.load(shared)? {
+            if !batch.load(shared, place)? {
                 let copies = batch.loaded;
                 batch.enter(if copies { MEMCPY_IN_HOST_BUFFER } else { WAIT_FOR_DATA });
                 break;
@@ -155,7 +156,7 @@ impl Execution {
             let token = Token(self.first + self.started as u64);
             self.started += 1;
             let Some(communicator) = &mut self.communicator else { break };
-            let operation = batch.operation(members);
+            let operation = batch.operation(members, communicator.member());
             match communicator.submit(token, operation) {
                 Ok(()) => {
                     batch.state = State::Running;
@@ -189,11 +190,12 @@ impl Execution {
     /// Completes what the communicator is done with.
     fn finish(&mut self, shared: &Shared, finished: &mut Vec<Finished>) -> Step<bool> {
         let mut moved = false;
+        let me = self.communicator.as_ref().map_or(0, |all| all.member());
         for batch in self.batches.iter_mut().take(self.started) {
             if batch.store(shared)? {
                 moved = true;
                 batch.state = State::Done;
-                finished.extend(batch.parts.drain(..).map(Part::completed));
+                finished.extend(batch.parts.drain(..).map(|part| part.completed(me)));
                 if let Some(span) = batch.span.take() {
                     span.complete();
                 }
@@ -222,7 +224,7 @@ fn all_ready(events: &mut Vec<Box<dyn Event>>) -> Result<bool, CollectiveError> 
 
 impl Batch {
     /// Whether all inputs are where the communicator can read them; starts the copies that are missing.
-    fn load(&mut self, shared: &Shared) -> Step<bool> {
+    fn load(&mut self, shared: &Shared, (me, members): (usize, usize)) -> Step<bool> {
         for part in &mut self.parts {
             if let Some(event) = &part.entry.ready {
                 if !event.is_ready()? {
@@ -235,7 +237,7 @@ impl Batch {
         if !self.loaded {
             self.loaded = true;
             for part in &mut self.parts {
-                events.extend(part.load(shared)?);
+                events.extend(part.load(shared, me, members)?);
             }
         }
         Ok(all_ready(events)?)
@@ -259,8 +261,9 @@ impl Batch {
         Ok(all_ready(events)?)
     }
 
-    fn operation(&mut self, members: &[Rank]) -> Operation {
-        let segments = self.parts.iter_mut().filter_map(|part| part.segment.take()).collect();
+    fn operation(&mut self, members: &[Rank], me: usize) -> Operation {
+        let mut segments: Vec<Segment> =
+            self.parts.iter_mut().filter_map(|part| part.segment.take()).collect();
         let Some(first) = self.parts.first() else { return Operation::Barrier };
         let signature = &first.agreed.signature;
         match signature.call {
@@ -279,6 +282,28 @@ impl Batch {
                 let bytes = self.parts.iter().map(|part| bytes_by_member(&part.agreed)).collect();
                 Operation::Allgather { segments, bytes }
             }
+            Call::Alltoall { .. } => {
+                let Some(segment) = segments.pop() else { return Operation::Barrier };
+                let agreed = &first.agreed;
+                let sends = sent(agreed, me).map(|rows| bytes_of(agreed, rows)).collect();
+                let receives = received(agreed, me).map(|rows| bytes_of(agreed, rows)).collect();
+                Operation::Alltoall { segment, sends, receives }
+            }
+            Call::Reducescatter { op, prescale, postscale } => {
+                let parts = |part: &Part| {
+                    let rows = (0..members.len()).map(|member| own_rows(&part.agreed, member, members.len()));
+                    let unit = part.agreed.signature.row_bytes();
+                    rows.map(|rows| to_usize(rows.saturating_mul(unit))).collect()
+                };
+                Operation::Reducescatter {
+                    dtype: signature.dtype,
+                    op,
+                    prescale: f64::from_bits(prescale),
+                    postscale: f64::from_bits(postscale),
+                    bytes: self.parts.iter().map(parts).collect(),
+                    segments,
+                }
+            }
             Call::Barrier => Operation::Barrier,
         }
     }
@@ -293,9 +318,39 @@ impl Batch {
     }
 }
 
+fn to_usize(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+fn bytes_of(agreed: &Agreed, rows: u64) -> usize {
+    to_usize(rows.saturating_mul(agreed.signature.unit_bytes()))
+}
+
 fn bytes_by_member(agreed: &Agreed) -> Vec<usize> {
-    let unit = agreed.signature.unit_bytes();
-    agreed.rows.iter().map(|rows| usize::try_from(rows.saturating_mul(unit)).unwrap_or(usize::MAX)).collect()
+    agreed.rows.iter().map(|rows| bytes_of(agreed, *rows)).collect()
+}
+
+/// Rows that `me` sends to each member in an alltoall.
+fn sent(agreed: &Agreed, me: usize) -> impl Iterator<Item = u64> + '_ {
+    let members = agreed.signature.call.counts();
+    agreed.rows.iter().skip(me * members).take(members).copied()
+}
+
+/// Rows that `me` receives from each member in an alltoall.
+fn received(agreed: &Agreed, me: usize) -> impl Iterator<Item = u64> + '_ {
+    agreed.rows.iter().skip(me).step_by(agreed.signature.call.counts().max(1)).copied()
+}
+
+/// Rows of a reducescatter's result that `member` of so many gets.
+fn own_rows(agreed: &Agreed, member: usize, members: usize) -> u64 {
+    let rows = agreed.signature.shape.first().copied().unwrap_or_default();
+    share_of(rows, member, members)
+}
+
+/// Rows dealt out evenly, what is left over to the first.
+pub(crate) fn share_of(rows: u64, member: usize, members: usize) -> u64 {
+    let (member, members) = (member as u64, members.max(1) as u64);
+    rows / members + u64::from(member < rows % members)
 }
 
 /// The device a buffer is on.
@@ -308,7 +363,12 @@ fn device(shared: &Shared, buffer: &Buffer) -> Result<Option<Arc<dyn Device>>, C
 
 impl Part {
     /// Prepares the segment; the copy of a device's input is under way afterwards.
-    fn load(&mut self, shared: &Shared) -> Result<Option<Box<dyn Event>>, CollectiveError> {
+    fn load(
+        &mut self,
+        shared: &Shared,
+        me: usize,
+        members: usize,
+    ) -> Result<Option<Box<dyn Event>>, CollectiveError> {
         let call = self.agreed.signature.call;
         if call == Call::Barrier {
             return Ok(None);
@@ -323,6 +383,11 @@ impl Part {
         };
         let bytes = match call {
             Call::Allgather => bytes_by_member(&self.agreed).iter().sum(),
+            Call::Alltoall { .. } => bytes_of(&self.agreed, received(&self.agreed, me).sum()),
+            Call::Reducescatter { .. } => {
+                let rows = own_rows(&self.agreed, me, members);
+                to_usize(rows.saturating_mul(self.agreed.signature.row_bytes()))
+            }
             _ => input.len(),
         };
         let output = self.output(shared, bytes)?;
@@ -364,14 +429,16 @@ impl Part {
         }
     }
 
-    fn completed(self) -> Finished {
+    fn completed(self, me: usize) -> Finished {
         let Entry { handle, name, output, .. } = self.entry;
+        let rows = match self.agreed.signature.call {
+            Call::Allgather => self.agreed.rows.clone(),
+            Call::Alltoall { .. } => received(&self.agreed, me).collect(),
+            _ => Vec::new(),
+        };
         let result = match self.misfit {
             Some(error) => Err(error),
-            None => Ok(Completion {
-                output: self.allocated.filter(|_| output.is_none()),
-                rows: self.agreed.rows.clone(),
-            }),
+            None => Ok(Completion { output: self.allocated.filter(|_| output.is_none()), rows }),
         };
         Finished { handle, name, result }
     }

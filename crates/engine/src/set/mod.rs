@@ -14,6 +14,8 @@ mod watch;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use execute::share_of;
+
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -56,7 +58,8 @@ pub(crate) struct Entry {
     pub(crate) name: Arc<str>,
     pub(crate) operation: &'static str,
     pub(crate) group: u64,
-    pub(crate) rows: u64,
+    /// Row counts that this member brings; see [`Call::counts`](crate::signature::Call::counts).
+    pub(crate) rows: Vec<u64>,
     pub(crate) input: Buffer,
     pub(crate) output: Option<Buffer>,
     pub(crate) ready: Option<Box<dyn Event>>,

@@ -117,6 +117,7 @@ impl Simulation {
                 settings: Arc::clone(&settings),
                 devices: Arc::from([]),
                 observer: Arc::new(Silent),
+                tracer: Arc::new(crate::timeline::Tracer::new(false)),
             };
             ProcessSet::new(options, shared).unwrap()
         };
@@ -133,7 +134,11 @@ impl Simulation {
             name: name.into(),
             operation: Kind::Barrier.name(),
             group: signature.group,
-            rows,
+            rows: if matches!(signature.call, crate::signature::Call::Allgather) {
+                vec![rows]
+            } else {
+                Vec::new()
+            },
             input: Memory::new(usize::try_from(bytes).unwrap()).buffer(),
             output: None,
             ready: None,
@@ -166,10 +171,12 @@ fn settings(capacity: usize) -> Settings {
     Settings {
         collective_timeout: std::time::Duration::from_secs(60),
         fusion_threshold: 1 << 20,
+        group_fusion: true,
         cache_capacity: capacity,
         spin: std::time::Duration::ZERO,
         stall_check: None,
         stall_shutdown: None,
+        nvtx: false,
     }
 }
 

@@ -76,6 +76,7 @@ pub(crate) fn settings() -> Settings {
     Settings {
         collective_timeout: LIMIT,
         fusion_threshold: 1 << 20,
+        group_fusion: true,
         cache_capacity: 64,
         spin: Duration::from_micros(200),
         stall_check: None,

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What can be told of a request without other ranks; then what they must agree on, and what is this rank's own.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use farandole_collectives::{Buffer, DataType, Place as Where, ReduceOp};
+use farandole_world::{ProcessSetId, Rank};
+
+use crate::set::{Entry, share_of};
+use crate::signature::{Call, Signature};
+use crate::{Error, Handle, Kind, Request, Result};
+
+/// Who asks.
+pub(crate) struct Place<'a> {
+    /// Members of the process set.
+    pub(crate) ranks: &'a [Rank],
+    /// This rank, one of them.
+    pub(crate) me: Rank,
+    /// Ordinals of devices whose memory may be named.
+    pub(crate) devices: &'a [u32],
+}
+
+/// Splits a request into this rank's part and everybody's.
+pub(crate) fn check(
+    request: Request,
+    place: &Place<'_>,
+    (group, group_size): (u64, u32),
+    since: Instant,
+) -> Result<(Entry, Signature)> {
+    let Request { name, kind, dtype, mut shape, input, output, process_set, ready } = request;
+    let name: Arc<str> = name.into();
+    let operation = kind.name();
+    let device = place.is_device(&name, &input)?
+        | output.as_ref().map_or(Ok(false), |output| place.is_device(&name, output))?;
+    size("input", &name, &input, bytes(&shape, dtype))?;
+    let (call, rows) = match kind {
+        Kind::Allreduce { op, prescale, postscale } => {
+            let call = Call::Allreduce { op, prescale: prescale.to_bits(), postscale: postscale.to_bits() };
+            (call, Vec::new())
+        }
+        Kind::Broadcast { root } => (place.broadcast(root, process_set)?, Vec::new()),
+        Kind::Allgather => (Call::Allgather, vec![first(&mut shape, operation, &name)?]),
+        Kind::Alltoall { splits } => {
+            let members = u32::try_from(place.ranks.len()).unwrap_or(u32::MAX);
+            let rows = first(&mut shape, operation, &name)?;
+            (Call::Alltoall { members }, deal(splits, rows, place.ranks.len(), &name)?)
+        }
+        Kind::Reducescatter { op, prescale, postscale } => {
+            if shape.is_empty() {
+                return Err(Error::Scalar { operation, tensor: name });
+            }
+            if !matches!(op, ReduceOp::Average | ReduceOp::Sum) {
+                return Err(Error::Reduction { operation, op, tensor: name });
+            }
+            let (prescale, postscale) = (prescale.to_bits(), postscale.to_bits());
+            (Call::Reducescatter { op, prescale, postscale }, Vec::new())
+        }
+        Kind::Barrier => (Call::Barrier, Vec::new()),
+    };
+    let signature = Signature { call, dtype, shape, device, group, group_size };
+    if let Some(output) = &output
+        && let Some(expected) = place.output_bytes(&signature)
+    {
+        size("output", &name, output, expected)?;
+    }
+    let entry = Entry {
+        handle: Handle(0),
+        name,
+        operation,
+        group,
+        rows,
+        input,
+        output,
+        ready,
+        since,
+        asked: None,
+        missing: None,
+    };
+    Ok((entry, signature))
+}
+
+impl Place<'_> {
+    fn broadcast(&self, root: Rank, set: ProcessSetId) -> Result<Call> {
+        match self.ranks.contains(&root) {
+            true => Ok(Call::Broadcast { root: root.0 }),
+            false => Err(Error::RootNotInSet { root, set }),
+        }
+    }
+
+    /// What the output must have. Where rows are counted, that is known only when all ranks have come.
+    fn output_bytes(&self, signature: &Signature) -> Option<u64> {
+        match signature.call {
+            Call::Allgather | Call::Alltoall { .. } => None,
+            Call::Reducescatter { .. } => {
+                let rows = signature.shape.first().copied().unwrap_or_default();
+                let member = self.ranks.iter().position(|rank| *rank == self.me).unwrap_or_default();
+                Some(share_of(rows, member, self.ranks.len()).saturating_mul(signature.row_bytes()))
+            }
+            _ => Some(signature.unit_bytes()),
+        }
+    }
+
+    fn is_device(&self, name: &Arc<str>, buffer: &Buffer) -> Result<bool> {
+        match buffer.place() {
+            Where::Host => Ok(false),
+            Where::Device(ordinal) if self.devices.contains(&ordinal) => Ok(true),
+            Where::Device(ordinal) => Err(Error::UnknownDevice { tensor: Arc::clone(name), ordinal }),
+        }
+    }
+}
+
+fn bytes(shape: &[u64], dtype: DataType) -> u64 {
+    let elements = shape.iter().fold(1u64, |product, dim| product.saturating_mul(*dim));
+    elements.saturating_mul(dtype.size() as u64)
+}
+
+fn size(which: &'static str, name: &Arc<str>, buffer: &Buffer, expected: u64) -> Result<()> {
+    match buffer.len() as u64 {
+        actual if actual == expected => Ok(()),
+        actual => Err(Error::BufferSize { which, tensor: Arc::clone(name), expected, actual }),
+    }
+}
+
+/// Takes the first dimension, which may differ between ranks, out of the shape.
+fn first(shape: &mut [u64], operation: &'static str, name: &Arc<str>) -> Result<u64> {
+    let rows = shape.first_mut().ok_or_else(|| Error::Scalar { operation, tensor: Arc::clone(name) })?;
+    Ok(std::mem::take(rows))
+}
+
+/// Rows for each member.
+fn deal(splits: Option<Vec<u64>>, rows: u64, members: usize, name: &Arc<str>) -> Result<Vec<u64>> {
+    let refuse = |reason: String| Err(Error::Splits { tensor: Arc::clone(name), reason });
+    let Some(splits) = splits else {
+        return match rows % members as u64 {
+            0 => Ok(vec![rows / members as u64; members]),
+            _ => refuse(format!("{rows} rows cannot be split evenly among {members} ranks")),
+        };
+    };
+    if splits.len() != members {
+        return refuse(format!("one number for each of {members} ranks: {splits:?}"));
+    }
+    match splits.iter().try_fold(0u64, |sum, split| sum.checked_add(*split)) {
+        Some(sum) if sum == rows => Ok(splits),
+        _ => refuse(format!("they must add up to the {rows} rows of the tensor: {splits:?}")),
+    }
+}
