@@ -52,6 +52,8 @@ pub struct Request {
     pub input: *const c_void,
     /// Host memory of the result; null when the engine is to allocate it.
     pub output: *mut c_void,
+    /// Its length.
+    pub output_bytes: usize,
     /// All-to-all: rows for each member; null for equal parts.
     pub splits: *const u64,
     /// How many.

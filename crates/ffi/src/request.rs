@@ -64,7 +64,7 @@ unsafe fn one(call: &Call, request: &farandole_door::Request) -> Result<Request,
     let input = unsafe { Buffer::from_raw(request.input.cast_mut().cast(), length, Place::Host) };
     let output = (!request.output.is_null()).then(|| {
         // SAFETY: as for `input`, and nobody else touches the output meanwhile.
-        unsafe { Buffer::from_raw(request.output.cast(), length, Place::Host) }
+        unsafe { Buffer::from_raw(request.output.cast(), request.output_bytes, Place::Host) }
     });
     Ok(Request {
         name: name.to_owned(),

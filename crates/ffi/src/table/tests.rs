@@ -54,6 +54,7 @@ fn call(
 ) -> Result<Results<Told>, (u32, String)> {
     let (sender, results) = channel::<Told>();
     let shape = [input.len() as u64];
+    let output_bytes = output.as_ref().map_or(0, |output| size_of_val(&**output));
     let output = output.map_or(std::ptr::null_mut(), |output| output.as_mut_ptr().cast());
     let requests: Vec<_> = names
         .iter()
@@ -65,6 +66,7 @@ fn call(
             shape: shape.as_ptr(),
             input: input.as_ptr().cast(),
             output,
+            output_bytes,
             splits: std::ptr::null(),
             split_count: 0,
         })

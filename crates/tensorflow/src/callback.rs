@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The callback of an asynchronous kernel, moved out of the caller's stack.
+//!
+//! TensorFlow hands `compute` the address of a `std::function<void()>` that lives on its stack and dies when `compute`
+//! returns, long before the operation has ended. The C API has no way to keep it, so it is moved here, by the layout
+//! of libstdc++: two words of functor, the manager, the invoker.
+#![expect(unsafe_code, reason = "moves a C++ object by its layout")]
+
+use std::ffi::{c_int, c_void};
+
+use crate::api::{Api, Opaque};
+
+type Manager = unsafe extern "C" fn(*mut c_void, *const c_void, c_int) -> c_int;
+
+/// What the manager is asked to do for the destructor.
+const DESTROY: c_int = 3;
+
+/// `std::function<void()>` of libstdc++.
+#[repr(C)]
+struct Function {
+    functor: [usize; 2],
+    manager: Option<Manager>,
+    invoker: Option<unsafe extern "C" fn(*const c_void)>,
+}
+
+/// A moved callback. Runs once; dropped unrun, it is only destroyed.
+pub(crate) struct Callback {
+    api: &'static Api,
+    // Boxed: the manager and the invoker get its address.
+    function: Box<Function>,
+}
+
+// SAFETY: TensorFlow's callbacks are made to run on other threads.
+unsafe impl Send for Callback {}
+
+impl Callback {
+    /// Takes the function away from its owner, which then finds it empty, as after a move in C++.
+    ///
+    /// # Safety
+    /// `done` is what TensorFlow passed to an asynchronous `compute` that has not returned.
+    pub(crate) unsafe fn take(api: &'static Api, done: Opaque) -> Self {
+        let original = done.cast::<Function>();
+        // SAFETY: by the caller's promise a live `std::function` is there; emptying it is what its move constructor does.
+        let function = unsafe {
+            let moved = std::ptr::read(original);
+            (*original).manager = None;
+            (*original).invoker = None;
+            moved
+        };
+        Self { api, function: Box::new(function) }
+    }
+
+    /// Tells TensorFlow that the kernel has ended.
+    pub(crate) fn run(mut self) {
+        let address: Opaque = (&raw mut *self.function).cast();
+        // SAFETY: the function is live and in place; it is destroyed on drop.
+        unsafe { (self.api.run_done)(address) };
+    }
+}
+
+impl Drop for Callback {
+    fn drop(&mut self) {
+        if let Some(manager) = self.function.manager.take() {
+            let functor: *mut c_void = (&raw mut self.function.functor).cast();
+            // SAFETY: the manager is that of this functor, and this is the only destruction.
+            unsafe { manager(functor, functor, DESTROY) };
+        }
+    }
+}

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Tensors, statuses and the context of a running kernel, as values that clean up after themselves.
+#![expect(unsafe_code, reason = "calls TensorFlow's C API")]
+
+use std::ffi::{CStr, CString, c_int, c_void};
+
+use crate::api::{Api, Deallocate, Opaque};
+
+/// Codes of a status that are used here; TensorFlow's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub(crate) enum Code {
+    Unknown = 2,
+    InvalidArgument = 3,
+    FailedPrecondition = 9,
+    Aborted = 10,
+    Internal = 13,
+}
+
+/// Why a kernel failed.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) code: Code,
+    pub(crate) text: String,
+}
+
+/// A status of TensorFlow's.
+pub(crate) struct Status {
+    api: &'static Api,
+    pub(crate) raw: Opaque,
+}
+
+impl Status {
+    pub(crate) fn new(api: &'static Api) -> Self {
+        // SAFETY: no arguments.
+        Self { api, raw: unsafe { (api.new_status)() } }
+    }
+
+    /// What TensorFlow put in.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        // SAFETY: the status lives.
+        if unsafe { (self.api.get_code)(self.raw) } == 0 {
+            return Ok(());
+        }
+        // SAFETY: the message lives as long as the status.
+        let text = unsafe { CStr::from_ptr((self.api.message)(self.raw)) };
+        Err(Failure { code: Code::Internal, text: text.to_string_lossy().into_owned() })
+    }
+
+    /// Puts a failure in.
+    pub(crate) fn set(&self, failure: &Failure) {
+        let text = CString::new(failure.text.replace('\0', " ")).unwrap_or_default();
+        // SAFETY: the status lives and copies the text.
+        unsafe { (self.api.set_status)(self.raw, failure.code as c_int, text.as_ptr()) };
+    }
+}
+
+impl Drop for Status {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`.
+        unsafe { (self.api.delete_status)(self.raw) };
+    }
+}
+
+/// A reference to a tensor.
+pub(crate) struct Tensor {
+    api: &'static Api,
+    raw: Opaque,
+}
+
+// SAFETY: tensors are reference counted across threads.
+unsafe impl Send for Tensor {}
+
+impl Tensor {
+    /// A tensor on memory that `deallocate` frees.
+    ///
+    /// # Safety
+    /// `data` is valid for `bytes` bytes until `deallocate` is called with `argument`.
+    pub(crate) unsafe fn over(
+        api: &'static Api,
+        dtype: c_int,
+        dims: &[i64],
+        (data, bytes): (*mut c_void, usize),
+        (deallocate, argument): (Deallocate, *mut c_void),
+    ) -> Self {
+        let rank = c_int::try_from(dims.len()).unwrap_or(c_int::MAX);
+        // SAFETY: the caller's promise.
+        let raw = unsafe { (api.new_tensor)(dtype, dims.as_ptr(), rank, data, bytes, deallocate, argument) };
+        Self { api, raw }
+    }
+
+    pub(crate) fn dtype(&self) -> c_int {
+        // SAFETY: the tensor lives.
+        unsafe { (self.api.tensor_type)(self.raw) }
+    }
+
+    pub(crate) fn dims(&self) -> Vec<i64> {
+        // SAFETY: the tensor lives, and indices are below its rank.
+        unsafe { (0..(self.api.num_dims)(self.raw)).map(|index| (self.api.dim)(self.raw, index)).collect() }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        // SAFETY: the tensor lives.
+        unsafe { (self.api.tensor_bytes)(self.raw) }
+    }
+
+    pub(crate) fn data(&self) -> *mut c_void {
+        // SAFETY: the tensor lives.
+        unsafe { (self.api.tensor_data)(self.raw) }
+    }
+
+    /// The elements of a host tensor of 64-bit integers.
+    pub(crate) fn integers(&self) -> Vec<i64> {
+        let (data, count) = (self.data().cast::<i64>(), self.bytes() / size_of::<i64>());
+        // SAFETY: `count` elements are there.
+        (0..count).map(|index| unsafe { data.add(index).read_unaligned() }).collect()
+    }
+}
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        if !self.raw.is_null() {
+            // SAFETY: a reference of ours.
+            unsafe { (self.api.delete_tensor)(self.raw) };
+        }
+    }
+}
+
+/// The context of one run of a kernel.
+#[derive(Clone, Copy)]
+pub(crate) struct Context {
+    pub(crate) api: &'static Api,
+    raw: Opaque,
+}
+
+// SAFETY: TensorFlow lets an asynchronous kernel use its context on any thread until the callback has run.
+unsafe impl Send for Context {}
+
+impl Context {
+    /// # Safety
+    /// `raw` is the context of a run whose callback has not run, and stays so while this is used.
+    pub(crate) unsafe fn new(api: &'static Api, raw: Opaque) -> Self {
+        Self { api, raw }
+    }
+
+    pub(crate) fn num_inputs(self) -> c_int {
+        // SAFETY: promised to `new`, as below.
+        unsafe { (self.api.num_inputs)(self.raw) }
+    }
+
+    pub(crate) fn input(self, index: c_int) -> Result<Tensor, Failure> {
+        let status = Status::new(self.api);
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: as above.
+        unsafe { (self.api.get_input)(self.raw, index, &raw mut raw, status.raw) };
+        status.check()?;
+        Ok(Tensor { api: self.api, raw })
+    }
+
+    /// An output of the extents `dims`.
+    pub(crate) fn allocate(
+        self,
+        index: c_int,
+        dtype: c_int,
+        dims: &[i64],
+        bytes: usize,
+    ) -> Result<Tensor, Failure> {
+        let status = Status::new(self.api);
+        let rank = c_int::try_from(dims.len()).unwrap_or(c_int::MAX);
+        // SAFETY: as above.
+        let raw = unsafe {
+            (self.api.allocate_output)(self.raw, index, dtype, dims.as_ptr(), rank, bytes, status.raw)
+        };
+        status.check()?;
+        Ok(Tensor { api: self.api, raw })
+    }
+
+    /// The output with this index on the memory of the input with the same index if nobody else needs that, else on
+    /// new memory.
+    pub(crate) fn forward(self, index: c_int, dims: &[i64]) -> Result<(Tensor, bool), Failure> {
+        let status = Status::new(self.api);
+        let rank = c_int::try_from(dims.len()).unwrap_or(c_int::MAX);
+        let mut forwarded: c_int = -1;
+        // SAFETY: as above; one candidate.
+        let raw = unsafe {
+            (self.api.forward_or_allocate)(
+                self.raw,
+                &raw const index,
+                1,
+                index,
+                dims.as_ptr(),
+                rank,
+                &raw mut forwarded,
+                status.raw,
+            )
+        };
+        status.check()?;
+        Ok((Tensor { api: self.api, raw }, forwarded >= 0))
+    }
+
+    pub(crate) fn set_output(self, index: c_int, tensor: &Tensor) -> Result<(), Failure> {
+        let status = Status::new(self.api);
+        // SAFETY: as above.
+        unsafe { (self.api.set_output)(self.raw, index, tensor.raw, status.raw) };
+        status.check()
+    }
+
+    pub(crate) fn fail(self, failure: &Failure) {
+        let status = Status::new(self.api);
+        status.set(failure);
+        // SAFETY: as above; the status is copied.
+        unsafe { (self.api.context_failure)(self.raw, status.raw) };
+    }
+}

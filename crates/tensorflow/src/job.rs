@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! One run of a kernel, from its inputs to its callback.
+#![expect(unsafe_code, reason = "passes addresses through the door and takes them back")]
+
+use std::ffi::{CStr, c_int, c_void};
+
+use farandole_door::{Door, Operation, Outcome, Output, Request};
+
+use crate::callback::Callback;
+use crate::context::{Code, Context, Failure, Tensor};
+use crate::exports::{door, place, refused, translated};
+use crate::kernel::Node;
+use crate::world::{INT32, scalar};
+
+/// TensorFlow's number of 64-bit integers.
+const INT64: c_int = 9;
+
+/// What is kept until the engine is done.
+struct Job {
+    door: &'static Door,
+    node: Node,
+    context: Context,
+    callback: Callback,
+    tensors: Vec<Pair>,
+}
+
+/// One tensor of a run.
+struct Pair {
+    /// None when its memory became the output's.
+    input: Option<Tensor>,
+    /// None when its extents are known only to the engine.
+    output: Option<Tensor>,
+    shape: Vec<i64>,
+    dtype: c_int,
+    splits: Option<Vec<u64>>,
+}
+
+/// Hands the operation to the engine; failures go through the callback, too.
+pub(crate) fn begin(node: &Node, context: Context, callback: Callback) {
+    match prepare(node, context) {
+        Ok((door, tensors)) => submit(Job { door, node: node.clone(), context, callback, tensors }),
+        Err(failure) => end(node.operation, context, callback, Err(failure)),
+    }
+}
+
+fn end(operation: Operation, context: Context, callback: Callback, result: Result<(), Failure>) {
+    if let Err(mut failure) = result {
+        failure.text = format!("Farandole{operation:?}: {}", failure.text);
+        context.fail(&failure);
+    }
+    callback.run();
+}
+
+fn prepare(node: &Node, context: Context) -> Result<(&'static Door, Vec<Pair>), Failure> {
+    let door = door()?;
+    let count = match node.operation {
+        Operation::Alltoall => 1,
+        _ => context.num_inputs(),
+    };
+    if node.operation == Operation::Join {
+        let nothing = Pair { input: None, output: None, shape: vec![0], dtype: INT64, splits: None };
+        return Ok((door, vec![nothing]));
+    }
+    let tensors = (0..count).map(|index| pair(node, context, index)).collect::<Result<_, _>>()?;
+    Ok((door, tensors))
+}
+
+fn pair(node: &Node, context: Context, index: c_int) -> Result<Pair, Failure> {
+    let input = context.input(index)?;
+    let (shape, dtype) = (input.dims(), input.dtype());
+    let mut pair = Pair { input: None, output: None, shape, dtype, splits: None };
+    match node.operation {
+        Operation::Allreduce | Operation::Broadcast => {
+            // A reference of ours would keep TensorFlow from giving the memory away.
+            drop(input);
+            let (output, forwarded) = context.forward(index, &pair.shape)?;
+            pair.input = (!forwarded).then(|| context.input(index)).transpose()?;
+            pair.output = Some(output);
+        }
+        Operation::Reducescatter => {
+            let mut share = pair.shape.clone();
+            let Some(rows) = share.first_mut() else {
+                let text = "reducescatter needs at least one dimension".to_owned();
+                return Err(Failure { code: Code::InvalidArgument, text });
+            };
+            let whole = usize::try_from(*rows).unwrap_or(0);
+            *rows = part(node.call.process_set, *rows)?;
+            let bytes =
+                if whole == 0 { 0 } else { input.bytes() / whole * usize::try_from(*rows).unwrap_or(0) };
+            pair.output = Some(context.allocate(index, dtype, &share, bytes)?);
+            pair.input = Some(input);
+        }
+        Operation::Alltoall => {
+            let splits = context.input(1)?.integers();
+            pair.splits = (!splits.is_empty()).then(|| non_negative(&splits)).transpose()?;
+            pair.input = Some(input);
+        }
+        Operation::Allgather | Operation::Barrier | Operation::Join => pair.input = Some(input),
+    }
+    Ok(pair)
+}
+
+/// This rank's share of rows: the first members take the remainder.
+fn part(process_set: u32, rows: i64) -> Result<i64, Failure> {
+    let place = place(process_set)?;
+    let (size, rank) = (i64::from(place.set_size.max(1)), i64::from(place.set_rank));
+    Ok(rows / size + i64::from(rank < rows % size))
+}
+
+fn non_negative(splits: &[i64]) -> Result<Vec<u64>, Failure> {
+    splits.iter().map(|split| u64::try_from(*split)).collect::<Result<_, _>>().map_err(|_| Failure {
+        code: Code::InvalidArgument,
+        text: format!("splits must not be negative: {splits:?}"),
+    })
+}
+
+fn submit(job: Job) {
+    let base = job.node.name.clone().unwrap_or_else(|| format!("tensorflow.{:?}.noname", job.node.operation));
+    let count = job.tensors.len();
+    let named: Vec<(String, Vec<u64>)> = (0..)
+        .zip(&job.tensors)
+        .map(|(index, pair)| {
+            let name = if count == 1 { base.clone() } else { format!("{base}_{}of{count}", index + 1) };
+            (name, pair.shape.iter().map(|extent| u64::try_from(*extent).unwrap_or(0)).collect())
+        })
+        .collect();
+    let requests: Vec<Request> =
+        named.iter().zip(&job.tensors).map(|((name, shape), pair)| request(name, shape, pair)).collect();
+    let (submit, call) = (job.door.submit, job.node.call);
+    let context = Box::into_raw(Box::new(job));
+    let mut message = [0u8; 1024];
+    // SAFETY: names and shapes outlive the call; the tensors live in the job until `done` has taken it.
+    let code = unsafe {
+        let message: *mut [u8; 1024] = &raw mut message;
+        submit(&raw const call, requests.as_ptr(), requests.len(), done, context.cast(), message.cast(), 1024)
+    };
+    if let Err(failure) = refused(code, &message) {
+        // SAFETY: `done` does not run for what was refused (DO-2).
+        let Job { node, context, callback, tensors, .. } = *unsafe { Box::from_raw(context) };
+        drop(tensors);
+        end(node.operation, context, callback, Err(failure));
+    }
+}
+
+fn request(name: &str, shape: &[u64], pair: &Pair) -> Request {
+    let output = pair.output.as_ref().map_or(std::ptr::null_mut(), Tensor::data);
+    let input = pair.input.as_ref().map_or(output, Tensor::data);
+    let output_bytes = pair.output.as_ref().map_or(0, Tensor::bytes);
+    Request {
+        name: name.as_ptr().cast(),
+        name_length: name.len(),
+        dtype: wire(pair.dtype),
+        rank: u32::try_from(shape.len()).unwrap_or(u32::MAX),
+        shape: shape.as_ptr(),
+        input,
+        // Tensors without elements have no memory, but they do have an output.
+        output: if pair.output.is_some() && output.is_null() { EMPTY.get() } else { output },
+        output_bytes,
+        splits: pair.splits.as_ref().map_or(std::ptr::null(), Vec::as_ptr),
+        split_count: pair.splits.as_ref().map_or(0, Vec::len),
+    }
+}
+
+/// An address for outputs of no bytes.
+struct Empty(std::cell::UnsafeCell<[u8; 64]>);
+
+impl Empty {
+    fn get(&self) -> *mut c_void {
+        self.0.get().cast()
+    }
+}
+
+// SAFETY: nothing is ever read from or written to it.
+unsafe impl Sync for Empty {}
+
+static EMPTY: Empty = Empty(std::cell::UnsafeCell::new([0; 64]));
+
+/// Runs on the engine's completion thread, or on the thread that attended.
+///
+/// # Safety
+/// The door calls it once with the job of `submit`.
+unsafe extern "C" fn done(context: *mut c_void, outcome: *const Outcome) {
+    // SAFETY: boxed by `submit`, and given up to this one call.
+    let Job { door, node, context, callback, tensors } = *unsafe { Box::from_raw(context.cast::<Job>()) };
+    // SAFETY: the outcome and what it points at live for this call.
+    let result = unsafe {
+        let outcome = &*outcome;
+        match translated(outcome.code) {
+            Some(code) => {
+                let text = CStr::from_ptr(outcome.message).to_string_lossy().into_owned();
+                Err(Failure { code, text })
+            }
+            None => {
+                let outputs = slice(outcome.outputs, outcome.output_count);
+                finish(door, node.operation, context, &tensors, outputs)
+            }
+        }
+    };
+    drop(tensors);
+    end(node.operation, context, callback, result);
+}
+
+/// Makes outputs of what the engine brought.
+///
+/// # Safety
+/// `outputs` are the door's, for this call.
+unsafe fn finish(
+    door: &'static Door,
+    operation: Operation,
+    context: Context,
+    tensors: &[Pair],
+    outputs: &[Output],
+) -> Result<(), Failure> {
+    let mut all_rows = Vec::new();
+    for (index, (pair, output)) in (0..).zip(tensors.iter().zip(outputs)) {
+        // SAFETY: as the caller promises.
+        let rows = unsafe { slice(output.rows, output.row_count) };
+        match operation {
+            Operation::Join => {
+                // SAFETY: whatever came along is freed.
+                unsafe { (door.free)(output.owner) };
+                return scalar(context, 0, i32::try_from(output.number).unwrap_or(-1));
+            }
+            Operation::Allgather | Operation::Alltoall => {
+                let mut dims = pair.shape.clone();
+                if let Some(first) = dims.first_mut() {
+                    *first = rows.iter().map(|rows| rows.cast_signed()).sum();
+                }
+                // SAFETY: the output's memory goes to the tensor.
+                let tensor = unsafe { owned(door, context, index, (pair.dtype, &dims), output) }?;
+                context.set_output(index, &tensor)?;
+                all_rows.extend_from_slice(rows);
+            }
+            // SAFETY: nothing came along, for the request had an output.
+            _ => unsafe { (door.free)(output.owner) },
+        }
+    }
+    match operation {
+        Operation::Allgather => matrix(context, tensors.len(), &all_rows),
+        Operation::Alltoall => vector(context, &all_rows),
+        _ => Ok(()),
+    }
+}
+
+/// A tensor on the engine's memory, which it frees at its end.
+///
+/// # Safety
+/// `output` is the door's and was not freed.
+unsafe fn owned(
+    door: &'static Door,
+    context: Context,
+    index: c_int,
+    (dtype, dims): (c_int, &[i64]),
+    output: &Output,
+) -> Result<Tensor, Failure> {
+    if output.bytes == 0 || output.owner.is_null() {
+        // SAFETY: given up here.
+        unsafe { (door.free)(output.owner) };
+        return context.allocate(index, dtype, dims, 0);
+    }
+    let memory = (output.address, output.bytes);
+    // SAFETY: the memory is valid until its owner is freed, which `release` does.
+    Ok(unsafe { Tensor::over(context.api, dtype, dims, memory, (release, output.owner)) })
+}
+
+unsafe extern "C" fn release(_data: *mut c_void, _length: usize, owner: *mut c_void) {
+    if let Ok(door) = door() {
+        // SAFETY: the owner of one output, freed once, by its tensor.
+        unsafe { (door.free)(owner) };
+    }
+}
+
+/// Rows by tensor and rank.
+fn matrix(context: Context, tensors: usize, rows: &[u64]) -> Result<(), Failure> {
+    let index = c_int::try_from(tensors).unwrap_or(c_int::MAX);
+    let width = rows.len() / tensors.max(1);
+    let dims = [tensors, width].map(|extent| i64::try_from(extent).unwrap_or(i64::MAX));
+    let tensor = context.allocate(index, INT64, &dims, size_of_val(rows))?;
+    // SAFETY: allocated with room for all of them.
+    unsafe {
+        std::ptr::copy_nonoverlapping(rows.as_ptr().cast::<u8>(), tensor.data().cast(), size_of_val(rows))
+    };
+    Ok(())
+}
+
+/// Rows by rank.
+fn vector(context: Context, rows: &[u64]) -> Result<(), Failure> {
+    let count = i64::try_from(rows.len()).unwrap_or(i64::MAX);
+    let tensor = context.allocate(1, INT32, &[count], rows.len() * size_of::<i32>())?;
+    for (index, rows) in rows.iter().enumerate() {
+        let rows = i32::try_from(*rows).unwrap_or(i32::MAX);
+        // SAFETY: allocated with room for all of them.
+        unsafe { tensor.data().cast::<i32>().add(index).write_unaligned(rows) };
+    }
+    Ok(())
+}
+
+/// # Safety
+/// `length` elements are at `first`.
+unsafe fn slice<'a, T>(first: *const T, length: usize) -> &'a [T] {
+    if first.is_null() || length == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(first, length) }
+}
+
+/// The wire's number of an element type of TensorFlow's; what the ops do not take becomes a number that nobody has.
+fn wire(dtype: c_int) -> u32 {
+    match dtype {
+        1 => 7,
+        2 => 8,
+        3 => 4,
+        4 => 0,
+        5 => 3,
+        6 => 1,
+        8 => 13,
+        9 => 5,
+        10 => 9,
+        14 => 10,
+        17 => 2,
+        18 => 14,
+        19 => 6,
+        22 => 11,
+        23 => 12,
+        _ => u32::MAX,
+    }
+}

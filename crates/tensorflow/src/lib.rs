@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! TensorFlow ops over TensorFlow's stable C kernel API.
+//!
+//! A cdylib that links no TensorFlow: its ELF constructor looks the API up in the `libtensorflow_framework` that the
+//! process already holds, and registers ops and kernels there. `tf.load_op_library` makes Python functions of them;
+//! [`farandole_tensorflow_connect`](exports) then hands over the engine's door.
+//!
+//! ```text
+//! compute ── inputs, outputs, moved callback ──> Job ── door.submit ──> engine
+//!    returns at once                              Job <── outcome ───── completion thread
+//!                                     outputs or a status, then the callback
+//! ```
+//!
+//! Refuses to block: a kernel returns before its operation has ended, for TensorFlow has few threads and runs nodes in
+//! any order; only an operation that Python marks as attended is driven in place, on the Python thread that asks.
+//! Names, gradients and fallbacks are Python's.
+//!
+//! Invariants:
+//! - `TF-1`: `done` of a kernel runs exactly once, and the context is not touched after it.
+//! - `TF-2`: inputs are held until the engine is done with them; nothing else keeps tensors.
+//! - `TF-3`: no symbol of TensorFlow is bound at link time; a missing one leaves the ops unregistered and says which.
+
+#![deny(unsafe_code)]
+
+mod api;
+mod callback;
+mod context;
+mod definition;
+mod exports;
+mod job;
+mod kernel;
+mod probe;
+mod shapes;
+mod world;
