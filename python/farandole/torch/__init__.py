@@ -16,7 +16,7 @@ if _find_spec("torch") is None:
     raise ImportError("farandole.torch needs PyTorch: pip install farandole[torch]", name="torch")
 
 from farandole.common.exceptions import FarandoleInternalError, HorovodInternalError
-from farandole.torch import mpi_ops
+from farandole.torch import elastic, mpi_ops
 from farandole.torch.compression import Compression
 from farandole.torch.functions import (
     allgather_object,
@@ -26,15 +26,18 @@ from farandole.torch.functions import (
 )
 from farandole.torch.mpi_ops import *  # noqa: F403 - one list of the operations is enough
 from farandole.torch.optimizer import DistributedOptimizer
+from farandole.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Compression",
     "DistributedOptimizer",
     "FarandoleInternalError",
     "HorovodInternalError",
+    "SyncBatchNorm",
     "allgather_object",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "elastic",
 ]
 __all__ += mpi_ops.__all__

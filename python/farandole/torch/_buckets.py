@@ -1,156 +1,267 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Gradients on their way: hooks that start reductions, and the end of the step that waits for them."""
+"""Buckets: the gradients that travel as one unit, each in its own memory or all in one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from farandole.torch._allreduce import allreduce_async_, grouped_allreduce_async_
-from farandole.torch._handles import synchronize
+from farandole._native import engine
+from farandole.common.util import Average, Sum
+from farandole.torch._handles import describe, host_input, needs_copy, table
+from farandole.torch._sparse import sparse_allreduce_async
+from farandole.torch.compression import Compression
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from farandole.torch._reduce import Reduction
     from farandole.torch.compression import Compressor
 
-
-class _Bucket:
-    """Parameters whose gradients are reduced as one unit."""
-
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        self.parameters = parameters
-        self.ready = 0
-        self.handle: int | None = None
-        self.wire: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
-        """Per parameter: its gradient, what is reduced for it, and what the compressor needs to know."""
+ALIGNMENT = 64
+"""Bytes between the starts of gradients in one memory are a multiple of this: a cache line."""
 
 
-class GradientReducer:
-    """Reduces gradients in place, each bucket when its last gradient is there.
+class Slot:
+    """One parameter's gradient on its way."""
+
+    __slots__ = ("__weakref__", "bucket", "left", "name", "parameter", "sparse_dim")
+
+    def __init__(self, parameter: torch.Tensor, name: str) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.left = 0
+        """Backward passes still to come before the gradient is whole."""
+        self.sparse_dim = 0
+        """Sparse dimensions of its gradients, here or on other ranks; 0 when none was seen to be sparse."""
+        self.bucket: Bucket
+
+
+class Options(NamedTuple):
+    """How gradients are reduced."""
+
+    reduction: Reduction
+    compression: type[Compressor]
+    sparse_as_dense: bool
+
+
+class _Flight(NamedTuple):
+    """A dense gradient under way."""
+
+    slot: Slot
+    grad: torch.Tensor
+    wire: torch.Tensor
+    ctx: Any
+
+
+class Bucket:
+    """Parameters whose gradients are reduced as one unit, each in its own memory.
 
     Args:
-        names: Every parameter and its name.
-        buckets: The parameters that need gradients, in units.
-        op: The reduction.
-        compression: Makes gradients smaller.
-        passes: Backward passes per reduction.
-        predivide: Divides before the sum and multiplies after.
-        sparse_as_dense: Whether sparse gradients are made dense, or refused.
+        slots: The parameters, in the same order on all ranks.
+        options: How gradients are reduced.
     """
 
-    def __init__(
-        self,
-        names: dict[torch.Tensor, str],
-        buckets: list[list[torch.Tensor]],
-        *,
-        op: int,
-        compression: type[Compressor],
-        passes: int,
-        predivide: float,
-        sparse_as_dense: bool,
-    ) -> None:
-        self.passes = passes
-        self._names = dict(names)
-        self._arguments: dict[str, Any] = {
-            "op": op,
-            "prescale_factor": 1.0 / predivide,
-            "postscale_factor": predivide,
-        }
-        self._compression = compression
-        self._sparse_as_dense = sparse_as_dense
-        self._buckets = [_Bucket(bucket) for bucket in buckets]
-        self._bucket_of: dict[torch.Tensor, _Bucket] = {}
-        self._left: dict[torch.Tensor, int] = {}
-        for bucket in self._buckets:
-            self._watch(bucket)
+    def __init__(self, slots: list[Slot], options: Options) -> None:
+        self.slots = slots
+        self.options = options
+        self.waiting = 0
+        """Gradients still to come."""
+        self.started = False
+        self._handle: int | None = None
+        self._flights: list[_Flight] = []
+        self._sparse: list[tuple[Slot, Callable[[], torch.Tensor]]] = []
+        for slot in slots:
+            slot.bucket = self
 
-    def is_busy(self) -> bool:
-        """Whether a reduction was started and not waited for."""
-        return any(bucket.handle is not None for bucket in self._buckets)
+    def reset(self, passes: int) -> None:
+        """Counts anew and forgets what was started."""
+        self.waiting = 0
+        for slot in self.slots:
+            slot.left = passes
+            if slot.parameter.requires_grad:
+                self.waiting += 1
+        self.started, self._handle = False, None
+        self._flights, self._sparse = [], []
 
-    def reset(self) -> None:
-        """Forgets what was counted and started. Only when nothing is under way, or the world is lost."""
-        for bucket in self._buckets:
-            bucket.ready, bucket.handle, bucket.wire = 0, None, []
-        self._left = dict.fromkeys(self._bucket_of, self.passes)
+    def adopt(self, slot: Slot) -> None:
+        """Takes a gradient as autograd has left it."""
 
-    def finish(self, param_groups: list[dict[str, Any]]) -> None:
-        """Starts what no hook has started, and waits for everything.
+    def start(self) -> None:
+        """Starts the reduction; parameters without a gradient take part with zeros, frozen ones not at all.
+
+        Raises:
+            ValueError: When a gradient cannot be reduced.
+            FarandoleInternalError: When the world is broken already.
+        """
+        self.started = True
+        for slot in self.slots:
+            if not slot.parameter.requires_grad:
+                continue
+            grad = slot.parameter.grad
+            if grad is None:
+                grad = _nothing(slot)
+            if grad.layout == torch.strided:
+                self._flights.append(self._board(slot, grad))
+            elif self.options.sparse_as_dense:
+                self._flights.append(self._board(slot, grad.to_dense()))
+            else:
+                self._start_sparse(slot, grad)
+        if not self._flights:
+            return
+        members = [
+            (*describe(f"allreduce.{flight.slot.name}", flight.wire), flight.wire.data_ptr())
+            for flight in self._flights
+        ]
+        arguments = self.options.reduction.arguments
+        if len(members) == 1:
+            handles = [engine.allreduce(*members[0], *arguments, False)]
+        else:
+            handles = engine.grouped_allreduce(members, *arguments)
+        self._handle = table.track(handles, self._flights, len)
+
+    def _board(self, slot: Slot, grad: torch.Tensor) -> _Flight:
+        wire, ctx = grad.detach() if grad.requires_grad else grad, None
+        if self.options.compression is not Compression.none:
+            wire, ctx = self.options.compression.compress(wire)
+        return _Flight(slot, grad, host_input(wire) if needs_copy(wire) else wire, ctx)
+
+    def _start_sparse(self, slot: Slot, grad: torch.Tensor) -> None:
+        reduction = self.options.reduction
+        if reduction.op not in (Average, Sum):
+            raise ValueError(f"sparse gradients need op=Average, op=Sum or sparse_as_dense=True: {slot.name}")
+        slot.sparse_dim = grad.sparse_dim()
+        name = f"sparse.{slot.name}"
+        self._sparse.append((slot, sparse_allreduce_async(grad, name, reduction.op, reduction.process_set)))
+
+    def land(self) -> None:
+        """Waits until the gradients are reduced and puts them where the optimizer reads them.
 
         Raises:
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
-        self._adopt(param_groups)
-        try:
-            for bucket in self._buckets:
-                if bucket.handle is None and any(parameter.requires_grad for parameter in bucket.parameters):
-                    self._start(bucket)
-            for bucket in self._buckets:
-                self._land(bucket)
-        finally:
-            self.reset()
+        if self._handle is not None:
+            table.synchronize(self._handle)
+        for flight in self._flights:
+            current = flight.slot.parameter.grad
+            if flight.wire is not flight.grad or current is not flight.grad:
+                self._put(flight, current)
+        for slot, result in self._sparse:
+            slot.parameter.grad = result()
 
-    def _watch(self, bucket: _Bucket) -> None:
-        for parameter in bucket.parameters:
-            self._bucket_of[parameter] = bucket
-            self._left[parameter] = self.passes
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
-
-    def _adopt(self, param_groups: list[dict[str, Any]]) -> None:
-        """Takes in parameters that were added or unfrozen since."""
-        for i, group in enumerate(param_groups):
-            for j, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and parameter not in self._bucket_of:
-                    self._names.setdefault(parameter, f"allreduce.noname.{i}.{j}")
-                    self._buckets.append(_Bucket([parameter]))
-                    self._watch(self._buckets[-1])
-
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        bucket = self._bucket_of[parameter]
-        if self._left[parameter] == 0:
-            raise AssertionError(
-                f"the gradient of {self._names[parameter]} was computed more than backward_passes_per_step="
-                f"{self.passes} times before step() or synchronize()"
-            )
-        self._left[parameter] -= 1
-        if self._left[parameter] == 0:
-            bucket.ready += 1
-            if bucket.ready == len(bucket.parameters):
-                self._start(bucket)
-
-    def _start(self, bucket: _Bucket) -> None:
-        bucket.wire = [self._prepare(parameter) for parameter in bucket.parameters]
-        tensors = [wire for _, wire, _ in bucket.wire]
-        names = [self._names[parameter] for parameter in bucket.parameters]
-        if len(tensors) == 1:
-            bucket.handle = allreduce_async_(tensors[0], name=names[0], **self._arguments)
+    def _put(self, flight: _Flight, current: torch.Tensor | None) -> None:
+        """Brings a result from the wire's memory, dtype and layout to the parameter's gradient."""
+        reduced = self.options.compression.decompress(flight.wire.to(flight.grad.device), flight.ctx)
+        if current is not None and current.layout == torch.strided:
+            current.detach().copy_(reduced)
         else:
-            bucket.handle = grouped_allreduce_async_(tensors, name=names[0], **self._arguments)
+            dim = flight.slot.sparse_dim if current is None else current.sparse_dim()
+            flight.slot.parameter.grad = reduced.to_sparse(dim) if dim else reduced
 
-    def _prepare(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        grad = parameter.grad.detach()
-        if grad.is_sparse:
-            if not self._sparse_as_dense:
-                name = self._names[parameter]
-                raise ValueError(f"sparse gradients need sparse_as_dense=True, or a dense layer: {name}")
-            grad = grad.to_dense()
-        wire, ctx = self._compression.compress(grad)
-        return grad, wire.contiguous().resolve_neg(), ctx
 
-    def _land(self, bucket: _Bucket) -> None:
-        if bucket.handle is None:
+def _nothing(slot: Slot) -> torch.Tensor:
+    """The gradient of a parameter that was not used."""
+    parameter = slot.parameter
+    if not slot.sparse_dim:
+        return torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+    indices = torch.empty((slot.sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[slot.sparse_dim :]), dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+class ViewBucket(Bucket):
+    """Parameters whose gradients are views of one memory, which is reduced where it lies.
+
+    What autograd stored elsewhere, since `zero_grad` dropped the view, is copied in and the view put back.
+
+    Args:
+        slots: The parameters, of one dtype on one device, in the same order on all ranks.
+        options: How gradients are reduced.
+    """
+
+    def __init__(self, slots: list[Slot], options: Options) -> None:
+        super().__init__(slots, options)
+        first = slots[0].parameter
+        step = max(1, ALIGNMENT // first.element_size())
+        starts = [0]
+        for slot in slots:
+            starts.append(starts[-1] + -(-slot.parameter.numel() // step) * step)
+        self._memory = _memory(max(1, starts[-1]), first)
+        self._views = {
+            slot: self._memory[start : start + slot.parameter.numel()].view(slot.parameter.shape)
+            for slot, start in zip(slots, starts, strict=False)
+        }
+        self._name = f"allreduce.bucket.{slots[0].name}"
+        self._wire: torch.Tensor | None = None
+        self._ctx: Any = None
+        for slot in slots:
+            if slot.parameter.grad is not None:
+                self.adopt(slot)
+
+    def reset(self, passes: int) -> None:
+        """Counts anew and forgets what was started."""
+        super().reset(passes)
+        self._wire = None
+
+    def adopt(self, slot: Slot) -> None:
+        """Makes the gradient a view of the bucket's memory, if it is none.
+
+        Raises:
+            ValueError: When it is sparse.
+        """
+        grad = slot.parameter.grad
+        view = self._views[slot]
+        if grad is view:
             return
-        synchronize(bucket.handle)
-        for parameter, (grad, wire, ctx) in zip(bucket.parameters, bucket.wire, strict=True):
-            current = parameter.grad
-            restored = self._compression.decompress(wire, ctx)
-            if current is not None and current.is_sparse:
-                parameter.grad = restored.to_sparse(current.sparse_dim())
-            elif current is None:
-                parameter.grad = restored
-            elif restored is not grad or current.data_ptr() != grad.data_ptr():
-                current.detach().copy_(restored)
+        if grad is None:
+            view.zero_()
+        elif grad.layout != torch.strided and not self.options.sparse_as_dense:
+            raise ValueError(f"gradient_as_bucket_view needs dense gradients, or sparse_as_dense=True: {slot.name}")
+        else:
+            view.copy_(grad.detach() if grad.layout == torch.strided else grad.detach().to_dense())
+        slot.parameter.grad = view
+
+    def start(self) -> None:
+        """Starts the reduction; parameters without a gradient take part with zeros.
+
+        Raises:
+            FarandoleInternalError: When the world is broken already.
+        """
+        self.started = True
+        live = [slot for slot in self.slots if slot.parameter.requires_grad]
+        for slot in live:
+            self.adopt(slot)
+        if not live:
+            return
+        wire, self._ctx = self.options.compression.compress(self._memory)
+        self._wire = host_input(wire)
+        described = describe(self._name, self._wire)
+        handle = engine.allreduce(*described, self._wire.data_ptr(), *self.options.reduction.arguments, False)
+        self._handle = table.track([handle], self._wire, len)
+
+    def land(self) -> None:
+        """Waits until the memory is reduced.
+
+        Raises:
+            ValueError: When ranks disagree about a gradient.
+            FarandoleInternalError: When a peer failed or the session was shut down.
+        """
+        if self._handle is None or self._wire is None:
+            return
+        table.synchronize(self._handle)
+        if self._wire is not self._memory:
+            reduced = self.options.compression.decompress(self._wire.to(self._memory.device), self._ctx)
+            self._memory.copy_(reduced)
+        for slot in self.slots:
+            if slot.parameter.requires_grad and slot.parameter.grad is not self._views[slot]:
+                slot.parameter.grad = self._views[slot]
+
+
+def _memory(count: int, like: torch.Tensor) -> torch.Tensor:
+    """Zeros for `count` numbers: on the host in memory that the engine of every rank of the host can reach."""
+    if like.device.type != "cpu":
+        return torch.zeros(count, dtype=like.dtype, device=like.device)
+    return torch.frombuffer(engine.mapped(count * like.element_size()), dtype=like.dtype, count=count).zero_()

@@ -42,17 +42,39 @@ def name_parameters(
     return {parameter: given[parameter] for parameter in parameters}
 
 
+def batch(parameters: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
+    """Neighbours whose gradients arrive one after the other, the last ones first, up to `limit` bytes together.
+
+    What lies together has one dtype and one device.
+    """
+    batches: list[list[torch.Tensor]] = []
+    room = 0
+    for parameter in reversed(parameters):
+        last = batches[-1][-1] if batches else parameter
+        room -= parameter.nbytes
+        if not batches or room < 0 or (last.dtype, last.device) != (parameter.dtype, parameter.device):
+            batches.append([])
+            room = limit - parameter.nbytes
+        batches[-1].append(parameter)
+    return batches
+
+
 def group_parameters(
-    names: dict[torch.Tensor, str], groups: int | Sequence[Sequence[torch.Tensor]] | None
+    names: dict[torch.Tensor, str], groups: int | Sequence[Sequence[torch.Tensor]] | None, limit: int
 ) -> list[list[torch.Tensor]]:
-    """The parameters whose gradients are reduced as one unit: groups of one, consecutive groups, or given ones.
+    """The parameters whose gradients are reduced as one unit: small neighbours, consecutive groups, or given ones.
+
+    Args:
+        names: Every parameter of the optimizer and its name.
+        groups: How many groups, or their members; the parameters in none stay alone.
+        limit: Bytes of neighbours that are put together when there are no groups.
 
     Raises:
         ValueError: When the number is not positive, or a list has what is no parameter or one twice.
     """
     trainable = [parameter for parameter in names if parameter.requires_grad]
     if groups is None:
-        return [[parameter] for parameter in trainable]
+        return batch(trainable, limit)
     if isinstance(groups, int):
         if groups <= 0:
             raise ValueError(f"groups must be a positive number or a list of lists of parameters: {groups!r}")

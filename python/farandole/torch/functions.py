@@ -11,32 +11,35 @@ import cloudpickle
 import torch
 
 from farandole.common import basics
-from farandole.common.process_sets import ProcessSet, global_process_set, require_global
+from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._allgather import gather_rows
 from farandole.torch._broadcast import broadcast_, broadcast_async_
 from farandole.torch._handles import synchronize, table
 
 
-def broadcast_tensors(named: list[tuple[str | None, torch.Tensor]], root_rank: int) -> None:
+def broadcast_tensors(
+    named: list[tuple[str | None, torch.Tensor]], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
     """Overwrites all tensors by the root's, contiguous or not, all at once."""
     handles: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
         for name, tensor in named:
             dense = tensor.detach().contiguous()
-            handles.append((broadcast_async_(dense, root_rank, name), tensor, dense))
+            handles.append((broadcast_async_(dense, root_rank, name, process_set), tensor, dense))
         for handle, tensor, dense in handles:
             synchronize(handle)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)
 
 
-def broadcast_parameters(params: Any, root_rank: int) -> None:
+def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
     """Overwrites parameters by those of one rank, so that all ranks start from the same model.
 
     Args:
         params: A mapping such as `model.state_dict()`, or a list of tensors or of `(name, tensor)` pairs such as
             `list(model.named_parameters())`.
-        root_rank: The rank whose values count.
+        root_rank: The global rank whose values count.
+        process_set: The ranks that take part; this one must be a member.
 
     Raises:
         ValueError: When `params` is something else, e.g. a generator, or holds what is no tensor.
@@ -52,7 +55,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"params must hold tensors; {name!r} is a {type(tensor).__name__}")
-    broadcast_tensors(named, root_rank)
+    broadcast_tensors(named, root_rank, process_set)
 
 
 def broadcast_object(
@@ -65,9 +68,9 @@ def broadcast_object(
 
     Args:
         obj: What to send; ignored on other ranks.
-        root_rank: The rank that sends.
+        root_rank: The global rank that sends.
         name: Names the operation across ranks.
-        process_set: The global one.
+        process_set: The ranks that take part; this one must be a member.
 
     Returns:
         `obj` itself on the root, a copy elsewhere.
@@ -76,33 +79,33 @@ def broadcast_object(
         ValueError: When an argument is wrong.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    require_global(process_set)
     name = table.name("object", name)
     is_root = basics.rank() == root_rank
     data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8) if is_root else None
     size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64)
-    broadcast_(size, root_rank, f"{name}.size")
+    broadcast_(size, root_rank, f"{name}.size", process_set)
     if data is None:
         data = torch.empty(int(size), dtype=torch.uint8)
-    broadcast_(data, root_rank, f"{name}.data")
+    broadcast_(data, root_rank, f"{name}.data", process_set)
     return obj if is_root else _load(data)
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Returns the objects of all ranks, in the order of ranks; they travel as in `broadcast_object`.
 
     Args:
         obj: This rank's object.
         name: Names the operation across ranks.
+        process_set: The ranks that take part; this one must be a member.
 
     Returns:
-        One object per rank; this rank's own is a copy too.
+        One object per member; this rank's own is a copy too.
 
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
-    whole, rows = gather_rows(data, table.name("object", name))
+    whole, rows = gather_rows(data, table.name("object", name), process_set)
     return [_load(part) for part in torch.split(whole, rows)]
 
 

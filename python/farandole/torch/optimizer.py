@@ -4,29 +4,41 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from farandole.common import basics
-from farandole.common.process_sets import ProcessSet, global_process_set, require_global
-from farandole.common.util import Average, choose_op
-from farandole.torch._buckets import GradientReducer
+from farandole.common.handles import members_of
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import Adasum, Average, choose_op
+from farandole.torch._buckets import Options
 from farandole.torch._names import group_parameters, name_parameters
+from farandole.torch._reduce import Reduction
+from farandole.torch._reducer import GradientReducer
+from farandole.torch.adasum import _DistributedAdasumOptimizer
 from farandole.torch.compression import Compression, Compressor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+BATCH_BYTES = 1 << 20
+"""Gradients up to this many bytes together go to the engine at once: a call for each would cost more than it saves."""
+VIEW_BYTES = 8 << 20
+"""Size of the memories that gradients are views of."""
+
 
 class _DistributedOptimizer(torch.optim.Optimizer):
     """What `DistributedOptimizer` mixes into the class of the optimizer it wraps."""
 
-    _reducer: GradientReducer | None
-    _synchronized: bool
-    _skips: bool
+    # A copy of a distributed optimizer is a local one.
+    _reducer: GradientReducer | None = None
+    _synchronized: bool = False
+    _skips: bool = False
+    _scaled: bool = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes are summed up before gradients are reduced.
@@ -59,6 +71,18 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._skips = False
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Lets backward passes add to the gradients without being counted, for accumulation of uneven length."""
+        if self._reducer is None:
+            yield
+            return
+        self._reducer.paused = True
+        try:
+            yield
+        finally:
+            self._reducer.paused = False
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduces gradients, then takes the wrapped optimizer's step.
 
@@ -75,7 +99,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
-        if self._reducer is None or self._skips:
+        if self._reducer is None or self._skips or self._settled():
             result = super().step(closure)
         elif closure is not None:
             result = super().step(self._reduced(closure))
@@ -89,6 +113,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
             result = super().step()
         self._synchronized = False
+        self._scaled = False
         return result
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -100,6 +125,25 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             return loss
 
         return evaluate
+
+    def _settled(self) -> bool:
+        """Whether a GradScaler has had the gradients reduced, and none was computed since."""
+        return self._scaled and self._reducer is not None and not self._reducer.is_touched()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler.step asks before it looks at the gradients: the moment to have them reduced.
+
+        Then all ranks find the same infinities and skip the same steps.
+        """
+        if self._reducer is not None and not self._skips and not self._settled():
+            self.synchronize()
+            self._scaled = True
+        return self.__dict__.get("_step_supports_amp_scaling", False)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, supports: bool) -> None:
+        self.__dict__["_step_supports_amp_scaling"] = supports
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's.
@@ -124,6 +168,24 @@ def _require_positive(passes: int) -> None:
         raise ValueError(f"backward_passes_per_step must be positive: {passes!r}")
 
 
+def _is_elastic() -> bool:
+    return any(
+        os.environ.get(name, "").lower() in ("1", "true", "on", "yes")
+        for name in ("FARANDOLE_ELASTIC", "HOROVOD_ELASTIC")
+    )
+
+
+def _wrap(optimizer: torch.optim.Optimizer, mixin: type, attributes: dict[str, Any]) -> Any:
+    """An instance of a subclass of the optimizer's class, of the same name, that shares parameters and state."""
+    kind = type(optimizer)
+    cls: Any = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    wrapped = cls.__new__(cls)
+    # A learning-rate scheduler of the wrapped optimizer has replaced `step` on that instance only.
+    wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    wrapped.__dict__.update(attributes)
+    return wrapped
+
+
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -135,6 +197,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    gradient_as_bucket_view: bool = False,
 ) -> Any:
     """Wraps an optimizer so that every step uses gradients reduced over all ranks.
 
@@ -142,19 +205,24 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     drops the state). Gradients are reduced in place while the backward pass still runs; gradients of several passes
     per step are summed.
 
+    With `op=Adasum` each rank takes the wrapped optimizer's step on its own gradients, and what the steps changed is
+    combined; `groups`, `sparse_as_dense` and `gradient_as_bucket_view` then mean nothing.
+
     Args:
         optimizer: Any optimizer but `LBFGS`, whose line search would take different turns on different ranks.
         named_parameters: Such as `model.named_parameters()`; names the gradients across ranks. Must name every
             parameter of the optimizer, if given.
         compression: Makes gradients smaller on the wire, e.g. `Compression.bf16`.
         backward_passes_per_step: Backward passes whose gradients are summed up before one reduction.
-        op: `Average`, `Sum`, `Min`, `Max` or `Product`.
+        op: `Average`, `Sum`, `Adasum`, `Min`, `Max` or `Product`.
         gradient_predivide_factor: Splits the averaging: gradients are divided by it before the sum and multiplied
             after. Needs `op=Average`.
         num_groups: Deprecated; use `groups`.
         groups: Gradients that are reduced as one unit: a number of consecutive groups, or lists of parameters.
-        sparse_as_dense: Makes sparse gradients dense before the reduction. They are refused otherwise.
-        process_set: The global one.
+        sparse_as_dense: Makes sparse gradients dense before the reduction; else their entries are gathered.
+        process_set: The ranks that train together; on others the result is a plain local optimizer.
+        gradient_as_bucket_view: Puts gradients into a few memories that are reduced where they lie. Keeps them there
+            from step to step with `zero_grad(set_to_none=False)`; with the default they are copied in.
 
     Returns:
         The distributed optimizer.
@@ -165,7 +233,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS cannot be distributed: its line search would take different turns on different ranks")
     choose_op(op, None)
-    require_global(process_set)
+    members = members_of(process_set)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor needs op=Average")
     _require_positive(backward_passes_per_step)
@@ -173,26 +241,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     names = name_parameters(optimizer.param_groups, named_parameters)
-    buckets = group_parameters(names, groups)
-
-    kind = type(optimizer)
-    cls = type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    wrapped = cast("_DistributedOptimizer", cls.__new__(cls))
-    # A learning-rate scheduler of the wrapped optimizer has replaced `step` on that instance only.
-    wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    wrapped._synchronized = False  # noqa: SLF001 - built here instead of in __init__, which takes the optimizer's arguments
-    wrapped._skips = False  # noqa: SLF001
-    wrapped._reducer = (  # noqa: SLF001
-        None
-        if basics.size() == 1
-        else GradientReducer(
-            names,
-            buckets,
-            op=op,
-            compression=compression,
-            passes=backward_passes_per_step,
-            predivide=gradient_predivide_factor,
-            sparse_as_dense=sparse_as_dense,
+    limit = VIEW_BYTES if gradient_as_bucket_view else BATCH_BYTES
+    units = group_parameters(names, groups, limit)
+    alone = basics.rank() not in members or (len(members) == 1 and not _is_elastic())
+    if op == Adasum:
+        attributes = {
+            "_names": names,
+            "_compression": compression,
+            "_reduction": Reduction(op, process_set=process_set),
+        }
+        return _wrap(optimizer, _DistributedAdasumOptimizer, {} if alone else attributes)
+    reduction = Reduction(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor, process_set)
+    options = Options(reduction, compression, sparse_as_dense)
+    reducer = None
+    if not alone:
+        reducer = GradientReducer(
+            names, units, options, passes=backward_passes_per_step, as_view=gradient_as_bucket_view
         )
-    )
-    return wrapped
+    return _wrap(optimizer, _DistributedOptimizer, {"_reducer": reducer})

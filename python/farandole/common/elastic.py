@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Training that survives a changed world: state that is committed, restored and spread, and the loop around it."""
+
+from __future__ import annotations
+
+import functools
+import queue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from farandole.common import basics
+from farandole.common.exceptions import FarandoleInternalError, HostsUpdatedInterrupt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Result = TypeVar("_Result")
+
+ATTEMPTS = 3
+"""Worlds in a row that may fail before one of them has trained: then the failure is not of a passing kind."""
+
+
+class HostUpdateResult:
+    """What happened to the set of hosts: bits."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
+class State:
+    """What training needs to go on elsewhere: kept in memory, put back after a failure, spread from rank 0.
+
+    Args:
+        bcast_object: Sends an object from rank 0 to all ranks.
+        get_rank: Tells this rank.
+    """
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        self._last_updated_timestamp = 0.0
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
+        """Has functions called after every change of the world, e.g. to scale the learning rate anew."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Takes note of a new world."""
+        self._host_messages = queue.SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Takes note of a changed set of hosts; `check_host_updates` tells all ranks."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Keeps the state as it is, to come back to after a failure, and looks for changed hosts.
+
+        Raises:
+            HostsUpdatedInterrupt: On all ranks, when hosts came or went.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Asks rank 0 whether the set of hosts has changed; every rank calls this equally often.
+
+        Raises:
+            HostsUpdatedInterrupt: On all ranks, when hosts came or went.
+        """
+        latest, changes = self._last_updated_timestamp, HostUpdateResult.no_update
+        while not self._host_messages.empty():
+            timestamp, change = self._host_messages.get()
+            if timestamp > latest:
+                latest, changes = timestamp, changes | change
+        previous, latest, changes = self._bcast_object((self._last_updated_timestamp, latest, changes))
+        self._last_updated_timestamp = latest
+        if latest > previous:
+            raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
+
+    def save(self) -> None:
+        """Keeps the state as it is."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Puts the state back that was kept last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Spreads the state of rank 0."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapts to a new world; nothing to do by default."""
+
+
+class ObjectState(State):
+    """State of plain objects, one attribute for each keyword.
+
+    Args:
+        bcast_object: Sends an object from rank 0 to all ranks.
+        get_rank: Tells this rank.
+        **kwargs: Attributes and their first values.
+    """
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        self._saved_state = dict(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        super().__init__(bcast_object, get_rank)
+
+    def save(self) -> None:
+        """Keeps the attributes: the objects themselves, not copies."""
+        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
+
+    def restore(self) -> None:
+        """Puts the attributes back that were kept last."""
+        for name, value in self._saved_state.items():
+            setattr(self, name, value)
+
+    def sync(self) -> None:
+        """Spreads the attributes of rank 0 as they are now, and keeps them."""
+        ObjectState.save(self)
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            ObjectState.restore(self)
+
+
+def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[..., _Result]:
+    """Wraps a training function so that it is called again in a new world when the old one fails or changes.
+
+    Args:
+        func: Takes a `State` first; goes on from there.
+        reset: Leaves the old world and joins the new one.
+
+    Returns:
+        A function of the same arguments and result.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> _Result:
+        failures = 0
+        while True:
+            try:
+                # Always, also when hosts only went: were newcomers to come as well, they would wait for those who skip.
+                state.sync()
+                failures = 0
+                return func(state, *args, **kwargs)
+            except FarandoleInternalError:
+                failures += 1
+                if failures > ATTEMPTS:
+                    raise
+                state.restore()
+            except HostsUpdatedInterrupt:
+                # What was done since the last commit is not lost.
+                state.save()
+            reset()
+            state.on_reset()
+
+    return wrapper
+
+
+def leave_and_join() -> None:
+    """Leaves the world and joins the one that follows."""
+    basics.shutdown()
+    basics.init()

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Gradients on their way: hooks that start reductions, and the end of the step that waits for them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole.common.util import Max
+from farandole.torch._allreduce import allreduce_
+from farandole.torch._buckets import Bucket, Options, Slot, ViewBucket
+from farandole.torch._handles import table
+from farandole.torch._names import batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class GradientReducer:
+    """Reduces gradients in place, each bucket when its last gradient is there.
+
+    Args:
+        names: Every parameter and its name.
+        groups: The parameters that need gradients, in units.
+        options: How gradients are reduced.
+        passes: Backward passes per reduction.
+        as_view: Whether gradients are views of the buckets' memory.
+    """
+
+    def __init__(
+        self,
+        names: dict[torch.Tensor, str],
+        groups: Sequence[Sequence[torch.Tensor]],
+        options: Options,
+        *,
+        passes: int,
+        as_view: bool,
+    ) -> None:
+        self.passes = passes
+        self.paused = False
+        """While it holds, gradients add up and nothing is counted."""
+        self._names = names
+        self._options = options
+        self._as_view = as_view
+        self._buckets: list[Bucket] = []
+        self._slots: dict[torch.Tensor, Slot] = {}
+        self._known = 0
+        self._frozen: list[torch.Tensor] = []
+        self._agreed = False
+        hooks: list[Any] = []
+        self._hooks = hooks
+        weakref.finalize(self, _unhook, hooks).atexit = False
+        if as_view:  # one memory holds one dtype on one device
+            groups = [part for group in groups for part in batch(group[::-1], sys.maxsize)]
+        for group in groups:
+            self._watch(group)
+        self._take_stock()
+
+    def is_busy(self) -> bool:
+        """Whether a reduction was started and not waited for."""
+        return any(bucket.started for bucket in self._buckets)
+
+    def is_touched(self) -> bool:
+        """Whether a gradient was computed since the last reduction."""
+        return any(slot.left != self.passes for slot in self._slots.values())
+
+    def reset(self) -> None:
+        """Forgets what was counted and started. Only when nothing is under way, or the world is lost."""
+        for bucket in self._buckets:
+            bucket.reset(self.passes)
+
+    def finish(self, param_groups: list[dict[str, Any]]) -> None:
+        """Starts what no hook has started, and waits for everything.
+
+        Raises:
+            ValueError: When ranks disagree about a gradient.
+            FarandoleInternalError: When a peer failed or the session was shut down.
+        """
+        self._adopt(param_groups)
+        try:
+            self._agree()
+            for bucket in self._buckets:
+                if not bucket.started:
+                    bucket.start()
+            for bucket in self._buckets:
+                bucket.land()
+        finally:
+            self.reset()
+
+    def _agree(self) -> None:
+        """Once, all ranks tell each other which gradients are sparse: a rank without one must take part likewise."""
+        if self._agreed or self._as_view:
+            return
+        slots = list(self._slots.values())
+        kinds = torch.tensor([_sparse_dim(slot.parameter.grad) for slot in slots], dtype=torch.int8)
+        name = table.name("optimizer", None)
+        allreduce_(kinds, name=name, op=Max, process_set=self._options.reduction.process_set)
+        for slot, kind in zip(slots, kinds.tolist(), strict=True):
+            slot.sparse_dim = kind
+        self._agreed = True
+
+    def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        slots = [Slot(parameter, self._names[parameter]) for parameter in parameters]
+        bucket = (ViewBucket if self._as_view else Bucket)(slots, self._options)
+        bucket.reset(self.passes)
+        self._buckets.append(bucket)
+        for slot in slots:
+            self._slots[slot.parameter] = slot
+            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(self._hook(slot)))
+
+    def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        """What autograd calls when it has added to the gradient; keeps neither parameter nor reducer alive."""
+        slot_of, reducer_of = weakref.ref(slot), weakref.ref(self)
+
+        def on_gradient(_: torch.Tensor) -> None:
+            slot, reducer = slot_of(), reducer_of()
+            if slot is None or reducer is None:
+                return
+            bucket = slot.bucket
+            bucket.adopt(slot)
+            if reducer.paused:
+                return
+            slot.left -= 1
+            if slot.left == 0:
+                bucket.waiting -= 1
+                if bucket.waiting == 0:
+                    bucket.start()
+            elif slot.left < 0:
+                slot.left = 0
+                raise AssertionError(
+                    f"the gradient of {slot.name} was computed more than backward_passes_per_step={reducer.passes} "
+                    "times before step() or synchronize()"
+                )
+
+        return on_gradient
+
+    def _adopt(self, param_groups: list[dict[str, Any]]) -> None:
+        """Takes in parameters that were added or unfrozen since."""
+        if sum(len(group["params"]) for group in param_groups) == self._known and not any(
+            parameter.requires_grad for parameter in self._frozen
+        ):
+            return
+        for i, group in enumerate(param_groups):
+            for j, parameter in enumerate(group["params"]):
+                self._names.setdefault(parameter, f"allreduce.noname.{i}.{j}")
+                if parameter.requires_grad and parameter not in self._slots:
+                    self._watch([parameter])
+        self._take_stock()
+
+    def _take_stock(self) -> None:
+        self._known = len(self._names)
+        self._frozen = [parameter for parameter in self._names if parameter not in self._slots]
+
+
+def _sparse_dim(grad: torch.Tensor | None) -> int:
+    return 0 if grad is None or grad.layout == torch.strided else grad.sparse_dim()
+
+
+def _unhook(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

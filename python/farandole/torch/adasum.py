@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The Adasum optimizer: every rank steps on its own gradients, and the steps are combined."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole.torch._allreduce import grouped_allreduce
+from farandole.torch.compression import Compression, Compressor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from farandole.torch._reduce import Reduction
+
+
+class _DistributedAdasumOptimizer(torch.optim.Optimizer):
+    """What `DistributedOptimizer(op=Adasum)` mixes into the class of the optimizer it wraps.
+
+    Horovod steps parameter by parameter while the backward pass runs; here the wrapped optimizer takes one whole step,
+    so that gradients can be clipped before it, and options that look at all parameters work.
+    """
+
+    _names: dict[torch.Tensor, str]
+    _compression: type[Compressor] = Compression.none
+    _reduction: Reduction | None = None
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Does nothing: gradients add up until `step`, however many passes that takes.
+
+        Raises:
+            ValueError: When `passes` is not positive.
+        """
+        if passes <= 0:
+            raise ValueError(f"backward_passes_per_step must be positive: {passes!r}")
+
+    def synchronize(self) -> None:
+        """Does nothing: not gradients are combined but steps, in `step`."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Refuses: there is no step without a combination.
+
+        Raises:
+            AssertionError: Always.
+        """
+        raise AssertionError("skip_synchronize() is not possible with op=Adasum, which combines steps, not gradients")
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes the wrapped optimizer's step on this rank's gradients, then combines what all ranks' steps changed.
+
+        Args:
+            closure: Evaluates the model anew and returns the loss.
+
+        Returns:
+            What the wrapped optimizer returns.
+
+        Raises:
+            ValueError: When ranks disagree about a parameter.
+            FarandoleInternalError: When a peer failed or the session was shut down; parameters are as before.
+        """
+        if self._reduction is None:
+            return super().step(closure)
+        parameters = [
+            parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad
+        ]
+        starts = [parameter.detach().clone() for parameter in parameters]
+        result = super().step(closure)
+        with torch.no_grad():
+            changes = [parameter - start for parameter, start in zip(parameters, starts, strict=True)]
+            for parameter, start in zip(parameters, starts, strict=True):
+                parameter.copy_(start)
+            combined = grouped_allreduce(
+                changes,
+                name="adasum",
+                compression=self._compression,
+                op=self._reduction.op,
+                process_set=self._reduction.process_set,
+            )
+            for parameter, change in zip(parameters, combined, strict=True):
+                parameter.add_(change)
+        return result

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Elastic training with torch: state that survives a failed world, and the loop that goes on in the next one.
+
+Example:
+    @hvd.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, epochs):
+            ...
+            state.commit()
+
+    train(hvd.elastic.TorchState(model, optimizer, epoch=0))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from farandole.common.elastic import HostUpdateResult, ObjectState, State, leave_and_join, run_fn
+from farandole.torch.elastic.sampler import ElasticSampler
+from farandole.torch.elastic.state import TorchState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Result = TypeVar("_Result")
+
+__all__ = ["ElasticSampler", "HostUpdateResult", "ObjectState", "State", "TorchState", "run"]
+
+
+def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Wraps a training function: after a failure the state goes back to the last commit, in a new world.
+
+    The function is called with a `State` first. Its state is spread from rank 0 before every call. A
+    `FarandoleInternalError` restores the last commit; a `HostsUpdatedInterrupt` keeps the state as it is. In a world
+    that does not change the ranks meet again and go on; a world that fails again and again raises.
+
+    Args:
+        func: The training function; returns when training is done.
+
+    Returns:
+        A function of the same arguments and result.
+    """
+    return run_fn(func, leave_and_join)

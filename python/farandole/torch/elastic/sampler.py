@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A sampler that goes on in the middle of an epoch, whatever the size of the world has become."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Sampler
+
+from farandole.common import basics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sized
+
+
+class ElasticSampler(Sampler[int]):
+    """Deals out what of an epoch was not processed yet among the ranks.
+
+    Call `record_batch` after every batch and `set_epoch` at the *end* of an epoch; keep the sampler in a `TorchState`.
+
+    Args:
+        dataset: Anything with a length.
+        shuffle: Whether every epoch has an order of its own.
+        seed: Equal on all ranks.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.num_replicas = 0
+        self.rank = 0
+        self.remaining_indices: list[int] = []
+        self.num_samples = 0
+        self.total_size = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch: all samples are to be processed."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Notes that every rank has processed a batch; takes effect with the next `reset`.
+
+        Args:
+            batch_idx: Not needed; taken for Horovod's sake.
+            batch_size: Samples of a full batch on this rank.
+        """
+        del batch_idx
+        # The last batch may be smaller than full.
+        self.processed_num = min(self.processed_num + batch_size * self.num_replicas, len(self.dataset))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where a state was taken."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def reset(self) -> None:
+        """Deals out anew, among the ranks of the world as it is now."""
+        self.num_replicas, self.rank = basics.size(), basics.rank()
+        indices = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(indices)  # noqa: S311 - an order, not a secret
+        self.remaining_indices = indices[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's samples; the first ones again where the ranks' parts would differ in length."""
+        left = self.remaining_indices
+        return iter([left[i % len(left)] for i in range(self.rank, self.total_size, self.num_replicas)])
+
+    def __len__(self) -> int:
+        """Samples of this rank."""
+        return self.num_samples
