@@ -78,7 +78,7 @@ unsafe fn one(call: &Call, request: &farandole_door::Request) -> Result<Request,
     })
 }
 
-fn kind(call: &Call, _splits: Option<&[u64]>) -> Result<Kind, Failure> {
+fn kind(call: &Call, splits: Option<&[u64]>) -> Result<Kind, Failure> {
     let refused = || Failure::usage(format!("no such operation: {}", call.operation));
     let reduction = || {
         u8::try_from(call.reduction)
@@ -92,7 +92,9 @@ fn kind(call: &Call, _splits: Option<&[u64]>) -> Result<Kind, Failure> {
         Operation::Broadcast => Kind::Broadcast { root: Rank(call.root) },
         Operation::Allgather => Kind::Allgather,
         Operation::Barrier => Kind::Barrier,
-        Operation::Alltoall | Operation::Reducescatter | Operation::Join => return Err(refused()),
+        Operation::Alltoall => Kind::Alltoall { splits: splits.map(<[u64]>::to_vec) },
+        Operation::Reducescatter => Kind::Reducescatter { op: reduction()?, prescale, postscale },
+        Operation::Join => return Err(refused()),
     })
 }
 
