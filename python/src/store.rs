@@ -3,6 +3,9 @@
 
 //! `farandole._native.store`: files under a URL, and the names of runs and data.
 
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime};
+
 use farandole::store::{self, Error, Fault, Places};
 use pyo3::exceptions::{PyFileNotFoundError, PyOSError, PyPermissionError, PyValueError};
 use pyo3::prelude::*;
@@ -14,6 +17,7 @@ use crate::error::chain;
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Store>()?;
     module.add_class::<Layout>()?;
+    module.add_function(wrap_pyfunction!(configure, module)?)?;
     module.add_function(wrap_pyfunction!(full_path, module)?)?;
     module.add_function(wrap_pyfunction!(localized_path, module)?)
 }
@@ -28,6 +32,14 @@ pub(crate) fn refuse(error: Error) -> PyErr {
         (_, Fault::Usage) => PyValueError::new_err(message),
         (_, Fault::Environment) => PyOSError::new_err(message),
     }
+}
+
+/// Name, bytes, seconds since the epoch, whether it is a directory.
+type Item = (String, u64, Option<f64>, bool);
+
+fn item(item: store::Item) -> Item {
+    let seconds = item.modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+    (item.name, item.bytes, seconds.map(|time| time.as_secs_f64()), item.is_directory)
 }
 
 #[pyclass(frozen, module = "farandole._native.store")]
@@ -67,6 +79,35 @@ impl Store {
     #[pyo3(signature = (path = ""))]
     fn exists(&self, py: Python<'_>, path: &str) -> PyResult<bool> {
         py.detach(|| self.0.exists(path)).map_err(refuse)
+    }
+
+    fn read_range<'py>(
+        &self,
+        py: Python<'py>,
+        path: &str,
+        start: u64,
+        end: u64,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let range = std::slice::from_ref(&(start..end)).to_vec();
+        let bytes = py.detach(|| self.0.read_ranges(path, &range)).map_err(refuse)?;
+        Ok(PyBytes::new(py, bytes.first().map_or(&[][..], |bytes| bytes)))
+    }
+
+    fn stat(&self, py: Python<'_>, path: &str) -> PyResult<Item> {
+        py.detach(|| self.0.stat(path)).map(item).map_err(refuse)
+    }
+
+    #[pyo3(signature = (path = ""))]
+    fn look(&self, py: Python<'_>, path: &str) -> PyResult<Vec<Item>> {
+        let items = py.detach(|| self.0.look(path)).map_err(refuse)?;
+        Ok(items.into_iter().map(item).collect())
+    }
+
+    fn sweep(&self, py: Python<'_>, older_than: f64) -> PyResult<Vec<(String, usize, u64)>> {
+        let age = Duration::try_from_secs_f64(older_than)
+            .map_err(|_| PyValueError::new_err(format!("not an age in seconds: {older_than}")))?;
+        let swept = py.detach(|| store::sweep(&self.0, age, SystemTime::now())).map_err(refuse)?;
+        Ok(swept.into_iter().map(|one| (one.path, one.files, one.bytes)).collect())
     }
 
     fn size(&self, py: Python<'_>, path: &str) -> PyResult<u64> {
@@ -168,6 +209,12 @@ impl Layout {
     fn logs(&self, run_id: &str) -> String {
         self.0.logs(run_id)
     }
+}
+
+/// Opens stores at or below a URL with these options from now on, in this process.
+#[pyfunction]
+fn configure(prefix: &str, options: BTreeMap<String, String>) {
+    store::configure(prefix, store::Options(options));
 }
 
 #[pyfunction]

@@ -19,7 +19,9 @@ pub enum Error {
         reason: &'static str,
     },
     /// A scheme that this build does not know.
-    #[error("no store for the scheme {scheme}, known are file, dbfs, hdfs, s3, gs, abfss, az and memory: {url}")]
+    #[error(
+        "no store for the scheme {scheme}, known are file, dbfs, hdfs, s3, gs, abfss, az and memory: {url}"
+    )]
     Scheme {
         /// The scheme.
         scheme: String,

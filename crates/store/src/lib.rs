@@ -29,6 +29,7 @@ mod location;
 mod options;
 mod remote;
 mod store;
+mod sweep;
 mod upload;
 mod wait;
 
@@ -36,5 +37,6 @@ pub use error::{Error, Fault, Result};
 pub use layout::{Layout, Places};
 pub use location::{full, localized};
 pub use options::{Options, configure};
-pub use store::{Entry, Store};
+pub use store::{Entry, Item, Store};
+pub use sweep::{Swept, sweep};
 pub use upload::Upload;

@@ -47,7 +47,8 @@ impl Drop for Pooled {
 fn buffer(bytes: usize) -> Vec<u8> {
     let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
     let fits = |buffer: &Vec<u8>| (bytes..=bytes.saturating_mul(4)).contains(&buffer.capacity());
-    let best = (0..free.len()).filter(|index| fits(&free[*index])).min_by_key(|index| free[*index].capacity());
+    let best =
+        (0..free.len()).filter(|index| fits(&free[*index])).min_by_key(|index| free[*index].capacity());
     match best {
         Some(index) => free.swap_remove(index),
         None => Vec::with_capacity(bytes),
@@ -78,7 +79,8 @@ pub(crate) fn read_ranges(path: &Path, ranges: &[Range<u64>]) -> Result<Vec<Byte
         let whole = read(&mut file, start..end)?;
         for index in &rest[..count] {
             let from = usize::try_from(ranges[*index].start - start).map_err(|_| too_large())?;
-            let to = usize::try_from(ranges[*index].end.max(ranges[*index].start) - start).map_err(|_| too_large())?;
+            let to = usize::try_from(ranges[*index].end.max(ranges[*index].start) - start)
+                .map_err(|_| too_large())?;
             found[*index] = whole.slice(from..to);
         }
         rest = &rest[count..];
@@ -104,7 +106,10 @@ fn read(file: &mut File, range: Range<u64>) -> Result<Bytes> {
     // Reading to the end of a `Take` fills spare room without clearing it first.
     let got = file.take(wanted).read_to_end(&mut buffer)?;
     if got != bytes {
-        return Err(Error::new(ErrorKind::UnexpectedEof, format!("the file shrank while being read: {got} of {bytes}")));
+        return Err(Error::new(
+            ErrorKind::UnexpectedEof,
+            format!("the file shrank while being read: {got} of {bytes}"),
+        ));
     }
     Ok(if bytes < SMALLEST { Bytes::from(buffer) } else { Bytes::from_owner(Pooled(buffer)) })
 }

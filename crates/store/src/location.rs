@@ -92,7 +92,8 @@ impl Location {
             other => {
                 let service = Service::of(other)
                     .ok_or_else(|| Error::Scheme { scheme: other.to_owned(), url: url.to_owned() })?;
-                let rest = rest.strip_prefix("//").ok_or_else(|| refuse("two slashes come after the scheme"))?;
+                let rest =
+                    rest.strip_prefix("//").ok_or_else(|| refuse("two slashes come after the scheme"))?;
                 let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
                 // Hadoop's configuration names the default name node.
                 if authority.is_empty() && service != Service::Hdfs {
@@ -220,7 +221,9 @@ mod tests {
 
     #[test]
     fn remote_urls_keep_their_scheme() {
-        for url in ["s3://bucket/a/b", "gs://bucket", "abfss://data@account.dfs.core.windows.net/x", "hdfs://n:1/x"] {
+        for url in
+            ["s3://bucket/a/b", "gs://bucket", "abfss://data@account.dfs.core.windows.net/x", "hdfs://n:1/x"]
+        {
             let location = Location::parse(url).unwrap();
             assert_eq!(location.url(), url);
             assert!(matches!(location, Location::Remote { .. }), "{url}");

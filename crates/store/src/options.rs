@@ -30,10 +30,10 @@ pub fn configure(prefix: &str, options: Options) {
 /// What holds for `url`; nothing when nobody said.
 pub(crate) fn of(url: &str) -> Options {
     let configured = CONFIGURED.lock().unwrap_or_else(PoisonError::into_inner);
-    let holds = |prefix: &str| {
-        url.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
-    };
-    let longest = configured.iter().filter(|(prefix, _)| holds(prefix)).max_by_key(|(prefix, _)| prefix.len());
+    let holds =
+        |prefix: &str| url.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    let longest =
+        configured.iter().filter(|(prefix, _)| holds(prefix)).max_by_key(|(prefix, _)| prefix.len());
     longest.map(|(_, options)| options.clone()).unwrap_or_default()
 }
 

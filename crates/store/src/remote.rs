@@ -27,8 +27,11 @@ const S3_NAMES: &[(&str, &str)] = &[
     ("region_name", "aws_region"),
     ("anon", "aws_skip_signature"),
 ];
-const GCS_NAMES: &[(&str, &str)] =
-    &[("token", "google_service_account"), ("endpoint_url", "google_base_url"), ("anon", "google_skip_signature")];
+const GCS_NAMES: &[(&str, &str)] = &[
+    ("token", "google_service_account"),
+    ("endpoint_url", "google_base_url"),
+    ("anon", "google_skip_signature"),
+];
 const AZURE_NAMES: &[(&str, &str)] = &[
     ("account_name", "azure_storage_account_name"),
     ("account_key", "azure_storage_account_key"),
@@ -148,7 +151,10 @@ mod tests {
     #[test]
     fn an_option_nobody_knows_is_named_and_its_value_is_not() {
         let error = s3("s3://bucket", &options(&[("sekret", "hidden")])).unwrap_err().to_string();
-        assert!(error.contains("sekret") && error.ends_with("s3://bucket") && !error.contains("hidden"), "{error}");
+        assert!(
+            error.contains("sekret") && error.ends_with("s3://bucket") && !error.contains("hidden"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -157,7 +163,8 @@ mod tests {
         let builder = s3("s3://bucket", &given).unwrap();
         assert_eq!(builder.get_config_value(&AmazonS3ConfigKey::AccessKeyId).unwrap(), "id");
         assert_eq!(builder.get_config_value(&AmazonS3ConfigKey::Endpoint).unwrap(), "http://host:1");
-        let given = options(&[("connection_string", "AccountName=a;AccountKey=b==;BlobEndpoint=http://h:1/a")]);
+        let given =
+            options(&[("connection_string", "AccountName=a;AccountKey=b==;BlobEndpoint=http://h:1/a")]);
         let builder = azure("az://data", &given).unwrap();
         assert_eq!(builder.get_config_value(&AzureConfigKey::AccountName).unwrap(), "a");
         assert_eq!(builder.get_config_value(&AzureConfigKey::AccessKey).unwrap(), "b==");

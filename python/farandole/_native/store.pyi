@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
 
-"""Where bytes live: a store is a URL (a path, `file://`, `memory://`)."""
+"""Where bytes live: a store is a URL (a path, `file://`, `dbfs:/`, `hdfs://`, `s3://`, `gs://`, `abfss://`, `az://`, `memory://`)."""
 
-from typing import final
+from typing import TypeAlias, final
+
+_Item: TypeAlias = tuple[str, int, float | None, bool]
+"""Name, bytes, seconds since the epoch when it was written, whether it is a directory."""
 
 @final
 class Store:
@@ -26,6 +29,13 @@ class Store:
         """Writes a file so that nobody ever sees half of it; makes directories as needed."""
     def exists(self, path: str = "") -> bool:
         """Whether there is a file of this name, or anything below it."""
+    def read_range(self, path: str, start: int, end: int) -> bytes: ...
+    def stat(self, path: str) -> _Item:
+        """What is at a path; a missing one is an error."""
+    def look(self, path: str = "") -> list[_Item]:
+        """Files and directories directly in `path`, by name."""
+    def sweep(self, older_than: float) -> list[tuple[str, int, int]]:
+        """Deletes prepared data older than so many seconds that nobody uses: (relative path, files, bytes)."""
     def size(self, path: str) -> int: ...
     def list(self, path: str = "") -> list[tuple[str, int]]:
         """Every file below `path`, as (relative path, bytes), sorted."""
@@ -65,6 +75,9 @@ class Layout:
     def checkpoint(self, run_id: str) -> str:
         """URL of the checkpoint file: `<runs>/<run_id>/checkpoint`."""
     def logs(self, run_id: str) -> str: ...
+
+def configure(prefix: str, options: dict[str, str]) -> None:
+    """Opens stores at or below a URL with these options from now on, in this process. No value is ever shown."""
 
 def full_path(path: str) -> str:
     """The path with its scheme; a bare path becomes absolute under `file://`."""

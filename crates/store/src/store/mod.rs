@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
@@ -27,6 +28,32 @@ pub struct Entry {
     pub bytes: u64,
 }
 
+/// What is at a path: a file, or a directory, which object stores do not know and make up from names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item {
+    /// Last part of its path.
+    pub name: String,
+    /// Size of a file, 0 of a directory.
+    pub bytes: u64,
+    /// When a file was last written, if the backend says so.
+    pub modified: Option<SystemTime>,
+    /// Whether it is a directory.
+    pub is_directory: bool,
+}
+
+impl Item {
+    fn file(meta: &object_store::ObjectMeta) -> Self {
+        let name = meta.location.filename().unwrap_or_default().to_owned();
+        let modified = Some(SystemTime::from(meta.last_modified));
+        Self { name, bytes: meta.size, modified, is_directory: false }
+    }
+
+    fn directory(path: &Path) -> Self {
+        let name = path.filename().unwrap_or_default().to_owned();
+        Self { name, bytes: 0, modified: None, is_directory: true }
+    }
+}
+
 /// Files under one URL; paths are relative to it, `""` is the URL itself. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Store {
@@ -46,7 +73,9 @@ impl Store {
         let refuse = |_| Error::Url { url: url.to_owned(), reason: "the path cannot be a store's" };
         let prefix = match &location {
             Location::Local(path) => Path::from_absolute_path(path).map_err(refuse)?,
-            Location::Memory { path, .. } | Location::Remote { path, .. } => Path::parse(path).map_err(refuse)?,
+            Location::Memory { path, .. } | Location::Remote { path, .. } => {
+                Path::parse(path).map_err(refuse)?
+            }
         };
         let backend = Backend::of(&location)?;
         Ok(Self { backend, location, prefix })
@@ -117,14 +146,21 @@ impl Store {
         let store = "LocalFileSystem";
         let whole = self.name_of(path);
         let source = match source.kind() {
-            std::io::ErrorKind::NotFound => object_store::Error::NotFound { path: whole, source: Box::new(source) },
+            std::io::ErrorKind::NotFound => {
+                object_store::Error::NotFound { path: whole, source: Box::new(source) }
+            }
             _ => object_store::Error::Generic { store, source: Box::new(source) },
         };
         self.fail(action, path)(source)
     }
 
     /// Asks the backend and waits.
-    fn ask<T, F>(&self, action: &'static str, path: &str, question: impl FnOnce(Arc<dyn ObjectStore>) -> F) -> Result<T>
+    fn ask<T, F>(
+        &self,
+        action: &'static str,
+        path: &str,
+        question: impl FnOnce(Arc<dyn ObjectStore>) -> F,
+    ) -> Result<T>
     where
         F: Future<Output = object_store::Result<T>>,
     {
@@ -148,7 +184,8 @@ impl Store {
     pub fn read_ranges(&self, path: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
         let at = self.at(path)?;
         if let Location::Local(base) = &self.location {
-            return local::read_ranges(&base.join(path), ranges).map_err(|source| self.io("read", path, source));
+            return local::read_ranges(&base.join(path), ranges)
+                .map_err(|source| self.io("read", path, source));
         }
         self.ask("read", path, async |backend| backend.get_ranges(&at, ranges).await)
     }
@@ -174,11 +211,44 @@ impl Store {
             Ok(_) => Ok(true),
             Err(Error::Missing { .. } | Error::Url { .. }) => {
                 let at = self.at(path)?;
-                let first = self.ask("list", path, async |backend| backend.list(Some(&at)).try_next().await)?;
+                let first =
+                    self.ask("list", path, async |backend| backend.list(Some(&at)).try_next().await)?;
                 Ok(first.is_some())
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// What is at `path`.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] when there is nothing; as [`Store::read`].
+    pub fn stat(&self, path: &str) -> Result<Item> {
+        let at = self.at(path)?;
+        match self.ask("look up", path, async |backend| backend.head(&at).await) {
+            Ok(meta) => Ok(Item::file(&meta)),
+            Err(missing @ Error::Missing { .. }) => {
+                if self.exists(path)? {
+                    Ok(Item::directory(&at))
+                } else {
+                    Err(missing)
+                }
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Files and directories directly in `path`, sorted by name.
+    ///
+    /// # Errors
+    /// A backend that cannot be asked.
+    pub fn look(&self, path: &str) -> Result<Vec<Item>> {
+        let at = self.at(path)?;
+        let found = self.ask("list", path, async |backend| backend.list_with_delimiter(Some(&at)).await)?;
+        let directories = found.common_prefixes.iter().map(Item::directory);
+        let mut items: Vec<Item> = directories.chain(found.objects.iter().map(Item::file)).collect();
+        items.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(items)
     }
 
     /// Every file below `path`, sorted; none when there is no such place.
@@ -190,10 +260,10 @@ impl Store {
         let below = |whole: &str| {
             whole.strip_prefix(self.prefix.as_ref()).unwrap_or(whole).trim_start_matches('/').to_owned()
         };
-        let entry = |meta: object_store::ObjectMeta| Entry { path: below(meta.location.as_ref()), bytes: meta.size };
-        let mut entries: Vec<Entry> = self.ask("list", path, async |backend| {
-            backend.list(Some(&at)).map_ok(entry).try_collect().await
-        })?;
+        let entry =
+            |meta: object_store::ObjectMeta| Entry { path: below(meta.location.as_ref()), bytes: meta.size };
+        let mut entries: Vec<Entry> = self
+            .ask("list", path, async |backend| backend.list(Some(&at)).map_ok(entry).try_collect().await)?;
         entries.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(entries)
     }

@@ -143,7 +143,7 @@ def _prepare(
     val_url = None if options["validation"] is None else store.get_val_data_path(index)
     spec = json.dumps({**options, "train": train_url, "val": val_url, "fingerprint": fingerprint})
     try:
-        parts = _write(df.coalesce(partitions), names, store.prefix_path, spec)
+        parts = _write(df.coalesce(partitions), names, store, spec)
         committed = json.loads(native.commit(store.prefix_path, spec, parts))
     except (ValueError, OSError):
         leases.discard(train_url, val_url)
@@ -246,10 +246,12 @@ def _columns(described: list[dict[str, Any]]) -> dict[str, Column]:
     return {one["name"]: Column(one["name"], one["element"], tuple(one["shape"])) for one in described}
 
 
-def _write(df: DataFrame, names: list[str], url: str, spec: str) -> list[bytes]:
+def _write(df: DataFrame, names: list[str], store: AbstractFilesystemStore, spec: str) -> list[bytes]:
     preparation = uuid.uuid4().hex[:8]
+    url, storage = store.prefix_path, store.storage_options
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        storage.apply()
         return write_partition(batches, names, url, spec, preparation)
 
     rows = Cluster.active().collect(df.mapInArrow(write, _RESULT), "farandole: preparing data")

@@ -8,13 +8,15 @@ A store is a URL and a layout below it:
     <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint
     <prefix>/runs/<run_id>/logs/                history and logs
 
-Paths on the local file system are supported; another scheme is refused by name. The bytes go through the native
-store, so that the driver, Spark's executors and training processes agree on every path.
+The bytes go through the native store, so that the driver, Spark's executors and training processes agree on every path.
+Credentials come from `storage_options`, else from each provider's standard environment variables and files; options
+travel with the store to executors and training processes, the environment does not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import tempfile
@@ -23,11 +25,64 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
+from farandole.spark.common.filesystem import StoreFileSystem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
+    from datetime import timedelta
 
+_HADOOP_USER = "hadoop.user.name"
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
+
+
+class StorageOptions:
+    """Options of the places a store uses; unpickling one puts them in force in the process that does.
+
+    Args:
+        places: URLs below which the options hold.
+        options: as the user gave them; nested ones, as fsspec's `client_kwargs`, are flattened.
+    """
+
+    def __init__(self, places: tuple[str, ...], options: Mapping[str, Any] | None) -> None:
+        self._places = places
+        self._options = _flat(options or {})
+        self.apply()
+
+    def apply(self) -> None:
+        """Puts them in force in this process."""
+        user = self._options.get(_HADOOP_USER)
+        if user is not None:
+            os.environ.setdefault("HADOOP_USER_NAME", user)
+        if self._options:
+            for place in self._places:
+                native.configure(place, self._options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores and applies."""
+        self.__dict__.update(state)
+        self.apply()
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when places and options are."""
+        return isinstance(other, StorageOptions) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        """Of the places."""
+        return hash(self._places)
+
+    def __repr__(self) -> str:
+        """Shows no value."""
+        return f"StorageOptions({', '.join(sorted(self._options))})"
+
+
+def _flat(options: Mapping[str, Any]) -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in options.items():
+        if isinstance(value, dict):
+            flat |= _flat(value)
+        elif value is not None:
+            flat[key] = str(value).lower() if isinstance(value, bool) else str(value)
+    return flat
 
 
 @dataclass(frozen=True)
@@ -44,6 +99,7 @@ class RemoteStore:
     logs_path: str | None
     checkpoint_filename: str
     logs_subdir: str
+    storage_options: StorageOptions
 
     def read(self, name: str) -> bytes | None:
         """A file of the run, or `None` where there is none.
@@ -75,13 +131,21 @@ class Store:
         """The store for a path or URL.
 
         Args:
-            prefix_path: `/data/farandole`, `file:///data/farandole`.
+            prefix_path: `/data/farandole`, `file:///data/farandole`, `dbfs:/farandole`, `/Volumes/main/x`,
+                `hdfs://node:8020/farandole`, `s3://bucket/farandole`, `gs://...`, `abfss://...`, `az://...`, `memory://...`.
             *args: handed to the store's class.
             **kwargs: handed to the store's class.
 
         Raises:
             ValueError: the URL's scheme is not supported.
         """
+        scheme = _scheme(prefix_path)
+        if scheme in HDFSStore.SCHEMES:
+            return HDFSStore(prefix_path, *args, **kwargs)
+        if scheme in ObjectStore.SCHEMES:
+            return ObjectStore(prefix_path, *args, **kwargs)
+        if DBFSLocalStore.matches(prefix_path):
+            return DBFSLocalStore(prefix_path, *args, **kwargs)
         return FilesystemStore(prefix_path, *args, **kwargs)
 
     def is_parquet_dataset(self, path: str) -> bool:
@@ -155,8 +219,16 @@ class AbstractFilesystemStore(Store):
         test_path: test data, instead of `<prefix>/intermediate_test_data`.
         runs_path: runs, instead of `<prefix>/runs`.
         save_runs: whether checkpoints and logs are kept.
+        storage_options: credentials and endpoints, by the names of fsspec's file systems (`key`, `secret`,
+            `endpoint_url`, `account_key`, ...) or of the providers' environment variables in lower case. They are never
+            shown; they travel with the store. Without them the providers' standard environment counts.
         checkpoint_filename: the checkpoint's name, instead of `checkpoint`.
+
+    Raises:
+        ValueError: a path this store cannot serve, or an option the backend does not know; the message names it.
     """
+
+    CHECKPOINT: str | None = None
 
     def __init__(
         self,
@@ -166,12 +238,15 @@ class AbstractFilesystemStore(Store):
         test_path: str | None = None,
         runs_path: str | None = None,
         save_runs: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
         checkpoint_filename: str | None = None,
     ) -> None:
-        for path in (prefix_path, train_path, val_path, test_path, runs_path):
-            if path is not None:
-                self.check_path(path)
+        given = [path for path in (prefix_path, train_path, val_path, test_path, runs_path) if path is not None]
+        for path in given:
+            self.check_path(path)
         self.prefix_path = self.get_full_path(prefix_path)
+        self._options = StorageOptions(tuple(self.get_full_path(path) for path in given), storage_options)
+        checkpoint_filename = checkpoint_filename or self.CHECKPOINT
         self._save_runs = save_runs
         self._layout = native.Layout(
             self.prefix_path,
@@ -181,11 +256,45 @@ class AbstractFilesystemStore(Store):
             runs_path=None if runs_path is None else self.get_full_path(runs_path),
             checkpoint_filename=checkpoint_filename,
         )
-        self._arguments = (prefix_path, train_path, val_path, test_path, runs_path, save_runs, checkpoint_filename)
+        native.Store(self.prefix_path)  # an option that the backend does not know is refused here
+        self._arguments = {
+            "prefix_path": prefix_path,
+            "train_path": train_path,
+            "val_path": val_path,
+            "test_path": test_path,
+            "runs_path": runs_path,
+            "save_runs": save_runs,
+            "storage_options": storage_options,
+            "checkpoint_filename": checkpoint_filename,
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by the constructor's arguments."""
-        return type(self), self._arguments
+        return _rebuild, (type(self), self._arguments)
+
+    @property
+    def storage_options(self) -> StorageOptions:
+        """What travels to other processes that open this store's paths by URL."""
+        return self._options
+
+    @property
+    def fs(self) -> StoreFileSystem:
+        """An fsspec file system over this store; paths are URLs, or local paths where the store is local."""
+        return StoreFileSystem()
+
+    def gc(self, older_than: timedelta | float) -> list[str]:
+        """Deletes prepared data below the prefix that is old and that no process uses.
+
+        Runs, checkpoints and files of others are never touched.
+
+        Args:
+            older_than: age of a data set's newest file, as a timedelta or in seconds.
+
+        Returns:
+            The deleted directories, relative to the prefix.
+        """
+        seconds = older_than if isinstance(older_than, (int, float)) else older_than.total_seconds()
+        return [path for path, _, _ in native.Store(self.prefix_path).sweep(float(seconds))]
 
     def __repr__(self) -> str:
         """Shows the prefix."""
@@ -226,6 +335,18 @@ class AbstractFilesystemStore(Store):
         """As `Store.is_parquet_dataset`."""
         directory = native.Store(self.get_full_path(path))
         return directory.exists() and any(name.endswith(".parquet") for name, _ in directory.list())
+
+    def get_parquet_dataset(self, path: str) -> Any:
+        """The Parquet files at `path` as a `pyarrow.dataset.Dataset`."""
+        import pyarrow.dataset as arrow  # noqa: PLC0415 - stores are used where pyarrow is not
+
+        url = self.get_full_path(path)
+        files = [f"{url}/{name}" for name, _ in native.Store(url).list() if name.endswith(".parquet")]
+        return arrow.dataset(files, filesystem=self.fs, format="parquet")
+
+    def get_data_metadata_path(self, path: str) -> str:
+        """The file that describes the prepared data at `path`."""
+        return f"{self.get_full_path(path).rstrip('/')}/_manifest.json"
 
     def get_train_data_path(self, idx: int | None = None) -> str:
         """As `Store.get_train_data_path`."""
@@ -346,6 +467,7 @@ class AbstractFilesystemStore(Store):
             logs_path=self.get_logs_path(run_id),
             checkpoint_filename=self.get_checkpoint_filename(),
             logs_subdir=self.get_logs_subdir(),
+            storage_options=self._options,
         )
 
     def _split(self, path: str) -> tuple[str, str]:
@@ -360,10 +482,115 @@ class FilesystemStore(AbstractFilesystemStore):
         """Refuses a scheme other than `file`."""
         if not path:
             raise ValueError("a store needs a path, got an empty one")
-        scheme = _SCHEME.match(path)
-        if scheme and scheme[1].lower() != "file":
-            raise ValueError(f"scheme {scheme[1]!r} is not supported, use a local path or file://: {path}")
+        scheme = _scheme(path)
+        if scheme not in (None, "file"):
+            raise ValueError(f"not a path of a file system, Store.create makes the store for its scheme: {path}")
 
 
 class LocalStore(FilesystemStore):
     """Horovod's older name of `FilesystemStore`."""
+
+
+class ObjectStore(AbstractFilesystemStore):
+    """A store in a bucket or container: `s3://`, `gs://`, `abfss://` or `az://`; or in this process: `memory://`."""
+
+    SCHEMES = frozenset({"s3", "s3a", "s3n", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"})
+
+    def check_path(self, path: str) -> None:
+        """Refuses what is not in an object store."""
+        if _scheme(path) not in self.SCHEMES:
+            known = ", ".join(sorted(self.SCHEMES))
+            raise ValueError(f"not a URL of an object store (its scheme is one of {known}): {path!r}")
+
+
+class HDFSStore(AbstractFilesystemStore):
+    """A store in HDFS, without libhdfs: `hdfs://node:8020/x`, `hdfs:///x`, or `/x` below the host given.
+
+    Name services, high availability and Kerberos come from the Hadoop configuration (`HADOOP_CONF_DIR`).
+
+    Args:
+        prefix_path: where everything lives.
+        host: name node or name service of paths that name none; default: the Hadoop configuration's.
+        port: its port.
+        user: on whose behalf, where the cluster does not ask for Kerberos; default: `HADOOP_USER_NAME`.
+        kerb_ticket: not used; Kerberos takes the ticket from its standard cache (`KRB5CCNAME`).
+        driver: not used; there is one driver.
+        extra_conf: Hadoop settings, besides `storage_options`.
+        *args: as `AbstractFilesystemStore`, after the prefix.
+        **kwargs: as `AbstractFilesystemStore`.
+    """
+
+    SCHEMES = frozenset({"hdfs", "viewfs"})
+
+    def __init__(
+        self,
+        prefix_path: str,
+        host: str | None = None,
+        port: int | None = None,
+        user: str | None = None,
+        kerb_ticket: str | None = None,
+        driver: str = "libhdfs",
+        extra_conf: Mapping[str, str] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        scheme = _scheme(prefix_path) or "hdfs"
+        authority = prefix_path.partition("://")[2].partition("/")[0] if "://" in prefix_path else ""
+        if not authority and host not in (None, "default"):
+            authority = f"{host}:{port}" if port else str(host)
+        self._root = f"{scheme}://{authority}"
+        options = {**(extra_conf or {}), **(kwargs.pop("storage_options", None) or {})}
+        if user is not None:
+            options[_HADOOP_USER] = user
+        super().__init__(prefix_path, *args, storage_options=options or None, **kwargs)
+        hadoop = {"host": host, "port": port, "user": user, "kerb_ticket": kerb_ticket, "driver": driver}
+        self._arguments |= hadoop
+
+    def check_path(self, path: str) -> None:
+        """Refuses another scheme, and a URL without a path."""
+        if _scheme(path) not in (None, *self.SCHEMES):
+            raise ValueError(f"not a path in HDFS: {path}")
+        if not self.get_localized_path(path).strip("/"):
+            raise ValueError(f"a store in HDFS needs a path below the root: {path!r}")
+
+    def get_full_path(self, path: str) -> str:
+        """The path with this store's scheme and name node in front."""
+        return path if _scheme(path) else f"{self._root}/{path.lstrip('/')}"
+
+    def get_localized_path(self, path: str) -> str:
+        """The path as the name node knows it."""
+        return native.localized_path(self.get_full_path(path))
+
+    def get_full_path_fn(self) -> Callable[[str], str]:
+        """`get_full_path` as a function that travels to executors."""
+        root = self._root
+        return lambda path: path if _scheme(path) else f"{root}/{path.lstrip('/')}"
+
+
+class DBFSLocalStore(FilesystemStore):
+    """A store on Databricks, through its local file API: `dbfs:/x`, `/dbfs/x`, `file:///dbfs/x`, `/Volumes/...`.
+
+    The variable `FARANDOLE_DBFS_ROOT` names a directory that stands in for `/dbfs` outside Databricks.
+    """
+
+    CHECKPOINT = "checkpoint.tf"
+    _FORMS = re.compile(r"^(dbfs:/(?!/)|(file:(//)?)?/dbfs(/|$)|(file:(//)?)?/Volumes/)")
+
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        """Whether a path is one of Databricks' forms."""
+        return cls._FORMS.match(path) is not None
+
+    def check_path(self, path: str) -> None:
+        """Refuses other forms."""
+        if not self.matches(path):
+            raise ValueError(f"not a path of Databricks (dbfs:/x, /dbfs/x, file:///dbfs/x, /Volumes/x): {path}")
+
+
+def _scheme(path: str) -> str | None:
+    found = _SCHEME.match(path)
+    return found[1].lower() if found else None
+
+
+def _rebuild(kind: type[AbstractFilesystemStore], arguments: dict[str, Any]) -> AbstractFilesystemStore:
+    return kind(**arguments)

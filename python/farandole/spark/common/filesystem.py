@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A store as an fsspec file system, for pandas, pyarrow and whatever else speaks fsspec."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from farandole._native import store as native
+
+try:
+    from fsspec import AbstractFileSystem
+    from fsspec.spec import AbstractBufferedFile
+except ImportError:  # fsspec comes with torch, pandas and pyspark's helpers; without it there is no `Store.fs`
+    AbstractFileSystem = AbstractBufferedFile = object
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeIssues]
+    """fsspec over the native store: paths are URLs, or local paths; credentials are those the stores were given.
+
+    Raises:
+        ImportError: fsspec is not installed.
+    """
+
+    protocol = "farandole"
+    cachable = False
+
+    def __init__(self, **options: Any) -> None:
+        if AbstractFileSystem is object:
+            raise ImportError("Store.fs needs the package fsspec: pip install fsspec")
+        super().__init__(**options)
+
+    @classmethod
+    def _strip_protocol(cls, path: str | list[str]) -> str | list[str]:
+        if isinstance(path, list):
+            return [one.rstrip("/") or "/" for one in path]
+        return path.rstrip("/") or "/"
+
+    @staticmethod
+    def _at(path: str) -> tuple[native.Store, str]:
+        directory, _, name = native.full_path(path).rstrip("/").rpartition("/")
+        if directory.endswith(("/", ":")):  # the path is a whole bucket, or the root
+            return native.Store(path), ""
+        return native.Store(directory), name
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        """Name, size and type; raises `FileNotFoundError` when nothing is there."""
+        store, name = self._at(path)
+        _name, size, modified, is_directory = store.stat(name)
+        return self._described(path.rstrip("/"), size, modified, is_directory)
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        """What is directly in a directory, or the file itself."""
+        base = path.rstrip("/")
+        items = native.Store(path).look()
+        if not items:
+            found = self.info(path)
+            items = [] if found["type"] == "directory" else [("", found["size"], found["mtime"], False)]
+        described = [
+            self._described(f"{base}/{name}" if name else base, size, modified, is_directory)
+            for name, size, modified, is_directory in items
+        ]
+        return described if detail else [one["name"] for one in described]
+
+    @staticmethod
+    def _described(name: str, size: int, modified: float | None, is_directory: bool) -> dict[str, Any]:
+        kind = "directory" if is_directory else "file"
+        return {"name": name, "size": None if is_directory else size, "type": kind, "mtime": modified}
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        """Bytes of a file; negative positions count from its end."""
+        store, name = self._at(path)
+        if start is None and end is None:
+            return store.read(name)
+        size = store.size(name)
+        first, last, _step = slice(start, end).indices(size)
+        return store.read_range(name, first, max(first, last))
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        """Writes a file so that nobody sees half of it."""
+        store, name = self._at(path)
+        if mode == "create" and store.exists(name):
+            raise FileExistsError(path)
+        store.write(name, value)
+
+    def rm_file(self, path: str) -> None:
+        """Deletes a file."""
+        store, name = self._at(path)
+        store.delete(name)
+
+    _rm = rm_file
+
+    def rm(self, path: str | Sequence[str], recursive: bool = False, maxdepth: int | None = None) -> None:  # noqa: ARG002
+        """Deletes files, or with `recursive` everything below directories."""
+        for one in [path] if isinstance(path, str) else path:
+            if recursive:
+                native.Store(one).delete_all()
+            self.rm_file(one)
+
+    def cp_file(self, path1: str, path2: str, **_: Any) -> None:
+        """Copies a file."""
+        self.pipe_file(path2, self.cat_file(path1))
+
+    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
+        """Does nothing: directories come with their files."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Does nothing: directories come with their files."""
+
+    def created(self, path: str) -> Any:
+        """As `modified`: a file is never changed, only written anew."""
+        return self.modified(path)
+
+    def modified(self, path: str) -> Any:
+        """When a file was written, in UTC."""
+        from datetime import UTC, datetime  # noqa: PLC0415 - asked for rarely
+
+        seconds = self.info(path)["mtime"]
+        return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+
+    def _open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        autocommit: bool = True,  # noqa: ARG002 - a file appears when it is closed
+        cache_options: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> Any:
+        if mode == "rb":
+            return _Reading(self, path, mode, block_size or 4 << 20, cache_options=cache_options)
+        if mode in ("wb", "xb"):
+            if mode == "xb" and self.exists(path):
+                raise FileExistsError(path)
+            return _Writing(self, path)
+        raise ValueError(f"files of a store are read or written anew, not opened as {mode!r}: {path}")
+
+
+class _Reading(AbstractBufferedFile):  # pyright: ignore[reportGeneralTypeIssues]
+    """A file read by ranges."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self.fs.cat_file(self.path, start, end)
+
+
+class _Writing(io.BytesIO):
+    """A file that appears when it is closed."""
+
+    def __init__(self, fs: StoreFileSystem, path: str) -> None:
+        super().__init__()
+        self._fs, self._path = fs, path
+
+    def close(self) -> None:
+        """Writes it, once."""
+        if not self.closed:
+            data = self.getvalue()
+            super().close()
+            self._fs.pipe_file(self._path, data)
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        """Writes the file, unless the block failed."""
+        if kind is None:
+            self.close()
+        else:
+            super().close()
