@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A backend of `torch.distributed` over Farandole's engine.
+
+Importing this module registers the backend `"farandole"`. Its world is the one this process was launched into, so
+`init_process_group` needs no more than the backend's name under `farandole run` and in Spark jobs, which set the
+environment that `env://` reads. A process nobody launched, or who wants no environment, says
+`init_method="farandole://"`.
+
+Tensors on the host are used where they lie, tensors on a GPU go through host memory. All collectives of
+`torch.distributed` are there. Point-to-point operations are not: use `all_to_all_single`. Every process calls
+`new_group`, as torch asks for anyway; `use_local_synchronization=True` is refused. Groups end with the session, not
+with `destroy_process_group`.
+
+Example:
+    import torch.distributed as dist
+    import farandole.torch.distributed
+
+    dist.init_process_group("farandole")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+"""
+
+import torch.distributed as dist
+
+from farandole.torch.distributed._backend import FarandoleBackend, create
+from farandole.torch.distributed._rendezvous import register
+
+__all__ = ["FarandoleBackend"]
+
+if not dist.is_available():
+    raise ImportError("farandole.torch.distributed needs a PyTorch that was built with torch.distributed")
+if "FARANDOLE" not in dist.Backend._plugins:  # noqa: SLF001 - a second registration is an error there
+    dist.Backend.register_backend("farandole", create, extended_api=True, devices=["cpu", "cuda"])
+    register()

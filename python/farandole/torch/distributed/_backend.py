@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The backend: collectives of torch.distributed as operations of the engine.
+
+Operations are named by their number in the group, since ranks start the operations of a group in one order. Ranks that
+do not are told by the engine what each of them submitted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch._C._distributed_c10d import Backend
+
+from farandole._native import engine
+from farandole.common import basics
+from farandole.common.handles import set_number
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import Average, Sum
+from farandole.torch._handles import DTYPES
+from farandole.torch.distributed._groups import agree, join_world
+from farandole.torch.distributed._tensors import (
+    flat,
+    host,
+    joined,
+    numbers,
+    put,
+    put_parts,
+    received,
+    reduction,
+    width,
+)
+from farandole.torch.distributed._work import Completer, FarandoleWork, Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Tensors = list[torch.Tensor]
+
+
+def create(options: Any, _: Any) -> FarandoleBackend:
+    """Makes the backend of a new group; torch calls it in every member.
+
+    Raises:
+        ValueError: When torch's rank or size is not Farandole's, or the group cannot be had.
+    """
+    if not options.global_ranks_in_group:
+        join_world()
+        theirs, ours = (options.group_rank, options.group_size), (basics.rank(), basics.size())
+        if theirs != ours:
+            raise ValueError(
+                f"torch.distributed was told rank {theirs[0]} of {theirs[1]}, but this process is rank {ours[0]} of "
+                f"{ours[1]}: start it by farandole run, or say init_method='farandole://'"
+            )
+        # A group that is bound to a device is one torch splits others from, which tells those who are no members.
+        options.process_group.bound_device_id = torch.device("cpu", 0)
+        return FarandoleBackend(*ours, global_process_set, options.group_id)
+    ranks = list(options.global_ranks_in_group)
+    if not isinstance(options.split_from, FarandoleBackend):
+        raise ValueError("groups of backend farandole need a default group of backend farandole")
+    if not options.group_id.isdecimal():
+        raise ValueError("new_group(use_local_synchronization=True) is not supported: all ranks must call new_group")
+    if ranks != sorted(ranks):
+        raise ValueError(f"the ranks of a group must be in ascending order: {ranks}")
+    process_set = agree(ranks)
+    assert process_set is not None  # noqa: S101 - agree returns the set that was asked for
+    return FarandoleBackend(options.group_rank, options.group_size, process_set, options.group_id)
+
+
+class FarandoleBackend(Backend):
+    """One group's collectives.
+
+    Args:
+        rank: This process's number in the group.
+        size: Number of members.
+        process_set: The members, in the order of the group.
+        name: Keeps the names of this group's operations apart.
+    """
+
+    def __init__(self, rank: int, size: int, process_set: ProcessSet, name: str) -> None:
+        super().__init__(rank, size)
+        self._rank = rank
+        self._size = size
+        self._set = set_number(process_set)
+        self._members = process_set.ranks or list(range(size))
+        self._name = f"torch.distributed.{name}"
+        self._numbers = itertools.count()
+        self._completer = Completer()
+
+    # What torch asks of a backend.
+
+    def name(self) -> str:
+        """The backend's name."""
+        return "farandole"
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """The backend's name, as C++ asks for it."""
+        return "farandole"
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Yes: that is how ranks hear of groups they are no members of."""
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """No: torch's coalescing manager has nothing to win, operations fuse by themselves."""
+        return False
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Takes part in making a group this process is no member of."""
+        del device
+        agree(None)
+
+    def split(self, store: Any, ranks: list[int], options: Any) -> FarandoleBackend | None:
+        """Makes a group of some of this group's members, by torch's `split_group`; all members call it.
+
+        Raises:
+            ValueError: When this is not the group of all ranks, or the ranks are not in ascending order.
+        """
+        del store
+        if self._set != 0 or ranks != sorted(ranks):
+            raise ValueError(f"split_group needs the default group and ranks in ascending order: {ranks}")
+        process_set = agree(ranks if self._rank in ranks else None)
+        if process_set is None:
+            return None
+        return FarandoleBackend(ranks.index(self._rank), len(ranks), process_set, options.group_name)
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Does nothing: the world is connected."""
+
+    def shutdown(self) -> None:
+        """Waits for what futures were promised."""
+        self._completer.close()
+
+    def abort(self) -> None:
+        """Leaves the world, which fails operations under way."""
+        basics.shutdown()
+
+    # Reductions.
+
+    def allreduce(self, tensors: Tensors, opts: Any) -> FarandoleWork:
+        """Overwrites the tensor by the combination of all ranks' tensors."""
+        if len(tensors) != 1:
+            return self.allreduce_coalesced(tensors, opts)
+        return self._reduce_into(tensors[0], tensors[0], opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> FarandoleWork:
+        """As `allreduce`, for several tensors as one unit."""
+        op = reduction(opts.reduceOp)
+        data = [numbers(tensor) for tensor in tensors]
+        base = self._next_name()
+        members = [
+            (f"{base}_{i}of{len(data)}", DTYPES[part.dtype], part.shape, part.data_ptr(), part.data_ptr())
+            for i, part in enumerate(data, start=1)
+        ]
+
+        def finish(_: list[Any]) -> None:
+            for tensor, part in zip(tensors, data, strict=True):
+                if part.data_ptr() != tensor.data_ptr():
+                    put(tensor, part)
+
+        return self._work(engine.grouped_allreduce(members, op, 1.0, 1.0, self._set), data, finish, tensors)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> FarandoleWork:
+        """As `allreduce`, but overwrites the root's tensor only."""
+        (tensor,) = tensors
+        return self._reduce_into(tensor if opts.rootRank == self._rank else None, tensor, opts)
+
+    def _reduce_into(self, target: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> FarandoleWork:
+        op = reduction(opts.reduceOp)
+        data = numbers(tensor)
+        result = torch.empty_like(data) if target is None else data
+        name = self._next_name()
+        handle = engine.allreduce(
+            name,
+            DTYPES[data.dtype],
+            data.shape,
+            data.data_ptr(),
+            result.data_ptr(),
+            op,
+            1.0,
+            1.0,
+            self._set,
+            not opts.asyncOp,
+        )
+
+        def finish(_: list[Any]) -> None:
+            if target is not None and result.data_ptr() != target.data_ptr():
+                put(target, result)
+
+        return self._work([handle], (data, result), finish, [tensor])
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> FarandoleWork:
+        """Combines all ranks' lists of tensors; this rank gets the one at its position."""
+        (output,), (parts,) = outputs, inputs
+        if any(part.numel() != output.numel() for part in parts):
+            raise ValueError("reduce_scatter needs tensors of one size")
+        return self._reduce_scatter(output, torch.cat([numbers(part).reshape(-1) for part in parts]), opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> FarandoleWork:
+        """Combines all ranks' tensors; this rank gets its part of the first dimension."""
+        return self._reduce_scatter(output, numbers(source).reshape(-1), opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FarandoleWork:
+        """As `reduce_scatter_single`, for several pairs of tensors as one unit."""
+        op = self._scatterable(opts)
+        data = [self._rows(numbers(source).reshape(-1), out) for source, out in zip(inputs, outputs, strict=True)]
+        results = [torch.empty(part.shape[1:], dtype=part.dtype) for part in data]
+        base = self._next_name()
+        members = [
+            (f"{base}_{i}of{len(data)}", DTYPES[part.dtype], part.shape, part.data_ptr(), result.data_ptr())
+            for i, (part, result) in enumerate(zip(data, results, strict=True), start=1)
+        ]
+
+        def finish(_: list[Any]) -> None:
+            for output, result in zip(outputs, results, strict=True):
+                put(output, result)
+
+        handles = engine.grouped_reducescatter(members, op, 1.0, 1.0, self._set)
+        return self._work(handles, (data, results), finish, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> FarandoleWork:
+        op = reduction(opts.reduceOp)
+        data = self._rows(source, output)
+        if op not in (Average, Sum):
+            return self._reduce_then_take(output, data.clone(), op)
+        result = output if host(output) is output and output.dtype in DTYPES else torch.empty_like(data[0])
+        name = self._next_name()
+        handle = engine.reducescatter(
+            name,
+            DTYPES[data.dtype],
+            data.shape,
+            data.data_ptr(),
+            result.data_ptr(),
+            op,
+            1.0,
+            1.0,
+            self._set,
+            not opts.asyncOp,
+        )
+
+        def finish(_: list[Any]) -> None:
+            if result is not output:
+                put(output, result)
+
+        return self._work([handle], (data, result), finish, [output])
+
+    def _reduce_then_take(self, output: torch.Tensor, data: torch.Tensor, op: int) -> FarandoleWork:
+        """Reduces everything everywhere: the engine scatters sums and averages only."""
+        name = self._next_name()
+        address = data.data_ptr()
+        handle = engine.allreduce(
+            name, DTYPES[data.dtype], data.shape, address, address, op, 1.0, 1.0, self._set, False
+        )
+        return self._work([handle], data, lambda _: put(output, data[self._rank]), [output])
+
+    def _rows(self, source: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """A flat input as one row per member."""
+        if source.numel() != output.numel() * self._size:
+            raise ValueError(
+                f"reduce_scatter needs {self._size} times as many elements as it returns: {source.numel()} for "
+                f"{output.numel()}"
+            )
+        return source.view(self._size, output.numel())
+
+    def _scatterable(self, opts: Any) -> int:
+        op = reduction(opts.reduceOp)
+        if op not in (Average, Sum):
+            raise ValueError("a coalesced reduce_scatter is a sum or an average")
+        return op
+
+    # Movements.
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> FarandoleWork:
+        """Overwrites the tensor by the root's."""
+        (tensor,) = tensors
+        data = flat(tensor)
+        name = self._next_name()
+        address, root = data.data_ptr(), self._members[opts.rootRank]
+        handle = engine.broadcast(
+            name, DTYPES[data.dtype], data.shape, address, address, root, self._set, not opts.asyncOp
+        )
+
+        def finish(_: list[Any]) -> None:
+            if data.data_ptr() != tensor.data_ptr():
+                put(tensor, data)
+
+        return self._work([handle], data, finish, [tensor])
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
+        """Gives every rank all ranks' tensors, which may differ in shape if the outputs do."""
+        (targets,), (source,) = outputs, inputs
+        return self._gather([targets], [source], opts)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> FarandoleWork:
+        """Gives every rank all ranks' tensors, one after the other."""
+        return self._gather([[output]], [source], opts)
+
+    _allgather_base = all_gather_single
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
+        """As `allgather`, for several tensors as one unit; `outputs` has a list per rank."""
+        return self._gather([list(targets) for targets in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FarandoleWork:
+        """As `all_gather_single`, for several tensors as one unit."""
+        return self._gather([[output] for output in outputs], inputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
+        """Allgathers each input into its outputs: one tensor for all ranks, or one per rank."""
+        data = [flat(source) for source in inputs]
+        name = self._next_name()
+        if len(data) == 1:
+            part = data[0]
+            described = (DTYPES[part.dtype], part.shape, part.data_ptr(), self._set, not opts.asyncOp)
+            handles = [engine.allgather(name, *described)]
+        else:
+            members = [
+                (f"{name}_{i}of{len(data)}", DTYPES[part.dtype], part.shape, part.data_ptr())
+                for i, part in enumerate(data, start=1)
+            ]
+            handles = engine.grouped_allgather(members, self._set)
+
+        def finish(outcomes: list[Any]) -> None:
+            for targets, part, outcome in zip(outputs, data, outcomes, strict=True):
+                whole, rows = received(outcome, part.dtype)
+                put_parts(targets, whole, rows if len(targets) > 1 else [whole.numel()])
+
+        return self._work(handles, data, finish, [target for targets in outputs for target in targets])
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
+        """Gives the root all ranks' tensors."""
+        (source,) = inputs
+        return self._to_root(outputs[0] if opts.rootRank == self._rank else [], source, opts)
+
+    def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> FarandoleWork:
+        """Gives the root all ranks' tensors, one after the other."""
+        return self._to_root([output] if opts.rootRank == self._rank else [], source, opts)
+
+    gather_into_tensor = gather_single
+
+    def _to_root(self, targets: Tensors, source: torch.Tensor, opts: Any) -> FarandoleWork:
+        data = flat(source)
+        sends = [data.numel() if member == opts.rootRank else 0 for member in range(self._size)]
+        return self._exchange(data, sends, targets, None, opts)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> FarandoleWork:
+        """Gives every rank its tensor of the root's list."""
+        (output,) = outputs
+        parts = inputs[0] if opts.rootRank == self._rank else []
+        data = joined(parts) if parts else flat(output)[:0]
+        sends = [width(part) for part in parts] or [0] * self._size
+        return self._exchange(data, sends, [output], None, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FarandoleWork:
+        """Sends a tensor to every rank and gets one from each."""
+        sends = [width(part) for part in inputs]
+        return self._exchange(joined(inputs), sends, outputs, [width(out) for out in outputs], opts)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, source: torch.Tensor, receives: list[int], sends: list[int], opts: Any
+    ) -> FarandoleWork:
+        """Sends rows to every rank and gets rows from each; equally many when no numbers are given."""
+        data = flat(source)
+        expected = self._elements(output, receives)
+        return self._exchange(data, self._elements(source, sends), [output], expected, opts)
+
+    alltoall_base = all_to_all_single
+
+    def _elements(self, tensor: torch.Tensor, splits: Sequence[int]) -> list[int]:
+        """How many elements of the flat tensor belong to each member."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if rows % self._size:
+                raise ValueError(f"{rows} rows cannot be dealt out to {self._size} ranks evenly")
+            splits = [rows // self._size] * self._size
+        if sum(splits) != rows or len(splits) != self._size:
+            raise ValueError(f"splits must be {self._size} numbers with the sum {rows}: {list(splits)}")
+        row = math.prod(tensor.shape[1:]) * (width(tensor) // max(tensor.numel(), 1))
+        return [count * row for count in splits]
+
+    def _exchange(
+        self,
+        data: torch.Tensor,
+        sends: list[int],
+        targets: Tensors,
+        expected: list[int] | None,
+        opts: Any,
+    ) -> FarandoleWork:
+        """An all-to-all of flat elements into one tensor or one per member."""
+        name = self._next_name()
+        described = (DTYPES[data.dtype], data.shape, data.data_ptr(), sends, self._set, not opts.asyncOp)
+        handle = engine.alltoall(name, *described)
+
+        def finish(outcomes: list[Any]) -> None:
+            whole, rows = received(outcomes[0], data.dtype)
+            if expected is not None and rows != expected:
+                raise ValueError(f"elements received from each rank differ from what was expected: {rows}, {expected}")
+            if len(targets) == self._size > 1:
+                put_parts(targets, whole, rows)
+            elif targets:
+                put(targets[0], whole)
+
+        return self._work([handle], data, finish, targets)
+
+    # The rest.
+
+    def barrier(self, opts: Any) -> FarandoleWork:
+        """Is over when every member has called it."""
+        del opts
+        return FarandoleWork(self._barrier(), [], self._completer)
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        """A barrier with a deadline; the engine's report of stalls names the ranks that are missing."""
+        del wait_all_ranks
+        FarandoleWork(self._barrier(), [], self._completer).wait(opts.timeout)
+
+    def _barrier(self) -> Pending:
+        return Pending([engine.barrier(self._next_name(), self._set)], None, lambda _: None)
+
+    def send(self, tensors: Tensors, destination: int, tag: int) -> NoReturn:
+        """Refused: the engine has collectives only."""
+        del tensors, destination, tag
+        raise NotImplementedError("farandole has no point-to-point operations: use all_to_all_single")
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> NoReturn:
+        """Refused: the engine has collectives only."""
+        self.send(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
+        """Refused: the engine has collectives only."""
+        self.send(tensors, -1, tag)
+
+    def _next_name(self) -> str:
+        return f"{self._name}.{next(self._numbers)}"
+
+    def _work(
+        self, members: Sequence[int], keep: Any, finish: Callable[[list[Any]], None], outputs: Tensors
+    ) -> FarandoleWork:
+        return FarandoleWork(Pending(members, keep, finish), outputs, self._completer)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Process sets under the groups of torch.distributed.
+
+torch tells a process nothing of a group it is no member of, while the engine registers a set with all ranks. So all
+ranks first tell each other whose turn it is, members and others alike: `create` calls `agree` in members, torch calls
+`perform_nocolor_split` in others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from farandole.common import basics, process_sets
+from farandole.torch.functions import allgather_object
+
+if TYPE_CHECKING:
+    from farandole.common.process_sets import ProcessSet
+
+_known: dict[tuple[int, ...], ProcessSet] = {}
+
+
+def _reset() -> None:
+    _known.clear()
+
+
+basics.on_init(_reset)
+
+
+def join_world() -> None:
+    """Has the session begin, with sets that can be registered any time, unless it has already."""
+    if not basics.is_initialized():
+        basics.init(process_sets="dynamic")
+
+
+def agree(ranks: list[int] | None) -> ProcessSet | None:
+    """Registers the sets that any rank asks for, the same on all ranks; every rank calls it.
+
+    Args:
+        ranks: The global ranks of the group this process is to be in, ascending; `None` when in none.
+
+    Returns:
+        The set of `ranks`.
+
+    Raises:
+        ValueError: When ranks disagree about who is in which set.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    wishes: list[list[int] | None] = allgather_object(ranks, "distributed.group")
+    for wish in wishes:
+        for member in wish or ():
+            if wishes[member] != wish:
+                raise ValueError(f"new_group must be called with the same ranks everywhere: {wishes}")
+    for wish in wishes:
+        if wish is not None and tuple(wish) not in _known:
+            whole = len(wish) == basics.size()
+            _known[tuple(wish)] = process_sets.global_process_set if whole else process_sets.add_process_set(wish)
+    return None if ranks is None else _known[tuple(ranks)]

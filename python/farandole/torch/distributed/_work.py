@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Operations under way, as torch.distributed sees them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from farandole.common.handles import HandleTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+table = HandleTable("distributed")
+"""The operations of this backend under way."""
+
+_NO_LIMIT = timedelta(0)
+
+
+class Pending:
+    """One operation of the engine, until somebody has waited for it.
+
+    Args:
+        members: The engine's handles.
+        keep: Whatever owns the memory the engine works on.
+        finish: Puts results where they belong; gets the outcomes of the members.
+    """
+
+    def __init__(self, members: Sequence[int], keep: Any, finish: Callable[[list[Any]], None]) -> None:
+        self._handle = table.track(members, keep, finish)
+        self._lock = threading.Lock()
+        self.done = False
+        self.error: Exception | None = None
+
+    def complete(self) -> None:
+        """Waits until the operation is over, well or not; only interrupts are raised."""
+        with self._lock:
+            if self.done:
+                return
+            try:
+                table.synchronize(self._handle)
+            except Exception as error:  # noqa: BLE001 - kept for all who will ask
+                self.error = error
+            self.done = True
+
+
+class Completer:
+    """Completes operations of one group in the background, for those who hold a future.
+
+    One per group: members of a group start its operations in one order, so waiting in this order blocks nobody.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Pending, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, pending: Pending, then: Callable[[], None]) -> None:
+        """Calls `then` when `pending` is over."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="farandole-futures", daemon=True)
+                self._thread.start()
+            self._queue.put((pending, then))
+
+    def close(self) -> None:
+        """Ends the thread after what it was given."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            pending, then = entry
+            pending.complete()
+            then()
+            del entry, pending, then  # an idle thread keeps no tensors
+
+
+def promise(pending: Pending, outputs: list[torch.Tensor], completer: Completer) -> Any:
+    """A future of the tensors an operation writes; C++ waits for it too, so a failure must be an error there.
+
+    Setting an exception from Python would be a plain value to C++. What a callback raises is an error to both, though
+    a `RuntimeError` with the text of the original.
+    """
+    over: torch.futures.Future[None] = torch.futures.Future()
+
+    def settle(_: Any) -> list[torch.Tensor]:
+        if pending.error is not None:
+            raise pending.error
+        return outputs
+
+    future = over.then(settle)
+    if pending.done:
+        over.set_result(None)
+    else:
+        completer.add(pending, lambda: over.set_result(None))
+    return future
+
+
+class FarandoleWork(Work):
+    """What a collective returns.
+
+    torch forwards `wait` and `get_future` to works made in Python, and nothing else: its `is_completed` says no until
+    the end of days. Who polls asks `get_future().done()`.
+
+    Args:
+        pending: The operation.
+        outputs: The tensors it writes, which a future holds.
+        completer: Completes it for those who ask for a future.
+    """
+
+    def __init__(self, pending: Pending, outputs: list[torch.Tensor], completer: Completer) -> None:
+        super().__init__()
+        self._pending = pending
+        self._outputs = outputs
+        self._completer = completer
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Waits until the operation is over.
+
+        Raises:
+            FarandoleInternalError: When a peer failed or the session was shut down.
+            ValueError: When ranks disagree about the operation.
+            TimeoutError: When it took longer than `timeout`; it stays under way.
+        """
+        if timeout > _NO_LIMIT:
+            over = threading.Event()
+            self._completer.add(self._pending, over.set)
+            if not over.wait(timeout.total_seconds()):
+                raise TimeoutError(f"operation did not complete within {timeout.total_seconds():.3f} s")
+        else:
+            self._pending.complete()
+        if self._pending.error is not None:
+            raise self._pending.error
+        return True
+
+    def get_future(self) -> Any:
+        """A future of the tensors the operation writes."""
+        return promise(self._pending, self._outputs, self._completer)
