@@ -4,7 +4,9 @@
 //! Kernels against the oracle, and every instruction path against the plain one (CO-1).
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use farandole_collectives::kernel::{Path, Reducer, Reduction, neutral, reduce};
+use std::sync::Arc;
+
+use farandole_collectives::kernel::{Orders, Path, Reducer, Reduction, neutral, reduce};
 use farandole_collectives::{DataType, Error, ReduceOp};
 use farandole_testkit::{elements, oracle, special_elements};
 
@@ -92,6 +94,47 @@ fn bits_do_not_depend_on_how_a_tensor_is_cut() {
         }
         assert_eq!(start, 3000);
         assert!(whole == pieces, "{reduction:?}");
+    }
+}
+
+/// The partials of hosts, each joined from its members' inputs, and what becomes of them.
+fn by_hosts(reducer: &Reducer, hosts: &[usize], inputs: &[&[u8]]) -> Vec<u8> {
+    let mut rest = inputs;
+    let partials: Vec<Vec<u8>> = hosts
+        .iter()
+        .map(|members| {
+            let (own, others) = rest.split_at(*members);
+            rest = others;
+            let mut partial = vec![0; own[0].len() * reducer.expansion()];
+            reducer.begin(own, &mut partial);
+            partial
+        })
+        .collect();
+    let partials: Vec<&[u8]> = partials.iter().map(Vec::as_slice).collect();
+    let mut out = vec![0; inputs[0].len()];
+    reducer.finish(&partials, &mut out);
+    out
+}
+
+#[test]
+fn sums_by_hosts_have_the_bits_of_the_sum_in_one_place() {
+    for path in Path::ALL.into_iter().filter(|path| path.is_available()) {
+        for hosts in [&[2, 2][..], &[2, 1], &[1, 2, 2], &[1; 4], &[1; 7], &[3, 1, 2, 2, 1, 1], &[4]] {
+            let orders = Arc::new(Orders::new(hosts));
+            for reduction in reductions(hosts.iter().sum()) {
+                let inputs = inputs(&reduction, 1100, true);
+                let slices: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
+                let reducer = Reducer::ordered(reduction, path, Some(Arc::clone(&orders))).unwrap();
+                let mut whole = vec![0; inputs[0].len()];
+                reducer.run(&slices, &mut whole);
+                oracle::compare(reduction.dtype, &by_hosts(&reducer, hosts, &slices), &whole)
+                    .unwrap_or_else(|how| panic!("{path:?} {reduction:?} on {hosts:?}: {how}"));
+                let Reduction { dtype, op, prescale, postscale, .. } = reduction;
+                let call = oracle::Allreduce { dtype, op, prescale, postscale };
+                oracle::compare(dtype, &whole, &oracle::allreduce_on(hosts, call, &inputs))
+                    .unwrap_or_else(|how| panic!("{path:?} {reduction:?} on {hosts:?}: {how}"));
+            }
+        }
     }
 }
 

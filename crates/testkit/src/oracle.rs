@@ -32,6 +32,11 @@ pub fn is_defined(dtype: DataType, op: ReduceOp) -> bool {
 
 /// What every rank must hold after an allreduce of these inputs, in rank order.
 pub fn allreduce(call: Allreduce, inputs: &[Vec<u8>]) -> Vec<u8> {
+    allreduce_on(&[inputs.len()], call, inputs)
+}
+
+/// As [`allreduce`], where the ranks live on hosts of these many.
+pub fn allreduce_on(hosts: &[usize], call: Allreduce, inputs: &[Vec<u8>]) -> Vec<u8> {
     let Allreduce { dtype, .. } = call;
     // Complex numbers act by parts.
     let size = match dtype {
@@ -43,9 +48,29 @@ pub fn allreduce(call: Allreduce, inputs: &[Vec<u8>]) -> Vec<u8> {
     let mut out = Vec::new();
     for k in 0..count {
         let element: Vec<&[u8]> = inputs.iter().map(|input| &input[k * size..(k + 1) * size]).collect();
-        out.extend(reduce_element(call, &element));
+        out.extend(reduce_element(call, hosts, &element));
     }
     out
+}
+
+/// Joins each host's values one after the other, then hosts in pairs, of which those that exceed a power of two are
+/// paired first.
+fn join_on<T: Copy>(hosts: &[usize], values: &[T], join: impl Fn(T, T) -> T) -> Option<T> {
+    let mut rest = values;
+    let mut level: Vec<T> = Vec::new();
+    for members in hosts {
+        let (own, others) = rest.split_at(*members);
+        level.extend(own.iter().copied().reduce(&join));
+        rest = others;
+    }
+    let excess = level.len() - (1 << level.len().checked_ilog2()?);
+    let joined = |pair: &[T]| pair.iter().copied().reduce(&join);
+    let (first, second) = level.split_at(2 * excess);
+    level = first.chunks(2).filter_map(joined).chain(second.iter().copied()).collect();
+    while level.len() > 1 {
+        level = level.chunks(2).filter_map(joined).collect();
+    }
+    level.first().copied()
 }
 
 macro_rules! integer {
@@ -87,12 +112,13 @@ macro_rules! cast {
 }
 
 macro_rules! float {
-    ($type:ty, $factor:path, $call:expr, $element:expr, $read:expr, $write:expr) => {{
+    ($type:ty, $factor:path, $call:expr, $hosts:expr, $element:expr, $read:expr, $write:expr) => {{
         let Allreduce { op, prescale, postscale, .. } = $call;
         let (pre, post): ($type, $type) = ($factor(prescale), $factor(postscale));
-        let values = $element.iter().map(|bytes| $read(array(bytes))).map(|value: $type| value * pre);
+        let values: Vec<$type> =
+            $element.iter().map(|bytes| $read(array(bytes))).map(|value: $type| value * pre).collect();
         let count = $element.len() as $type;
-        let joined = values.reduce(|a, b| match op {
+        let joined = join_on($hosts, &values, |a, b| match op {
             ReduceOp::Product => a * b,
             ReduceOp::Min if a.is_nan() || b.is_nan() => <$type>::NAN,
             ReduceOp::Max if a.is_nan() || b.is_nan() => <$type>::NAN,
@@ -118,7 +144,7 @@ macro_rules! float {
     }};
 }
 
-fn reduce_element(call: Allreduce, element: &[&[u8]]) -> Vec<u8> {
+fn reduce_element(call: Allreduce, hosts: &[usize], element: &[&[u8]]) -> Vec<u8> {
     match call.dtype {
         DataType::U8 => integer!(u8, call, element),
         DataType::I8 => integer!(i8, call, element),
@@ -129,20 +155,20 @@ fn reduce_element(call: Allreduce, element: &[&[u8]]) -> Vec<u8> {
         DataType::U64 => integer!(u64, call, element),
         DataType::I64 => integer!(i64, call, element),
         DataType::F16 => {
-            float!(f32, single, call, element, |bytes| f16::from_ne_bytes(bytes).to_f32(), |value| {
+            float!(f32, single, call, hosts, element, |bytes| f16::from_ne_bytes(bytes).to_f32(), |value| {
                 f16::from_f32(value).to_ne_bytes()
             })
         }
         DataType::Bf16 => {
-            float!(f32, single, call, element, |bytes| bf16::from_ne_bytes(bytes).to_f32(), |value| {
+            float!(f32, single, call, hosts, element, |bytes| bf16::from_ne_bytes(bytes).to_f32(), |value| {
                 bf16::from_f32(value).to_ne_bytes()
             })
         }
         DataType::F32 | DataType::C64 => {
-            float!(f32, single, call, element, f32::from_ne_bytes, f32::to_ne_bytes)
+            float!(f32, single, call, hosts, element, f32::from_ne_bytes, f32::to_ne_bytes)
         }
         DataType::F64 | DataType::C128 => {
-            float!(f64, identity, call, element, f64::from_ne_bytes, f64::to_ne_bytes)
+            float!(f64, identity, call, hosts, element, f64::from_ne_bytes, f64::to_ne_bytes)
         }
         DataType::Bool => {
             let or = matches!(call.op, ReduceOp::Sum | ReduceOp::Max);
@@ -163,6 +189,40 @@ fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
     let mut array = [0; N];
     array.copy_from_slice(bytes);
     array
+}
+
+/// What every rank holds after an Adasum of these inputs, in `float64`. Neighbours are combined until one vector is
+/// left; of what exceeds a power of two, the first ones before that.
+pub fn adasum(inputs: &[Vec<f64>]) -> Vec<f64> {
+    let combine = |pair: &[Vec<f64>]| match pair {
+        [a, b] => {
+            let product = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum::<f64>();
+            let dot = product(a, b);
+            let factor = |length: f64| if length < 1e-154 { 1.0 } else { 1.0 - dot / (2.0 * length) };
+            let (first, second) = (factor(product(a, a)), factor(product(b, b)));
+            a.iter().zip(b).map(|(a, b)| first * a + second * b).collect()
+        }
+        _ => pair.concat(),
+    };
+    let mut level = inputs.to_vec();
+    let excess = level.len() - (1 << level.len().checked_ilog2().unwrap_or(0));
+    let (first, second) = level.split_at(2 * excess);
+    level = first.chunks(2).map(combine).chain(second.iter().cloned()).collect();
+    while level.len() > 1 {
+        level = level.chunks(2).map(combine).collect();
+    }
+    level.concat()
+}
+
+/// The elements of a tensor of floats.
+pub fn floats(dtype: DataType, bytes: &[u8]) -> Vec<f64> {
+    let of = |bytes: &[u8]| match dtype {
+        DataType::F16 => f16::from_ne_bytes(array(bytes)).to_f64(),
+        DataType::Bf16 => bf16::from_ne_bytes(array(bytes)).to_f64(),
+        DataType::F32 => f64::from(f32::from_ne_bytes(array(bytes))),
+        _ => f64::from_ne_bytes(array(bytes)),
+    };
+    bytes.chunks_exact(dtype.size()).map(of).collect()
 }
 
 /// What every rank must hold after an allgather: one member after the other.

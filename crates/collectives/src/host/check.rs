@@ -4,7 +4,7 @@
 //! What an operation's buffers must look like.
 
 use super::peers::Peers;
-use crate::{Buffer, DataType, Error, Place, Result, Segment};
+use crate::{Buffer, DataType, Error, Place, ReduceOp, Result, Segment};
 
 pub(super) fn allreduce(dtype: DataType, segments: &[Segment]) -> Result<()> {
     for segment in segments {
@@ -18,6 +18,14 @@ pub(super) fn allreduce(dtype: DataType, segments: &[Segment]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Adasum is for vectors of floats.
+pub(super) fn adasum(dtype: DataType) -> Result<()> {
+    match dtype {
+        DataType::F16 | DataType::Bf16 | DataType::F32 | DataType::F64 => Ok(()),
+        _ => Err(Error::Unsupported { op: ReduceOp::Adasum, dtype }),
+    }
 }
 
 pub(super) fn broadcast(peers: &Peers, root: usize, segments: &[Segment]) -> Result<()> {

@@ -3,6 +3,7 @@
 
 //! The communicator over links: every member has one to every other, of any kind.
 
+mod adasum;
 mod allgather;
 mod alltoall;
 mod alone;
@@ -23,7 +24,7 @@ use farandole_world::Rank;
 
 use crate::buffer::Flat;
 use crate::kernel::{Reducer, Reduction};
-use crate::{Communicator, Error, Operation, Result, Segment, Token};
+use crate::{Communicator, Error, Operation, ReduceOp, Result, Segment, Token};
 use peers::{Job, Peers};
 
 /// Parts, chunks and messages are multiples of this: no element is ever cut.
@@ -61,6 +62,7 @@ struct Running {
 /// An operation that passed its checks. Jobs are made when their turn comes: they need the agreed capacity.
 enum Planned {
     Allreduce { reducer: Reducer, inputs: Flat, outputs: Flat },
+    Adasum { reducer: Reducer, tensors: Vec<usize>, inputs: Flat, outputs: Flat },
     Broadcast { root: usize, inputs: Flat, outputs: Flat },
     Allgather { segments: Vec<Segment>, bytes: Vec<Vec<usize>> },
     Alltoall { segment: Segment, sends: Vec<usize>, receives: Vec<usize> },
@@ -123,6 +125,12 @@ impl Planned {
                     Box::new(pipeline::Pipeline::new(peers, reducer, inputs, outputs)?)
                 }
             }
+            Self::Adasum { reducer, inputs, outputs, .. } if peers.size() == 1 => {
+                Box::new(alone::Alone::new(reducer, inputs, outputs))
+            }
+            Self::Adasum { reducer, tensors, inputs, outputs } => {
+                Box::new(adasum::Adasum::new(peers, reducer, &tensors, &inputs, outputs))
+            }
             Self::Broadcast { root, inputs, outputs } => {
                 Box::new(broadcast::Broadcast::new(peers, root, inputs, outputs))
             }
@@ -160,6 +168,16 @@ impl Communicator for HostCommunicator {
         let planned = match operation {
             Operation::Allreduce { dtype, op, prescale, postscale, segments } => {
                 check::allreduce(dtype, &segments)?;
+                if op == ReduceOp::Adasum {
+                    check::adasum(dtype)?;
+                    let tensors = segments.iter().map(|segment| segment.input.len()).collect();
+                    // Converts and scales one vector.
+                    let alone = Reduction { dtype, op: ReduceOp::Sum, members: 1, prescale, postscale };
+                    let (inputs, outputs) = flats(segments);
+                    let reducer = Reducer::new(alone)?;
+                    self.queue.push_back((token, Planned::Adasum { reducer, tensors, inputs, outputs }));
+                    return Ok(());
+                }
                 let members = self.peers.size();
                 let reducer = Reducer::new(Reduction { dtype, op, members, prescale, postscale })?;
                 let (inputs, outputs) = flats(segments);

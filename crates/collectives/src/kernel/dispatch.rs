@@ -4,31 +4,48 @@
 //! From a reduction to the function that runs it.
 
 use super::native::{And, Direct, Join, Max, Min, Native, Or, Product, Sum};
-use super::wide::{Factors, Format, Same, Staged, Stages, Wider};
-use super::{Path, Reduction, half};
+use super::wide::{Factors, Format, Same, Staged, Stages, Truth, Wider};
+use super::{Form, Order, Path, Reduction, half};
 use crate::{DataType, ReduceOp};
 
 type Run = unsafe fn(&[&[u8]], &mut [u8], f64);
 
 /// A chosen kernel.
 pub(super) enum Kernel {
-    /// One loop; the factor multiplies the result of a Sum of floats.
+    /// One loop over inputs in a line, accumulators are elements; the factor multiplies the result of a Sum of floats.
     Direct { run: Run, factor: f64 },
     /// Through accumulators.
     Staged(Box<dyn Staged>),
 }
 
 impl Kernel {
-    /// Reduces `inputs` into `out`.
+    /// How many times an element's bytes an accumulator takes.
+    pub(super) fn expansion(&self) -> usize {
+        match self {
+            Self::Direct { .. } => 1,
+            Self::Staged(stages) => stages.expansion(),
+        }
+    }
+
+    /// Joins `inputs` in `order`, or one after the other, into `out`.
     ///
     /// # Safety
     /// This processor has the instructions of the path the kernel was chosen for.
-    pub(super) unsafe fn run(&self, inputs: &[&[u8]], out: &mut [u8]) {
+    pub(super) unsafe fn run(
+        &self,
+        from: Form,
+        to: Form,
+        order: Option<&Order>,
+        inputs: &[&[u8]],
+        out: &mut [u8],
+    ) {
         match self {
             // SAFETY: the caller's promise.
-            Self::Direct { run, factor } => unsafe { run(inputs, out, *factor) },
+            Self::Direct { run, factor } => unsafe {
+                run(inputs, out, if to == Form::Element { *factor } else { 1.0 });
+            },
             // SAFETY: the caller's promise.
-            Self::Staged(stages) => unsafe { stages.run(inputs, out) },
+            Self::Staged(stages) => unsafe { stages.run(from, to, order, inputs, out) },
         }
     }
 }
@@ -65,29 +82,41 @@ fn staged<F: Format, J: Join<F::Acc>>(path: Path, factors: Factors) -> Kernel {
     Kernel::Staged(Box::new(Stages::new::<F, J>(path, factors)))
 }
 
-/// The kernel of a reduction, or nothing where it is not defined.
-pub(super) fn choose(reduction: &Reduction, path: Path) -> Option<Kernel> {
+/// The kernel of a reduction, or nothing where it is not defined. Only kernels in stages join in other orders than a
+/// line.
+pub(super) fn choose(reduction: &Reduction, path: Path, in_line: bool) -> Option<Kernel> {
+    let kind = Kind { plain: in_line && reduction.prescale == 1.0 && reduction.postscale == 1.0, path };
     match reduction.dtype {
-        DataType::U8 => integer::<u8, u8, i64>(reduction, path),
-        DataType::I8 => integer::<i8, u8, i64>(reduction, path),
-        DataType::U16 => integer::<u16, u16, i64>(reduction, path),
-        DataType::I16 => integer::<i16, u16, i64>(reduction, path),
-        DataType::U32 => integer::<u32, u32, i64>(reduction, path),
-        DataType::I32 => integer::<i32, u32, i64>(reduction, path),
-        DataType::U64 => integer::<u64, u64, i128>(reduction, path),
-        DataType::I64 => integer::<i64, u64, i128>(reduction, path),
-        DataType::F16 => f16(reduction, path),
-        DataType::Bf16 => float::<half::Bf16>(reduction, path),
-        DataType::F32 => native_float::<f32>(reduction, path),
-        DataType::F64 => native_float::<f64>(reduction, path),
+        DataType::U8 => integer::<u8, u8, i64>(reduction, kind),
+        DataType::I8 => integer::<i8, u8, i64>(reduction, kind),
+        DataType::U16 => integer::<u16, u16, i64>(reduction, kind),
+        DataType::I16 => integer::<i16, u16, i64>(reduction, kind),
+        DataType::U32 => integer::<u32, u32, i64>(reduction, kind),
+        DataType::I32 => integer::<i32, u32, i64>(reduction, kind),
+        DataType::U64 => integer::<u64, u64, i128>(reduction, kind),
+        DataType::I64 => integer::<i64, u64, i128>(reduction, kind),
+        DataType::F16 => f16(reduction, kind),
+        DataType::Bf16 => float::<half::Bf16>(reduction, kind),
+        DataType::F32 => native_float::<f32>(reduction, kind),
+        DataType::F64 => native_float::<f64>(reduction, kind),
         DataType::Bool => match reduction.op {
-            ReduceOp::Sum | ReduceOp::Max => Some(direct::<u8, Or>(path, 1.0)),
-            ReduceOp::Product | ReduceOp::Min => Some(direct::<u8, And>(path, 1.0)),
+            ReduceOp::Sum | ReduceOp::Max if in_line => Some(direct::<u8, Or>(path, 1.0)),
+            ReduceOp::Product | ReduceOp::Min if in_line => Some(direct::<u8, And>(path, 1.0)),
+            ReduceOp::Sum | ReduceOp::Max => Some(staged::<Truth, Or>(path, factors(reduction))),
+            ReduceOp::Product | ReduceOp::Min => Some(staged::<Truth, And>(path, factors(reduction))),
             ReduceOp::Average | ReduceOp::Adasum => None,
         },
-        DataType::C64 => complex(reduction).and_then(|()| native_float::<f32>(reduction, path)),
-        DataType::C128 => complex(reduction).and_then(|()| native_float::<f64>(reduction, path)),
+        DataType::C64 => complex(reduction).and_then(|()| native_float::<f32>(reduction, kind)),
+        DataType::C128 => complex(reduction).and_then(|()| native_float::<f64>(reduction, kind)),
     }
+}
+
+/// What kernel to make.
+#[derive(Clone, Copy)]
+struct Kind {
+    /// One loop will do.
+    plain: bool,
+    path: Path,
 }
 
 /// What acts on real and imaginary parts alike.
@@ -100,12 +129,8 @@ fn factors(reduction: &Reduction) -> Factors {
     Factors { prescale: reduction.prescale, postscale: reduction.postscale, mean }
 }
 
-fn is_plain(reduction: &Reduction) -> bool {
-    reduction.prescale == 1.0 && reduction.postscale == 1.0
-}
-
 /// Sum and Product wrap, which for both signs is the unsigned `U`.
-fn integer<T, U, A>(reduction: &Reduction, path: Path) -> Option<Kernel>
+fn integer<T, U, A>(reduction: &Reduction, kind: Kind) -> Option<Kernel>
 where
     T: Native,
     U: Native,
@@ -113,8 +138,8 @@ where
     Same<T>: Format<Acc = T>,
     Wider<T, A>: Format<Acc = A>,
 {
-    let factors = factors(reduction);
-    Some(match (reduction.op, is_plain(reduction)) {
+    let (factors, path) = (factors(reduction), kind.path);
+    Some(match (reduction.op, kind.plain) {
         (ReduceOp::Sum, true) => direct::<U, Sum>(path, 1.0),
         (ReduceOp::Product, true) => direct::<U, Product>(path, 1.0),
         (ReduceOp::Min, true) => direct::<T, Min>(path, 1.0),
@@ -128,29 +153,26 @@ where
     })
 }
 
-fn native_float<T: Native>(reduction: &Reduction, path: Path) -> Option<Kernel>
+fn native_float<T: Native>(reduction: &Reduction, kind: Kind) -> Option<Kernel>
 where
     Same<T>: Format<Acc = T>,
 {
     // Dividing by a power of two and multiplying by its inverse round alike.
-    let inverse = 1.0 / reduction.members as f64;
+    let (inverse, path) = (1.0 / reduction.members as f64, kind.path);
     Some(match reduction.op {
-        ReduceOp::Sum if is_plain(reduction) => direct::<T, Sum>(path, 1.0),
-        ReduceOp::Average if is_plain(reduction) && reduction.members.is_power_of_two() => {
+        ReduceOp::Sum if kind.plain => direct::<T, Sum>(path, 1.0),
+        ReduceOp::Average if kind.plain && reduction.members.is_power_of_two() => {
             direct::<T, Sum>(path, inverse)
         }
-        ReduceOp::Product if is_plain(reduction) => direct::<T, Product>(path, 1.0),
-        ReduceOp::Min if is_plain(reduction) => direct::<T, Min>(path, 1.0),
-        ReduceOp::Max if is_plain(reduction) => direct::<T, Max>(path, 1.0),
-        _ => return float::<Same<T>>(reduction, path),
+        ReduceOp::Product if kind.plain => direct::<T, Product>(path, 1.0),
+        ReduceOp::Min if kind.plain => direct::<T, Min>(path, 1.0),
+        ReduceOp::Max if kind.plain => direct::<T, Max>(path, 1.0),
+        _ => return float::<Same<T>>(reduction, kind),
     })
 }
 
-fn float<F: Format>(reduction: &Reduction, path: Path) -> Option<Kernel>
-where
-    F::Acc: Native,
-{
-    let factors = factors(reduction);
+fn float<F: Format>(reduction: &Reduction, kind: Kind) -> Option<Kernel> {
+    let (factors, path) = (factors(reduction), kind.path);
     Some(match reduction.op {
         ReduceOp::Sum | ReduceOp::Average => staged::<F, Sum>(path, factors),
         ReduceOp::Product => staged::<F, Product>(path, factors),
@@ -160,10 +182,10 @@ where
     })
 }
 
-fn f16(reduction: &Reduction, path: Path) -> Option<Kernel> {
-    match path {
+fn f16(reduction: &Reduction, kind: Kind) -> Option<Kernel> {
+    match kind.path {
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 | Path::Avx512 => float::<half::HardF16>(reduction, path),
-        _ => float::<half::SoftF16>(reduction, path),
+        Path::Avx2 | Path::Avx512 => float::<half::HardF16>(reduction, kind),
+        _ => float::<half::SoftF16>(reduction, kind),
     }
 }

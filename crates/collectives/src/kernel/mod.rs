@@ -4,7 +4,9 @@
 //! Reductions of equally long byte blocks, one per member, in member order.
 //!
 //! `out = post * (((pre * x0) op (pre * x1)) op (pre * x2) ...)` for every element by itself, so the bits do not depend
-//! on how a tensor was cut into blocks. What each type does:
+//! on how a tensor was cut into blocks; or with the parentheses of an [`Order`]. The joined value of some members can
+//! leave as a partial, an accumulator that is neither scaled nor rounded, and be joined with others elsewhere: the bits
+//! are those of doing it all in one place. What each type does:
 //!
 //! - `float32`, `float64`: IEEE arithmetic in the type; an Average divides by the number of members, then scales.
 //! - `float16`, `bfloat16`: as `float32` from the first input to the last scaling, rounded once, to nearest even.
@@ -19,17 +21,21 @@
 //! Every path of [`Path`] gives the same bits; [`Path::best`] is chosen once per process.
 #![expect(unsafe_code, reason = "functions compiled for instructions that only some processors have")]
 
+mod adasum;
 mod dispatch;
 mod half;
 mod native;
 mod neutral;
+mod order;
 mod wide;
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use crate::{DataType, Error, ReduceOp, Result};
 
+pub(crate) use adasum::{Carrier, Measures};
 pub use neutral::{fill_neutral, neutral};
+pub use order::Order;
 
 /// Which instructions a kernel may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -89,10 +95,37 @@ pub struct Reduction {
     pub postscale: f64,
 }
 
+/// What a block holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    /// Elements as tensors have them.
+    Element,
+    /// Accumulators: inputs are scaled and joined, results not yet.
+    Partial,
+}
+
+/// The parentheses of a sum over members who live on hosts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Orders {
+    /// Over all members.
+    members: Order,
+    /// Over the partials of hosts.
+    hosts: Order,
+}
+
+impl Orders {
+    /// For hosts of these many members, which follow each other.
+    pub fn new(hosts: &[usize]) -> Self {
+        Self { members: Order::groups(hosts), hosts: Order::pairs(hosts.len()) }
+    }
+}
+
 /// A reduction with its kernel chosen: made once per operation, run once per block.
 pub struct Reducer {
     reduction: Reduction,
     kernel: dispatch::Kernel,
+    /// Nothing for a line.
+    orders: Option<Arc<Orders>>,
 }
 
 impl Reducer {
@@ -109,6 +142,15 @@ impl Reducer {
     /// # Errors
     /// As [`Reducer::new`], and `Shape` when this processor cannot run the path.
     pub fn on(reduction: Reduction, path: Path) -> Result<Self> {
+        Self::ordered(reduction, path, None)
+    }
+
+    /// Chooses the kernel of `path` for these parentheses, or those of a line.
+    ///
+    /// # Errors
+    /// As [`Reducer::on`].
+    pub fn ordered(reduction: Reduction, path: Path, orders: Option<Arc<Orders>>) -> Result<Self> {
+        let orders = orders.filter(|orders| !orders.members.is_line());
         let refuse = |reason: &str| Error::Shape { reason: reason.to_owned() };
         if !path.is_available() {
             return Err(refuse("this processor lacks the instructions asked for"));
@@ -120,9 +162,9 @@ impl Reducer {
         if scaled && reduction.dtype == DataType::Bool {
             return Err(refuse("booleans take no scale factors"));
         }
-        let kernel = dispatch::choose(&reduction, path)
+        let kernel = dispatch::choose(&reduction, path, orders.is_none())
             .ok_or(Error::Unsupported { op: reduction.op, dtype: reduction.dtype })?;
-        Ok(Self { reduction, kernel })
+        Ok(Self { reduction, kernel, orders })
     }
 
     /// The parameters it was made for.
@@ -130,10 +172,42 @@ impl Reducer {
         &self.reduction
     }
 
-    /// Reduces `inputs`, in this order, into `out`. Elements beyond the shortest of them are left alone.
+    /// Reduces the `inputs` of all members, which are in member order, into `out`. Elements beyond the shortest of them
+    /// are left alone.
     pub fn run(&self, inputs: &[&[u8]], out: &mut [u8]) {
-        // SAFETY: `on` made sure that this processor has the instructions the kernel was compiled for.
-        unsafe { self.kernel.run(inputs, out) }
+        self.join(
+            Form::Element,
+            Form::Element,
+            self.orders.as_ref().map(|orders| &orders.members),
+            inputs,
+            out,
+        );
+    }
+
+    /// How many times the bytes of elements their partials take.
+    pub fn expansion(&self) -> usize {
+        self.kernel.expansion()
+    }
+
+    /// Joins the `inputs` of a host's members into a partial.
+    pub fn begin(&self, inputs: &[&[u8]], partial: &mut [u8]) {
+        self.join(Form::Element, Form::Partial, None, inputs, partial);
+    }
+
+    /// Joins two neighbouring partials into one.
+    pub fn merge(&self, earlier: &[u8], later: &[u8], partial: &mut [u8]) {
+        self.join(Form::Partial, Form::Partial, None, &[earlier, later], partial);
+    }
+
+    /// Makes the result of the partials of all hosts, or of the one that is joined from them all.
+    pub fn finish(&self, partials: &[&[u8]], out: &mut [u8]) {
+        let orders = self.orders.as_ref().filter(|_| partials.len() > 1);
+        self.join(Form::Partial, Form::Element, orders.map(|orders| &orders.hosts), partials, out);
+    }
+
+    fn join(&self, from: Form, to: Form, order: Option<&Order>, inputs: &[&[u8]], out: &mut [u8]) {
+        // SAFETY: `ordered` made sure that this processor has the instructions the kernel was compiled for.
+        unsafe { self.kernel.run(from, to, order, inputs, out) }
     }
 }
 

@@ -6,7 +6,8 @@
 use crate::{DataType, Error, ReduceOp, Result};
 
 /// The element that changes no result, in the first `dtype.size()` bytes; the others are 0. It is neutral after
-/// prescaling: contribute it to operations whose prescale is 1. A Sum's is `-0.0`, since `-0.0 + 0.0` is `0.0`.
+/// prescaling: contribute it to operations whose prescale is 1. A Sum's is `-0.0`, since `-0.0 + 0.0` is `0.0`; a
+/// vector of Adasum's has no length.
 ///
 /// # Errors
 /// `Unsupported` where the reduction is not defined for the type.
@@ -28,11 +29,10 @@ pub fn neutral(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
     macro_rules! float {
         ($negative_zero:expr, $one:expr, $infinity:expr, $negative_infinity:expr) => {
             match op {
-                ReduceOp::Sum | ReduceOp::Average => set(&$negative_zero.to_ne_bytes()),
+                ReduceOp::Sum | ReduceOp::Average | ReduceOp::Adasum => set(&$negative_zero.to_ne_bytes()),
                 ReduceOp::Product => set(&$one.to_ne_bytes()),
                 ReduceOp::Min => set(&$infinity.to_ne_bytes()),
                 ReduceOp::Max => set(&$negative_infinity.to_ne_bytes()),
-                ReduceOp::Adasum => return unsupported,
             }
         };
     }

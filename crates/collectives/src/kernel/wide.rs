@@ -6,15 +6,15 @@
 
 use std::marker::PhantomData;
 
-use super::Path;
 use super::native::{Join, Native};
+use super::{Form, Order, Path};
 
 /// How elements are read into and written from accumulators.
 pub(super) trait Format: 'static {
     /// Bytes of one element.
     const SIZE: usize;
     /// What accumulates.
-    type Acc: Copy + Default + Send + Sync + 'static;
+    type Acc: Native + Send + Sync;
 
     fn widen(bytes: &[u8], acc: &mut [Self::Acc]);
     fn narrow(acc: &[Self::Acc], bytes: &mut [u8]);
@@ -32,6 +32,32 @@ pub(super) trait Float: Sized {
 
 /// Elements that accumulate as themselves.
 pub(super) struct Same<T>(PhantomData<T>);
+
+/// Bytes that are false when 0 and true otherwise.
+pub(super) struct Truth;
+
+impl Format for Truth {
+    const SIZE: usize = 1;
+    type Acc = u8;
+
+    #[inline(always)]
+    fn widen(bytes: &[u8], acc: &mut [u8]) {
+        for (a, b) in acc.iter_mut().zip(bytes) {
+            *a = u8::from(*b != 0);
+        }
+    }
+
+    #[inline(always)]
+    fn narrow(acc: &[u8], bytes: &mut [u8]) {
+        bytes.copy_from_slice(acc);
+    }
+
+    /// Booleans take no factors.
+    fn scale(_acc: &mut [u8], _factor: f64) {}
+
+    /// Booleans have no mean.
+    fn mean(_acc: &mut [u8], _members: usize) {}
+}
 
 /// Integers that accumulate in a wider one, so that a sum of members cannot overflow before it is divided.
 pub(super) struct Wider<T, A>(PhantomData<(T, A)>);
@@ -171,8 +197,10 @@ type Mean<A> = unsafe fn(&mut [A], usize);
 pub(super) struct Stages<A> {
     size: usize,
     widen: Widen<A>,
+    load: Widen<A>,
     merge: Merge<A>,
     narrow: Narrow<A>,
+    store: Narrow<A>,
     scale: Scale<A>,
     mean: Option<(Mean<A>, usize)>,
     prescale: f64,
@@ -191,7 +219,7 @@ pub(super) struct Factors {
 macro_rules! stages {
     ($name:ident, $($features:literal)?) => {
         mod $name {
-            use super::{Format, Join};
+            use super::{Format, Join, Native};
 
             $(#[target_feature(enable = $features)])?
             pub(super) fn widen<F: Format>(bytes: &[u8], acc: &mut [F::Acc]) {
@@ -202,6 +230,20 @@ macro_rules! stages {
             pub(super) fn merge<A: Copy, J: Join<A>>(acc: &mut [A], other: &[A]) {
                 for (a, b) in acc.iter_mut().zip(other) {
                     *a = J::join(*a, *b);
+                }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn load<A: Native>(bytes: &[u8], acc: &mut [A]) {
+                for (a, b) in acc.iter_mut().zip(A::cells(bytes)) {
+                    *a = A::get(*b);
+                }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn store<A: Native>(acc: &[A], bytes: &mut [u8]) {
+                for (a, b) in acc.iter().zip(A::cells_mut(bytes)) {
+                    *b = a.put();
                 }
             }
 
@@ -227,7 +269,7 @@ stages!(baseline,);
 #[cfg(target_arch = "x86_64")]
 stages!(avx2, "avx2,f16c");
 
-impl<A: Copy + Default + Send + Sync + 'static> Stages<A> {
+impl<A: Native> Stages<A> {
     /// Stages of a format. AVX-512 gains nothing here: the conversions are no wider, so it shares AVX2's.
     pub(super) fn new<F: Format<Acc = A>, J: Join<A>>(path: Path, factors: Factors) -> Self {
         let Factors { prescale, postscale, mean } = factors;
@@ -237,8 +279,10 @@ impl<A: Copy + Default + Send + Sync + 'static> Stages<A> {
             Path::Avx2 | Path::Avx512 => Self {
                 size,
                 widen: avx2::widen::<F>,
+                load: avx2::load::<A>,
                 merge: avx2::merge::<A, J>,
                 narrow: avx2::narrow::<F>,
+                store: avx2::store::<A>,
                 scale: avx2::scale::<F>,
                 mean: mean.map(|members| (avx2::mean::<F> as Mean<A>, members)),
                 prescale,
@@ -247,8 +291,10 @@ impl<A: Copy + Default + Send + Sync + 'static> Stages<A> {
             _ => Self {
                 size,
                 widen: baseline::widen::<F>,
+                load: baseline::load::<A>,
                 merge: baseline::merge::<A, J>,
                 narrow: baseline::narrow::<F>,
+                store: baseline::store::<A>,
                 scale: baseline::scale::<F>,
                 mean: mean.map(|members| (baseline::mean::<F> as Mean<A>, members)),
                 prescale,
@@ -260,39 +306,122 @@ impl<A: Copy + Default + Send + Sync + 'static> Stages<A> {
 
 /// A reduction in stages, whatever it accumulates in.
 pub(super) trait Staged: Send + Sync {
-    /// Reduces `inputs` into `out`.
+    /// How many times an element's bytes an accumulator takes.
+    fn expansion(&self) -> usize;
+
+    /// Joins `inputs` in `order`, or one after the other, into `out`.
     ///
     /// # Safety
     /// This processor has the instructions of the path the stages were made for.
-    unsafe fn run(&self, inputs: &[&[u8]], out: &mut [u8]);
+    unsafe fn run(&self, from: Form, to: Form, order: Option<&Order>, inputs: &[&[u8]], out: &mut [u8]);
 }
 
-impl<A: Copy + Default + Send + Sync + 'static> Staged for Stages<A> {
-    unsafe fn run(&self, inputs: &[&[u8]], out: &mut [u8]) {
-        let (mut acc, mut next) = ([A::default(); BLOCK], [A::default(); BLOCK]);
-        let elements = inputs.iter().map(|input| input.len()).min().unwrap_or(0).min(out.len()) / self.size;
-        for start in (0..elements).step_by(BLOCK) {
-            let count = BLOCK.min(elements - start);
-            let range = start * self.size..(start + count) * self.size;
-            // SAFETY: the caller's promise about this processor covers every stage.
-            unsafe {
-                for (k, input) in inputs.iter().enumerate() {
-                    let into = if k == 0 { &mut acc[..count] } else { &mut next[..count] };
-                    (self.widen)(&input[range.clone()], into);
+impl<A: Native + Send + Sync> Stages<A> {
+    fn bytes(&self, form: Form) -> usize {
+        match form {
+            Form::Element => self.size,
+            Form::Partial => size_of::<A>(),
+        }
+    }
+
+    /// # Safety
+    /// That of [`Staged::run`].
+    unsafe fn read(&self, from: Form, bytes: &[u8], into: &mut [A]) {
+        // SAFETY: the caller's promise about this processor covers every stage.
+        unsafe {
+            match from {
+                Form::Partial => (self.load)(bytes, into),
+                Form::Element => {
+                    (self.widen)(bytes, into);
                     if self.prescale != 1.0 {
                         (self.scale)(into, self.prescale);
                     }
-                    if k > 0 {
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// That of [`Staged::run`].
+    unsafe fn write(&self, to: Form, acc: &mut [A], bytes: &mut [u8]) {
+        // SAFETY: the caller's promise about this processor covers every stage.
+        unsafe {
+            match to {
+                Form::Partial => (self.store)(acc, bytes),
+                Form::Element => {
+                    if let Some((mean, members)) = self.mean {
+                        mean(acc, members);
+                    }
+                    if self.postscale != 1.0 {
+                        (self.scale)(acc, self.postscale);
+                    }
+                    (self.narrow)(acc, bytes);
+                }
+            }
+        }
+    }
+
+    /// As [`Staged::run`] in an order that is no line: a stack of blocks.
+    ///
+    /// # Safety
+    /// That of [`Staged::run`].
+    unsafe fn run_tree(&self, from: Form, to: Form, order: &Order, inputs: &[&[u8]], out: &mut [u8]) {
+        let (read, written) = (self.bytes(from), self.bytes(to));
+        let elements = inputs.iter().map(|input| input.len()).min().unwrap_or(0) / read;
+        let elements = elements.min(out.len() / written);
+        let block = BLOCK.min(elements);
+        let mut stack = vec![A::default(); order.depth() * block];
+        for start in (0..elements).step_by(BLOCK) {
+            let count = BLOCK.min(elements - start);
+            let mut height = 0;
+            for (k, input) in inputs.iter().enumerate() {
+                let top = &mut stack[height * block..height * block + count];
+                // SAFETY: the caller's promise.
+                unsafe { self.read(from, &input[start * read..(start + count) * read], top) };
+                height += 1;
+                for _ in 0..order.merges(k) {
+                    height -= 1;
+                    let (below, top) = stack.split_at_mut(height * block);
+                    let into = &mut below[(height - 1) * block..(height - 1) * block + count];
+                    // SAFETY: the caller's promise.
+                    unsafe { (self.merge)(into, &top[..count]) };
+                }
+            }
+            let range = start * written..(start + count) * written;
+            // SAFETY: the caller's promise.
+            unsafe { self.write(to, &mut stack[..count], &mut out[range]) };
+        }
+    }
+}
+
+impl<A: Native + Send + Sync> Staged for Stages<A> {
+    fn expansion(&self) -> usize {
+        size_of::<A>() / self.size
+    }
+
+    unsafe fn run(&self, from: Form, to: Form, order: Option<&Order>, inputs: &[&[u8]], out: &mut [u8]) {
+        if let Some(order) = order {
+            // SAFETY: the caller's promise.
+            return unsafe { self.run_tree(from, to, order, inputs, out) };
+        }
+        let (mut acc, mut next) = ([A::default(); BLOCK], [A::default(); BLOCK]);
+        let (read, written) = (self.bytes(from), self.bytes(to));
+        let elements = inputs.iter().map(|input| input.len()).min().unwrap_or(0) / read;
+        let elements = elements.min(out.len() / written);
+        for start in (0..elements).step_by(BLOCK) {
+            let count = BLOCK.min(elements - start);
+            let range = start * read..(start + count) * read;
+            // SAFETY: the caller's promise about this processor covers every stage.
+            unsafe {
+                for (k, input) in inputs.iter().enumerate() {
+                    if k == 0 {
+                        self.read(from, &input[range.clone()], &mut acc[..count]);
+                    } else {
+                        self.read(from, &input[range.clone()], &mut next[..count]);
                         (self.merge)(&mut acc[..count], &next[..count]);
                     }
                 }
-                if let Some((mean, members)) = self.mean {
-                    mean(&mut acc[..count], members);
-                }
-                if self.postscale != 1.0 {
-                    (self.scale)(&mut acc[..count], self.postscale);
-                }
-                (self.narrow)(&acc[..count], &mut out[range]);
+                self.write(to, &mut acc[..count], &mut out[start * written..(start + count) * written]);
             }
         }
     }

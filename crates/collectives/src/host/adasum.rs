@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Allreduce by Adasum: vector halving, distance doubling.
+//!
+//! Members are leaves of a binary tree of neighbours, `log2 P` levels. At each level the two sides, of `d` members each,
+//! hold a vector each, spread over their members; a member swaps one half of its piece with the member `d` away, sums
+//! the three products of the halves it now has both of, agrees on the sums with the `2 d` members that have the rest of
+//! the two vectors, and combines. Afterwards the halves go back the same way. Per member `2 * (P - 1) / P * N` bytes and
+//! `log2 P * (log2 P + 5) / 2` swaps. Every tensor is halved and summed by itself, so fusing changes no bits; each element of the
+//! result is computed by one member, so all have the same bits.
+//!
+//! **Any number of members.** With `p` the largest power of two, `2 * (P - p)` first members are folded in pairs: the
+//! odd one sends its whole vector to the even one before it, which combines both and takes part for the two; at the end
+//! it sends the result back. Two more messages of `N` bytes for those.
+//!
+//! `float16` and `bfloat16` are `float32` from the first input to the last scaling, on links too.
+//!
+//! **No deadlock.** Steps are the same sequence on the two ends of every link, a member reads whatever comes from its
+//! partner while it writes to it, and the earliest unfinished step has both its ends in it.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use super::message::Message;
+use super::peers::{Job, Moved, Peers};
+use crate::buffer::Flat;
+use crate::kernel::{Carrier, Measures, Reducer};
+use crate::{DataType, Result};
+
+/// Bytes of elements converted at a time.
+const BLOCK: usize = 16 << 10;
+
+/// Ranges of a vector, one for each tensor.
+type Piece = Vec<Range<usize>>;
+
+#[derive(Debug, PartialEq)]
+enum Step {
+    /// Sends `gives` to a member and receives `takes`, as the other vector or as results.
+    Swap { with: usize, gives: Piece, takes: Piece, results: bool },
+    /// Sums products over this piece of the two vectors.
+    Measure { piece: Piece, first: bool },
+    /// Adds the other member's sums.
+    Agree { with: usize },
+    /// Writes the sum of the two vectors over this piece of the own.
+    Combine { piece: Piece, first: bool },
+}
+
+pub(super) struct Adasum {
+    reducer: Reducer,
+    outputs: Flat,
+    carrier: Carrier,
+    own: Vec<u8>,
+    other: Vec<u8>,
+    /// One for each tensor, as bytes.
+    measures: Vec<u8>,
+    theirs: Vec<u8>,
+    steps: VecDeque<Step>,
+    /// What goes and comes in the present step.
+    swap: Option<(Message, Message)>,
+}
+
+impl Adasum {
+    /// The reducer converts and scales.
+    pub(super) fn new(
+        peers: &Peers,
+        reducer: Reducer,
+        tensors: &[usize],
+        inputs: &Flat,
+        outputs: Flat,
+    ) -> Self {
+        let expansion = reducer.expansion();
+        let mut own = vec![0; inputs.len() * expansion];
+        let mut block = vec![0; BLOCK.min(inputs.len())];
+        for at in (0..inputs.len()).step_by(BLOCK) {
+            let block = &mut block[..BLOCK.min(inputs.len() - at)];
+            inputs.read(at, block);
+            reducer.begin(&[block], &mut own[at * expansion..(at + block.len()) * expansion]);
+        }
+        let carrier =
+            if reducer.reduction().dtype == DataType::F64 { Carrier::Double } else { Carrier::Single };
+        let element = reducer.reduction().dtype.size();
+        let tensors: Vec<usize> = tensors.iter().map(|bytes| bytes / element).collect();
+        let steps = Plan { element: element * expansion }.steps(peers.member, peers.size(), &tensors);
+        let other = vec![0; own.len()];
+        let measures = vec![0; tensors.len() * Measures::BYTES];
+        let theirs = measures.clone();
+        Self { reducer, outputs, carrier, own, other, measures, theirs, steps: steps.into(), swap: None }
+    }
+
+    /// True when the step is over.
+    fn step(&mut self, peers: &mut Peers, any: &mut bool) -> Result<bool> {
+        let Some(step) = self.steps.front() else { return Ok(true) };
+        match step {
+            Step::Swap { with, gives, takes, results } => {
+                let (out, incoming) =
+                    self.swap.get_or_insert_with(|| (Message::new(bytes(gives)), Message::new(bytes(takes))));
+                let link = peers.link_to(*with);
+                let link = &mut peers.links[link];
+                let own = &mut self.own;
+                *any |= out.put(&mut *link.sender, |at, to| gather(own, gives, at, to))?;
+                let into = if *results { own } else { &mut self.other };
+                *any |= incoming.take(&mut *link.receiver, |at, from| scatter(into, takes, at, from))?;
+                Ok(out.is_finished() && incoming.is_finished())
+            }
+            Step::Agree { with } => {
+                let whole = || Message::new(self.measures.len());
+                let (out, incoming) = self.swap.get_or_insert_with(|| (whole(), whole()));
+                let link = peers.link_to(*with);
+                let link = &mut peers.links[link];
+                let (ours, theirs) = (&self.measures, &mut self.theirs);
+                *any |= out.put(&mut *link.sender, |at, to| to.copy_from_slice(&ours[at..at + to.len()]))?;
+                *any |= incoming.take(&mut *link.receiver, |at, from| {
+                    theirs[at..at + from.len()].copy_from_slice(from);
+                })?;
+                let over = out.is_finished() && incoming.is_finished();
+                if over {
+                    let theirs = self.theirs.chunks_exact(Measures::BYTES);
+                    for (ours, theirs) in self.measures.chunks_exact_mut(Measures::BYTES).zip(theirs) {
+                        let sum = Measures::from_bytes(ours).plus(Measures::from_bytes(theirs));
+                        ours.copy_from_slice(&sum.to_bytes());
+                    }
+                }
+                Ok(over)
+            }
+            Step::Measure { piece, first } => {
+                for (range, into) in piece.iter().zip(self.measures.chunks_exact_mut(Measures::BYTES)) {
+                    let (own, other) = (&self.own[range.clone()], &self.other[range.clone()]);
+                    let (a, b) = if *first { (own, other) } else { (other, own) };
+                    into.copy_from_slice(&Measures::of(self.carrier, a, b).to_bytes());
+                }
+                Ok(true)
+            }
+            Step::Combine { piece, first } => {
+                for (range, measures) in piece.iter().zip(self.measures.chunks_exact(Measures::BYTES)) {
+                    let (own, other) = (&mut self.own[range.clone()], &self.other[range.clone()]);
+                    Measures::from_bytes(measures).combine(self.carrier, own, other, *first);
+                }
+                Ok(true)
+            }
+        }
+    }
+
+    fn store(&self) {
+        let (bytes, expansion) = (self.outputs.len(), self.reducer.expansion());
+        let mut block = vec![0; BLOCK.min(bytes)];
+        for at in (0..bytes).step_by(BLOCK) {
+            let block = &mut block[..BLOCK.min(bytes - at)];
+            self.reducer.finish(&[&self.own[at * expansion..(at + block.len()) * expansion]], block);
+            self.outputs.write(at, block);
+        }
+    }
+}
+
+impl Job for Adasum {
+    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+        let mut any = false;
+        while !self.steps.is_empty() {
+            if !self.step(peers, &mut any)? {
+                return Ok(Moved { any, done: false });
+            }
+            any = true;
+            self.swap = None;
+            self.steps.pop_front();
+        }
+        self.store();
+        Ok(Moved { any: true, done: true })
+    }
+}
+
+fn bytes(piece: &[Range<usize>]) -> usize {
+    piece.iter().map(Range::len).sum()
+}
+
+/// The ranges of `piece` that make up `len` bytes of it from `at` on, each with its place among them.
+fn within(piece: &[Range<usize>], at: usize, len: usize, mut each: impl FnMut(usize, Range<usize>)) {
+    let (mut start, end) = (0, at + len);
+    for range in piece {
+        let (from, to) = (start.max(at), (start + range.len()).min(end));
+        if from < to {
+            each(from - at, range.start + (from - start)..range.start + (to - start));
+        }
+        start += range.len();
+    }
+}
+
+fn gather(vector: &[u8], piece: &[Range<usize>], at: usize, into: &mut [u8]) {
+    let len = into.len();
+    within(piece, at, len, |place, range| into[place..place + range.len()].copy_from_slice(&vector[range]));
+}
+
+fn scatter(vector: &mut [u8], piece: &[Range<usize>], at: usize, from: &[u8]) {
+    within(piece, at, from.len(), |place, range| {
+        let bytes = &from[place..place + range.len()];
+        vector[range].copy_from_slice(bytes);
+    });
+}
+
+/// Who does what when.
+struct Plan {
+    /// Bytes of an element in the vectors.
+    element: usize,
+}
+
+impl Plan {
+    /// The steps of a member; `tensors` holds numbers of elements.
+    fn steps(&self, member: usize, size: usize, tensors: &[usize]) -> Vec<Step> {
+        let full = 1 << size.checked_ilog2().unwrap_or(0);
+        let folded = 2 * (size - full);
+        let whole: Piece = tensors
+            .iter()
+            .scan(0, |end, elements| {
+                let start = *end;
+                *end += elements * self.element;
+                Some(start..*end)
+            })
+            .collect();
+        let nothing = Piece::new;
+        let mut steps = Vec::new();
+        if member < folded && member % 2 == 1 {
+            let with = member - 1;
+            steps.push(Step::Swap { with, gives: whole.clone(), takes: nothing(), results: true });
+            steps.push(Step::Swap { with, gives: nothing(), takes: whole, results: true });
+            return steps;
+        }
+        if member < folded {
+            let with = member + 1;
+            steps.push(Step::Swap { with, gives: nothing(), takes: whole.clone(), results: false });
+            steps.push(Step::Measure { piece: whole.clone(), first: true });
+            steps.push(Step::Combine { piece: whole.clone(), first: true });
+        }
+        let place = if member < folded { member / 2 } else { member - folded / 2 };
+        let at = |place: usize| if place < folded / 2 { 2 * place } else { place + folded / 2 };
+        let distances = || std::iter::successors(Some(1), |d| Some(d * 2));
+        let mut piece = whole.clone();
+        let mut back = Vec::new();
+        for distance in distances().take_while(|d| *d < full) {
+            let (with, first) = (at(place ^ distance), place & distance == 0);
+            let (low, high) = self.halves(&piece);
+            let (keeps, gives) = if first { (low, high) } else { (high, low) };
+            steps.push(Step::Swap { with, gives: gives.clone(), takes: keeps.clone(), results: false });
+            steps.push(Step::Measure { piece: keeps.clone(), first });
+            let group = distances().take_while(|d| *d <= distance);
+            steps.extend(group.map(|d| Step::Agree { with: at(place ^ d) }));
+            steps.push(Step::Combine { piece: keeps.clone(), first });
+            back.push(Step::Swap { with, gives: keeps.clone(), takes: gives, results: true });
+            piece = keeps;
+        }
+        steps.extend(back.into_iter().rev());
+        if member < folded {
+            steps.push(Step::Swap { with: member + 1, gives: whole, takes: nothing(), results: true });
+        }
+        steps
+    }
+
+    fn halves(&self, piece: &[Range<usize>]) -> (Piece, Piece) {
+        let half = |range: &Range<usize>| {
+            let middle = range.start + range.len() / self.element / 2 * self.element;
+            (range.start..middle, middle..range.end)
+        };
+        piece.iter().map(half).unzip()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_ends_of_every_link_plan_the_same_swaps() {
+        let plan = Plan { element: 4 };
+        for size in 1..20 {
+            let steps: Vec<Vec<Step>> =
+                (0..size).map(|member| plan.steps(member, size, &[7, 0, 1, 64])).collect();
+            let swaps = |from: usize, to: usize| -> Vec<(Piece, Piece)> {
+                let swap = |step: &Step| match step {
+                    Step::Swap { with, gives, takes, .. } if *with == to => {
+                        Some((gives.clone(), takes.clone()))
+                    }
+                    Step::Agree { with } if *with == to => Some((Piece::new(), Piece::new())),
+                    _ => None,
+                };
+                steps[from].iter().filter_map(swap).collect()
+            };
+            for a in 0..size {
+                for b in 0..size {
+                    let mirrored: Vec<_> =
+                        swaps(b, a).into_iter().map(|(gives, takes)| (takes, gives)).collect();
+                    assert_eq!(swaps(a, b), mirrored, "{a} and {b} of {size}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn ranges_are_walked_from_anywhere() {
+        let mut vector: Vec<u8> = (0..10).collect();
+        let piece = vec![1..3, 5..5, 6..9];
+        let mut into = [0; 3];
+        gather(&vector, &piece, 1, &mut into);
+        assert_eq!(into, [2, 6, 7]);
+        scatter(&mut vector, &piece, 0, &[20, 21, 22]);
+        assert_eq!(vector, [0, 20, 21, 3, 4, 5, 22, 7, 8, 9]);
+    }
+}
