@@ -8,7 +8,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test lint bench wheel install tools deny docs clean
+.PHONY: demo test test-faults lint bench wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -16,6 +16,11 @@ demo: install
 test: install
 	cargo test --release --workspace --exclude farandole-python
 	$(BIN)/python -m pytest tests -m "not slow"
+
+# The whole grid of faults, of which `test` takes a part; what every rank heard, and when, goes to target/faults.jsonl.
+test-faults: install
+	rm -f target/faults.jsonl
+	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
 
 lint: $(VENV)/.packages
 	cargo fmt --all --check

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The operations of the grid, straight on the engine: a worker needs no array library.
+
+Each operation submits something whose result is known, and checks it. The numbers depend on the step, so that no
+result of an earlier step can pass for this one's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any, Final
+
+from farandole._native import engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FLOAT32: Final = 7
+FLOAT64: Final = 8
+SUM: Final = 1
+SIZES: Final = (16, 1 << 18)
+"""Elements: a message that is one packet, and one that is cut into many."""
+
+
+class Block:
+    """Memory of floats at a fixed address."""
+
+    def __init__(self, values: array[float]) -> None:
+        self.values = values
+
+    @classmethod
+    def of(cls, value: float, count: int) -> Block:
+        """Equal values."""
+        return cls(array("f", [value]) * count)
+
+    @property
+    def address(self) -> int:
+        """Where it is."""
+        return self.values.buffer_info()[0]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+class Attempt:
+    """A submitted operation."""
+
+    def __init__(self, handles: list[int], check: Callable[[list[Any]], bool], *keep: Any) -> None:
+        self.handles = handles
+        self._check = check
+        self._keep = keep
+
+    def finish(self) -> None:
+        """Waits, and looks at the result."""
+        results = [engine.wait(handle) for handle in self.handles]
+        assert self._check(results), "a wrong result"
+
+
+def _floats(gathered: Any) -> array[float]:
+    return array("f", bytes(memoryview(gathered)))
+
+
+def _allreduce(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
+    world = engine.world()
+    source, target = Block.of(world.rank + step, count), Block.of(-1, count)
+    shape = (count if dtype == FLOAT32 else count // 2,)
+    handle = engine.allreduce(name, dtype, shape, source.address, target.address, SUM, 1.0, 1.0, 0, False)
+    total = world.size * (world.size - 1) / 2 + world.size * step
+    return Attempt([handle], lambda _: target.values == Block.of(total, count).values, source, target)
+
+
+def _grouped_allreduce(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
+    world = engine.world()
+    sources = [Block.of(world.rank + step + part, count) for part in range(3)]
+    targets = [Block.of(-1, count) for _ in sources]
+    shape = (count if dtype == FLOAT32 else count // 2,)
+    tensors = [
+        (f"{name}.{part}", dtype, shape, source.address, target.address)
+        for part, (source, target) in enumerate(zip(sources, targets, strict=True))
+    ]
+    handles = engine.grouped_allreduce(tensors, SUM, 1.0, 1.0, 0)
+
+    def check(_: list[Any]) -> bool:
+        ranks = world.size * (world.size - 1) / 2
+        expected = [Block.of(ranks + world.size * (step + part), count).values for part in range(3)]
+        return [target.values for target in targets] == expected
+
+    return Attempt(handles, check, sources, targets)
+
+
+def _allgather(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
+    world = engine.world()
+    source = Block.of(world.rank + step, count)
+    shape = (count if dtype == FLOAT32 else count // 2,)
+    handle = engine.allgather(name, dtype, shape, source.address, 0, False)
+
+    def check(results: list[Any]) -> bool:
+        expected = array("f")
+        for rank in range(world.size):
+            expected.extend(Block.of(rank + step, count).values)
+        return _floats(results[0]) == expected
+
+    return Attempt([handle], check, source)
+
+
+def _broadcast(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
+    world = engine.world()
+    root = step % world.size
+    source, target = Block.of(world.rank + step, count), Block.of(-1, count)
+    shape = (count if dtype == FLOAT32 else count // 2,)
+    handle = engine.broadcast(name, dtype, shape, source.address, target.address, root, 0, False)
+    return Attempt([handle], lambda _: target.values == Block.of(root + step, count).values, source, target)
+
+
+def _barrier(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
+    if dtype != FLOAT32:
+        # A barrier has no dtype to differ in, so what differs is the operation.
+        return _broadcast(name, step, count)
+    return Attempt([engine.barrier(name, 0)], lambda _: True)
+
+
+OPERATIONS: Final[dict[str, Callable[..., Attempt]]] = {
+    "allreduce": _allreduce,
+    "grouped_allreduce": _grouped_allreduce,
+    "allgather": _allgather,
+    "broadcast": _broadcast,
+    "barrier": _barrier,
+}
+"""Every operation: starts `step` under `name` on `count` elements; another dtype makes a mismatch."""
+
+
+def vote(ballot: bool) -> bool:
+    """Whether any rank says yes: the same answer everywhere."""
+    source, target = Block.of(float(ballot), 1), Block.of(0, 1)
+    handle = engine.allreduce("vote", FLOAT32, (1,), source.address, target.address, SUM, 1.0, 1.0, 0, True)
+    Attempt([handle], lambda _: True, source, target).finish()
+    return target.values[0] > 0

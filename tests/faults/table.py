@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The grid: what there is to break, and how.
+
+Four factors make a cell: the operation under way, the fault, the transport, the number of ranks.
+
+| fault | what is done | what must follow |
+| --- | --- | --- |
+| kill | SIGKILL to a rank | an error naming it at every other rank, within 0.1 s on its host, within 1 s elsewhere |
+| stop | SIGSTOP to a rank | the same within the peer timeout; the rank itself gets its error once it goes on |
+| partition | every packet to and from a rank vanishes | the same within the peer timeout, and at the rank as well |
+| drop | every packet of one data connection vanishes | an error naming one of its two ends, within the peer timeout |
+| reset | one data connection is reset | the same within 1 s |
+| exception | a rank raises, and its interpreter ends | an error naming it at every other rank, times as for kill |
+| shutdown | a rank leaves with operations in flight | the same, and the operations fail at that rank |
+| mismatch | a rank submits something else under a name | an error naming it everywhere within 1 s; the world goes on |
+| slow | a rank pauses for longer than the peer timeout | the right result |
+| double init | a rank calls `init` again | the right result |
+| fork | a rank forks; the child tries to take part | an error in the child, the right result in the parent |
+
+Not meaningful, and no cells:
+
+- partition, drop and reset in shared memory: there is no connection between two ranks whose packets could vanish, and
+  memory that both have mapped cannot be taken away from outside; what can end such a link is the end of a process.
+- mismatch of a barrier has nothing that could differ but its kind, and of a join not even that: nothing is submitted
+  under a name. The barrier's is a broadcast under its name; the join's is left out.
+- a join ends with the rank that comes last: a slow rank is what it is for, all other faults hit it while some ranks
+  have joined and the others still work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import TYPE_CHECKING, Final
+
+from tests.faults.operations import OPERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+TRANSPORTS: Final = ("memory", "tcp")
+"""All ranks on one host, or each on a host of its own."""
+
+RANKS: Final = (2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How a fault is made and judged."""
+
+    name: str
+    kind: str
+    """Faults of one kind are handled by the same code."""
+    inside: bool = False
+    """The rank does it to itself, when it is told."""
+    survivable: bool = False
+    link: bool = False
+    """It needs a connection between two ranks."""
+    silent: bool = False
+    """Nothing tells of it but silence: the peer timeout counts."""
+
+
+FAULTS: Final = {
+    fault.name: fault
+    for fault in (
+        Fault("kill", "death"),
+        Fault("exception", "leave", inside=True),
+        Fault("shutdown", "leave", inside=True),
+        Fault("stop", "silence", silent=True),
+        Fault("partition", "cut", link=True, silent=True),
+        Fault("drop", "cut", link=True, silent=True),
+        Fault("reset", "cut", link=True),
+        Fault("mismatch", "mismatch", inside=True),
+        Fault("slow", "survivable", inside=True, survivable=True),
+        Fault("double init", "survivable", inside=True, survivable=True),
+        Fault("fork", "survivable", inside=True, survivable=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One experiment."""
+
+    operation: str
+    fault: str
+    transport: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.operation}-{self.fault}-{self.transport}-{self.ranks}"
+
+    @property
+    def victim(self) -> int:
+        """The rank that is hit: the first, the last or one between, by turns."""
+        place = list(OPERATIONS).index(self.operation) + list(FAULTS).index(self.fault) + self.ranks
+        return (0, self.ranks - 1, self.ranks // 2)[place % 3]
+
+
+def is_meaningful(cell: Cell) -> bool:
+    """Whether the fault can happen there."""
+    if FAULTS[cell.fault].link and cell.transport == "memory":
+        return False
+    return not (cell.fault == "mismatch" and cell.operation == "join")
+
+
+def every_cell() -> list[Cell]:
+    """The whole grid, in a fixed order."""
+    cells = (Cell(*values) for values in product(OPERATIONS, FAULTS, TRANSPORTS, RANKS))
+    return [cell for cell in cells if is_meaningful(cell)]
+
+
+def _pairs(cell: Cell) -> Iterator[tuple[str, object, str, object]]:
+    """What a cell covers: any two of its factors, but of operation and fault the fault's kind.
+
+    All operations with all faults would be more pairs than a short run has cells.
+    """
+    factors = {"op": cell.operation, "fault": cell.fault, "transport": cell.transport, "ranks": cell.ranks}
+    for one, other in combinations(factors, 2):
+        if (one, other) == ("op", "fault"):
+            yield "op", cell.operation, "kind", FAULTS[cell.fault].kind
+        else:
+            yield one, factors[one], other, factors[other]
+
+
+def pairwise(cells: Sequence[Cell]) -> list[Cell]:
+    """Cells of which some cover every pair that any of `cells` covers: greedily, so few, and always the same ones."""
+    missing = {pair for cell in cells for pair in _pairs(cell)}
+    chosen: list[Cell] = []
+    while missing:
+        best = max(cells, key=lambda cell: (sum(pair in missing for pair in _pairs(cell)), -_uses(chosen, cell)))
+        chosen.append(best)
+        missing.difference_update(_pairs(best))
+    return chosen
+
+
+def _uses(chosen: Sequence[Cell], cell: Cell) -> int:
+    """How often operation and fault were met already: among equals, the one that was met least is taken."""
+    return sum((one.fault == cell.fault) + (one.operation == cell.operation) for one in chosen)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""It never hangs: whatever happens to a rank or a link, every other rank hears of it in time.
+
+`table.py` says what is broken, how, and what must follow. A short run takes cells that cover every pair of factors;
+`make test-faults` takes all of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+from tests.faults import experiment
+from tests.faults.table import FAULTS, RANKS, TRANSPORTS, Cell, every_cell, pairwise
+
+MOST = 60
+"""Cells of a short run."""
+
+
+def test_few_cells_cover_every_pair() -> None:
+    grid = every_cell()
+    few = pairwise(grid)
+    assert len(few) <= MOST
+    assert few == pairwise(grid), "another run would try other cells"
+    assert {cell.operation for cell in grid} == {cell.operation for cell in few}
+    for fault in FAULTS:
+        reached = {(cell.transport, cell.ranks) for cell in grid if cell.fault == fault}
+        tried = [cell for cell in few if cell.fault == fault]
+        assert {cell.transport for cell in tried} == {transport for transport, _ in reached}
+        assert {cell.ranks for cell in tried} == set(RANKS)
+    assert {(cell.transport, cell.ranks) for cell in few} == {(one, two) for one in TRANSPORTS for two in RANKS}
+
+
+@pytest.mark.parametrize("cell", pairwise(every_cell()), ids=str)
+def test_a_fault_is_survived_or_told_in_time(cell: Cell) -> None:
+    experiment.run(cell)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("cell", every_cell(), ids=str)
+def test_every_fault_is_survived_or_told_in_time(cell: Cell) -> None:
+    experiment.run(cell)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_stopped_for_30_seconds_is_told_of_within_5_by_default(transport: str) -> None:
+    experiment.run(Cell("allreduce", "stop", transport, 3), peer_timeout=5.0, stopped_for=30.0)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A rank of the grid: repeats one operation until it fails, or until told that it is enough.
+
+It talks with the test over a Unix socket, in lines of JSON: the test sends one plan, and one word at the end; the
+worker tells what happens to it and when, on the clock that all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.faults.operations import FLOAT32, FLOAT64, OPERATIONS, SIZES, vote
+
+from farandole._native import engine
+from farandole.common import basics
+
+if TYPE_CHECKING:
+    from tests.faults.operations import Attempt
+
+DOOR: Final = "FARANDOLE_FAULTS_DOOR"
+TURN: Final = 6
+"""The step at which a rank does to itself what the plan says."""
+STEPS: Final = 14
+"""Steps of a run that ends well."""
+PATIENCE: Final = 30.0
+"""A world that nothing happens to ends itself after so many seconds."""
+
+
+class CallerError(Exception):
+    """What a caller's own code may raise."""
+
+
+class Rank:
+    """This process."""
+
+    def __init__(self, door: socket.socket, plan: dict[str, Any]) -> None:
+        self.door = door
+        self.plan = plan
+        self.operation = OPERATIONS[plan["operation"]]
+        self.fault: str = plan["fault"]
+        self.is_victim = basics.rank() == plan["victim"]
+        self.inside: bool = plan["inside"]
+        self.survives = plan["survivable"] or self.fault == "mismatch"
+
+    def tell(self, what: str, **facts: Any) -> None:
+        tell(self.door, what, **facts)
+
+    def start(self, step: int, dtype: int = FLOAT32) -> Attempt:
+        large = step % 2
+        return self.operation(f"grid.{large}", step, SIZES[large], dtype)
+
+    def work(self) -> None:
+        """Steps, to the end or to an error."""
+        end = time.monotonic() + PATIENCE
+        step = 0
+        while step < STEPS or not self.survives:
+            if step == TURN:
+                self.tell("working")
+                if self.inside and self.is_victim:
+                    self.turn(step)
+            if step == TURN and self.fault == "mismatch":
+                self.mismatch(step)
+            else:
+                self.start(step).finish()
+            step += 1
+            if self.fault == "none" and vote(bool(select.select([self.door], [], [], 0)[0])):
+                break
+            if time.monotonic() > end:
+                self.tell("unharmed")
+                return
+        self.tell("done")
+
+    def turn(self, step: int) -> None:
+        """Does what the plan says to itself."""
+        if self.fault == "exception":
+            self.tell("began", at=time.monotonic())
+            raise CallerError("the caller's own mistake")
+        if self.fault == "slow":
+            import ctypes
+
+            # Keeps the interpreter's lock as well: no Python code of this process runs meanwhile.
+            ctypes.PyDLL(None).usleep(int(self.plan["pause"] * 1e6))
+        if self.fault == "double init":
+            basics.init()
+            assert engine.is_initialized()
+            assert basics.is_initialized()
+        if self.fault == "fork":
+            self.fork()
+        if self.fault == "shutdown":
+            self.leave(step)
+
+    def mismatch(self, step: int) -> None:
+        began = time.monotonic()
+        try:
+            self.start(step, FLOAT64 if self.is_victim else FLOAT32).finish()
+        except ValueError as error:
+            self.tell("mismatch", began=began, at=time.monotonic(), kind=type(error).__name__, text=str(error))
+            return
+        self.tell("unharmed")
+
+    def fork(self) -> None:
+        """A child that tries everything, and one that outlives the test unless somebody ends it."""
+        parent, child = os.pipe()
+        if os.fork() == 0:
+            refusals = []
+            for attempt in (basics.init, lambda: self.start(TURN).finish()):
+                try:
+                    attempt()
+                    refusals.append("no error")
+                except Exception as error:  # noqa: BLE001 - whatever it is, the test is told
+                    refusals.append(f"{type(error).__name__}: {error}")
+            basics.shutdown()
+            os.write(child, json.dumps(refusals).encode())
+            os._exit(0)
+        os.close(child)
+        ready, _, _ = select.select([parent], [], [], 10)
+        refusals = json.loads(os.read(parent, 1 << 16)) if ready else ["the child hangs"]
+        os.close(parent)
+        os.wait()
+        assert all(text.startswith("ValueError") and "forked" in text for text in refusals), refusals
+        if os.fork() == 0:
+            signal.pause()
+
+    def leave(self, step: int) -> None:
+        """Shuts down while a thread waits for what no other rank takes part in."""
+        lonely = self.operation("lonely", step, SIZES[0])
+        waits = threading.Event()
+        failures: list[str] = []
+
+        def wait() -> None:
+            waits.set()
+            try:
+                lonely.finish()
+                failures.append("no error")
+            except Exception as error:  # noqa: BLE001 - whatever it is, the test is told
+                failures.append(f"{type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        waits.wait()
+        self.tell("began", at=time.monotonic())
+        basics.shutdown()
+        thread.join(10)
+        self.tell("left", text="".join(failures) or "the waiting thread hangs")
+        raise SystemExit(0)
+
+    def failed(self, error: Exception) -> None:
+        """Tells of the error, and what comes after it."""
+        at = time.monotonic()
+        try:
+            self.operation("later", 0, SIZES[0]).finish()
+            later = "no error"
+        except Exception as later_error:  # noqa: BLE001 - whatever it is, the test is told
+            later = f"{type(later_error).__name__}: {later_error}"
+        after = time.monotonic()
+        basics.shutdown()
+        self.tell(
+            "failed",
+            at=at,
+            kind=type(error).__name__,
+            text=str(error),
+            later=later,
+            later_took=after - at,
+            leaving_took=time.monotonic() - after,
+        )
+
+
+def tell(door: socket.socket, what: str, **facts: Any) -> None:
+    """Sends a line."""
+    door.sendall(json.dumps({"what": what, **facts}).encode() + b"\n")
+
+
+def main() -> None:
+    """One life."""
+    # The registrar ends a world whose first rank has failed; here every rank is to see its own error first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    basics.init()
+    with socket.socket(socket.AF_UNIX) as door, door.makefile("r") as lines:
+        door.connect(os.environ[DOOR])
+        tell(door, "up", rank=basics.rank(), pid=os.getpid())
+        rank = Rank(door, json.loads(lines.readline()))
+        try:
+            rank.work()
+        except CallerError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test is told
+            rank.failed(error)
+        lines.readline()  # until the test has seen enough
+    basics.shutdown()
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
