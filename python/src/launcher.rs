@@ -79,7 +79,7 @@ impl Sink for Own {
 }
 
 #[pyfunction]
-#[pyo3(signature = (ticket, task, command, *, env=BTreeMap::new(), payload=Vec::new(), attempt=0, stream_output=true, start_timeout=None))]
+#[pyo3(signature = (ticket, task, command, *, env=BTreeMap::new(), payload=Vec::new(), attempt=0, stream_output=true, start_timeout=None, host=None))]
 #[expect(clippy::too_many_arguments, reason = "the Python signature")]
 fn run_agent(
     py: Python<'_>,
@@ -91,6 +91,7 @@ fn run_agent(
     attempt: u64,
     stream_output: bool,
     start_timeout: Option<f64>,
+    host: Option<String>,
 ) -> PyResult<PyOutcome> {
     let config = configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
     let ticket: Ticket = ticket.parse().map_err(|failure| registrar_error(&failure))?;
@@ -98,6 +99,7 @@ fn run_agent(
     let agent = Agent::start(Task {
         ticket,
         task: TaskId(task),
+        host,
         attempt,
         command,
         environment: env,

@@ -49,6 +49,9 @@ pub struct Task {
     pub ticket: Ticket,
     /// The task to register as.
     pub task: TaskId,
+    /// Name of the host to register under; this host's own by default. Tasks under different names are told apart, as
+    /// those of different hosts are.
+    pub host: Option<String>,
     /// Fencing token: a higher one replaces earlier starts of the task.
     pub attempt: u64,
     /// Program and arguments.
@@ -217,7 +220,11 @@ impl Run {
     fn join(&self, cancel: Cancel, deadline: Instant) -> farandole_registrar::Result<(Client, World)> {
         let task = &self.task;
         let client = Client::connect_or_cancel(&task.ticket, task.task, None, deadline, cancel)?;
-        client.register(task.attempt, &host::facts(), deadline)?;
+        let mut facts = host::facts();
+        if let Some(name) = &task.host {
+            facts.hostname.clone_from(name);
+        }
+        client.register(task.attempt, &facts, deadline)?;
         let stop = self.signals.clone();
         client.watch(2 * task.peer_timeout, move |verdict| {
             // An agent that has ended hears nothing.

@@ -102,6 +102,7 @@ pub fn run_local(local: &Local, interrupted: &dyn Fn() -> bool) -> Result<Report
         Agent::start(Task {
             ticket: registrar.ticket().clone(),
             task: TaskId(task),
+            host: None,
             attempt: 0,
             command: local.command.clone(),
             environment: local.environment.clone(),

@@ -53,6 +53,7 @@ fn task(registrar: &Registrar, number: u32, script: &str) -> (Task, mpsc::Receiv
     let task = Task {
         ticket: registrar.ticket().clone(),
         task: TaskId(number),
+        host: None,
         attempt: 0,
         command: vec!["/bin/sh".into(), "-c".into(), script.into()],
         environment: BTreeMap::new(),

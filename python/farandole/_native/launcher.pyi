@@ -51,6 +51,7 @@ def run_agent(
     attempt: int = 0,
     stream_output: bool = True,
     start_timeout: float | None = None,
+    host: str | None = None,
 ) -> Outcome:
     """Registers as `task`, waits for a rank, runs `command` and returns how it ended.
 
@@ -67,6 +68,8 @@ def run_agent(
             `taskAttemptId()` serves.
         stream_output: Whether lines of stdout and stderr go to the registrar; otherwise to this process's own.
         start_timeout: Seconds to wait for the registrar and for all tasks; default: `FARANDOLE_START_TIMEOUT`.
+        host: Name of the host to register under; default: this host's. Tasks under different names are told apart, as
+            those of different hosts are: their ranks link up by TCP.
 
     Raises:
         ValueError: The ticket is malformed, or the command is empty.
