@@ -89,7 +89,8 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         total = reduce_one(grads[0], ctx.backward_name, ctx.reduction)
-        return total if ctx.is_root else torch.zeros_like(total), None, None, None
+        # Zeros that still depend on `total`: a second backward pass has to come by here on every rank.
+        return total if ctx.is_root else total.masked_fill(torch.tensor(data=True), 0), None, None, None
 
 
 def broadcast(
