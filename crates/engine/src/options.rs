@@ -3,7 +3,6 @@
 
 //! What an engine is made of; whoever starts it brings all of it.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +10,8 @@ use farandole_collectives::{Communicator, Device};
 use farandole_config::Config;
 use farandole_transport::Link;
 use farandole_world::{ProcessSetId, Rank, World};
+
+use crate::Observer;
 
 /// How the one thread that drives sleeps until a peer or a local thread has something for it.
 ///
@@ -39,50 +40,6 @@ pub trait ProgressHost: Send + Sync {
     fn beat(&self);
 }
 
-/// Hears what happens inside. Called with the progress lock held: it must not block nor call the engine.
-pub trait Observer: Send + Sync {
-    /// A tensor has waited too long for some ranks. Called on the coordinator of the process set.
-    fn stalled(&self, stall: &Stall);
-}
-
-/// Hears nothing.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Silent;
-
-impl Observer for Silent {
-    fn stalled(&self, _stall: &Stall) {}
-}
-
-/// Tensors that some ranks submitted and others did not.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stall {
-    /// The process set.
-    pub set: ProcessSetId,
-    /// The tensor.
-    pub tensor: Arc<str>,
-    /// Since the first rank submitted it, as far as the coordinator knows.
-    pub waiting: Duration,
-    /// Ranks that submitted it.
-    pub came: Vec<Rank>,
-    /// Ranks that did not.
-    pub missing: Vec<Rank>,
-    /// Whether the engine stops because of it.
-    pub fatal: bool,
-}
-
-impl fmt::Display for Stall {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "tensor {} of process set {} has waited {:.0?} for ranks",
-            self.tensor, self.set, self.waiting
-        )?;
-        self.missing.iter().try_for_each(|rank| write!(f, " {rank}"))?;
-        f.write_str("; submitted by ranks")?;
-        self.came.iter().try_for_each(|rank| write!(f, " {rank}"))
-    }
-}
-
 /// The knobs that matter here.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
@@ -98,7 +55,7 @@ pub struct Settings {
     pub spin: Duration,
     /// A tensor waiting this long for other ranks is reported; `None`: never.
     pub stall_check: Option<Duration>,
-    /// A tensor waiting this long for other ranks stops the engine; `None`: never.
+    /// A tensor waiting this long for other ranks stops the engine; `None`: never. Not below `stall_check`.
     pub stall_shutdown: Option<Duration>,
     /// Ranges for NVIDIA's profilers, where their library can be loaded.
     pub nvtx: bool,
@@ -114,7 +71,10 @@ impl From<&Config> for Settings {
             cache_capacity: usize::try_from(config.cache_capacity).unwrap_or(usize::MAX),
             spin: config.spin,
             stall_check: check,
-            stall_shutdown: check.and(Some(config.stall_shutdown_time)).filter(|time| !time.is_zero()),
+            stall_shutdown: check.and_then(|check| {
+                let limit = config.stall_shutdown_time;
+                (!limit.is_zero() && limit >= check).then_some(limit)
+            }),
             nvtx: !config.disable_nvtx_ranges,
         }
     }
@@ -146,6 +106,6 @@ pub struct EngineOptions {
     pub foreign: Vec<ProcessSetId>,
     /// Devices whose memory requests may name.
     pub devices: Vec<Arc<dyn Device>>,
-    /// Hears of stalls.
+    /// Hears of stalls, and is asked what this process does.
     pub observer: Arc<dyn Observer>,
 }

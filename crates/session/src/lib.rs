@@ -33,3 +33,4 @@ mod stalls;
 pub use error::{Error, Result};
 pub use process::{current, init, is_initialized, shutdown};
 pub use session::Session;
+pub use stalls::Stacks;

@@ -10,6 +10,7 @@ use farandole_engine::Engine;
 use farandole_registrar::Client;
 use farandole_world::World;
 
+use crate::stalls::Stacks;
 use crate::{Error, Result};
 
 /// This process's membership in a world. The engine owns the links and the mesh, and takes them down with itself.
@@ -18,11 +19,22 @@ pub struct Session {
     client: Option<Client>,
     world: Arc<World>,
     process: u32,
+    stacks: Arc<Stacks>,
 }
 
 impl Session {
-    pub(crate) fn new(engine: Engine, client: Option<Client>, world: Arc<World>) -> Self {
-        Self { engine, client, world, process: process::id() }
+    pub(crate) fn new(
+        (engine, stacks): (Engine, Arc<Stacks>),
+        client: Option<Client>,
+        world: Arc<World>,
+    ) -> Self {
+        Self {
+            engine,
+            client,
+            world,
+            process: process::id(),
+            stacks,
+        }
     }
 
     /// Where this process sits.
@@ -40,6 +52,11 @@ impl Session {
         self.client.as_ref()
     }
 
+    /// Where the interpreter's stacks are asked for.
+    pub fn stacks(&self) -> &Stacks {
+        &self.stacks
+    }
+
     pub(crate) fn process(&self) -> u32 {
         self.process
     }
@@ -48,11 +65,19 @@ impl Session {
     /// `Forked` in a child of the process that began the session.
     pub(crate) fn check_process(&self) -> Result<()> {
         let pid = process::id();
-        if pid == self.process { Ok(()) } else { Err(Error::Forked { pid, parent: self.process }) }
+        if pid == self.process {
+            Ok(())
+        } else {
+            Err(Error::Forked {
+                pid,
+                parent: self.process,
+            })
+        }
     }
 
     /// Whoever still holds the session gets errors from now on.
     pub(crate) fn shutdown(&self) {
         self.engine.shutdown();
+        self.stacks.close();
     }
 }

@@ -4,18 +4,18 @@
 //! What takes too long.
 //!
 //! Only the members below a node are known to it, so one that holds an incomplete tensor for too long tells its
-//! parent who came; the coordinator puts the answers together, reports the stall and tells everybody, so that the
-//! error of a deadline can name the missing ranks.
+//! parent who came; the coordinator puts the answers together and tells everybody, so that the error of a deadline can
+//! name the missing ranks. [`inquiry`](super::inquiry) makes the report of it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_world::{ProcessSetId, Rank};
+use farandole_world::ProcessSetId;
 
 use super::{ProcessSet, Step, Stop, kind};
 use crate::hash::Map;
 use crate::wire::{Malformed, Reader, Writer};
-use crate::{Cause, Settings, Stall};
+use crate::{Cause, Settings};
 
 /// Longest time the coordinator waits for the answers of others.
 const COLLECT: Duration = Duration::from_secs(1);
@@ -37,9 +37,16 @@ pub(super) struct Watch {
 
 impl Watch {
     pub(super) fn new(set: ProcessSetId, settings: &Settings) -> Self {
-        let halves = [Some(settings.collective_timeout / 2), settings.stall_shutdown.map(|time| time / 2)];
+        let halves = [
+            Some(settings.collective_timeout / 2),
+            settings.stall_shutdown.map(|time| time / 2),
+        ];
         let times = halves.into_iter().chain([settings.stall_check]).flatten();
-        Self { set, patience: times.min().unwrap_or(Duration::MAX), cases: Map::default() }
+        Self {
+            set,
+            patience: times.min().unwrap_or(Duration::MAX),
+            cases: Map::default(),
+        }
     }
 
     /// The tensor is complete.
@@ -49,9 +56,19 @@ impl Watch {
         }
     }
 
-    fn answer(&mut self, name: Arc<str>, since: Instant, now: Instant, came: impl Iterator<Item = u32>) {
+    fn answer(
+        &mut self,
+        name: Arc<str>,
+        since: Instant,
+        now: Instant,
+        came: impl Iterator<Item = u32>,
+    ) {
         let due = now + COLLECT.min(self.patience / 4);
-        let case = self.cases.entry(name).or_insert_with(|| Case { since, due, came: Vec::new() });
+        let case = self.cases.entry(name).or_insert_with(|| Case {
+            since,
+            due,
+            came: Vec::new(),
+        });
         case.since = case.since.min(since);
         case.came.extend(came);
     }
@@ -70,9 +87,10 @@ impl ProcessSet {
             .collect();
         for name in due {
             if let Some(case) = self.watch.cases.remove(&name) {
-                self.close_case(&name, case, now)?;
+                self.close_case(&name, case)?;
             }
         }
+        self.inquire(now)?;
         self.check_deadlines(now)
     }
 
@@ -97,7 +115,10 @@ impl ProcessSet {
             }
         }
         for (name, since, sources) in asked {
-            let came: Vec<u32> = sources.iter().flat_map(|source| self.stands_for(*source)).collect();
+            let came: Vec<u32> = sources
+                .iter()
+                .flat_map(|source| self.stands_for(*source))
+                .collect();
             if self.is_coordinator() {
                 self.watch.answer(name, since, now, came.into_iter());
                 continue;
@@ -129,64 +150,44 @@ impl ProcessSet {
         let name = Arc::from(reader.text()?);
         let age = Duration::from_millis(reader.number()?);
         let came = self.read_members(&mut reader)?;
-        self.watch.answer(name, now.checked_sub(age).unwrap_or(now), now, came.into_iter());
+        self.watch.answer(
+            name,
+            now.checked_sub(age).unwrap_or(now),
+            now,
+            came.into_iter(),
+        );
         Ok(())
     }
 
-    fn read_members(&self, reader: &mut Reader<'_>) -> Result<Vec<u32>, Malformed> {
+    pub(super) fn read_members(&self, reader: &mut Reader<'_>) -> Result<Vec<u32>, Malformed> {
         let size = self.members.len() as u64;
         let member = |number: u64| {
-            u32::try_from(number).ok().filter(|_| number < size).ok_or(Malformed::Member(number))
+            u32::try_from(number)
+                .ok()
+                .filter(|_| number < size)
+                .ok_or(Malformed::Member(number))
         };
         reader.numbers()?.into_iter().map(member).collect()
     }
 
-    fn close_case(&mut self, name: &Arc<str>, mut case: Case, now: Instant) -> Step {
+    fn close_case(&mut self, name: &Arc<str>, mut case: Case) -> Step {
         if let Some(tally) = self.pending.get(name) {
             let sources = tally.sources.clone();
-            case.came.extend(sources.iter().flat_map(|source| self.stands_for(*source)));
+            case.came
+                .extend(sources.iter().flat_map(|source| self.stands_for(*source)));
         }
         case.came.sort_unstable();
         case.came.dedup();
-        let waiting = now.saturating_duration_since(case.since);
-        let settings = Arc::clone(&self.options.settings);
-        let fatal = settings.stall_shutdown.filter(|limit| waiting >= *limit);
-        let stall = Stall {
-            set: self.watch.set,
-            tensor: Arc::clone(name),
-            waiting,
-            came: case.came.iter().map(|member| self.members[*member as usize]).collect(),
-            missing: self.missing(&case.came),
-            fatal: fatal.is_some(),
-        };
-        if settings.stall_check.is_some_and(|limit| waiting >= limit) {
-            self.options.observer.stalled(&stall);
-        }
-        if let Some(limit) = fatal {
-            return Err(Cause::Deadline {
-                operation: "collective",
-                tensor: Arc::clone(name),
-                elapsed: waiting,
-                limit,
-                missing: Some(stall.missing),
-            });
-        }
         let mut frame = Vec::new();
         let mut writer = Writer(&mut frame);
         writer.text(name);
         writer.numbers(case.came.iter().map(|member| u64::from(*member)));
+        let missing = self.missing(&case.came);
         if let Some(entry) = self.local.get_mut(name) {
-            entry.missing = Some(stall.missing);
+            entry.missing = Some(missing);
         }
+        self.inquiries.add(name, case.since, case.came);
         self.send_down(kind::STALLED, &frame)
-    }
-
-    fn missing(&self, came: &[u32]) -> Vec<Rank> {
-        (0u32..)
-            .zip(&self.members)
-            .filter(|(member, _)| !came.contains(member))
-            .map(|(_, rank)| *rank)
-            .collect()
     }
 
     pub(super) fn on_stalled(&mut self, frame: &[u8]) -> Result<(), Stop> {
@@ -210,7 +211,13 @@ impl ProcessSet {
             let elapsed = now.saturating_duration_since(entry.since);
             if elapsed >= limit {
                 let tensor = Arc::clone(&entry.name);
-                return Err(Cause::Deadline { operation: entry.operation, tensor, elapsed, limit, missing });
+                return Err(Cause::Deadline {
+                    operation: entry.operation,
+                    tensor,
+                    elapsed,
+                    limit,
+                    missing,
+                });
             }
         }
         Ok(())

@@ -5,20 +5,24 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-use farandole_engine::{Observer, Request, Stall};
+use farandole_engine::{Answer, Observer, Request, Stack, StallReport};
 use farandole_world::{Fault, ProcessSetId, Rank};
 
 use crate::cluster::{Cluster, LIMIT, call, call_sum, sum, values, wait};
 
-struct Hears(Sender<Stall>);
+struct Hears(Sender<StallReport>);
 
 impl Observer for Hears {
-    fn stalled(&self, stall: &Stall) {
-        self.0.send(stall.clone()).unwrap();
+    fn stalled(&self, report: &StallReport) {
+        self.0.send(report.clone()).unwrap();
+    }
+
+    fn describe(&self, answer: Answer) {
+        answer.give("in f\n".to_owned());
     }
 }
 
-fn heard(hosts: &[u32]) -> (Cluster, Receiver<Stall>) {
+fn heard(hosts: &[u32]) -> (Cluster, Receiver<StallReport>) {
     let (sender, stalls) = channel();
     (Cluster { observer: Arc::new(Hears(sender)), ..Cluster::new(hosts) }, stalls)
 }
@@ -30,7 +34,8 @@ fn a_stall_is_reported_with_who_came_and_who_did_not_and_may_still_end_well() {
     let stalls = parking_lot::Mutex::new(stalls);
     cluster.run(|rank, engine| {
         if rank == 3 {
-            let stall = stalls.lock().recv_timeout(LIMIT).unwrap();
+            let report = stalls.lock().recv_timeout(LIMIT).unwrap();
+            let [stall] = &*report.stalls else { panic!("{report:?}") };
             assert_eq!((&*stall.tensor, &*stall.missing), ("late", &[Rank(3)][..]));
             assert_eq!(stall.came, [Rank(0), Rank(1), Rank(2), Rank(4)]);
             assert!(!stall.fatal && stall.waiting >= Duration::from_millis(100));
@@ -47,8 +52,9 @@ fn the_coordinator_reports_also_what_it_did_not_submit_itself() {
     let stalls = parking_lot::Mutex::new(stalls);
     cluster.run(|rank, engine| {
         if rank == 0 {
-            let stall = stalls.lock().recv_timeout(LIMIT).unwrap();
-            assert_eq!(stall.missing, [Rank(0)]);
+            let report = stalls.lock().recv_timeout(LIMIT).unwrap();
+            assert_eq!(report.stalls[0].missing, [Rank(0)]);
+            assert_eq!(report.absentees[0].waits.as_deref(), Some(&[][..]));
         }
         assert_eq!(call_sum(&engine, "t", &[1.0]), [3.0]);
     });
@@ -88,7 +94,53 @@ fn a_stall_beyond_the_shutdown_time_stops_all_ranks() {
         let error = call(&engine, sum(name, &[1.0])).unwrap_err();
         assert!(error.to_string().contains("timed out after "), "{error}");
     });
-    assert!(stalls.iter().any(|stall| stall.fatal));
+    assert!(stalls.iter().any(|report| report.is_fatal()));
+}
+
+#[test]
+fn those_who_are_missing_tell_what_they_wait_in_instead_and_where() {
+    let (cluster, stalls) = heard(&[1, 2, 1]);
+    let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(100)));
+    let stalls = parking_lot::Mutex::new(stalls);
+    cluster.run(|rank, engine| {
+        let mine = if rank == 2 { "his" } else { "theirs" };
+        let first = engine.submit(sum(mine, &[1.0])).unwrap();
+        if rank == 0 {
+            let report = std::iter::repeat_with(|| stalls.lock().recv_timeout(LIMIT).unwrap());
+            let has = |report: &StallReport, name| report.stalls.iter().any(|stall| &*stall.tensor == name);
+            let report = report.take(9).find(|report| has(report, "his") && has(report, "theirs")).unwrap();
+            let asked = report.absentees.iter().find(|asked| asked.rank == Rank(2)).unwrap();
+            assert_eq!(&*asked.host, "host1");
+            assert_eq!(asked.waits.as_ref().unwrap()[0].tensor, "his");
+            assert_eq!(asked.stack, Stack::Text("in f\n".to_owned()));
+            assert!(report.to_string().contains("\n2: [theirs"), "{report}");
+        }
+        call(&engine, Request::barrier("told", ProcessSetId::GLOBAL)).unwrap();
+        let second = engine.submit(sum(if rank == 2 { "theirs" } else { "his" }, &[1.0])).unwrap();
+        assert_eq!(values(&engine, first), [4.0]);
+        assert_eq!(values(&engine, second), [4.0]);
+    });
+}
+
+#[test]
+fn whoever_cannot_tell_does_not_keep_the_report() {
+    struct Mute(Sender<StallReport>);
+    impl Observer for Mute {
+        fn stalled(&self, report: &StallReport) {
+            self.0.send(report.clone()).unwrap();
+        }
+    }
+    let (sender, stalls) = channel();
+    let cluster = Cluster { observer: Arc::new(Mute(sender)), ..Cluster::new(&[2]) };
+    let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(50)));
+    let stalls = parking_lot::Mutex::new(stalls);
+    cluster.run(|rank, engine| {
+        if rank == 1 {
+            let report = stalls.lock().recv_timeout(LIMIT).unwrap();
+            assert_eq!(report.absentees[0].stack, Stack::Unknown);
+        }
+        assert_eq!(call_sum(&engine, "t", &[1.0]), [2.0]);
+    });
 }
 
 #[test]

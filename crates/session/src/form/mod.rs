@@ -15,7 +15,7 @@ use farandole_world::{ProcessSetId, Rank, World};
 
 use crate::meeting::{Interrupted, Meeting, SLICE};
 use crate::rest::Rest;
-use crate::stalls::Stderr;
+use crate::stalls::{Stacks, Stderr, contradiction};
 use crate::{Error, Result, Session, links};
 
 /// The longest one attempt to reach the registrar takes before `interrupted` is asked.
@@ -50,11 +50,23 @@ fn launched(
     }
     let mesh = join(config, &client, &world, number, deadline, interrupted)?;
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
-    let mut open =
-        |channel, peers: &[Rank], capacity| mesh.open_until(channel, peers, capacity, deadline, interrupted);
-    let control = open(links::CONTROL, &control_peers(&world, &everybody), links::CONTROL_CAPACITY)?;
-    let others: Vec<Rank> = everybody.into_iter().filter(|rank| *rank != world.rank).collect();
-    let data = open(links::DATA, &others, links::data_capacity(&world, config.shared_memory_bytes))?;
+    let mut open = |channel, peers: &[Rank], capacity| {
+        mesh.open_until(channel, peers, capacity, deadline, interrupted)
+    };
+    let control = open(
+        links::CONTROL,
+        &control_peers(&world, &everybody),
+        links::CONTROL_CAPACITY,
+    )?;
+    let others: Vec<Rank> = everybody
+        .into_iter()
+        .filter(|rank| *rank != world.rank)
+        .collect();
+    let data = open(
+        links::DATA,
+        &others,
+        links::data_capacity(&world, config.shared_memory_bytes),
+    )?;
     if let Some(warning) = links::fallbacks(&mesh.fallbacks()) {
         eprintln!("farandole: warning: {warning}");
     }
@@ -64,7 +76,11 @@ fn launched(
     Ok(session)
 }
 
-fn connect(config: &Config, deadline: Instant, interrupted: &mut Interrupted<'_>) -> Result<Option<Client>> {
+fn connect(
+    config: &Config,
+    deadline: Instant,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<Option<Client>> {
     loop {
         match Client::of_process(config, deadline.min(Instant::now() + DIAL)) {
             Err(RegistrarError::Unreachable { .. }) if Instant::now() < deadline => {}
@@ -74,7 +90,11 @@ fn connect(config: &Config, deadline: Instant, interrupted: &mut Interrupted<'_>
     }
 }
 
-fn await_assignment(client: &Client, deadline: Instant, interrupted: &mut Interrupted<'_>) -> Result<World> {
+fn await_assignment(
+    client: &Client,
+    deadline: Instant,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<World> {
     loop {
         match client.await_assignment(deadline.min(Instant::now() + SLICE)) {
             Err(RegistrarError::Timeout { .. }) if Instant::now() < deadline => {}
@@ -117,40 +137,66 @@ fn join(
     }
 }
 
-fn start(config: &Config, world: &World, rest: Rest, control: Vec<Link>, data: Vec<Link>) -> Result<Engine> {
+fn start(
+    config: &Config,
+    world: &World,
+    rest: Rest,
+    control: Vec<Link>,
+    data: Vec<Link>,
+) -> Result<(Engine, Arc<Stacks>)> {
+    if let (Some(warning), 0) = (contradiction(config), world.rank.0) {
+        eprintln!("farandole: warning: {warning}");
+    }
+    let stacks = Arc::new(Stacks::default());
     let everybody = SetOptions {
         id: ProcessSetId::GLOBAL,
         members: (0u32..).take(world.size()).map(Rank).collect(),
         control,
         communicator: Box::new(HostCommunicator::new(world.rank, data)?),
     };
-    Ok(Engine::start(EngineOptions {
+    let engine = Engine::start(EngineOptions {
         world: world.clone(),
         settings: config.into(),
         host: Arc::new(rest),
         sets: vec![everybody],
         foreign: Vec::new(),
         devices: Vec::new(),
-        observer: Arc::new(Stderr),
-    })?)
+        observer: Arc::new(Stderr(Arc::clone(&stacks))),
+    })?;
+    if !matches!(&*config.timeline, "" | "DYNAMIC") {
+        engine.start_timeline(&config.timeline, config.timeline_mark_cycles)?;
+    }
+    Ok((engine, stacks))
 }
 
 /// Returns when everybody's engine runs (SE-2).
-fn first_barrier(session: &Session, deadline: Instant, interrupted: &mut Interrupted<'_>) -> Result<()> {
+fn first_barrier(
+    session: &Session,
+    deadline: Instant,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<()> {
     let started = Instant::now();
     let engine = session.engine();
-    let handle = engine.submit_attended(Request::barrier("farandole.init", ProcessSetId::GLOBAL))?;
+    let handle =
+        engine.submit_attended(Request::barrier("farandole.init", ProcessSetId::GLOBAL))?;
     while engine.wait(handle, SLICE)?.is_none() {
         give_up_if(interrupted)?;
         if Instant::now() >= deadline {
-            return Err(Error::Timeout { size: session.world().size(), elapsed: started.elapsed() });
+            return Err(Error::Timeout {
+                size: session.world().size(),
+                elapsed: started.elapsed(),
+            });
         }
     }
     Ok(())
 }
 
 fn give_up_if(interrupted: &mut Interrupted<'_>) -> Result<()> {
-    if interrupted() { Err(Error::Interrupted) } else { Ok(()) }
+    if interrupted() {
+        Err(Error::Interrupted)
+    } else {
+        Ok(())
+    }
 }
 
 #[cfg(test)]

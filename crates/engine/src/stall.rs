@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What is told about tensors that some ranks submitted and others did not.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use farandole_world::{ProcessSetId, Rank};
+use parking_lot::Mutex;
+
+/// Tensors of a rank that are named in a report.
+pub(crate) const NAMED: usize = 6;
+/// How long a process may take to say what its threads do.
+pub(crate) const STACK_LIMIT: Duration = Duration::from_secs(2);
+
+/// Hears what happens inside. Called with the progress lock held: it must not block nor call the engine.
+pub trait Observer: Send + Sync {
+    /// Tensors have waited too long for some ranks. Called on the coordinator of the process set.
+    fn stalled(&self, report: &StallReport);
+
+    /// Another rank waits for this one and wants to know what its threads do. The text is given to `answer` later,
+    /// from any thread; dropping it says that nobody knows.
+    fn describe(&self, answer: Answer) {
+        drop(answer);
+    }
+}
+
+/// Hears nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Silent;
+
+impl Observer for Silent {
+    fn stalled(&self, _report: &StallReport) {}
+}
+
+/// What the threads of a missing rank do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stack {
+    /// Nobody in that process can tell.
+    Unknown,
+    /// They do not answer: one of them holds the interpreter, or the process does not run.
+    Silent,
+    /// Their stacks.
+    Text(String),
+}
+
+/// Where the stacks of this process are awaited.
+#[derive(Debug)]
+pub struct Answer(Arc<Slot>);
+
+#[derive(Debug, Default)]
+pub(crate) struct Slot(Mutex<Option<Stack>>);
+
+impl Answer {
+    pub(crate) fn new() -> (Self, Arc<Slot>) {
+        let slot = Arc::new(Slot::default());
+        (Self(Arc::clone(&slot)), slot)
+    }
+
+    /// Answers.
+    pub fn give(self, text: String) {
+        *self.0.0.lock() = Some(Stack::Text(text));
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        self.0.0.lock().get_or_insert(Stack::Unknown);
+    }
+}
+
+impl Slot {
+    /// The answer, if it is there.
+    pub(crate) fn answer(&self) -> Option<Stack> {
+        self.0.lock().clone()
+    }
+}
+
+/// A tensor that some ranks submitted and others did not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stall {
+    /// The tensor.
+    pub tensor: Arc<str>,
+    /// Since the first rank submitted it, as far as the coordinator knows.
+    pub waiting: Duration,
+    /// Ranks that submitted it.
+    pub came: Vec<Rank>,
+    /// Ranks that did not.
+    pub missing: Vec<Rank>,
+    /// Whether the engine stops because of it.
+    pub fatal: bool,
+}
+
+/// What a rank that is missing somewhere waits in instead.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wait {
+    /// The tensor, and its process set if that is not the global one.
+    pub tensor: String,
+    /// Since it was submitted.
+    pub since: Duration,
+}
+
+/// A rank that is missing somewhere.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Absentee {
+    /// The rank.
+    pub rank: Rank,
+    /// Its host.
+    pub host: String,
+    /// What it waits in; a few of them. `None`: it did not answer.
+    pub waits: Option<Vec<Wait>>,
+    /// What its threads do.
+    pub stack: Stack,
+}
+
+/// Everything that has waited too long in a process set, and what is known about those who are missing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StallReport {
+    /// The process set.
+    pub set: ProcessSetId,
+    /// What counts as too long.
+    pub limit: Duration,
+    /// The tensors, the one that has waited longest first.
+    pub stalls: Vec<Stall>,
+    /// The ranks that were asked, ascending.
+    pub absentees: Vec<Absentee>,
+}
+
+impl StallReport {
+    /// Whether the engine stops because of it.
+    pub fn is_fatal(&self) -> bool {
+        self.stalls.iter().any(|stall| stall.fatal)
+    }
+
+    /// Every missing rank with the tensors it is missing in, and whether one of them is fatal.
+    fn by_rank(&self) -> Vec<(Rank, Vec<&str>, bool)> {
+        let mut ranks: Vec<Rank> = self.stalls.iter().flat_map(|stall| stall.missing.clone()).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+            .into_iter()
+            .map(|rank| {
+                let missing = || self.stalls.iter().filter(|stall| stall.missing.contains(&rank));
+                let names = missing().map(|stall| &*stall.tensor).collect();
+                (rank, names, missing().any(|stall| stall.fatal))
+            })
+            .collect()
+    }
+}
+
+impl fmt::Display for StallReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are \
+             waiting for remainder of ranks for more than {} seconds.",
+            self.limit.as_secs_f64()
+        )?;
+        if self.set != ProcessSetId::GLOBAL {
+            write!(f, " This is process set {}.", self.set)?;
+        }
+        f.write_str("\nMissing ranks:")?;
+        for (rank, names, fatal) in self.by_rank() {
+            let more = if names.len() > NAMED { " ..." } else { "" };
+            let mark = if fatal { "!" } else { "" };
+            write!(f, "\n{rank}{mark}: [{}{more}]", names[..names.len().min(NAMED)].join(", "))?;
+        }
+        if let Some(oldest) = self.stalls.first() {
+            let came: Vec<String> = oldest.came.iter().take(64).map(Rank::to_string).collect();
+            let more = if oldest.came.len() > came.len() { " ..." } else { "" };
+            let (tensor, waiting) = (&oldest.tensor, oldest.waiting);
+            write!(
+                f,
+                "\n{tensor} has waited for {waiting:.1?}; submitted by ranks: {}{more}",
+                came.join(", ")
+            )?;
+        }
+        self.absentees.iter().try_for_each(|absentee| write!(f, "\n{absentee}"))
+    }
+}
+
+impl fmt::Display for Absentee {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Rank {} on {} ", self.rank, self.host)?;
+        match self.waits.as_deref() {
+            None => f.write_str("does not answer.")?,
+            Some([]) => f.write_str("waits in no operation.")?,
+            Some(waits) => {
+                f.write_str("waits in ")?;
+                for (index, wait) in waits.iter().enumerate() {
+                    let comma = if index > 0 { ", " } else { "" };
+                    write!(f, "{comma}{} (for {:.1?})", wait.tensor, wait.since)?;
+                }
+                f.write_str(".")?;
+            }
+        }
+        match &self.stack {
+            Stack::Unknown => Ok(()),
+            Stack::Silent if self.waits.is_none() => Ok(()),
+            Stack::Silent => write!(
+                f,
+                " Its Python threads: no answer within {STACK_LIMIT:?}, so one of them holds the interpreter."
+            ),
+            Stack::Text(text) => {
+                f.write_str(" Its Python threads:")?;
+                text.trim_end().lines().try_for_each(|line| write!(f, "\n  {line}"))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stall(tensor: &str, missing: &[u32], fatal: bool) -> Stall {
+        Stall {
+            tensor: tensor.into(),
+            waiting: Duration::from_millis(61_200),
+            came: vec![Rank(0), Rank(2)],
+            missing: missing.iter().copied().map(Rank).collect(),
+            fatal,
+        }
+    }
+
+    #[test]
+    fn a_report_reads_as_horovods_and_goes_on_with_what_the_missing_do() {
+        let mut stalls: Vec<Stall> = (0..8).map(|k| stall(&format!("t{k}"), &[1], false)).collect();
+        stalls[1] = stall("t1", &[3], true);
+        let absentee = |rank, waits, stack| Absentee { rank: Rank(rank), host: "h".to_owned(), waits, stack };
+        let wait = Wait { tensor: "other".to_owned(), since: Duration::from_secs(2) };
+        let report = StallReport {
+            set: ProcessSetId::GLOBAL,
+            limit: Duration::from_secs(60),
+            stalls,
+            absentees: vec![
+                absentee(1, Some(vec![wait]), Stack::Text("MainThread\nin f\n".to_owned())),
+                absentee(3, Some(vec![]), Stack::Silent),
+                absentee(4, None, Stack::Silent),
+            ],
+        };
+        assert!(report.is_fatal());
+        assert_eq!(
+            report.to_string(),
+            "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are \
+             waiting for remainder of ranks for more than 60 seconds.\nMissing ranks:\n\
+             1: [t0, t2, t3, t4, t5, t6 ...]\n3!: [t1]\n\
+             t0 has waited for 61.2s; submitted by ranks: 0, 2\n\
+             Rank 1 on h waits in other (for 2.0s). Its Python threads:\n  MainThread\n  in f\n\
+             Rank 3 on h waits in no operation. Its Python threads: no answer within 2s, so one of them holds the \
+             interpreter.\nRank 4 on h does not answer."
+        );
+    }
+
+    #[test]
+    fn an_answer_that_is_dropped_says_so() {
+        let (answer, slot) = Answer::new();
+        assert_eq!(slot.answer(), None);
+        drop(answer);
+        assert_eq!(slot.answer(), Some(Stack::Unknown));
+        let (answer, slot) = Answer::new();
+        answer.give("x".to_owned());
+        assert_eq!(slot.answer(), Some(Stack::Text("x".to_owned())));
+    }
+}
