@@ -72,7 +72,10 @@ fn answer(question: u32, set: u32) -> Result<i32, Failure> {
         LOCAL_SIZE => place.local_size,
         LOCAL_RANK => place.local_rank,
         INCLUDED => u32::from(place.set_rank >= 0),
-        _ => place.rank,
+        _ => u32::try_from(place.set_rank).map_err(|_| Failure {
+            code: Code::InvalidArgument,
+            text: format!("this rank is not a member of process set {set}"),
+        })?,
     };
     i32::try_from(number).map_err(|_| Failure { code: Code::Internal, text: format!("too large: {number}") })
 }

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What distributed tapes and optimizers of TensorFlow and Keras decide alike: factors and groups."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from farandole.common.util import Average, split_list
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Groups: TypeAlias = "int | list[list[Any]] | None"
+"""How gradients are grouped: all as one, a number of consecutive groups, or keys of variables."""
+
+
+def check_predivide(factor: float, op: int) -> tuple[float, float]:
+    """The factors before and after a reduction.
+
+    Raises:
+        ValueError: When there is a factor and the reduction is no average.
+    """
+    if factor == 1.0:
+        return 1.0, 1.0
+    if op != Average:
+        raise ValueError(f"gradient_predivide_factor needs op=Average: {factor}")
+    return 1.0 / factor, factor
+
+
+def choose_groups(groups: Any, num_groups: int) -> Any:
+    """`groups`, or what the deprecated `num_groups` says."""
+    if num_groups:
+        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
+        return num_groups if groups is None else groups
+    return groups
+
+
+def check_groups(groups: Any, key_of: Callable[[Any], Any]) -> Groups:
+    """The groups by the keys of their variables.
+
+    Raises:
+        ValueError: When the number is not positive, or a list has what is no variable or one twice.
+    """
+    if groups is None:
+        return None
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return groups
+    if not isinstance(groups, Sequence) or any(not isinstance(group, Sequence) for group in groups):
+        raise ValueError(f"groups must be a positive number or a list of lists of variables: {groups!r}")
+    if any(not hasattr(variable, "assign") for group in groups for variable in group):
+        raise ValueError("groups must hold variables")
+    keys = [[key_of(variable) for variable in group] for group in groups]
+    flat = [key for group in keys for key in group]
+    if len(set(flat)) < len(flat):
+        raise ValueError("groups must hold each variable once")
+    return keys
+
+
+def partition(indices: Sequence[int], keys: Sequence[Any], groups: Groups) -> list[list[int]]:
+    """Indices of gradients, in groups none of which is empty."""
+    if groups is None:
+        parts = [list(indices)]
+    elif isinstance(groups, int):
+        parts = split_list(list(indices), groups)
+    else:
+        place = {keys[index]: index for index in indices}
+        parts = [[place.pop(key) for key in group if key in place] for group in groups]
+        parts.append(sorted(place.values()))
+    return [part for part in parts if part]

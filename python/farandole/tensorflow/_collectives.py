@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Reductions as scripts call them: dense tensors and slices, compression, devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import Adasum, Average, Sum, choose_op
+from farandole.tensorflow.compression import Compression, Compressor
+from farandole.tensorflow.mpi_ops import as_tensor, grouped_allgather, grouped_reduce, size_op
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Combines all ranks' tensors into a new one, the same on every rank.
+
+    Differentiable for `Average` and `Sum`. An `IndexedSlices` is gathered: its values and indices of all ranks, which
+    add up where it is applied; the values are divided by the number of ranks for `Average`.
+
+    Args:
+        tensor: A tensor, a variable or an `IndexedSlices`; equal shape and dtype on all ranks.
+        average: Deprecated; use `op`.
+        device_dense: Where the op for dense tensors is placed.
+        device_sparse: Where the ops for slices are placed.
+        compression: Makes the tensor smaller on the wire, e.g. `Compression.bf16`.
+        op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.
+        prescale_factor: Multiplies every rank's tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        name: Names the operation across ranks.
+        process_set: The ranks that take part.
+        ignore_name_scope: Whether only the last part of the name counts.
+
+    Returns:
+        As `tensor`.
+
+    Raises:
+        ValueError: When an argument is wrong.
+        NotImplementedError: When slices are to be reduced by anything but `Average` or `Sum`, or scaled.
+    """
+    reduced = grouped_allreduce(
+        [tensor],
+        average,
+        device_dense,
+        device_sparse,
+        compression,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        ignore_name_scope,
+        name,
+    )
+    return reduced[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """As `allreduce` for several tensors, of any dtypes, as one unit."""
+    op = choose_op(op, average)
+    check_adasum(op, process_set)
+    factors = (prescale_factor, postscale_factor)
+    sparse = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
+    dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
+    with tf.device(device_dense):
+        pairs = [compression.compress(as_tensor(tensor)) for tensor in dense]
+        reduced = grouped_reduce([pair[0] for pair in pairs], op, factors, name, process_set, ignore_name_scope)
+        done = iter([compression.decompress(value, ctx) for value, (_, ctx) in zip(reduced, pairs, strict=True)])
+    with tf.device(device_sparse):
+        gathered = iter(_gather_slices(sparse, op, factors, name, process_set, ignore_name_scope))
+    return [next(gathered) if isinstance(tensor, tf.IndexedSlices) else next(done) for tensor in tensors]
+
+
+def check_adasum(op: int, process_set: ProcessSet) -> None:
+    """Refuses Adasum among part of the ranks.
+
+    Raises:
+        NotImplementedError: For Adasum in a process set.
+    """
+    if op == Adasum and process_set is not global_process_set:
+        raise NotImplementedError("Adasum works among all ranks only, not in a process set")
+
+
+def _gather_slices(
+    slices: Sequence[Any],
+    op: int,
+    factors: tuple[float, float],
+    name: str | None,
+    process_set: ProcessSet,
+    ignore_name_scope: bool,
+) -> list[Any]:
+    if not slices:
+        return []
+    if op not in (Average, Sum):
+        raise NotImplementedError("slices are reduced by Average or Sum only: pass sparse_as_dense=True, or a tensor")
+    if factors != (1.0, 1.0):
+        raise NotImplementedError("slices cannot be scaled by prescale_factor or postscale_factor")
+    parts = [part for entry in slices for part in (entry.values, entry.indices)]
+    name = None if name is None else f"{name}.slices"
+    gathered = grouped_allgather(parts, name, ignore_name_scope, process_set)
+    results = []
+    for entry, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True):
+        scaled = values / tf.cast(size_op(_number(process_set)), values.dtype) if op == Average else values
+        results.append(tf.IndexedSlices(scaled, indices, dense_shape=entry.dense_shape))
+    return results
+
+
+def _number(process_set: ProcessSet) -> int:
+    return process_set.process_set_id or 0
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Combines all ranks' tensors and gives every rank its own rows; what is left over goes to the first ranks.
+
+    Args:
+        tensor: At least one dimension; equal shape and dtype on all ranks.
+        device_dense: Where the op is placed.
+        compression: Makes the tensor smaller on the wire.
+        op: `Average` or `Sum`.
+        name: Names the operation across ranks.
+        process_set: The ranks that take part.
+        ignore_name_scope: Whether only the last part of the name counts.
+        prescale_factor: Multiplies every rank's tensor before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Returns:
+        This rank's rows. Differentiable.
+
+    Raises:
+        NotImplementedError: For an `IndexedSlices`.
+    """
+    factors = (prescale_factor, postscale_factor)
+    return _scatter([tensor], device_dense, compression, op, name, process_set, ignore_name_scope, factors)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """As `reducescatter` for several tensors as one unit."""
+    factors = (prescale_factor, postscale_factor)
+    return _scatter(tensors, device_dense, compression, op, None, process_set, False, factors)
+
+
+def _scatter(
+    tensors: Sequence[Any],
+    device: str,
+    compression: type[Compressor],
+    op: int,
+    name: str | None,
+    process_set: ProcessSet,
+    ignore_name_scope: bool,
+    factors: tuple[float, float],
+) -> list[Any]:
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        raise NotImplementedError("slices cannot be reduced and scattered: convert them to tensors")
+    with tf.device(device):
+        pairs = [compression.compress(as_tensor(tensor)) for tensor in tensors]
+        values = [pair[0] for pair in pairs]
+        parts = grouped_reduce(values, op, factors, name, process_set, ignore_name_scope, scatter=True)
+        return [compression.decompress(part, ctx) for part, (_, ctx) in zip(parts, pairs, strict=True)]

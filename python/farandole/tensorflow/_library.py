@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Loads the native ops and connects them to this process's engine; takes the Python ones where that cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from farandole._native import door
+
+PATH = Path(__file__).with_name("libfarandole_tensorflow.so")
+"""The library with the ops."""
+
+
+class _UnusableError(RuntimeError):
+    """Why the native ops cannot serve."""
+
+
+def _connect() -> Any:
+    """The generated functions of the native ops.
+
+    Raises:
+        _UnusableError: When this TensorFlow cannot carry them.
+    """
+    if not PATH.exists():
+        raise _UnusableError(f"{PATH} is missing")
+    # First of all: TensorFlow makes functions of those ops that appear while it opens the file itself.
+    ops = tf.load_op_library(str(PATH))
+    library = ctypes.CDLL(str(PATH), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+    library.farandole_tensorflow_problem.restype = ctypes.c_char_p
+    problem = library.farandole_tensorflow_problem()
+    if problem is not None:
+        raise _UnusableError(problem.decode())
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    version = library.farandole_tensorflow_connect(ctypes.c_void_p(pointer(door.capsule(), b"farandole.door")))
+    if version != 0:
+        raise _UnusableError(f"{PATH} was built for version {version} of the engine's door")
+    _probe(ops)
+    return ops
+
+
+def _probe(ops: Any) -> None:
+    """Runs an op whose callback comes after its kernel has returned, eagerly and in a function.
+
+    Raises:
+        _UnusableError: When it does not come back, or not with the right value.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        graph = tf.Graph()
+        with graph.as_default():
+            doubled = ops.farandole_probe(tensor=tf.constant([21], tf.int64))
+        try:
+            with tf.compat.v1.Session(graph=graph) as session:
+                result = session.run(doubled)
+        except tf.errors.OpError as error:
+            raise _UnusableError(f"the probe failed: {error}") from error
+    if result.tolist() != [42]:
+        raise _UnusableError(f"the probe returned {result!r}")
+
+
+def _load() -> Any:
+    try:
+        return _connect()
+    except (_UnusableError, OSError, tf.errors.OpError, AttributeError) as error:
+        from farandole.tensorflow import _fallback  # noqa: PLC0415 - only where the native ops cannot serve
+
+        warnings.warn(
+            f"TensorFlow {tf.__version__} cannot carry the native ops ({error}): Python functions take their place, "
+            "which is slower and cannot be saved in a SavedModel",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return _fallback
+
+
+ops: Any = _load()
+"""`farandole_allreduce`, ...: what `tf.load_op_library` makes of the native ops, or their Python stand-ins."""

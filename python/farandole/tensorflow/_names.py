@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Names of operations: the same on every rank, since tensors meet by name."""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context  # the one place that tells whether eager ops run on the calling thread
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_OTHER = re.compile(r"[^a-zA-Z0-9]")
+
+
+def normalize(name: str) -> str:
+    """`name` with `_` for all that is neither letter nor digit."""
+    return _OTHER.sub("_", name)
+
+
+def base_name(name: str, ignore_name_scope: bool) -> str:
+    """`name`, or what follows its last `/`."""
+    return name.rsplit("/", 1)[-1] if ignore_name_scope else name
+
+
+def arguments(
+    operation: str, tensors: Sequence[Any], name: str | None, process_set: Any, ignore_name_scope: bool = False
+) -> dict[str, Any]:
+    """What every collective's op is told: its name across ranks, its process set, and who drives it.
+
+    In a graph an unnamed operation is named after its tensors; run eagerly, the engine numbers it. Eager operations are
+    driven by the calling thread, which waits for them anyway; nodes of a graph by the engine's own.
+
+    Raises:
+        ValueError: When the process set is not registered.
+    """
+    number = getattr(process_set, "process_set_id", process_set)
+    if number is None:
+        raise ValueError(f"the process set is not registered: {process_set!r}")
+    if tf.executing_eagerly():
+        chosen = "" if name is None else f"{operation}.{base_name(name, ignore_name_scope)}"
+        return {"tensor_name": chosen, "process_set": number, "attended": not context.is_async()}
+    if name is None:
+        ends = [tensors[0], tensors[-1]] if len(tensors) > 1 else tensors[:1]
+        parts = [normalize(base_name(tensor.name, ignore_name_scope)) for tensor in ends]
+        chosen = unique("_".join([f"Farandole{operation}", *parts]))
+    else:
+        chosen = f"Farandole{operation}_{normalize(base_name(name, ignore_name_scope))}"
+    return {"tensor_name": chosen, "process_set": number}
+
+
+def unique(name: str) -> str:
+    """`name`, made different from those this graph has already, in the order it is built: equal on equal programs."""
+    return tf.compat.v1.get_default_graph().unique_name(name)
+
+
+def bits(factor: float) -> int:
+    """A double by its bits: attributes of ops are singles."""
+    return struct.unpack("<q", struct.pack("<d", float(factor)))[0]
+
+
+def gradient_arguments(op: Any, suffix: str = "grad") -> dict[str, Any]:
+    """What the collective in the gradient of `op` is told."""
+    number = op.get_attr("process_set")
+    if tf.executing_eagerly():
+        return {"tensor_name": "", "process_set": number, "attended": not context.is_async()}
+    name = op.get_attr("tensor_name").decode() or f"Farandole_{normalize(op.name)}"
+    return {"tensor_name": unique(f"{name}_{suffix}"), "process_set": number}

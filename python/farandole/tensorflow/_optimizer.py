@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Optimizers of `tf.compat.v1.train` whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.reduction import choose_groups
+from farandole.common.util import Adasum, Average
+from farandole.tensorflow._reducer import GradientReducer
+from farandole.tensorflow.compression import Compression, Compressor
+from farandole.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from farandole.tensorflow.mpi_ops import grouped_reduce, rank, size
+
+_Base: Any = tf.compat.v1.train.Optimizer
+
+
+class _Wrapped(_Base):
+    """Hands everything but gradients to the wrapped optimizer."""
+
+    def __init__(self, optimizer: Any, name: str | None, use_locking: bool) -> None:
+        super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
+        self._optimizer = optimizer
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.variables(*args, **kwargs)
+
+
+class _DistributedOptimizer(_Wrapped):
+    """Reduces gradients where they are computed, before any clipping."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        name: str | None,
+        use_locking: bool,
+        reducer: GradientReducer,
+        passes: int,
+        average_aggregated_gradients: bool,
+    ) -> None:
+        super().__init__(optimizer, name, use_locking)
+        self._reducer = reducer
+        self._aggregation = None
+        if passes > 1:
+            if tf.executing_eagerly():
+                raise ValueError(
+                    "backward_passes_per_step > 1 needs a graph with optimizers of tf.compat.v1.train: "
+                    "use a Keras optimizer in eager mode"
+                )
+            self._aggregation = LocalGradientAggregationHelper(
+                passes, reducer, reducer.sparse_as_dense, average_aggregated_gradients, rank(), name=self._name
+            )
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves a variable's gradients to this rank."""
+        self._reducer.register_local(var)
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """Gradients and variables, reduced over all ranks; arguments are the wrapped optimizer's."""
+        pairs = self._optimizer.compute_gradients(*args, **kwargs)
+        grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
+        if self._aggregation is None:
+            reduced = self._reducer(grads, variables)
+        else:
+            reduced = self._aggregation.compute_gradients(grads, variables)
+        return list(zip(reduced, variables, strict=True))
+
+    def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped optimizer's; on every n-th pass when there are several."""
+        if self._aggregation is None:
+            return self._optimizer.apply_gradients(*args, **kwargs)
+        return self._aggregation.apply_gradients(
+            lambda: self._optimizer.apply_gradients(*args, **kwargs), self._optimizer
+        )
+
+
+class _AdasumOptimizer(_Wrapped):
+    """Takes each rank's own step, then adds the Adasum of the steps to where all started."""
+
+    def __init__(
+        self, optimizer: Any, name: str | None, use_locking: bool, compression: type[Compressor], passes: int
+    ) -> None:
+        super().__init__(optimizer, name, use_locking)
+        self._compression = compression
+        self._passes = passes
+        self._starts: list[Any] = []
+        self._count: Any = None
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped optimizer's: gradients stay this rank's."""
+        return self._optimizer.compute_gradients(*args, **kwargs)
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """Applies them here; on every n-th call the steps of all ranks are combined.
+
+        Args:
+            grads_and_vars: Of this rank.
+            global_step: Counts calls.
+            name: Names the op.
+
+        Returns:
+            The op to run in a graph.
+        """
+        pairs = [(grad, variable) for grad, variable in grads_and_vars if grad is not None]
+        variables = [variable for _, variable in pairs]
+        self._make(variables)
+        count = self._count.assign_add(1)
+        is_first, is_due = tf.equal((count - 1) % self._passes, 0), tf.equal(count % self._passes, 0)
+        stored = [
+            start.assign(tf.where(is_first, variable, start)) for start, variable in zip(self._starts, variables, strict=True)
+        ]
+        with tf.control_dependencies(stored):
+            applied = self._optimizer.apply_gradients(pairs, global_step)
+        with tf.control_dependencies([applied] if applied is not None else []):
+            merged = tf.cond(is_due, lambda: self._merge(variables), lambda: tf.constant(False))
+        return tf.group(merged, name=name or self._name)
+
+    def _make(self, variables: list[Any]) -> None:
+        if self._count is not None:
+            return
+        make = tf.Variable if tf.executing_eagerly() or tf.inside_function() else tf.compat.v1.Variable
+        with tf.init_scope() if tf.inside_function() else tf.name_scope(self._name):
+            self._count = make(0, trainable=False, dtype=tf.int64, name="calls")
+            self._starts = [
+                make(tf.zeros(variable.shape, variable.dtype.base_dtype), trainable=False, name="start")
+                for variable in variables
+            ]
+
+    def _merge(self, variables: list[Any]) -> Any:
+        deltas = [variable - start for variable, start in zip(variables, self._starts, strict=True)]
+        pairs = [self._compression.compress(delta) for delta in deltas]
+        merged = grouped_reduce([pair[0] for pair in pairs], Adasum) if size() > 1 else [pair[0] for pair in pairs]
+        done = [
+            tf.compat.v1.assign(variable, start + self._compression.decompress(delta, ctx))
+            for variable, start, delta, (_, ctx) in zip(variables, self._starts, merged, pairs, strict=True)
+        ]
+        with tf.control_dependencies([entry for entry in done if entry is not None]):
+            return tf.constant(True)
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wraps an optimizer so that its gradients are reduced over all ranks.
+
+    Args:
+        optimizer: Of `tf.compat.v1.train`, or Keras's.
+        name: Names the wrapper; the wrapped class's name after `Distributed` by default.
+        use_locking: For optimizers of `tf.compat.v1.train`.
+        device_dense: Where ops for dense gradients are placed.
+        device_sparse: Where ops for slices are placed.
+        compression: Makes gradients smaller on the wire.
+        sparse_as_dense: Whether `IndexedSlices` become tensors first; else they are gathered.
+        backward_passes_per_step: Gradients of this many steps are summed, then reduced and applied once.
+        op: `Average`, `Sum`, or `Adasum`, which combines the steps that the ranks take (`tf.compat.v1.train` only).
+        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
+        average_aggregated_gradients: Whether such sums are divided by their number.
+        num_groups: Deprecated; use `groups`.
+        groups: A number of consecutive units, or lists of variables that form units; one unit by default.
+        process_set: The ranks that take part; others keep their gradients.
+        scale_local_gradients: Whether gradients of variables given to `register_local_var` are divided by the number
+            of ranks.
+
+    Returns:
+        An optimizer of the same kind.
+
+    Raises:
+        ValueError: When arguments do not fit together, or `optimizer` is none.
+    """
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step must be positive: {backward_passes_per_step}")
+    if op == Adasum and average_aggregated_gradients:
+        raise ValueError("average_aggregated_gradients does not go with op=Adasum")
+    groups = choose_groups(groups, num_groups)
+    reduction = (
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    if isinstance(optimizer, _Base):
+        reducer = GradientReducer(*reduction)
+        if op == Adasum:
+            return _AdasumOptimizer(optimizer, name, use_locking, compression, backward_passes_per_step)
+        return _DistributedOptimizer(
+            optimizer, name, use_locking, reducer, backward_passes_per_step, average_aggregated_gradients
+        )
+    from farandole import _keras  # noqa: PLC0415 - graphs of tf.compat.v1 need no Keras
+
+    if not _keras.is_optimizer(optimizer):
+        raise ValueError(f"optimizer must be Keras's or one of tf.compat.v1.train: {type(optimizer).__name__}")
+    return _keras.distribute(
+        optimizer,
+        name=name,
+        make_reducer=lambda: GradientReducer(*reduction),
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+    )

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Gradients of one step, reduced as one unit or in groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.reduction import check_groups, check_predivide, partition
+from farandole.common.util import Average
+from farandole.tensorflow._collectives import check_adasum, grouped_allreduce
+from farandole.tensorflow._names import unique
+from farandole.tensorflow.compression import Compression, Compressor
+from farandole.tensorflow.mpi_ops import native_variable, size_op
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def key_of(variable: Any) -> Any:
+    """What tells one variable from another; the same for a Keras variable and the one under it."""
+    inner = native_variable(variable)
+    return inner.ref() if hasattr(inner, "ref") else id(inner)
+
+
+class GradientReducer:
+    """How the gradients of a tape or an optimizer are reduced.
+
+    Args:
+        device_dense: Where ops for dense gradients are placed.
+        device_sparse: Where ops for slices are placed.
+        compression: Makes gradients smaller on the wire.
+        sparse_as_dense: Whether slices become tensors first.
+        op: The reduction.
+        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
+        groups: `None` for one unit, a number of consecutive units, or lists of variables that form units; what is in
+            no list forms one more.
+        process_set: The ranks that take part; others keep their gradients.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+
+    Raises:
+        ValueError: When arguments do not fit together.
+        NotImplementedError: For Adasum in a process set.
+    """
+
+    def __init__(
+        self,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: type[Compressor] = Compression.none,
+        sparse_as_dense: bool = False,
+        op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        groups: int | Sequence[Sequence[Any]] | None = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        check_adasum(op, process_set)
+        self.devices = (device_dense, device_sparse)
+        self.compression = compression
+        self.sparse_as_dense = sparse_as_dense
+        self.op = op
+        self.factors = check_predivide(gradient_predivide_factor, op)
+        self.groups = check_groups(groups, key_of)
+        self.process_set = process_set
+        self.scale_local_gradients = scale_local_gradients
+        self.local: set[Any] = set()
+
+    def register_local(self, variable: Any) -> None:
+        """Leaves a variable's gradients to this rank."""
+        self.local.add(key_of(variable))
+
+    def __call__(self, grads: Sequence[Any], variables: Sequence[Any], name: str | None = None) -> list[Any]:
+        """Reduces gradients; `None` stays `None`, local ones stay this rank's."""
+        results = list(grads)
+        if not self.process_set.included():
+            return results
+        keys = [key_of(variable) for variable in variables]
+        shared = []
+        for index, (grad, key) in enumerate(zip(results, keys, strict=True)):
+            if grad is None:
+                continue
+            if key in self.local:
+                results[index] = self._scaled(grad) if self.scale_local_gradients else grad
+            else:
+                shared.append(index)
+        for group in partition(shared, keys, self.groups):
+            reduced = self._reduce([self._dense(results[index]) for index in group], name)
+            for index, grad in zip(group, reduced, strict=True):
+                results[index] = grad
+        return results
+
+    def _reduce(self, grads: list[Any], name: str | None) -> list[Any]:
+        if not tf.executing_eagerly():
+            name = unique(name or "gradients")
+        pre, post = self.factors
+        return grouped_allreduce(
+            grads,
+            device_dense=self.devices[0],
+            device_sparse=self.devices[1],
+            compression=self.compression,
+            op=self.op,
+            prescale_factor=pre,
+            postscale_factor=post,
+            process_set=self.process_set,
+            name=name,
+        )
+
+    def _dense(self, grad: Any) -> Any:
+        return tf.convert_to_tensor(grad) if self.sparse_as_dense and isinstance(grad, tf.IndexedSlices) else grad
+
+    def _scaled(self, grad: Any) -> Any:
+        size = size_op(self.process_set.process_set_id or 0)
+        if isinstance(grad, tf.IndexedSlices):
+            values = grad.values / tf.cast(size, grad.values.dtype)
+            return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+        return grad / tf.cast(size, grad.dtype)

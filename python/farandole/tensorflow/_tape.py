@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Gradient tapes whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.reduction import choose_groups
+from farandole.common.util import Average
+from farandole.tensorflow._reducer import GradientReducer
+from farandole.tensorflow.compression import Compression, Compressor
+
+
+class _Distributed(tf.GradientTape):
+    """What a tape becomes; carries on recording where the given one stands."""
+
+    _reducer: GradientReducer
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """Gradients of `target`, reduced over all ranks.
+
+        Args:
+            target: What is differentiated.
+            sources: One variable or tensor, or any nested structure of them.
+            output_gradients: As in `tf.GradientTape.gradient`.
+            use_generic_names: Taken for Horovod's sake: names never depend on the variables.
+            unconnected_gradients: As in `tf.GradientTape.gradient`.
+
+        Returns:
+            Gradients in the structure of `sources`; `None` where there is none.
+        """
+        del use_generic_names
+        grads = super().gradient(target, sources, output_gradients, unconnected_gradients)
+        flat = tf.nest.flatten(grads, expand_composites=False)
+        return tf.nest.pack_sequence_as(sources, self._reducer(flat, tf.nest.flatten(sources)))
+
+    def register_local_source(self, source: Any) -> None:
+        """Leaves the gradient of a variable to this rank."""
+        self._reducer.register_local(source)
+
+    def get_local_and_global_gradients(self, grads: Sequence[Any], sources: Sequence[Any]) -> tuple[Any, ...]:
+        """Parts gradients into those of this rank and those to reduce.
+
+        Args:
+            grads: Gradients, in the order of `sources`.
+            sources: Their variables.
+
+        Returns:
+            Local sources, local gradients, shared sources, shared gradients.
+        """
+        from farandole.tensorflow._reducer import key_of  # noqa: PLC0415 - beside its one use
+
+        pairs = list(zip(sources, grads, strict=True))
+        local = [pair for pair in pairs if key_of(pair[0]) in self._reducer.local]
+        shared = [pair for pair in pairs if key_of(pair[0]) not in self._reducer.local]
+        return [s for s, _ in local], [g for _, g in local], [s for s, _ in shared], [g for _, g in shared]
+
+
+def DistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wraps a tape so that its gradients are reduced over all ranks, as one unit unless `groups` says otherwise.
+
+    Args:
+        gradtape: A `tf.GradientTape` that has recorded or still records.
+        device_dense: Where ops for dense gradients are placed.
+        device_sparse: Where ops for slices are placed.
+        compression: Makes gradients smaller on the wire.
+        sparse_as_dense: Whether `IndexedSlices` become tensors first; else they are gathered.
+        op: The reduction, `Average` by default.
+        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
+        num_groups: Deprecated; use `groups`.
+        groups: A number of consecutive units, or lists of variables that form units.
+        process_set: The ranks that take part; others keep their gradients.
+        scale_local_gradients: Whether gradients of local sources are divided by the number of ranks, so that they
+            weigh as averaged ones do.
+
+    Returns:
+        A tape of the same kind, an instance of a subclass of its class.
+
+    Raises:
+        ValueError: When arguments do not fit together.
+        NotImplementedError: For Adasum in a process set.
+    """
+    reducer = GradientReducer(
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        choose_groups(groups, num_groups),
+        process_set,
+        scale_local_gradients,
+    )
+    kind = type(gradtape)
+    tape = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
+    tape.__dict__.update(gradtape.__dict__)
+    tape._reducer = reducer  # noqa: SLF001 - of the class above
+    return tape
+
+
+def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As `DistributedGradientTape`, but leaves the gradients of some layers to each rank.
+
+    Args:
+        gradtape: As there, like all that are not named here.
+        device_dense: As there.
+        device_sparse: As there.
+        compression: As there.
+        sparse_as_dense: As there.
+        op: As there.
+        gradient_predivide_factor: As there.
+        num_groups: As there.
+        groups: As there.
+        process_set: As there.
+        local_layers: A layer or a list of layers, built, whose trainable weights belong to each rank.
+        scale_local_gradients: As there.
+
+    Returns:
+        As there.
+
+    Raises:
+        ValueError: When arguments do not fit together, or a layer is none.
+    """
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    for weight in trainable_weights(local_layers):
+        tape.register_local_source(weight)
+    return tape
+
+
+def trainable_weights(layers: Any) -> list[Any]:
+    """The trainable weights of a layer or a list of them.
+
+    Raises:
+        ValueError: When something is no layer.
+    """
+    if layers is None:
+        return []
+    listed = list(layers) if isinstance(layers, list | tuple) else [layers]
+    for layer in listed:
+        if not hasattr(layer, "trainable_weights"):
+            raise ValueError(f"local_layers must hold layers: {type(layer).__name__}")
+    return [weight for layer in listed for weight in layer.trainable_weights]

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The collectives as ops of TensorFlow, on dense tensors; `farandole.tensorflow` adds slices, compression and devices.
+
+All work eagerly, in `tf.function`, in graphs of `tf.compat.v1` and in SavedModels. In a graph the ranks must build the
+same operations under the same names; eager operations without a name match in the order they are issued. They cannot
+be compiled by XLA: a function with `jit_compile=True` that holds one is refused by TensorFlow.
+
+Failures are TensorFlow's errors: `InvalidArgumentError` for a wrong call, `FailedPreconditionError` when ranks ask for
+different things or `init` is missing, `AbortedError` for what a dtype cannot do, `UnknownError` when a peer failed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from farandole.common.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+)
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
+from farandole.tensorflow import _gradients  # noqa: F401 - registers them
+from farandole.tensorflow._library import ops
+from farandole.tensorflow._names import arguments, bits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "size_op",
+]
+
+
+def as_tensor(value: Any) -> Any:
+    """A tensor of what is one, a variable of TensorFlow's or Keras's, or what TensorFlow makes a tensor of."""
+    return tf.convert_to_tensor(native_variable(value))
+
+
+def native_variable(value: Any) -> Any:
+    """TensorFlow's variable under a Keras one; anything else as it is."""
+    inner = getattr(value, "value", None)
+    return inner if isinstance(inner, tf.Variable) else value
+
+
+def grouped_reduce(
+    tensors: Sequence[Any],
+    op: int,
+    factors: tuple[float, float] = (1.0, 1.0),
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    scatter: bool = False,
+) -> list[Any]:
+    """Reduces several dense tensors, of any dtypes, as one unit."""
+    tensors = [as_tensor(tensor) for tensor in tensors]
+    if not tensors:
+        return []
+    attributes = {"reduce_op": op, "prescale": bits(factors[0]), "postscale": bits(factors[1])}
+    kind = "Reducescatter" if scatter else "Allreduce"
+    if len(tensors) == 1:
+        told = arguments(kind, tensors, name, process_set, ignore_name_scope)
+        one = ops.farandole_reducescatter if scatter else ops.farandole_allreduce
+        return [one(tensor=tensors[0], **attributes, **told)]
+    told = arguments(f"Grouped{kind}", tensors, name, process_set, ignore_name_scope)
+    several = ops.farandole_grouped_reducescatter if scatter else ops.farandole_grouped_allreduce
+    return list(several(tensors=tensors, **attributes, **told))
+
+
+def _allreduce(
+    tensor: Any,
+    name: str | None = None,
+    op: int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduces one dense tensor."""
+    factors = (prescale_factor, postscale_factor)
+    return grouped_reduce([tensor], op, factors, name, process_set, ignore_name_scope)[0]
+
+
+def _grouped_allreduce(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Reduces several dense tensors as one unit."""
+    return grouped_reduce(tensors, op, (prescale_factor, postscale_factor), name, process_set, ignore_name_scope)
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Concatenates all ranks' tensors along the first dimension, in which they may differ.
+
+    Args:
+        tensor: At least one dimension.
+        name: Names the operation across ranks.
+        ignore_name_scope: Whether only the last part of the name counts.
+        process_set: The ranks that take part.
+
+    Returns:
+        The ranks' tensors in rank order. Differentiable.
+    """
+    tensor = as_tensor(tensor)
+    told = arguments("Allgather", [tensor], name, process_set, ignore_name_scope)
+    return ops.farandole_allgather(tensor=tensor, **told).output
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """As `allgather` for several tensors as one unit."""
+    tensors = [as_tensor(tensor) for tensor in tensors]
+    if not tensors:
+        return []
+    told = arguments("GroupedAllgather", tensors, name, process_set, ignore_name_scope)
+    return list(ops.farandole_grouped_allgather(tensors=tensors, **told).outputs)
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The root's tensor on every rank.
+
+    Args:
+        tensor: The same shape and dtype everywhere.
+        root_rank: The rank that sends, a rank of the world also inside a process set.
+        name: Names the operation across ranks.
+        ignore_name_scope: Whether only the last part of the name counts.
+        process_set: The ranks that take part.
+
+    Returns:
+        A new tensor. Differentiable.
+    """
+    tensor = as_tensor(tensor)
+    told = arguments("Broadcast", [tensor], name, process_set, ignore_name_scope)
+    return ops.farandole_broadcast(tensor=tensor, root_rank=root_rank, **told)
+
+
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Overwrites variables by the root's, as one unit: each is read, sent and assigned.
+
+    Args:
+        variables: TensorFlow's, Keras's or `tf.compat.v1`'s reference variables.
+        root_rank: The rank whose values count.
+        name: Names the operation across ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        What the assignments return: in a graph of `tf.compat.v1`, what has to be run.
+    """
+    targets = [native_variable(variable) for variable in variables]
+    if not targets:
+        return []
+    tensors = [tf.convert_to_tensor(target) for target in targets]
+    told = arguments("Broadcast", tensors, name, process_set)
+    values = ops.farandole_grouped_broadcast(tensors=tensors, root_rank=root_rank, **told)
+    return [_assign(target, value) for target, value in zip(targets, values, strict=True)]
+
+
+def _assign(target: Any, value: Any) -> Any:
+    if isinstance(target, tf.Variable):
+        return target.assign(value, read_value=False)
+    return tf.compat.v1.assign(target, value)
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Deals the rows of every rank's tensor out to all ranks.
+
+    Args:
+        tensor: At least one dimension.
+        splits: Rows for each rank, whole numbers that add up to all rows; `None` for equal parts.
+        name: Names the operation across ranks.
+        ignore_name_scope: Whether only the last part of the name counts.
+        process_set: The ranks that take part.
+
+    Returns:
+        The rows dealt to this rank, in rank order; with `splits` also how many each rank sent. Differentiable.
+    """
+    tensor = as_tensor(tensor)
+    told = arguments("Alltoall", [tensor], name, process_set, ignore_name_scope)
+    sent = tf.constant([], tf.int64) if splits is None else tf.cast(tf.convert_to_tensor(splits), tf.int64)
+    output, received = ops.farandole_alltoall(tensor=tensor, splits=sent, **told)
+    return output if splits is None else (output, received)
+
+
+def _reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    op: int = Sum,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduces one dense tensor and keeps this rank's rows."""
+    factors = (prescale_factor, postscale_factor)
+    return grouped_reduce([tensor], op, factors, name, process_set, ignore_name_scope, scatter=True)[0]
+
+
+def _grouped_reducescatter(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: int = Sum,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """Reduces several dense tensors as one unit and keeps this rank's rows."""
+    factors = (prescale_factor, postscale_factor)
+    return grouped_reduce(tensors, op, factors, name, process_set, ignore_name_scope, scatter=True)
+
+
+def join() -> Any:
+    """Takes part neutrally in what the other ranks do, until all have joined.
+
+    Returns:
+        The rank that joined last, the same on all.
+    """
+    told = {} if tf.executing_eagerly() else {"tensor_name": "join"}
+    return ops.farandole_join(**told)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Number of ranks in a process set, an int32 asked when the graph runs."""
+    return ops.farandole_size(process_set=process_set_id, name=name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """1 when this rank is a member of a process set, else 0; an int32 asked when the graph runs."""
+    return ops.farandole_included(process_set=process_set_id, name=name)
+
+
+def rank_op(name: str | None = None) -> Any:
+    """This rank, an int32 asked when the graph runs."""
+    return ops.farandole_rank(name=name)
+
+
+def local_rank_op(name: str | None = None) -> Any:
+    """This rank's number on its host, an int32 asked when the graph runs."""
+    return ops.farandole_local_rank(name=name)
+
+
+def local_size_op(name: str | None = None) -> Any:
+    """Number of ranks on this host, an int32 asked when the graph runs."""
+    return ops.farandole_local_size(name=name)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Batch normalization over the batches of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import Sum
+from farandole.tensorflow.mpi_ops import grouped_reduce
+
+
+@keras.saving.register_keras_serializable(package="farandole")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """As Keras's, with mean and variance of all ranks' batches in training, weighted by their sizes.
+
+    Args:
+        fused: Must be false: there is no fused kernel for it.
+        process_set: The ranks that take part.
+        **kwargs: Keras's; the name is `sync_batch_normalization` by default.
+
+    Raises:
+        ValueError: When `fused` is asked for.
+    """
+
+    def __init__(
+        self, fused: bool | None = False, process_set: ProcessSet = global_process_set, **kwargs: Any
+    ) -> None:
+        if fused in (True, None):
+            raise ValueError("SyncBatchNormalization has no fused kernel: pass fused=False")
+        if not kwargs.get("name"):
+            kwargs["name"] = "sync_batch_normalization"
+        super().__init__(**kwargs)
+        self.process_set = process_set
+        self.supports_jit = False
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        """Mean and variance through sums of values and squares, which add up over ranks."""
+        axes = self._reduction_axes
+        if mask is None:
+            weights = tf.ones_like(inputs)
+        else:
+            weights = tf.cast(tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs)), inputs.dtype)
+        values = inputs * weights
+        sums = tf.stack(
+            [tf.reduce_sum(values, axes), tf.reduce_sum(values * inputs, axes), tf.reduce_sum(weights, axes)]
+        )
+        name = None if tf.executing_eagerly() else f"SyncBatchNormalization_{self.path}"
+        total = grouped_reduce([sums], Sum, name=name, process_set=self.process_set)[0]
+        count = tf.maximum(total[2], 1.0)
+        mean = total[0] / count
+        return mean, tf.maximum(total[1] / count - tf.square(mean), 0.0)

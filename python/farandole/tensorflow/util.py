@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Small questions and conversions that scripts import from here."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import tensorflow as tf
+
+from farandole.common.util import choose_op, num_rank_is_power_2, split_list
+
+__all__ = [
+    "check_num_rank_power_of_2",
+    "gpu_available",
+    "handle_average_backwards_compatibility",
+    "refs_to_vars",
+    "split_list",
+    "vars_to_refs",
+]
+
+
+def check_num_rank_power_of_2(num_rank: int) -> bool:
+    """Warns when `num_rank` is no power of two, which Horovod's Adasum needs and this one does not.
+
+    Returns:
+        Whether it is one.
+    """
+    if not num_rank_is_power_2(num_rank):
+        warnings.warn(f"{num_rank} ranks are no power of two; Adasum works all the same", stacklevel=2)
+        return False
+    return True
+
+
+def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
+    """Whether TensorFlow sees a GPU in this process."""
+    del ext_base_name, verbose
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
+    """The reduction that `op` and the deprecated `average` ask for together.
+
+    Raises:
+        ValueError: When both are given.
+    """
+    return choose_op(op, average)
+
+
+def vars_to_refs(variables: Any) -> Any:
+    """Hashable references in place of variables, also in nested lists and tuples."""
+    if isinstance(variables, list | tuple):
+        return tuple(vars_to_refs(entry) for entry in variables)
+    return variables.ref() if hasattr(variables, "ref") else variables
+
+
+def refs_to_vars(refs: Any) -> Any:
+    """The inverse of `vars_to_refs`."""
+    if isinstance(refs, list | tuple):
+        return [refs_to_vars(entry) for entry in refs]
+    return refs.deref() if hasattr(refs, "deref") else refs
