@@ -42,33 +42,16 @@ pub(crate) struct Tally {
 
 impl Tally {
     pub(crate) fn new(since: Instant) -> Self {
-        Self {
-            since,
-            reported: None,
-            sources: Vec::new(),
-            wish: None,
-        }
+        Self { since, reported: None, sources: Vec::new(), wish: None }
     }
 
     /// Adds what `source`, standing for `members`, wants; `others` gives the members of sources that came before.
-    pub(crate) fn add(
-        &mut self,
-        source: u32,
-        wish: Wish,
-        members: &[u32],
-        others: impl Fn(u32) -> Vec<u32>,
-    ) {
+    pub(crate) fn add(&mut self, source: u32, wish: Wish, members: &[u32], others: impl Fn(u32) -> Vec<u32>) {
         self.wish = Some(match (self.wish.take(), wish) {
             (None, wish) => wish,
-            (Some(Wish::Known(id, entry)), Wish::Known(other, _)) if id == other => {
-                Wish::Known(id, entry)
-            }
+            (Some(Wish::Known(id, entry)), Wish::Known(other, _)) if id == other => Wish::Known(id, entry),
             (Some(before), wish) => {
-                let came: Vec<u32> = self
-                    .sources
-                    .iter()
-                    .flat_map(|source| others(*source))
-                    .collect();
+                let came: Vec<u32> = self.sources.iter().flat_map(|source| others(*source)).collect();
                 let mut variants = before.told(&came);
                 for variant in wish.told(members) {
                     merge(&mut variants, variant);
@@ -85,29 +68,23 @@ impl Tally {
 
     /// Name of the collective, as far as anybody came.
     pub(crate) fn operation(&self) -> Option<&'static str> {
-        self.wish
-            .as_ref()
-            .and_then(Wish::call)
-            .map(|call| call.name())
+        self.wish.as_ref().and_then(Wish::call).map(|call| call.name())
     }
 
     /// Groups anybody put this tensor into.
     pub(crate) fn in_group(&self, groups: &[u64]) -> bool {
         match &self.wish {
             Some(Wish::Known(_, entry)) => groups.contains(&entry.signature.group),
-            Some(Wish::Told(variants)) => variants
-                .iter()
-                .any(|variant| groups.contains(&variant.signature.group)),
+            Some(Wish::Told(variants)) => {
+                variants.iter().any(|variant| groups.contains(&variant.signature.group))
+            }
             None => false,
         }
     }
 }
 
 fn merge(variants: &mut Vec<Variant>, variant: Variant) {
-    match variants
-        .iter_mut()
-        .find(|known| known.signature == variant.signature)
-    {
+    match variants.iter_mut().find(|known| known.signature == variant.signature) {
         Some(known) => {
             known.members.extend(variant.members);
             known.rows.extend(variant.rows);
@@ -130,16 +107,8 @@ impl Wish {
         match self {
             Self::Told(variants) => variants,
             Self::Known(_, entry) => {
-                let rows = members
-                    .iter()
-                    .flat_map(|member| entry.counts_of(*member))
-                    .copied()
-                    .collect();
-                vec![Variant {
-                    signature: entry.signature.clone(),
-                    members: members.to_vec(),
-                    rows,
-                }]
+                let rows = members.iter().flat_map(|member| entry.counts_of(*member)).copied().collect();
+                vec![Variant { signature: entry.signature.clone(), members: members.to_vec(), rows }]
             }
         }
     }
@@ -177,10 +146,7 @@ impl Variant {
         if counts > 0 {
             writer.number((order.len() * counts) as u64);
             for at in order {
-                let rows = self
-                    .rows
-                    .get(at * counts..(at + 1) * counts)
-                    .unwrap_or_default();
+                let rows = self.rows.get(at * counts..(at + 1) * counts).unwrap_or_default();
                 rows.iter().for_each(|rows| writer.number(*rows));
             }
         }
@@ -192,88 +158,49 @@ impl Variant {
         let members = if listed.is_empty() {
             below.to_vec()
         } else {
-            let known = |number: u64| {
-                u32::try_from(number)
-                    .ok()
-                    .filter(|member| below.contains(member))
-            };
+            let known = |number: u64| u32::try_from(number).ok().filter(|member| below.contains(member));
             listed
                 .into_iter()
                 .map(|number| known(number).ok_or(Malformed::Member(number)))
                 .collect::<Read<_>>()?
         };
         let counts = signature.call.counts();
-        let rows = if counts > 0 {
-            reader.numbers()?
-        } else {
-            Vec::new()
-        };
+        let rows = if counts > 0 { reader.numbers()? } else { Vec::new() };
         if Some(rows.len()) != members.len().checked_mul(counts) {
             return Err(Malformed::Rows(rows.len()));
         }
-        Ok(Self {
-            signature,
-            members,
-            rows,
-        })
+        Ok(Self { signature, members, rows })
     }
 }
 
 /// One agreement, or the text of the disagreement: the first rule that does not hold, then what every rank submitted.
-pub(crate) fn verdict(
-    name: &Arc<str>,
-    mut variants: Vec<Variant>,
-    ranks: &[Rank],
-) -> Result<Agreed, String> {
+pub(crate) fn verdict(name: &Arc<str>, mut variants: Vec<Variant>, ranks: &[Rank]) -> Result<Agreed, String> {
     if variants.len() == 1
         && let Some(variant) = variants.pop()
     {
         let counts = variant.signature.call.counts();
         let mut rows = vec![0; counts * ranks.len()];
-        for (member, given) in variant
-            .members
-            .iter()
-            .zip(variant.rows.chunks_exact(counts.max(1)))
-        {
+        for (member, given) in variant.members.iter().zip(variant.rows.chunks_exact(counts.max(1))) {
             let first = *member as usize * counts;
             if let Some(place) = rows.get_mut(first..first + counts) {
                 place.copy_from_slice(given);
             }
         }
-        return Ok(Agreed {
-            name: Arc::clone(name),
-            signature: variant.signature,
-            rows,
-        });
+        return Ok(Agreed { name: Arc::clone(name), signature: variant.signature, rows });
     }
     let differs = |part: fn(&Signature) -> Part| {
-        variants
-            .windows(2)
-            .any(|pair| part(&pair[0].signature) != part(&pair[1].signature))
+        variants.windows(2).any(|pair| part(&pair[0].signature) != part(&pair[1].signature))
     };
-    let call = variants
-        .first()
-        .map_or("", |variant| variant.signature.call.name())
-        .to_uppercase();
-    let rule = RULES
-        .iter()
-        .find(|(_, part)| differs(*part))
-        .map_or("requests", |(text, _)| text);
+    let call = variants.first().map_or("", |variant| variant.signature.call.name()).to_uppercase();
+    let rule = RULES.iter().find(|(_, part)| differs(*part)).map_or("requests", |(text, _)| text);
     let mut text = format!("Mismatched {}: tensor {name}: ", rule.replace("{}", &call));
     for (index, variant) in variants.iter().enumerate() {
         let mut members = variant.members.clone();
         members.sort_unstable();
-        let global: Vec<Rank> = members
-            .iter()
-            .filter_map(|member| ranks.get(*member as usize))
-            .copied()
-            .collect();
+        let global: Vec<Rank> =
+            members.iter().filter_map(|member| ranks.get(*member as usize)).copied().collect();
         text.push_str(if index > 0 { "; " } else { "" });
-        text.push_str(&format!(
-            "{} submitted {}",
-            spans(&global),
-            variant.signature
-        ));
+        text.push_str(&format!("{} submitted {}", spans(&global), variant.signature));
     }
     Err(text)
 }
@@ -291,38 +218,23 @@ type Rule = (&'static str, fn(&Signature) -> Part);
 
 /// In the order in which they are looked at; `{}` stands for the operation.
 const RULES: [Rule; 8] = [
-    ("data types", |signature| {
-        Part::Number(signature.dtype as u64)
+    ("data types", |signature| Part::Number(signature.dtype as u64)),
+    ("operations", |signature| Part::List(signature.call.name().bytes().map(u64::from).collect())),
+    ("{} tensor shapes", |signature| Part::List(signature.shape.clone())),
+    ("prescale and/or postscale factors", |signature| match signature.call.reduction() {
+        Some((_, prescale, postscale)) => Part::Pair(prescale, postscale),
+        None => Part::Number(0),
     }),
-    ("operations", |signature| {
-        Part::List(signature.call.name().bytes().map(u64::from).collect())
-    }),
-    ("{} tensor shapes", |signature| {
-        Part::List(signature.shape.clone())
-    }),
-    (
-        "prescale and/or postscale factors",
-        |signature| match signature.call.reduction() {
-            Some((_, prescale, postscale)) => Part::Pair(prescale, postscale),
-            None => Part::Number(0),
-        },
-    ),
-    ("reduction operation", |signature| {
-        match signature.call.reduction() {
-            Some((op, ..)) => Part::Number(op as u64),
-            None => Part::Number(0),
-        }
+    ("reduction operation", |signature| match signature.call.reduction() {
+        Some((op, ..)) => Part::Number(op as u64),
+        None => Part::Number(0),
     }),
     ("{} root ranks", |signature| match signature.call {
         Call::Broadcast { root } => Part::Number(root.into()),
         _ => Part::Number(0),
     }),
-    ("{} CPU/GPU device selection", |signature| {
-        Part::Number(signature.device.into())
-    }),
-    ("groups", |signature| {
-        Part::Pair(signature.group, signature.group_size.into())
-    }),
+    ("{} CPU/GPU device selection", |signature| Part::Number(signature.device.into())),
+    ("groups", |signature| Part::Pair(signature.group, signature.group_size.into())),
 ];
 
 /// `rank 3`, `ranks 0-2, 5`.
@@ -352,11 +264,7 @@ mod tests {
     use crate::signature::tests::plain;
 
     fn variant(signature: Signature, members: &[u32]) -> Variant {
-        Variant {
-            signature,
-            members: members.to_vec(),
-            rows: Vec::new(),
-        }
+        Variant { signature, members: members.to_vec(), rows: Vec::new() }
     }
 
     fn text(variants: Vec<Variant>) -> String {
@@ -366,14 +274,8 @@ mod tests {
 
     #[test]
     fn the_first_rule_that_fails_is_named_with_what_every_rank_submitted() {
-        let other = Signature {
-            dtype: DataType::F64,
-            ..plain(&[3])
-        };
-        let text = text(vec![
-            variant(plain(&[2]), &[3, 0, 1, 2]),
-            variant(other, &[5]),
-        ]);
+        let other = Signature { dtype: DataType::F64, ..plain(&[3]) };
+        let text = text(vec![variant(plain(&[2]), &[3, 0, 1, 2]), variant(other, &[5])]);
         assert_eq!(
             text,
             "Mismatched data types: tensor t: ranks 0-3 submitted allreduce Sum of float32 [2] on the host; \
@@ -383,17 +285,9 @@ mod tests {
 
     #[test]
     fn shapes_roots_and_groups_have_rules_of_their_own() {
-        let broadcast = |root| Signature {
-            call: Call::Broadcast { root },
-            ..plain(&[2])
-        };
-        let grouped = Signature {
-            group: 7,
-            group_size: 2,
-            ..plain(&[2])
-        };
-        let of =
-            |one: Signature, two: Signature| text(vec![variant(one, &[0]), variant(two, &[1])]);
+        let broadcast = |root| Signature { call: Call::Broadcast { root }, ..plain(&[2]) };
+        let grouped = Signature { group: 7, group_size: 2, ..plain(&[2]) };
+        let of = |one: Signature, two: Signature| text(vec![variant(one, &[0]), variant(two, &[1])]);
         assert!(of(plain(&[2]), plain(&[3])).starts_with("Mismatched ALLREDUCE tensor shapes: "));
         assert!(of(broadcast(0), broadcast(1)).starts_with("Mismatched BROADCAST root ranks: "));
         assert!(of(plain(&[2]), broadcast(1)).starts_with("Mismatched operations: "));
@@ -402,66 +296,29 @@ mod tests {
 
     #[test]
     fn rows_are_put_in_member_order() {
-        let call = Signature {
-            call: Call::Allgather,
-            ..plain(&[0, 4])
-        };
-        let variants = vec![Variant {
-            signature: call,
-            members: vec![2, 0, 1],
-            rows: vec![30, 10, 20],
-        }];
-        assert_eq!(
-            verdict(&"t".into(), variants, &[Rank(0), Rank(1), Rank(2)])
-                .unwrap()
-                .rows,
-            [10, 20, 30]
-        );
+        let call = Signature { call: Call::Allgather, ..plain(&[0, 4]) };
+        let variants = vec![Variant { signature: call, members: vec![2, 0, 1], rows: vec![30, 10, 20] }];
+        assert_eq!(verdict(&"t".into(), variants, &[Rank(0), Rank(1), Rank(2)]).unwrap().rows, [10, 20, 30]);
     }
 
     #[test]
     fn a_known_wish_meeting_another_is_spelled_out_for_those_who_came() {
-        let call = Signature {
-            call: Call::Allgather,
-            ..plain(&[0])
-        };
-        let entry = Arc::new(Agreed {
-            name: "t".into(),
-            signature: call.clone(),
-            rows: vec![5, 6, 7],
-        });
+        let call = Signature { call: Call::Allgather, ..plain(&[0]) };
+        let entry = Arc::new(Agreed { name: "t".into(), signature: call.clone(), rows: vec![5, 6, 7] });
         let mut tally = Tally::new(Instant::now());
         let of = |source: u32| vec![source];
-        let known = Wish::Known(
-            CacheId {
-                slot: 0,
-                version: 0,
-            },
-            entry,
-        );
+        let known = Wish::Known(CacheId { slot: 0, version: 0 }, entry);
         tally.add(2, known.clone(), &[2], of);
         tally.add(0, known, &[0], of);
-        let told = Wish::Told(vec![Variant {
-            signature: call,
-            members: vec![1],
-            rows: vec![9],
-        }]);
+        let told = Wish::Told(vec![Variant { signature: call, members: vec![1], rows: vec![9] }]);
         tally.add(1, told, &[1], of);
         let variants = tally.wish().told(&[]);
-        assert_eq!(
-            verdict(&"t".into(), variants, &[Rank(0), Rank(1), Rank(2)])
-                .unwrap()
-                .rows,
-            [5, 9, 7]
-        );
+        assert_eq!(verdict(&"t".into(), variants, &[Rank(0), Rank(1), Rank(2)]).unwrap().rows, [5, 9, 7]);
     }
 
     #[test]
     fn variants_survive_the_wire_for_all_and_for_some_below_the_sender() {
-        let call = Signature {
-            call: Call::Allgather,
-            ..plain(&[0, 4])
-        };
+        let call = Signature { call: Call::Allgather, ..plain(&[0, 4]) };
         for members in [vec![4, 6], vec![6, 4, 5]] {
             let variant = Variant {
                 signature: call.clone(),
@@ -471,13 +328,7 @@ mod tests {
             let mut frame = Vec::new();
             variant.encode(&[4, 5, 6], &mut Writer(&mut frame));
             let read = Variant::decode(&mut Reader(&frame), &[4, 5, 6]).unwrap();
-            assert_eq!(
-                read.rows,
-                read.members
-                    .iter()
-                    .map(|m| u64::from(*m))
-                    .collect::<Vec<_>>()
-            );
+            assert_eq!(read.rows, read.members.iter().map(|m| u64::from(*m)).collect::<Vec<_>>());
             assert_eq!(read.members.len(), variant.members.len());
         }
     }

@@ -28,13 +28,7 @@ impl Session {
         client: Option<Client>,
         world: Arc<World>,
     ) -> Self {
-        Self {
-            engine,
-            client,
-            world,
-            process: process::id(),
-            stacks,
-        }
+        Self { engine, client, world, process: process::id(), stacks }
     }
 
     /// Where this process sits.
@@ -65,14 +59,7 @@ impl Session {
     /// `Forked` in a child of the process that began the session.
     pub(crate) fn check_process(&self) -> Result<()> {
         let pid = process::id();
-        if pid == self.process {
-            Ok(())
-        } else {
-            Err(Error::Forked {
-                pid,
-                parent: self.process,
-            })
-        }
+        if pid == self.process { Ok(()) } else { Err(Error::Forked { pid, parent: self.process }) }
     }
 
     /// Whoever still holds the session gets errors from now on.

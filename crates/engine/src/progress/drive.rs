@@ -62,12 +62,7 @@ impl Inner {
                 driver.patience.ran_out();
                 spin = driver.patience.limit();
             }
-            let beat = now
-                + if driver.sets.iter().any(ProcessSet::is_in_doubt) {
-                    DOUBT
-                } else {
-                    BEAT
-                };
+            let beat = now + if driver.sets.iter().any(ProcessSet::is_in_doubt) { DOUBT } else { BEAT };
             let limit = match until {
                 Until::Done(_, deadline) => deadline.min(beat),
                 Until::Idle | Until::Something => beat,
@@ -107,11 +102,7 @@ impl Inner {
         loop {
             let now = Instant::now();
             // Every set takes its step, also those after one that is not done.
-            let open = driver
-                .sets
-                .iter_mut()
-                .filter_map(|set| (!set.farewell(now)).then_some(()))
-                .count();
+            let open = driver.sets.iter_mut().filter_map(|set| (!set.farewell(now)).then_some(())).count();
             if open == 0 || now >= deadline {
                 return;
             }
@@ -157,22 +148,14 @@ impl Inner {
         self.queued.store(false, Ordering::SeqCst);
         self.desk.lock().drain(&mut driver.intake);
         let moved = !driver.intake.is_empty();
-        while let Some(Submission {
-            set,
-            entry,
-            signature,
-        }) = driver.intake.pop_front()
-        {
+        while let Some(Submission { set, entry, signature }) = driver.intake.pop_front() {
             driver.sets[set].enqueue(entry, signature, &mut driver.finished)?;
             if !driver.finished.is_empty() {
                 self.post(set, &mut driver.finished, &mut driver.calls);
                 driver.posted += 1;
             }
         }
-        driver
-            .sets
-            .iter_mut()
-            .try_for_each(|set| set.send_announcement().map(drop))?;
+        driver.sets.iter_mut().try_for_each(|set| set.send_announcement().map(drop))?;
         Ok(moved)
     }
 
@@ -207,10 +190,7 @@ impl Inner {
             driver.ticked = now;
             driver.woken = false;
             if let Err(error) = self.host.check() {
-                driver
-                    .sets
-                    .iter_mut()
-                    .for_each(|set| set.suspect(error.clone(), now));
+                driver.sets.iter_mut().for_each(|set| set.suspect(error.clone(), now));
             }
         }
         Ok(moved)
@@ -234,9 +214,7 @@ impl Inner {
         driver.stopped = true;
         let orderly = matches!(cause, Cause::ShutDown);
         let cause = Arc::new(cause);
-        self.desk
-            .lock()
-            .stop(Arc::clone(&cause), &mut driver.intake, &mut driver.calls);
+        self.desk.lock().stop(Arc::clone(&cause), &mut driver.intake, &mut driver.calls);
         for (index, set) in driver.sets.iter_mut().enumerate() {
             if orderly {
                 set.depart(&mut driver.finished);

@@ -61,10 +61,7 @@ impl Coordinator {
     }
 
     fn agree(&mut self, ready: Ready) {
-        let (group, size) = (
-            ready.agreed.signature.group,
-            ready.agreed.signature.group_size,
-        );
+        let (group, size) = (ready.agreed.signature.group, ready.agreed.signature.group_size);
         if size == 0 {
             self.decisions.push(Decision::Run(ready));
             return;
@@ -73,8 +70,7 @@ impl Coordinator {
         members.push(ready);
         if members.len() >= size as usize {
             let members = self.groups.remove(&group).unwrap_or_default();
-            self.decisions
-                .extend(members.into_iter().map(Decision::Run));
+            self.decisions.extend(members.into_iter().map(Decision::Run));
         }
     }
 }
@@ -91,26 +87,14 @@ impl ProcessSet {
             }
             Wish::Told(variants) => variants,
         };
-        let mut groups: Vec<u64> = variants
-            .iter()
-            .map(|variant| variant.signature.group)
-            .collect();
+        let mut groups: Vec<u64> = variants.iter().map(|variant| variant.signature.group).collect();
         match verdict(name, variants, &self.members) {
-            Ok(agreed) => self.coordinator.agree(Ready {
-                agreed: Arc::new(agreed),
-                known: None,
-            }),
+            Ok(agreed) => self.coordinator.agree(Ready { agreed: Arc::new(agreed), known: None }),
             Err(text) => {
                 groups.retain(|group| *group != 0);
-                groups
-                    .iter()
-                    .for_each(|group| drop(self.coordinator.groups.remove(group)));
+                groups.iter().for_each(|group| drop(self.coordinator.groups.remove(group)));
                 self.forget_groups(&groups);
-                let refusal = Refusal {
-                    name: Arc::clone(name),
-                    groups,
-                    text,
-                };
+                let refusal = Refusal { name: Arc::clone(name), groups, text };
                 self.coordinator.decisions.push(Decision::Refuse(refusal));
             }
         }
@@ -153,11 +137,7 @@ fn bytes(agreed: &Agreed) -> u64 {
     if agreed.signature.call.counts() == 0 {
         return unit;
     }
-    agreed
-        .rows
-        .iter()
-        .fold(0u64, |sum, rows| sum.saturating_add(*rows))
-        .saturating_mul(unit)
+    agreed.rows.iter().fold(0u64, |sum, rows| sum.saturating_add(*rows)).saturating_mul(unit)
 }
 
 /// Whether two tensors may share an operation. Without `across`, groups keep to themselves.
@@ -187,24 +167,18 @@ fn fuse(decisions: Vec<Decision>, threshold: u64, across: bool) -> Vec<Planned> 
             }
         };
         let (bytes, next) = (bytes(&ready.agreed), plan.len());
-        let kind = kinds.iter_mut().find(|open| {
-            match open.front().and_then(|(index, _)| plan.get(*index)) {
-                Some(Planned::Run(operation)) => fit(
-                    &operation[0].agreed.signature,
-                    &ready.agreed.signature,
-                    across,
-                ),
-                _ => false,
+        let kind = kinds.iter_mut().find(|open| match open.front().and_then(|(index, _)| plan.get(*index)) {
+            Some(Planned::Run(operation)) => {
+                fit(&operation[0].agreed.signature, &ready.agreed.signature, across)
             }
+            _ => false,
         });
         let Some(open) = kind else {
             kinds.push(VecDeque::from([(next, bytes)]));
             plan.push(Planned::Run(vec![ready]));
             continue;
         };
-        let room = open
-            .iter_mut()
-            .find(|(_, sum)| sum.saturating_add(bytes) <= threshold);
+        let room = open.iter_mut().find(|(_, sum)| sum.saturating_add(bytes) <= threshold);
         if let Some((index, sum)) = room
             && let Planned::Run(operation) = &mut plan[*index]
         {
@@ -230,11 +204,7 @@ mod tests {
 
     fn ready(name: &str, signature: Signature) -> Decision {
         Decision::Run(Ready {
-            agreed: Arc::new(Agreed {
-                name: name.into(),
-                signature,
-                rows: Vec::new(),
-            }),
+            agreed: Arc::new(Agreed { name: name.into(), signature, rows: Vec::new() }),
             known: None,
         })
     }
@@ -249,10 +219,7 @@ mod tests {
 
     #[test]
     fn tensors_of_one_kind_share_operations_up_to_the_threshold() {
-        let double = Signature {
-            dtype: DataType::F64,
-            ..plain(&[2])
-        };
+        let double = Signature { dtype: DataType::F64, ..plain(&[2]) };
         let decisions = vec![
             ready("a", plain(&[2])),
             ready("b", double.clone()),
@@ -271,11 +238,7 @@ mod tests {
 
     #[test]
     fn a_tensor_above_the_threshold_runs_alone() {
-        let decisions = vec![
-            ready("a", plain(&[100])),
-            ready("b", plain(&[1])),
-            ready("c", plain(&[1])),
-        ];
+        let decisions = vec![ready("a", plain(&[100])), ready("b", plain(&[1])), ready("c", plain(&[1]))];
         assert_eq!(names(&fuse(decisions, 16, true)), ["a", "bc"]);
     }
 
@@ -288,21 +251,10 @@ mod tests {
 
     #[test]
     fn groups_keep_to_themselves_where_that_is_asked_for() {
-        let grouped = |group| Signature {
-            group,
-            group_size: 2,
-            ..plain(&[1])
-        };
+        let grouped = |group| Signature { group, group_size: 2, ..plain(&[1]) };
         let decisions = || {
-            let tensors = [
-                ("a", grouped(7)),
-                ("x", plain(&[1])),
-                ("b", grouped(7)),
-                ("c", grouped(8)),
-            ];
-            tensors
-                .map(|(name, signature)| ready(name, signature))
-                .into()
+            let tensors = [("a", grouped(7)), ("x", plain(&[1])), ("b", grouped(7)), ("c", grouped(8))];
+            tensors.map(|(name, signature)| ready(name, signature)).into()
         };
         assert_eq!(names(&fuse(decisions(), 64, false)), ["ab", "x", "c"]);
         assert_eq!(names(&fuse(decisions(), 64, true)), ["axbc"]);
@@ -310,10 +262,7 @@ mod tests {
 
     #[test]
     fn barriers_and_all_to_alls_run_alone() {
-        let of = |call| Signature {
-            call,
-            ..plain(&[0, 1])
-        };
+        let of = |call| Signature { call, ..plain(&[0, 1]) };
         for call in [Call::Barrier, Call::Alltoall { members: 2 }] {
             let decisions = vec![ready("a", of(call)), ready("b", of(call))];
             assert_eq!(names(&fuse(decisions, 64, true)), ["a", "b"]);

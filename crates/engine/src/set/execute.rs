@@ -9,8 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use farandole_collectives::{
-    Buffer, Communicator, Device, Error as CollectiveError, Event, Memory, Operation, Place,
-    Segment, Token,
+    Buffer, Communicator, Device, Error as CollectiveError, Event, Memory, Operation, Place, Segment, Token,
 };
 use farandole_world::Rank;
 
@@ -93,35 +92,15 @@ impl Execution {
         self.batches.front().map(|batch| batch.list)
     }
 
-    pub(super) fn push(
-        &mut self,
-        list: u64,
-        entries: Vec<(Entry, Arc<Agreed>)>,
-        span: Option<Span>,
-    ) {
-        let part = |(entry, agreed)| Part {
-            entry,
-            agreed,
-            segment: None,
-            allocated: None,
-            misfit: None,
-        };
+    pub(super) fn push(&mut self, list: u64, entries: Vec<(Entry, Arc<Agreed>)>, span: Option<Span>) {
+        let part = |(entry, agreed)| Part { entry, agreed, segment: None, allocated: None, misfit: None };
         let parts = entries.into_iter().map(part).collect();
-        self.batches.push_back(Batch {
-            list,
-            parts,
-            state: State::Loading(Vec::new()),
-            loaded: false,
-            span,
-        });
+        self.batches.push_back(Batch { list, parts, state: State::Loading(Vec::new()), loaded: false, span });
     }
 
     /// Requests of which something is left.
     pub(super) fn entries(&self) -> impl Iterator<Item = &Entry> {
-        self.batches
-            .iter()
-            .flat_map(|batch| &batch.parts)
-            .map(|part| &part.entry)
+        self.batches.iter().flat_map(|batch| &batch.parts).map(|part| &part.entry)
     }
 
     /// The request that has waited longest.
@@ -140,11 +119,7 @@ impl Execution {
         self.started = 0;
         for part in self.batches.drain(..).flat_map(|batch| batch.parts) {
             let result = Err(part.entry.failed(cause));
-            finished.push(Finished {
-                handle: part.entry.handle,
-                name: part.entry.name,
-                result,
-            });
+            finished.push(Finished { handle: part.entry.handle, name: part.entry.name, result });
         }
     }
 }
@@ -154,9 +129,7 @@ impl ProcessSet {
         if self.execution.batches.is_empty() || self.execution.broken {
             return Ok(false);
         }
-        let mut moved = self
-            .execution
-            .start(&self.options, &self.members, finished)?;
+        let mut moved = self.execution.start(&self.options, &self.members, finished)?;
         match self.execution.progress() {
             Ok(progressed) => moved |= progressed,
             Err(error @ CollectiveError::Transport(_)) => {
@@ -172,25 +145,13 @@ impl ProcessSet {
 
 impl Execution {
     /// Hands batches to the communicator, in order, as far as their inputs are there.
-    fn start(
-        &mut self,
-        shared: &Shared,
-        members: &[Rank],
-        finished: &mut Vec<Finished>,
-    ) -> Step<bool> {
+    fn start(&mut self, shared: &Shared, members: &[Rank], finished: &mut Vec<Finished>) -> Step<bool> {
         let before = self.started;
-        let place = self
-            .communicator
-            .as_ref()
-            .map_or((0, 1), |all| (all.member(), all.size()));
+        let place = self.communicator.as_ref().map_or((0, 1), |all| (all.member(), all.size()));
         while let Some(batch) = self.batches.get_mut(self.started) {
             if !batch.load(shared, place)? {
                 let copies = batch.loaded;
-                batch.enter(if copies {
-                    MEMCPY_IN_HOST_BUFFER
-                } else {
-                    WAIT_FOR_DATA
-                });
+                batch.enter(if copies { MEMCPY_IN_HOST_BUFFER } else { WAIT_FOR_DATA });
                 break;
             }
             let token = Token(self.first + self.started as u64);
@@ -206,9 +167,7 @@ impl Execution {
                         span.transfer();
                     }
                 }
-                Err(cause @ CollectiveError::Unsupported { .. }) => {
-                    batch.refuse(&Arc::new(cause), finished)
-                }
+                Err(cause @ CollectiveError::Unsupported { .. }) => batch.refuse(&Arc::new(cause), finished),
                 Err(error) => return Err(error.into()),
             }
         }
@@ -224,10 +183,7 @@ impl Execution {
         }
         let moved = communicator.progress(&mut self.tokens)?;
         for token in self.tokens.drain(..) {
-            let batch = token
-                .0
-                .checked_sub(self.first)
-                .and_then(|index| usize::try_from(index).ok());
+            let batch = token.0.checked_sub(self.first).and_then(|index| usize::try_from(index).ok());
             if let Some(batch) = batch.and_then(|index| self.batches.get_mut(index)) {
                 batch.state = State::Storing(Vec::new());
                 batch.loaded = false;
@@ -252,11 +208,7 @@ impl Execution {
                 batch.enter(MEMCPY_OUT_HOST_BUFFER);
             }
         }
-        while self
-            .batches
-            .front()
-            .is_some_and(|batch| matches!(batch.state, State::Done))
-        {
+        while self.batches.front().is_some_and(|batch| matches!(batch.state, State::Done)) {
             self.batches.pop_front();
             self.started -= 1;
             self.first += 1;
@@ -319,21 +271,14 @@ impl Batch {
     }
 
     fn operation(&mut self, members: &[Rank], me: usize) -> Operation {
-        let mut segments: Vec<Segment> = self
-            .parts
-            .iter_mut()
-            .filter_map(|part| part.segment.take())
-            .collect();
+        let mut segments: Vec<Segment> =
+            self.parts.iter_mut().filter_map(|part| part.segment.take()).collect();
         let Some(first) = self.parts.first() else {
             return Operation::Barrier;
         };
         let signature = &first.agreed.signature;
         match signature.call {
-            Call::Allreduce {
-                op,
-                prescale,
-                postscale,
-            } => Operation::Allreduce {
+            Call::Allreduce { op, prescale, postscale } => Operation::Allreduce {
                 dtype: signature.dtype,
                 op,
                 prescale: f64::from_bits(prescale),
@@ -341,18 +286,11 @@ impl Batch {
                 segments,
             },
             Call::Broadcast { root } => {
-                let root = members
-                    .iter()
-                    .position(|rank| rank.0 == root)
-                    .unwrap_or_default();
+                let root = members.iter().position(|rank| rank.0 == root).unwrap_or_default();
                 Operation::Broadcast { root, segments }
             }
             Call::Allgather => {
-                let bytes = self
-                    .parts
-                    .iter()
-                    .map(|part| bytes_by_member(&part.agreed))
-                    .collect();
+                let bytes = self.parts.iter().map(|part| bytes_by_member(&part.agreed)).collect();
                 Operation::Allgather { segments, bytes }
             }
             Call::Alltoall { .. } => {
@@ -360,29 +298,15 @@ impl Batch {
                     return Operation::Barrier;
                 };
                 let agreed = &first.agreed;
-                let sends = sent(agreed, me)
-                    .map(|rows| bytes_of(agreed, rows))
-                    .collect();
-                let receives = received(agreed, me)
-                    .map(|rows| bytes_of(agreed, rows))
-                    .collect();
-                Operation::Alltoall {
-                    segment,
-                    sends,
-                    receives,
-                }
+                let sends = sent(agreed, me).map(|rows| bytes_of(agreed, rows)).collect();
+                let receives = received(agreed, me).map(|rows| bytes_of(agreed, rows)).collect();
+                Operation::Alltoall { segment, sends, receives }
             }
-            Call::Reducescatter {
-                op,
-                prescale,
-                postscale,
-            } => {
+            Call::Reducescatter { op, prescale, postscale } => {
                 let parts = |part: &Part| {
-                    let rows = (0..members.len())
-                        .map(|member| own_rows(&part.agreed, member, members.len()));
+                    let rows = (0..members.len()).map(|member| own_rows(&part.agreed, member, members.len()));
                     let unit = part.agreed.signature.row_bytes();
-                    rows.map(|rows| to_usize(rows.saturating_mul(unit)))
-                        .collect()
+                    rows.map(|rows| to_usize(rows.saturating_mul(unit))).collect()
                 };
                 Operation::Reducescatter {
                     dtype: signature.dtype,
@@ -400,22 +324,9 @@ impl Batch {
     fn refuse(&mut self, cause: &Arc<CollectiveError>, finished: &mut Vec<Finished>) {
         self.state = State::Done;
         for part in self.parts.drain(..) {
-            let Entry {
-                handle,
-                name,
-                operation,
-                ..
-            } = part.entry;
-            let error = Error::Unsupported {
-                operation,
-                tensor: Arc::clone(&name),
-                cause: Arc::clone(cause),
-            };
-            finished.push(Finished {
-                handle,
-                name,
-                result: Err(error),
-            });
+            let Entry { handle, name, operation, .. } = part.entry;
+            let error = Error::Unsupported { operation, tensor: Arc::clone(&name), cause: Arc::clone(cause) };
+            finished.push(Finished { handle, name, result: Err(error) });
         }
     }
 }
@@ -429,11 +340,7 @@ fn bytes_of(agreed: &Agreed, rows: u64) -> usize {
 }
 
 fn bytes_by_member(agreed: &Agreed) -> Vec<usize> {
-    agreed
-        .rows
-        .iter()
-        .map(|rows| bytes_of(agreed, *rows))
-        .collect()
+    agreed.rows.iter().map(|rows| bytes_of(agreed, *rows)).collect()
 }
 
 /// Rows that `me` sends to each member in an alltoall.
@@ -444,12 +351,7 @@ fn sent(agreed: &Agreed, me: usize) -> impl Iterator<Item = u64> + '_ {
 
 /// Rows that `me` receives from each member in an alltoall.
 fn received(agreed: &Agreed, me: usize) -> impl Iterator<Item = u64> + '_ {
-    agreed
-        .rows
-        .iter()
-        .skip(me)
-        .step_by(agreed.signature.call.counts().max(1))
-        .copied()
+    agreed.rows.iter().skip(me).step_by(agreed.signature.call.counts().max(1)).copied()
 }
 
 /// Rows of a reducescatter's result that `member` of so many gets.
@@ -469,14 +371,8 @@ fn device(shared: &Shared, buffer: &Buffer) -> Result<Option<Arc<dyn Device>>, C
     let Place::Device(ordinal) = buffer.place() else {
         return Ok(None);
     };
-    let device = shared
-        .devices
-        .iter()
-        .find(|device| device.ordinal() == ordinal);
-    let unknown = || CollectiveError::Device {
-        ordinal,
-        reason: "the engine was not given it".to_owned(),
-    };
+    let device = shared.devices.iter().find(|device| device.ordinal() == ordinal);
+    let unknown = || CollectiveError::Device { ordinal, reason: "the engine was not given it".to_owned() };
     device.cloned().map(Some).ok_or_else(unknown)
 }
 
@@ -539,9 +435,7 @@ impl Part {
 
     /// Starts the copy back to a device.
     fn store(&self, shared: &Shared) -> Result<Option<Box<dyn Event>>, CollectiveError> {
-        let (Some(output), Some(memory), None) =
-            (&self.entry.output, &self.allocated, &self.misfit)
-        else {
+        let (Some(output), Some(memory), None) = (&self.entry.output, &self.allocated, &self.misfit) else {
             return Ok(None);
         };
         match device(shared, output)? {
@@ -551,12 +445,7 @@ impl Part {
     }
 
     fn completed(self, me: usize) -> Finished {
-        let Entry {
-            handle,
-            name,
-            output,
-            ..
-        } = self.entry;
+        let Entry { handle, name, output, .. } = self.entry;
         let rows = match self.agreed.signature.call {
             Call::Allgather => self.agreed.rows.clone(),
             Call::Alltoall { .. } => received(&self.agreed, me).collect(),
@@ -564,15 +453,8 @@ impl Part {
         };
         let result = match self.misfit {
             Some(error) => Err(error),
-            None => Ok(Completion {
-                output: self.allocated.filter(|_| output.is_none()),
-                rows,
-            }),
+            None => Ok(Completion { output: self.allocated.filter(|_| output.is_none()), rows }),
         };
-        Finished {
-            handle,
-            name,
-            result,
-        }
+        Finished { handle, name, result }
     }
 }

@@ -79,11 +79,7 @@ pub(crate) struct Entry {
 
 impl Entry {
     fn failed(&self, cause: &Arc<Cause>) -> Error {
-        Error::Failed {
-            operation: self.operation,
-            tensor: Arc::clone(&self.name),
-            cause: Arc::clone(cause),
-        }
+        Error::Failed { operation: self.operation, tensor: Arc::clone(&self.name), cause: Arc::clone(cause) }
     }
 }
 
@@ -143,27 +139,17 @@ pub(crate) struct Shared {
 
 impl Shared {
     fn host(&self, rank: Rank) -> String {
-        self.world
-            .seats
-            .get(rank.index())
-            .map_or_else(String::new, |seat| seat.host.0.clone())
+        self.world.seats.get(rank.index()).map_or_else(String::new, |seat| seat.host.0.clone())
     }
 }
 
 impl ProcessSet {
     pub(crate) fn new(options: SetOptions, shared: Shared) -> Result<Self> {
         let refuse = |reason: String| Error::Start { reason };
-        let SetOptions {
-            id,
-            members,
-            control,
-            communicator,
-        } = options;
+        let SetOptions { id, members, control, communicator } = options;
         let me = shared.world.rank;
         if !members.is_sorted_by(|low, high| low < high) {
-            return Err(refuse(format!(
-                "members of process set {id} are not ascending: {members:?}"
-            )));
+            return Err(refuse(format!("members of process set {id} are not ascending: {members:?}")));
         }
         let tree = Tree::new(&shared.world, &members, me)
             .ok_or_else(|| refuse(format!("rank {me} is not in process set {id}")))?;
@@ -173,24 +159,15 @@ impl ProcessSet {
                 "process set {id} has another communicator: member {member} of {size}"
             )));
         }
-        let mut links: Map<u64, _> = control
-            .into_iter()
-            .map(|link| (u64::from(link.peer.0), frames(link)))
-            .collect();
+        let mut links: Map<u64, _> =
+            control.into_iter().map(|link| (u64::from(link.peer.0), frames(link))).collect();
         let mut neighbours = Vec::new();
         for member in tree.parent.iter().chain(&tree.children) {
             let peer = members[*member as usize];
-            let (sender, receiver) = links.remove(&peer.0.into()).ok_or_else(|| {
-                refuse(format!(
-                    "process set {id} has no control link to rank {peer}"
-                ))
-            })?;
-            neighbours.push(Neighbour {
-                sender,
-                receiver,
-                closed: false,
-                seen: 0,
-            });
+            let (sender, receiver) = links
+                .remove(&peer.0.into())
+                .ok_or_else(|| refuse(format!("process set {id} has no control link to rank {peer}")))?;
+            neighbours.push(Neighbour { sender, receiver, closed: false, seen: 0 });
         }
         Ok(Self {
             watch: watch::Watch::new(id, &shared.settings),
@@ -222,11 +199,7 @@ impl ProcessSet {
     ) -> Step {
         if let Some(leaving) = &self.leaving {
             let result = Err(entry.failed(&leaving.cause));
-            finished.push(Finished {
-                handle: entry.handle,
-                name: entry.name,
-                result,
-            });
+            finished.push(Finished { handle: entry.handle, name: entry.name, result });
             return Ok(());
         }
         let (name, since) = (Arc::clone(&entry.name), entry.since);
@@ -267,29 +240,21 @@ impl ProcessSet {
             || !self.execution.is_idle()
             || self.suspect.is_some()
             || self.is_unsettled()
-            || self
-                .neighbours
-                .iter()
-                .any(|neighbour| !neighbour.closed && neighbour.sender.queued() > 0)
+            || self.neighbours.iter().any(|neighbour| !neighbour.closed && neighbour.sender.queued() > 0)
     }
 
     fn receive(&mut self, now: Instant, finished: &mut Vec<Finished>) -> Step<bool> {
         let mut frame = std::mem::take(&mut self.scratch);
         let mut moved = false;
         for index in 0..self.neighbours.len() {
-            while let Some(kind) =
-                self.neighbours[index].receive(&mut frame, &mut self.suspect, now)
-            {
+            while let Some(kind) = self.neighbours[index].receive(&mut frame, &mut self.suspect, now) {
                 moved = true;
                 self.statistics.frames_received += 1;
                 let read = self.dispatch(index, kind, &frame, now, finished);
                 let rank = self.neighbours[index].receiver.peer();
                 read.map_err(|stop| match stop {
                     Stop::Cause(cause) => cause,
-                    Stop::Malformed(malformed) => Cause::Protocol {
-                        rank,
-                        reason: malformed.to_string(),
-                    },
+                    Stop::Malformed(malformed) => Cause::Protocol { rank, reason: malformed.to_string() },
                 })?;
             }
         }
@@ -347,8 +312,7 @@ impl ProcessSet {
     }
 
     fn send_down(&mut self, kind: u8, frame: &[u8]) -> Step {
-        (self.first_child()..self.neighbours.len())
-            .try_for_each(|child| self.send(child, kind, frame))
+        (self.first_child()..self.neighbours.len()).try_for_each(|child| self.send(child, kind, frame))
     }
 }
 
@@ -363,13 +327,11 @@ impl Neighbour {
         if self.closed {
             return None;
         }
-        self.receiver
-            .try_receive_into(frame)
-            .unwrap_or_else(|error| {
-                self.closed = true;
-                suspect.get_or_insert((now, error.into()));
-                None
-            })
+        self.receiver.try_receive_into(frame).unwrap_or_else(|error| {
+            self.closed = true;
+            suspect.get_or_insert((now, error.into()));
+            None
+        })
     }
 
     fn flush(&mut self, suspect: &mut Option<(Instant, Cause)>, now: Instant) {

@@ -37,16 +37,9 @@ pub(super) struct Watch {
 
 impl Watch {
     pub(super) fn new(set: ProcessSetId, settings: &Settings) -> Self {
-        let halves = [
-            Some(settings.collective_timeout / 2),
-            settings.stall_shutdown.map(|time| time / 2),
-        ];
+        let halves = [Some(settings.collective_timeout / 2), settings.stall_shutdown.map(|time| time / 2)];
         let times = halves.into_iter().chain([settings.stall_check]).flatten();
-        Self {
-            set,
-            patience: times.min().unwrap_or(Duration::MAX),
-            cases: Map::default(),
-        }
+        Self { set, patience: times.min().unwrap_or(Duration::MAX), cases: Map::default() }
     }
 
     /// The tensor is complete.
@@ -56,19 +49,9 @@ impl Watch {
         }
     }
 
-    fn answer(
-        &mut self,
-        name: Arc<str>,
-        since: Instant,
-        now: Instant,
-        came: impl Iterator<Item = u32>,
-    ) {
+    fn answer(&mut self, name: Arc<str>, since: Instant, now: Instant, came: impl Iterator<Item = u32>) {
         let due = now + COLLECT.min(self.patience / 4);
-        let case = self.cases.entry(name).or_insert_with(|| Case {
-            since,
-            due,
-            came: Vec::new(),
-        });
+        let case = self.cases.entry(name).or_insert_with(|| Case { since, due, came: Vec::new() });
         case.since = case.since.min(since);
         case.came.extend(came);
     }
@@ -115,10 +98,7 @@ impl ProcessSet {
             }
         }
         for (name, since, sources) in asked {
-            let came: Vec<u32> = sources
-                .iter()
-                .flat_map(|source| self.stands_for(*source))
-                .collect();
+            let came: Vec<u32> = sources.iter().flat_map(|source| self.stands_for(*source)).collect();
             if self.is_coordinator() {
                 self.watch.answer(name, since, now, came.into_iter());
                 continue;
@@ -150,22 +130,14 @@ impl ProcessSet {
         let name = Arc::from(reader.text()?);
         let age = Duration::from_millis(reader.number()?);
         let came = self.read_members(&mut reader)?;
-        self.watch.answer(
-            name,
-            now.checked_sub(age).unwrap_or(now),
-            now,
-            came.into_iter(),
-        );
+        self.watch.answer(name, now.checked_sub(age).unwrap_or(now), now, came.into_iter());
         Ok(())
     }
 
     pub(super) fn read_members(&self, reader: &mut Reader<'_>) -> Result<Vec<u32>, Malformed> {
         let size = self.members.len() as u64;
         let member = |number: u64| {
-            u32::try_from(number)
-                .ok()
-                .filter(|_| number < size)
-                .ok_or(Malformed::Member(number))
+            u32::try_from(number).ok().filter(|_| number < size).ok_or(Malformed::Member(number))
         };
         reader.numbers()?.into_iter().map(member).collect()
     }
@@ -173,8 +145,7 @@ impl ProcessSet {
     fn close_case(&mut self, name: &Arc<str>, mut case: Case) -> Step {
         if let Some(tally) = self.pending.get(name) {
             let sources = tally.sources.clone();
-            case.came
-                .extend(sources.iter().flat_map(|source| self.stands_for(*source)));
+            case.came.extend(sources.iter().flat_map(|source| self.stands_for(*source)));
         }
         case.came.sort_unstable();
         case.came.dedup();
@@ -211,13 +182,7 @@ impl ProcessSet {
             let elapsed = now.saturating_duration_since(entry.since);
             if elapsed >= limit {
                 let tensor = Arc::clone(&entry.name);
-                return Err(Cause::Deadline {
-                    operation: entry.operation,
-                    tensor,
-                    elapsed,
-                    limit,
-                    missing,
-                });
+                return Err(Cause::Deadline { operation: entry.operation, tensor, elapsed, limit, missing });
             }
         }
         Ok(())

@@ -50,23 +50,11 @@ fn launched(
     }
     let mesh = join(config, &client, &world, number, deadline, interrupted)?;
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
-    let mut open = |channel, peers: &[Rank], capacity| {
-        mesh.open_until(channel, peers, capacity, deadline, interrupted)
-    };
-    let control = open(
-        links::CONTROL,
-        &control_peers(&world, &everybody),
-        links::CONTROL_CAPACITY,
-    )?;
-    let others: Vec<Rank> = everybody
-        .into_iter()
-        .filter(|rank| *rank != world.rank)
-        .collect();
-    let data = open(
-        links::DATA,
-        &others,
-        links::data_capacity(&world, config.shared_memory_bytes),
-    )?;
+    let mut open =
+        |channel, peers: &[Rank], capacity| mesh.open_until(channel, peers, capacity, deadline, interrupted);
+    let control = open(links::CONTROL, &control_peers(&world, &everybody), links::CONTROL_CAPACITY)?;
+    let others: Vec<Rank> = everybody.into_iter().filter(|rank| *rank != world.rank).collect();
+    let data = open(links::DATA, &others, links::data_capacity(&world, config.shared_memory_bytes))?;
     if let Some(warning) = links::fallbacks(&mesh.fallbacks()) {
         eprintln!("farandole: warning: {warning}");
     }
@@ -76,11 +64,7 @@ fn launched(
     Ok(session)
 }
 
-fn connect(
-    config: &Config,
-    deadline: Instant,
-    interrupted: &mut Interrupted<'_>,
-) -> Result<Option<Client>> {
+fn connect(config: &Config, deadline: Instant, interrupted: &mut Interrupted<'_>) -> Result<Option<Client>> {
     loop {
         match Client::of_process(config, deadline.min(Instant::now() + DIAL)) {
             Err(RegistrarError::Unreachable { .. }) if Instant::now() < deadline => {}
@@ -90,11 +74,7 @@ fn connect(
     }
 }
 
-fn await_assignment(
-    client: &Client,
-    deadline: Instant,
-    interrupted: &mut Interrupted<'_>,
-) -> Result<World> {
+fn await_assignment(client: &Client, deadline: Instant, interrupted: &mut Interrupted<'_>) -> Result<World> {
     loop {
         match client.await_assignment(deadline.min(Instant::now() + SLICE)) {
             Err(RegistrarError::Timeout { .. }) if Instant::now() < deadline => {}
@@ -170,33 +150,21 @@ fn start(
 }
 
 /// Returns when everybody's engine runs (SE-2).
-fn first_barrier(
-    session: &Session,
-    deadline: Instant,
-    interrupted: &mut Interrupted<'_>,
-) -> Result<()> {
+fn first_barrier(session: &Session, deadline: Instant, interrupted: &mut Interrupted<'_>) -> Result<()> {
     let started = Instant::now();
     let engine = session.engine();
-    let handle =
-        engine.submit_attended(Request::barrier("farandole.init", ProcessSetId::GLOBAL))?;
+    let handle = engine.submit_attended(Request::barrier("farandole.init", ProcessSetId::GLOBAL))?;
     while engine.wait(handle, SLICE)?.is_none() {
         give_up_if(interrupted)?;
         if Instant::now() >= deadline {
-            return Err(Error::Timeout {
-                size: session.world().size(),
-                elapsed: started.elapsed(),
-            });
+            return Err(Error::Timeout { size: session.world().size(), elapsed: started.elapsed() });
         }
     }
     Ok(())
 }
 
 fn give_up_if(interrupted: &mut Interrupted<'_>) -> Result<()> {
-    if interrupted() {
-        Err(Error::Interrupted)
-    } else {
-        Ok(())
-    }
+    if interrupted() { Err(Error::Interrupted) } else { Ok(()) }
 }
 
 #[cfg(test)]
