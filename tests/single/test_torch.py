@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """farandole.torch in a world of one: semantics that need no peer."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -36,19 +37,66 @@ def test_init_does_nothing_while_running_and_works_again_after_shutdown(hvd):
     assert hvd.allreduce(torch.ones(1)).item() == 1
 
 
-def test_init_refuses_what_is_not_offered(hvd):
-    with pytest.raises(ValueError, match="process sets"):
-        hvd.init(process_sets=[hvd.ProcessSet([0])])
-    hvd.shutdown()
-    with pytest.raises(ValueError, match="comm must be"):
-        hvd.init(comm=[1])
-    assert not hvd.is_initialized()
-    hvd.init(comm=[0])
+def test_operations_over_sets_that_are_not_registered_are_refused(hvd):
+    for operation in (
+        hvd.allreduce,
+        hvd.allgather,
+        hvd.alltoall,
+        hvd.reducescatter,
+        lambda x, **o: hvd.broadcast(x, 0, **o),
+    ):
+        with pytest.raises(ValueError, match="not registered"):
+            operation(torch.ones(1), process_set=hvd.ProcessSet([0]))
 
 
-def test_operations_over_other_process_sets_are_refused(hvd):
-    with pytest.raises(ValueError, match="global process set"):
-        hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0]))
+def test_every_name_of_horovods_torch_module_is_there(hvd):
+    names = """elastic Compression allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters
+    allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async grouped_allreduce_
+    grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async grouped_allgather grouped_allgather_async
+    broadcast broadcast_async broadcast_ broadcast_async_ alltoall alltoall_async reducescatter reducescatter_async
+    grouped_reducescatter grouped_reducescatter_async join barrier poll synchronize init shutdown is_initialized
+    start_timeline stop_timeline size local_size cross_size rank local_rank cross_rank mpi_threads_supported
+    mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built ProcessSet
+    global_process_set add_process_set remove_process_set Average Sum Adasum Min Max Product HorovodInternalError
+    DistributedOptimizer SyncBatchNorm"""
+    assert [name for name in names.split() if name not in hvd.__all__ or not hasattr(hvd, name)] == []
+    assert len(set(hvd.__all__)) == len(hvd.__all__)
+    assert hvd.mpi_ops._basics.rank() == 0
+    assert hvd.mpi_ops.handle_average_backwards_compatibility(hvd.Sum, None) == hvd.Sum
+    assert hvd.mpi_ops.num_rank_is_power_2(4)
+    assert not hvd.mpi_ops.num_rank_is_power_2(6)
+    assert isinstance(hvd.nccl_built(), int)
+
+
+FACTORS = "prescale_factor=1.0 postscale_factor=1.0"
+SIGNATURES = {
+    "allreduce": f"tensor average=None name=None compression op=None {FACTORS} process_set",
+    "allreduce_async_": f"tensor average=None name=None op=None {FACTORS} process_set",
+    "grouped_allreduce": f"tensors average=None name=None compression op=None {FACTORS} process_set",
+    "sparse_allreduce_async": "tensor name op process_set",
+    "allgather": "tensor name=None process_set",
+    "grouped_allgather_async": "tensors name=None process_set",
+    "broadcast_": "tensor root_rank name=None process_set",
+    "alltoall": "tensor splits=None name=None process_set",
+    "reducescatter": f"tensor name=None compression op=0 process_set {FACTORS}",
+    "reducescatter_async": f"tensor name=None op=0 process_set {FACTORS}",
+    "grouped_reducescatter": f"tensors name=None compression op=0 process_set {FACTORS}",
+    "broadcast_object": "obj root_rank=0 name=None process_set",
+    "broadcast_optimizer_state": "optimizer root_rank model=None",
+    "DistributedOptimizer": "optimizer named_parameters=None compression backward_passes_per_step=1 op=0 "
+    "gradient_predivide_factor=1.0 num_groups=0 groups=None sparse_as_dense=False process_set "
+    "gradient_as_bucket_view=False",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_horovods(hvd, name):
+    def show(parameter):
+        plain = parameter.default is parameter.empty or parameter.name in ("compression", "process_set")
+        return parameter.name if plain else f"{parameter.name}={parameter.default}"
+
+    parameters = inspect.signature(getattr(hvd, name)).parameters.values()
+    assert " ".join(map(show, parameters)) == SIGNATURES[name]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -94,7 +142,7 @@ def test_empty_and_scalar_tensors(hvd):
 
 def test_wrong_arguments_are_refused_and_the_engine_goes_on(hvd):
     with pytest.raises(ValueError, match="op must be one of"):
-        hvd.allreduce(torch.ones(1), op=hvd.Adasum)
+        hvd.allreduce(torch.ones(1), op=6)
     with pytest.raises(ValueError, match="either op or"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match="root_rank"):
@@ -145,12 +193,14 @@ def test_out_of_place_operations_have_gradients(hvd):
         hvd.allgather,
         lambda t: hvd.broadcast(t, 0),
         lambda t: hvd.grouped_allreduce([t])[0],
+        lambda t: hvd.allreduce(t, op=hvd.Max),
+        lambda t: hvd.allreduce(t, op=hvd.Product),
+        lambda t: hvd.alltoall(t, splits=[2])[0],
+        hvd.reducescatter,
     ):
         tensor.grad = None
         (operation(tensor) * weight).sum().backward()
         assert torch.equal(tensor.grad, weight)
-    with pytest.raises(ValueError, match="have a gradient"):
-        hvd.allreduce(tensor, op=hvd.Max).sum().backward()
     with torch.no_grad():
         assert not hvd.allreduce(tensor).requires_grad
 

@@ -93,7 +93,7 @@ def test_state_dicts_go_both_ways(hvd):
     [
         ({"gradient_predivide_factor": 2.0, "op": 1}, "gradient_predivide_factor"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
-        ({"op": 2}, "Adasum is not offered"),
+        ({"op": 6}, "op must be one of"),
         ({"groups": 0}, "groups must be a positive"),
         ({"groups": [[1]]}, "groups must hold parameters"),
         ({"named_parameters": [torch.ones(1)]}, "pairs"),
