@@ -35,6 +35,8 @@
 
 mod buffer;
 mod communicator;
+pub mod compress;
+mod crossover;
 mod dtype;
 mod error;
 mod host;
@@ -42,6 +44,7 @@ pub mod kernel;
 
 pub use buffer::{Buffer, Memory, Place};
 pub use communicator::{Communicator, Device, Event, Operation, Segment, Token};
+pub use crossover::{Algorithm, Crossover};
 pub use dtype::{DataType, ReduceOp};
 pub use error::{Error, Result};
 pub use host::HostCommunicator;
