@@ -150,6 +150,10 @@ knobs! {
     shared_memory: bool = "1", "SHARED_MEMORY", None, true;
     /// Bytes of shared memory a host may use for links.
     shared_memory_bytes: u64 = "256MiB", "SHARED_MEMORY_BYTES", None, true;
+    /// TCP connections of each link between two hosts, 1 to 16: several pay where a network limits each flow.
+    tcp_streams: u64 = "1", "TCP_STREAMS", None, true;
+    /// TCP's congestion control between hosts, where the system has and allows it; empty takes the system's own.
+    tcp_congestion: String = "cubic", "TCP_CONGESTION", None, true;
     /// Busy-waiting before a waiting thread sleeps.
     spin: Duration = "1ms", "SPIN", None, true;
     /// Turns the stall check off.

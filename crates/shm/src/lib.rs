@@ -39,5 +39,5 @@ mod segment;
 pub use bell::Bell;
 pub use error::{Error, Result};
 pub use fork::Guard;
-pub use ring::{Consumer, Producer, private};
+pub use ring::{Consumer, Producer, private, rewind};
 pub use segment::Segment;

@@ -103,6 +103,15 @@ pub fn private(capacity: usize) -> Result<(Producer, Consumer)> {
     Ok((Producer::over(Arc::clone(&ring)), Consumer::over(ring)))
 }
 
+/// Makes an empty ring of [`private`] begin at its start again, so that little of it is used while little is in it.
+/// Windows handed out before are over. Does nothing when bytes are left, or when these are not halves of one ring.
+pub fn rewind(producer: &mut Producer, consumer: &mut Consumer) {
+    if Arc::ptr_eq(&producer.ring, &consumer.ring) && producer.tail == consumer.head {
+        (producer.offset, producer.granted) = (0, 0);
+        (consumer.offset, consumer.granted) = (0, 0);
+    }
+}
+
 /// The sending half. Dropping it closes the ring: the consumer sees the end after the last byte.
 #[derive(Debug)]
 pub struct Producer {
@@ -324,6 +333,27 @@ mod tests {
         assert_eq!(producer.commit(97).unwrap_err(), Error::Overrun { granted: 96, asked: 97 });
         consumer.window().unwrap();
         assert_eq!(consumer.release(4001).unwrap_err(), Error::Overrun { granted: 4000, asked: 4001 });
+    }
+
+    #[test]
+    fn only_an_empty_ring_begins_anew_and_loses_nothing_by_it() {
+        let (mut producer, mut consumer) = private(4096).unwrap();
+        let start = producer.window().unwrap().as_ptr();
+        producer.commit(100).unwrap();
+        rewind(&mut producer, &mut consumer);
+        assert_ne!(producer.window().unwrap().as_ptr(), start, "bytes are left");
+        assert_eq!(consumer.window().unwrap().len(), 100);
+        consumer.release(100).unwrap();
+        rewind(&mut producer, &mut consumer);
+        assert!(producer.commit(1).is_err(), "the window before is over");
+        assert_eq!(producer.window().unwrap().as_ptr(), start);
+        producer.window().unwrap()[0] = 9;
+        producer.commit(1).unwrap();
+        assert_eq!(consumer.window().unwrap(), [9]);
+        let (mut other, _) = private(4096).unwrap();
+        consumer.release(1).unwrap();
+        rewind(&mut other, &mut consumer);
+        assert!(consumer.offset == 1, "halves of two rings");
     }
 
     #[test]

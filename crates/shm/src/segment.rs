@@ -12,6 +12,11 @@ use crate::memory::{Mapping, page};
 use crate::ring::{Consumer, Producer, Ring};
 use crate::{Error, Result};
 
+/// Largest capacity of a ring: mapped twice, it still fits into any address space.
+const LARGEST: usize = 1 << 44;
+/// Rings of one segment, at most.
+const MOST: usize = 1 << 10;
+
 /// Creates a sealed memfd of `bytes` zeros.
 pub(crate) fn sealed(name: &str, bytes: u64) -> Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -50,30 +55,30 @@ impl Segment {
     /// Creates a segment; `capacity` is rounded up to whole pages. Memory is taken when first touched.
     ///
     /// # Errors
-    /// `System`.
+    /// `System`, also when rings or capacity are absurdly many.
     pub fn create(rings: usize, capacity: usize) -> Result<Self> {
-        let capacity = Self::round(capacity);
+        let capacity = checked(rings, capacity)?;
         Ok(Self { fd: sealed("farandole-link", Self::size(rings, capacity))?, rings, capacity })
     }
 
     /// Adopts a descriptor that a peer handed over, made with the same arguments.
     ///
     /// # Errors
-    /// `NotASegment` when size or seals are not those of [`Segment::create`].
+    /// `NotASegment` when size or seals are not those of [`Segment::create`]; `System` for what it would refuse.
     pub fn adopt(fd: OwnedFd, rings: usize, capacity: usize) -> Result<Self> {
-        let capacity = Self::round(capacity);
+        let capacity = checked(rings, capacity)?;
         verify(fd.as_fd(), Self::size(rings, capacity))?;
         Ok(Self { fd, rings, capacity })
     }
 
-    /// What a capacity is rounded up to.
+    /// What a capacity is rounded up to: whole pages, at least one. What no segment can have stays as it is.
     pub fn round(capacity: usize) -> usize {
-        capacity.max(1).next_multiple_of(page())
+        capacity.max(1).checked_next_multiple_of(page()).unwrap_or(capacity)
     }
 
-    /// Bytes of a whole segment.
+    /// Bytes of a whole segment; the largest number there is for what no segment can have.
     pub fn size(rings: usize, capacity: usize) -> u64 {
-        (rings as u64) * (page() as u64 + Self::round(capacity) as u64)
+        (page() as u64).saturating_add(Self::round(capacity) as u64).saturating_mul(rings as u64)
     }
 
     /// Bytes one ring holds.
@@ -107,8 +112,33 @@ impl Segment {
     }
 }
 
+/// The rounded capacity of a segment that can be.
+fn checked(rings: usize, capacity: usize) -> Result<usize> {
+    if rings > MOST || capacity > LARGEST {
+        return Err(Error::System { call: "memfd_create", source: Errno::FBIG });
+    }
+    Ok(Segment::round(capacity))
+}
+
 impl AsFd for Segment {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn capacities_near_the_end_of_numbers_are_refused_and_do_not_wrap() {
+        for capacity in [usize::MAX, usize::MAX - page(), 1 << 63, (1 << 44) + 1] {
+            assert!(matches!(Segment::create(2, capacity), Err(Error::System { source: Errno::FBIG, .. })));
+            let own = Segment::create(2, 1).unwrap();
+            assert!(Segment::adopt(own.as_fd().try_clone_to_owned().unwrap(), 2, capacity).is_err());
+            assert!(Segment::round(capacity) >= capacity);
+            assert!(Segment::size(usize::MAX, capacity) >= capacity as u64);
+        }
+        assert!(Segment::create(usize::MAX, 1).is_err());
     }
 }

@@ -80,7 +80,7 @@ mod tests {
     fn garbage_is_refused_with_its_reason() {
         assert!(Card::decode(&[0xff, 0xfe]).is_err());
         assert_eq!(
-            Card::decode(b"farandole 1\naddress nowhere\n"),
+            Card::decode(format!("farandole {VERSION}\naddress nowhere\n").as_bytes()),
             Err("not an address: nowhere".to_owned())
         );
         assert!(Card::decode(b"farandole 99\n").unwrap_err().contains("version"));

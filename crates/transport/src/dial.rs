@@ -125,6 +125,8 @@ pub(crate) struct Request<'a> {
     pub(crate) to: &'a Peer,
     pub(crate) carrier: Carrier,
     pub(crate) channel: u32,
+    /// Number of the connection, and of all connections of the link.
+    pub(crate) stream: (u16, u16),
     pub(crate) capacity: u64,
 }
 
@@ -262,6 +264,8 @@ pub(crate) fn converse(
         from: shared.rank,
         to: request.to.rank,
         size: shared.size,
+        stream: request.stream.0,
+        streams: request.stream.1,
         capacity: request.capacity,
         nonce: nonce().map_err(|error| Failure::Unanswered(error.to_string()))?,
     }

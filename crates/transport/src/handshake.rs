@@ -4,7 +4,7 @@
 //! The messages with which two ranks prove to each other that they hold the job's key. No I/O here.
 //!
 //! ```text
-//! dialer   -> hello      magic, version, carrier, generation, channel, ranks, size, capacity, nonce
+//! dialer   -> hello      magic, version, carrier, generation, channel, ranks, size, stream, streams, capacity, nonce
 //! acceptor -> challenge  magic, version, status, nonce, HMAC(key, "acceptor" | hello | challenge)
 //! dialer   -> proof      HMAC(key, "dialer" | hello | challenge)            (+ descriptors)
 //! acceptor -> accepted   status, HMAC(key, "accepted" | status | hello | challenge)   (+ descriptors)
@@ -23,13 +23,13 @@ use sha2::Sha256;
 
 use crate::{Error, Result};
 
-pub(crate) const VERSION: u16 = 1;
+pub(crate) const VERSION: u16 = 2;
 /// The channel of heartbeats; not for users.
 pub(crate) const CONTROL: u32 = u32::MAX;
 
 const MAGIC: [u8; 8] = *b"farandol";
 const CODE: usize = 32;
-pub(crate) const HELLO: usize = 76;
+pub(crate) const HELLO: usize = 80;
 const CHALLENGE_HEAD: usize = 44;
 pub(crate) const CHALLENGE: usize = CHALLENGE_HEAD + CODE;
 pub(crate) const PROOF: usize = CODE;
@@ -99,6 +99,10 @@ pub(crate) struct Hello {
     pub(crate) from: Rank,
     pub(crate) to: Rank,
     pub(crate) size: u32,
+    /// Number of this connection among those of its link.
+    pub(crate) stream: u16,
+    /// Connections of the link.
+    pub(crate) streams: u16,
     pub(crate) capacity: u64,
     pub(crate) nonce: [u8; 32],
 }
@@ -117,7 +121,7 @@ impl Hello {
             Carrier::Control => 3,
         };
         let mut bytes = [0; HELLO];
-        let parts: [&[u8]; 9] = [
+        let parts: [&[u8]; 11] = [
             &MAGIC,
             &self.version.to_le_bytes(),
             &[carrier, 0],
@@ -126,6 +130,8 @@ impl Hello {
             &self.from.0.to_le_bytes(),
             &self.to.0.to_le_bytes(),
             &self.size.to_le_bytes(),
+            &self.stream.to_le_bytes(),
+            &self.streams.to_le_bytes(),
             &self.capacity.to_le_bytes(),
         ];
         let mut at = 0;
@@ -158,6 +164,8 @@ impl Hello {
             from: Rank(u32::from_le_bytes(reader.take()?)),
             to: Rank(u32::from_le_bytes(reader.take()?)),
             size: u32::from_le_bytes(reader.take()?),
+            stream: u16::from_le_bytes(reader.take()?),
+            streams: u16::from_le_bytes(reader.take()?),
             capacity: u64::from_le_bytes(reader.take()?),
             nonce: reader.take()?,
         })
@@ -272,6 +280,8 @@ mod tests {
             from: Rank(2),
             to: Rank(1),
             size: 4,
+            stream: 0,
+            streams: 1,
             capacity: 65536,
             nonce: nonce().unwrap(),
         }

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 
 use crate::handshake::{CONTROL, Carrier, HELLO, Hello, PROOF, Status, Transcript, VERSION};
 use crate::shared::{Arrival, Shared};
+use crate::tcp::stripes;
 use crate::watch::Watch;
 
 /// A connection whose handshake is not finished.
@@ -111,7 +112,8 @@ fn judge(hello: &Hello, local: bool, shared: &Shared) -> Status {
         Carrier::Tcp => !local && hello.channel != CONTROL,
         Carrier::Control => !local && hello.channel == CONTROL,
     };
-    if hello.version != VERSION || !fitting {
+    let connections = if hello.carrier == Carrier::Tcp { stripes::MOST } else { 1 };
+    if hello.version != VERSION || !fitting || hello.streams > connections || hello.stream >= hello.streams {
         Status::Version
     } else if hello.generation != shared.generation {
         Status::Generation
@@ -147,18 +149,19 @@ fn finish(
         own.extend(shared.parker.bell().descriptors());
         own.extend(shared.pidfd.as_ref().map(AsFd::as_fd));
     }
+    let place = (hello.channel, hello.from, hello.stream);
     let sent = handover::send(&socket, &transcript.accept(status), &own);
     if sent.is_ok()
         && let Some(arrival) = arrival
     {
-        shared.arrive(hello.channel, hello.from, hello.capacity, arrival);
+        shared.arrive(place, hello.capacity, arrival);
     }
     match hello.carrier {
         // The bell is adopted once for all links, so its watch stays even if this link came to nothing.
         Carrier::SharedMemory => watch.map_or(Progress::Linked, Progress::Watched),
         _ if sent.is_err() => Progress::Refused,
         Carrier::Tcp => {
-            shared.arrive(hello.channel, hello.from, hello.capacity, Arrival::Tcp { socket });
+            shared.arrive(place, hello.capacity, Arrival::Tcp { socket, streams: hello.streams });
             Progress::Linked
         }
         Carrier::Control => Progress::Watched(Watch::remote(Arc::clone(peer), socket)),

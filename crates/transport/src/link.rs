@@ -46,7 +46,7 @@ pub trait LinkSender: Send {
     /// Moves what is committed but still local (TCP); true when nothing is left here.
     ///
     /// # Errors
-    /// `PeerLost` when the peer is gone.
+    /// `PeerLost` when the peer is gone and something is left that it cannot get.
     fn flush(&mut self) -> Result<bool>;
 }
 

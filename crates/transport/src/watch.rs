@@ -109,7 +109,8 @@ impl Watch {
                 None
             }
         };
-        if self.silent < timeout {
+        // By the next look it would be too late.
+        if self.silent + lived < timeout {
             return Verdict::Alive;
         }
         let state = pid.and_then(stat).filter(|stat| stat.state == "T" || stat.state == "t");

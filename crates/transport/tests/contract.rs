@@ -3,7 +3,7 @@
 
 //! Every kind of link passes the contract.
 
-use farandole_transport::contract::{all, meshes, open_pair};
+use farandole_transport::contract::{all, both_directions_flow_at_the_same_time, meshes, open_pair};
 use farandole_transport::{LinkKind, loopback};
 use farandole_world::Rank;
 
@@ -12,8 +12,11 @@ fn loopback_links_keep_the_contract() {
     all(&mut |capacity| loopback::pair(Rank(0), Rank(1), capacity).expect("a ring"));
 }
 
-fn mesh_links(kind: LinkKind) {
-    let meshes = meshes(2, |options| options.use_shared_memory = kind == LinkKind::SharedMemory);
+fn mesh_links(kind: LinkKind, streams: u16) {
+    let meshes = meshes(2, |options| {
+        options.use_shared_memory = kind == LinkKind::SharedMemory;
+        options.streams = streams;
+    });
     let mut channel = 0;
     all(&mut |capacity| {
         channel += 1;
@@ -21,14 +24,23 @@ fn mesh_links(kind: LinkKind) {
         assert_eq!((a.kind, b.kind, a.peer, b.peer), (kind, kind, Rank(1), Rank(0)));
         (a, b)
     });
+    if kind == LinkKind::Tcp {
+        // Rings of many blocks, so that connections run ahead of each other.
+        both_directions_flow_at_the_same_time(open_pair(&meshes, channel + 1, 4 << 20));
+    }
 }
 
 #[test]
 fn shared_memory_links_keep_the_contract() {
-    mesh_links(LinkKind::SharedMemory);
+    mesh_links(LinkKind::SharedMemory, 1);
 }
 
 #[test]
 fn tcp_links_keep_the_contract() {
-    mesh_links(LinkKind::Tcp);
+    mesh_links(LinkKind::Tcp, 1);
+}
+
+#[test]
+fn links_of_several_connections_keep_the_contract() {
+    mesh_links(LinkKind::Tcp, 3);
 }

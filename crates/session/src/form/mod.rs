@@ -99,6 +99,8 @@ fn join(
         ports: config.port_range,
         use_shared_memory: config.shared_memory,
         shared_memory_bytes: links::share(world, config.shared_memory_bytes),
+        streams: u16::try_from(config.tcp_streams).unwrap_or(u16::MAX),
+        congestion: config.tcp_congestion.clone(),
         peer_timeout: config.peer_timeout,
         patience: deadline.saturating_duration_since(Instant::now()),
         ..MeshOptions::new(world.rank, size, world.seat().host.clone(), key)
