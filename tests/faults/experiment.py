@@ -55,8 +55,8 @@ class Pace:
 
 
 def hosts(cell: Cell) -> list[str | None]:
-    """All on this host, or each on one of its own."""
-    return [None if cell.transport == "memory" else f"host{rank}" for rank in range(cell.ranks)]
+    """The names that the ranks' hosts go by."""
+    return [f"host{host}" for host in cell.hosts]
 
 
 def run(cell: Cell, peer_timeout: float = PEER_TIMEOUT, stopped_for: float = 0.0) -> None:
@@ -76,7 +76,6 @@ def run(cell: Cell, peer_timeout: float = PEER_TIMEOUT, stopped_for: float = 0.0
         everybody = range(cell.ranks)
         working = job.until({"working", "failed", "unharmed"}, everybody, 30)
         assert len(working) == cell.ranks, f"not all ranks work: {job.story()}"
-        ports = job.ports()
         trial = _Trial(cell, job, peer_timeout, pace)
         if fault.survivable:
             trial.survives()
@@ -87,7 +86,7 @@ def run(cell: Cell, peer_timeout: float = PEER_TIMEOUT, stopped_for: float = 0.0
         outcomes = job.end()
         trial.judge_ends(outcomes)
     _report(cell, trial.latencies, trial.texts, pace.longest)
-    _nothing_left(job, ports, before)
+    _nothing_left(job, before)
     a_world_works(cell.operation, hosts(cell)[:2])
 
 
@@ -133,7 +132,7 @@ class _Trial:
         assert not missing, f"ranks {missing} heard nothing: {self.job.story()}"
         for rank, message in told.items():
             assert message["kind"] in ERRORS, message
-            self.note(rank, message["at"] - began, message["text"], self.deadline())
+            self.note(rank, message["at"] - began, message["text"], self.deadline(rank))
             self.names(guilty, message["text"])
             self.judge_later(message)
         if self.fault.name in ("stop", "partition", "drop", "reset"):
@@ -157,11 +156,13 @@ class _Trial:
         connections = Connections(self.job.pids)
         try:
             if self.fault.name == "partition":
-                own = connections.all_of(victim)
+                host = {rank for rank in range(self.cell.ranks) if self.cell.hosts[rank] == self.cell.hosts[victim]}
+                cut = connections.across(host)
                 began = time.monotonic()
-                for connection in own:
+                for connection in cut:
                     connection.silence()
-                return {victim}, began
+                # Whoever is on one side misses somebody on the other.
+                return ({victim} if len(host) == 1 else set(range(self.cell.ranks))), began
             pair, connection = connections.busiest(victim)
             began = time.monotonic()
             if self.fault.name == "drop":
@@ -172,11 +173,12 @@ class _Trial:
         finally:
             connections.close()
 
-    def deadline(self) -> float:
+    def deadline(self, rank: int) -> float:
         if self.fault.silent:
             return self.peer_timeout
         if self.fault.kind in ("death", "leave"):
-            return ON_ITS_HOST if self.cell.transport == "memory" else ELSEWHERE
+            near = self.cell.hosts[rank] == self.cell.hosts[self.cell.victim]
+            return ON_ITS_HOST if near else ELSEWHERE
         return ELSEWHERE
 
     def note(self, rank: int, latency: float, text: str, deadline: float) -> None:
@@ -198,7 +200,7 @@ class _Trial:
         """How the processes ended: by themselves, but for the one that was killed."""
         for rank, outcome in enumerate(outcomes):
             expected: tuple[int | None, int | None] = (0, None)
-            if rank == self.cell.victim and self.fault.name == "kill":
+            if rank == self.cell.victim and self.fault.kind == "death":
                 expected = (None, signal.SIGKILL)
             if rank == self.cell.victim and self.fault.name == "exception":
                 expected = (1, None)
@@ -209,12 +211,12 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _nothing_left(job: Job, ports: list[tuple[str, int]], descriptors: int) -> None:
+def _nothing_left(job: Job, descriptors: int) -> None:
     deadline = time.monotonic() + 5
     while (left := job.left_over()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left, f"processes are left: {left}"
-    for host, port in ports:
+    for host, port in job.ports:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             assert probe.connect_ex((host, port)) != 0, f"somebody still listens on {host}:{port}"
     while _descriptors() > descriptors and time.monotonic() < deadline:

@@ -41,6 +41,8 @@ class Job:
         self.folder = Path(tempfile.mkdtemp(prefix="farandole-faults-"))
         self.messages: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(self.size)}
         self.pids: list[int] = []
+        self.ports: list[tuple[str, int]] = []
+        """Everything the registrar and the ranks listen on."""
         self.outcomes: list[Any] = [None] * self.size
         self._doors: dict[int, socket.socket] = {}
         self._rests: dict[int, bytes] = {}
@@ -50,7 +52,7 @@ class Job:
         self._listener.listen(self.size)
         self.registrar = Registrar(self.size, host="127.0.0.1", start_timeout=START)
         self.env: dict[str, str | None] = {
-            "PYTHONPATH": f"{ROOT}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             DOOR: str(self.folder / "door"),
             MARK: self.mark,
             **env,
@@ -97,6 +99,9 @@ class Job:
             self._doors[rank] = door
             self._rests[rank] = b""
             self._selector.register(door, selectors.EVENT_READ, rank)
+        addresses = [one.rsplit(":", 1) for one in self.registrar.addresses]
+        self.ports = [(host, int(port)) for host, port in addresses]
+        self.ports += [address for pid in self.pids for address in listening(pid)]
         self.say(json.dumps(plan))
 
     def say(self, word: str) -> None:
@@ -132,11 +137,6 @@ class Job:
             return
         *lines, self._rests[rank] = (self._rests[rank] + data).split(b"\n")
         self.messages[rank].extend(json.loads(line) for line in lines)
-
-    def ports(self) -> list[tuple[str, int]]:
-        """Everything a rank, or the registrar, listens on."""
-        own = [(host, int(port)) for host, port in (one.rsplit(":", 1) for one in self.registrar.addresses)]
-        return own + [address for pid in self.pids for address in listening(pid)]
 
     def story(self) -> str:
         """What happened, for a message."""

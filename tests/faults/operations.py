@@ -104,6 +104,37 @@ def _allgather(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attemp
     return Attempt([handle], check, source)
 
 
+def _alltoall(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
+    world = engine.world()
+    part = -(-count // world.size)
+    source = Block(array("f"))
+    for rank in range(world.size):
+        source.values.extend(Block.of(world.rank * world.size + rank + step, part).values)
+    rows = part if dtype == FLOAT32 else part // 2
+    shape = (rows * world.size,)
+    handle = engine.alltoall(name, dtype, shape, source.address, None, 0, False)
+
+    def check(results: list[Any]) -> bool:
+        expected = array("f")
+        for rank in range(world.size):
+            expected.extend(Block.of(rank * world.size + world.rank + step, part).values)
+        return _floats(results[0]) == expected and results[0].rows == [part] * world.size
+
+    return Attempt([handle], check, source)
+
+
+def _reducescatter(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
+    world = engine.world()
+    rows = count + 1  # never the same for all ranks
+    own = rows // world.size + (world.rank < rows % world.size)
+    source, target = Block.of(world.rank + step, rows), Block.of(-1, own + 4)
+    # Of another dtype, half as many numbers fill the same memory; the own part may be a little larger.
+    shape = (rows if dtype == FLOAT32 else rows // 2,)
+    handle = engine.reducescatter(name, dtype, shape, source.address, target.address, SUM, 1.0, 1.0, 0, False)
+    total = world.size * (world.size - 1) / 2 + world.size * step
+    return Attempt([handle], lambda _: target.values[:own] == Block.of(total, own).values, source, target)
+
+
 def _broadcast(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
     world = engine.world()
     root = step % world.size
@@ -125,6 +156,8 @@ OPERATIONS: Final[dict[str, Callable[..., Attempt]]] = {
     "grouped_allreduce": _grouped_allreduce,
     "allgather": _allgather,
     "broadcast": _broadcast,
+    "alltoall": _alltoall,
+    "reducescatter": _reducescatter,
     "barrier": _barrier,
 }
 """Every operation: starts `step` under `name` on `count` elements; another dtype makes a mismatch."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 PIDFD_GETFD: Final = 438
 SO_ATTACH_FILTER: Final = 26
@@ -125,9 +125,9 @@ class Connections:
         own = [(pair, one) for pair, all_of in self.of.items() if rank in pair for one in all_of]
         return max(own, key=lambda entry: entry[1].traffic)
 
-    def all_of(self, rank: int) -> list[Connection]:
-        """Every connection of a rank."""
-        return [one for pair, all_of in self.of.items() if rank in pair for one in all_of]
+    def across(self, ranks: Collection[int]) -> list[Connection]:
+        """Every connection between these ranks and the others."""
+        return [one for pair, all_of in self.of.items() if (pair[0] in ranks) != (pair[1] in ranks) for one in all_of]
 
     def close(self) -> None:
         """Forgets all."""

@@ -7,8 +7,9 @@ Four factors make a cell: the operation under way, the fault, the transport, the
 | fault | what is done | what must follow |
 | --- | --- | --- |
 | kill | SIGKILL to a rank | an error naming it at every other rank, within 0.1 s on its host, within 1 s elsewhere |
+| orphan | a rank is killed whose forked child lives on, with copies of all its connections | the same |
 | stop | SIGSTOP to a rank | the same within the peer timeout; the rank itself gets its error once it goes on |
-| partition | every packet to and from a rank vanishes | the same within the peer timeout, and at the rank as well |
+| partition | every packet to and from a rank's host vanishes | an error at every rank within the peer timeout |
 | drop | every packet of one data connection vanishes | an error naming one of its two ends, within the peer timeout |
 | reset | one data connection is reset | the same within 1 s |
 | exception | a rank raises, and its interpreter ends | an error naming it at every other rank, times as for kill |
@@ -20,6 +21,7 @@ Four factors make a cell: the operation under way, the fault, the transport, the
 
 Not meaningful, and no cells:
 
+- both transports at once with fewer than two ranks on each host.
 - partition, drop and reset in shared memory: there is no connection between two ranks whose packets could vanish, and
   memory that both have mapped cannot be taken away from outside; what can end such a link is the end of a process.
 - mismatch of a barrier has nothing that could differ but its kind, and of a join not even that: nothing is submitted
@@ -39,8 +41,8 @@ from tests.faults.operations import OPERATIONS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-TRANSPORTS: Final = ("memory", "tcp")
-"""All ranks on one host, or each on a host of its own."""
+TRANSPORTS: Final = ("memory", "tcp", "both")
+"""All ranks on one host; each on a host of its own; half of them on one host and half on another."""
 
 RANKS: Final = (2, 3, 4, 8)
 
@@ -65,6 +67,7 @@ FAULTS: Final = {
     fault.name: fault
     for fault in (
         Fault("kill", "death"),
+        Fault("orphan", "death", inside=True),
         Fault("exception", "leave", inside=True),
         Fault("shutdown", "leave", inside=True),
         Fault("stop", "silence", silent=True),
@@ -92,6 +95,13 @@ class Cell:
         return f"{self.operation}-{self.fault}-{self.transport}-{self.ranks}"
 
     @property
+    def hosts(self) -> list[int]:
+        """The host of every rank."""
+        if self.transport == "both":
+            return [int(rank >= self.ranks // 2) for rank in range(self.ranks)]
+        return [rank if self.transport == "tcp" else 0 for rank in range(self.ranks)]
+
+    @property
     def victim(self) -> int:
         """The rank that is hit: the first, the last or one between, by turns."""
         place = list(OPERATIONS).index(self.operation) + list(FAULTS).index(self.fault) + self.ranks
@@ -101,6 +111,8 @@ class Cell:
 def is_meaningful(cell: Cell) -> bool:
     """Whether the fault can happen there."""
     if FAULTS[cell.fault].link and cell.transport == "memory":
+        return False
+    if cell.transport == "both" and cell.ranks < 4:
         return False
     return not (cell.fault == "mismatch" and cell.operation == "join")
 

@@ -82,7 +82,7 @@ def test_pickles_and_garbage_at_every_port_are_refused_and_the_world_goes_on(tra
     with Job(hosts(cell), {}) as job:
         job.begin(plan)
         assert len(job.until({"working"}, range(2), 20)) == 2
-        ports = job.ports()
+        ports = job.ports
         assert len(ports) == 1 + 2, "the registrar's and each rank's"
         offers = [(address, payload, False) for address in ports for payload in payloads(trace)]
         offers += [(ports[0], payload, True) for payload in payloads(trace)]

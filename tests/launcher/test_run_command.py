@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -143,3 +144,26 @@ def test_a_bad_knob_is_named_before_anything_starts(launch: Start) -> None:
     run = launch("-np", 2, "--cache-capacity", "many", "true")
     assert run.wait() == 1
     assert "cache_capacity must be a whole number" in run.err.read_text()
+
+
+def test_output_waits_for_a_reader_that_takes_its_time(script: Write) -> None:
+    lines = [f"{number} {'x' * 60}" for number in range(1500)]
+    path = script("for number in range(1500):\n    print(number, 'x' * 60)")
+    command = [sys.executable, "-m", "farandole", "run", "-np", "1", sys.executable, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        with pytest.raises(subprocess.TimeoutExpired):
+            # The worker has long ended: what it wrote fits into the pipes. This is a pager on its first page.
+            run.wait(4)
+        assert [line.removeprefix("[0]<stdout>:").rstrip() for line in run.stdout] == lines
+        assert run.wait(20) == 0
+
+
+def test_control_c_ends_a_run_whose_output_nobody_takes(script: Write) -> None:
+    path = script("print('up', flush=True)\nfor number in range(1500):\n    print(number, 'x' * 60)")
+    command = [sys.executable, "-m", "farandole", "run", "-np", "1", sys.executable, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "[0]<stdout>:up\n"
+        run.send_signal(signal.SIGINT)
+        assert run.wait(20) == 128 + signal.SIGINT
