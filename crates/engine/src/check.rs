@@ -11,7 +11,7 @@ use farandole_world::{ProcessSetId, Rank};
 
 use crate::set::{Entry, share_of};
 use crate::signature::{Call, Signature};
-use crate::{Error, Handle, Kind, Request, Result};
+use crate::{Change, Error, Handle, Kind, Request, Result};
 
 /// Who asks.
 pub(crate) struct Place<'a> {
@@ -59,6 +59,14 @@ pub(crate) fn check(
             (Call::Reducescatter { op, prescale, postscale }, Vec::new())
         }
         Kind::Barrier => (Call::Barrier, Vec::new()),
+        Kind::Change(Change::Add(ranks)) => {
+            shape = ranks.iter().map(|rank| rank.0.into()).collect();
+            (Call::AddSet, Vec::new())
+        }
+        Kind::Change(Change::Remove(set)) => {
+            shape = vec![set.0.into()];
+            (Call::RemoveSet, Vec::new())
+        }
     };
     let signature = Signature { call, dtype, shape, device, group, group_size };
     if let Some(output) = &output
@@ -94,6 +102,7 @@ impl Place<'_> {
     fn output_bytes(&self, signature: &Signature) -> Option<u64> {
         match signature.call {
             Call::Allgather | Call::Alltoall { .. } => None,
+            call if call.is_meeting() => Some(0),
             Call::Reducescatter { .. } => {
                 let rows = signature.shape.first().copied().unwrap_or_default();
                 let member = self.ranks.iter().position(|rank| *rank == self.me).unwrap_or_default();

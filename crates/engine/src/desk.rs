@@ -35,25 +35,21 @@ struct Names {
 pub(crate) struct Desk {
     next: u64,
     handles: Map<u64, State>,
-    sets: Vec<Names>,
+    /// By key.
+    sets: Map<usize, Names>,
     queue: VecDeque<Submission>,
     stopped: Option<Arc<Cause>>,
 }
 
 impl Desk {
-    pub(crate) fn new(sets: usize) -> Self {
-        Self {
-            next: 0,
-            handles: Map::default(),
-            sets: (0..sets).map(|_| Names::default()).collect(),
-            queue: VecDeque::new(),
-            stopped: None,
-        }
+    pub(crate) fn new() -> Self {
+        Self { next: 0, handles: Map::default(), sets: Map::default(), queue: VecDeque::new(), stopped: None }
     }
 
     /// Why requests of this set are refused, if they are.
     pub(crate) fn open(&self, set: usize) -> Result<()> {
-        match self.stopped.as_ref().or_else(|| self.sets[set].left.as_ref()) {
+        let left = || self.sets.get(&set).and_then(|names| names.left.as_ref());
+        match self.stopped.as_ref().or_else(left) {
             Some(cause) => Err(Error::Stopped { cause: Arc::clone(cause) }),
             None => Ok(()),
         }
@@ -61,7 +57,7 @@ impl Desk {
 
     /// Whether a name is taken.
     pub(crate) fn is_in_flight(&self, set: usize, name: &str) -> bool {
-        self.sets[set].in_flight.contains(name)
+        self.sets.get(&set).is_some_and(|names| names.in_flight.contains(name))
     }
 
     /// Takes a request whose name is free in an open set.
@@ -69,7 +65,7 @@ impl Desk {
         self.next += 1;
         let handle = Handle(self.next);
         submission.entry.handle = handle;
-        self.sets[submission.set].in_flight.insert(Arc::clone(&submission.entry.name));
+        self.sets.entry(submission.set).or_default().in_flight.insert(Arc::clone(&submission.entry.name));
         self.handles.insert(handle.0, callback.map_or(State::Pending, State::Called));
         self.queue.push_back(submission);
         handle
@@ -112,7 +108,7 @@ impl Desk {
     /// Stores results; callbacks that are due are handed out instead.
     pub(crate) fn post(&mut self, set: usize, finished: &mut Vec<Finished>, calls: &mut Vec<Call>) {
         for Finished { handle, name, result } in finished.drain(..) {
-            self.sets[set].in_flight.remove(&name);
+            self.free(set, &name);
             self.finish(handle, result, calls);
         }
     }
@@ -129,9 +125,16 @@ impl Desk {
         }
     }
 
-    /// From now on the set refuses requests.
+    /// From now on the set refuses requests, also those of who looked it up before. That is kept for good.
     pub(crate) fn leave(&mut self, set: usize, cause: &Arc<Cause>) {
-        self.sets[set].left.get_or_insert_with(|| Arc::clone(cause));
+        let names = self.sets.entry(set).or_default();
+        names.left.get_or_insert_with(|| Arc::clone(cause));
+    }
+
+    fn free(&mut self, set: usize, name: &Arc<str>) {
+        if let Some(names) = self.sets.get_mut(&set) {
+            names.in_flight.remove(name);
+        }
     }
 
     /// From now on everything is refused; what was drained but not taken up, or not drained, fails. The first cause
@@ -145,7 +148,7 @@ impl Desk {
         let cause = Arc::clone(self.stopped.get_or_insert(cause));
         for Submission { set, entry, .. } in intake.drain(..).chain(std::mem::take(&mut self.queue)) {
             let (operation, tensor) = (entry.operation, Arc::clone(&entry.name));
-            self.sets[set].in_flight.remove(&tensor);
+            self.free(set, &tensor);
             self.finish(
                 entry.handle,
                 Err(Error::Failed { operation, tensor, cause: Arc::clone(&cause) }),

@@ -14,11 +14,12 @@ use parking_lot::Mutex;
 use crate::callbacks::Callback;
 use crate::check::{self, Place};
 use crate::desk::Submission;
-use crate::hash::{Map, of_names};
+use crate::hash::of_names;
 use crate::progress::Inner;
-use crate::set::{ProcessSet, Shared};
+use crate::registry::{Member, Registry};
+use crate::set::{ProcessSet, Shared, share_of};
 use crate::timeline::Tracer;
-use crate::{Cause, Completion, EngineOptions, Error, Handle, Request, Result, background};
+use crate::{Cause, Completion, EngineOptions, Error, Handle, Request, Result, SetOptions, background};
 
 /// What an engine has done, over all process sets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,18 +44,12 @@ const FAREWELL: Duration = Duration::from_secs(2);
 /// The engine of this process. Share it in an `Arc`; every method may be called from any thread.
 pub struct Engine {
     inner: Arc<Inner>,
-    sets: Map<u64, Member>,
-    foreign: Vec<ProcessSetId>,
+    sets: Registry,
+    shared: Shared,
     devices: Vec<u32>,
     pub(crate) tracer: Arc<Tracer>,
     pid: u32,
     thread: Mutex<Option<JoinHandle<()>>>,
-}
-
-/// A process set this rank is in: its index, and its members.
-struct Member {
-    index: usize,
-    ranks: Vec<Rank>,
 }
 
 impl Engine {
@@ -75,22 +70,22 @@ impl Engine {
             observer,
             tracer: Arc::clone(&tracer),
         };
-        let mut members = Map::default();
+        let registry = Registry::default();
         let mut states = Vec::with_capacity(sets.len());
-        for (index, set) in sets.into_iter().enumerate() {
-            members.insert(set.id.0.into(), Member { index, ranks: set.members.clone() });
-            states.push(ProcessSet::new(set, shared.clone())?);
+        for set in sets {
+            let key = registry.add(set.id, set.members.as_slice().into())?;
+            states.push(ProcessSet::new(key, set, shared.clone())?);
         }
-        if !members.contains_key(&0) || members.len() != states.len() {
-            let reason = "process set 0 is missing, or a process set is given twice".to_owned();
-            return Err(Error::Start { reason });
+        foreign.into_iter().try_for_each(|set| registry.add_foreign(set))?;
+        if registry.member(ProcessSetId::GLOBAL, world.rank).is_err() {
+            return Err(Error::Start { reason: "process set 0 is missing".to_owned() });
         }
         let inner = Arc::new(Inner::new(world, settings, host, states));
         let thread = background::spawn(Arc::clone(&inner))?;
         Ok(Self {
             inner,
-            sets: members,
-            foreign,
+            sets: registry,
+            shared,
             devices: ordinals,
             tracer,
             pid: std::process::id(),
@@ -107,8 +102,58 @@ impl Engine {
     ///
     /// # Errors
     /// `UnknownSet`, `NotAMember`.
-    pub fn members(&self, set: ProcessSetId) -> Result<&[Rank]> {
-        self.member(set).map(|member| &*member.ranks)
+    pub fn members(&self, set: ProcessSetId) -> Result<Arc<[Rank]>> {
+        self.member(set).map(|member| member.ranks)
+    }
+
+    /// Takes up a process set that this rank is in; every member does, with a number that is free. Operations of other
+    /// sets go on meanwhile.
+    ///
+    /// # Errors
+    /// `Start` when the parts do not fit together or the number is taken; `Stopped`, `Forked`.
+    pub fn add_set(&self, options: SetOptions) -> Result<()> {
+        self.check_process()?;
+        let (id, ranks) = (options.id, options.members.as_slice().into());
+        let key = self.sets.add(id, ranks)?;
+        let added = ProcessSet::new(key, options, self.shared.clone()).and_then(|set| self.inner.add(set));
+        if added.is_err() {
+            drop(self.sets.remove(id));
+        }
+        added
+    }
+
+    /// Takes note of a process set that this rank is not in.
+    ///
+    /// # Errors
+    /// `Start` when the number is taken.
+    pub fn add_foreign_set(&self, set: ProcessSetId) -> Result<()> {
+        self.sets.add_foreign(set)
+    }
+
+    /// Ends a process set; every member does, and its number is free then. What is in flight in it fails. Its links
+    /// end when no member needs them any more, without anybody waiting for that.
+    ///
+    /// # Errors
+    /// `UnknownSet`, `Forked`.
+    pub fn remove_set(&self, set: ProcessSetId) -> Result<()> {
+        self.check_process()?;
+        if set == ProcessSetId::GLOBAL {
+            return Err(Error::UnknownSet { set });
+        }
+        if let Some(member) = self.sets.remove(set)? {
+            self.inner.remove(member.key, Cause::Removed { set }, Instant::now() + FAREWELL);
+        }
+        Ok(())
+    }
+
+    /// Rows that this rank gets when a reducescatter deals out `rows` in a process set.
+    ///
+    /// # Errors
+    /// As [`Engine::members`].
+    pub fn own_rows(&self, rows: u64, set: ProcessSetId) -> Result<u64> {
+        let ranks = &self.member(set)?.ranks;
+        let member = ranks.iter().position(|rank| *rank == self.inner.world.rank).unwrap_or_default();
+        Ok(share_of(rows, member, ranks.len()))
     }
 
     /// Submits a request and returns at once; the background thread sees to it.
@@ -166,13 +211,13 @@ impl Engine {
         let now = Instant::now();
         let submissions: Vec<Submission> =
             requests.into_iter().map(|request| self.check(request, group, now)).collect::<Result<_>>()?;
-        let index = self.member(set)?.index;
+        let key = self.member(set)?.key;
         let mut desk = self.inner.desk.lock();
-        desk.open(index)?;
+        desk.open(key)?;
         for (at, submission) in submissions.iter().enumerate() {
             let name = &submission.entry.name;
             let again = submissions[..at].iter().any(|other| other.entry.name == *name);
-            if again || desk.is_in_flight(index, name) {
+            if again || desk.is_in_flight(key, name) {
                 return Err(Error::DuplicateName { set, tensor: Arc::clone(name) });
             }
         }
@@ -232,8 +277,7 @@ impl Engine {
     /// What the engine has done.
     pub fn statistics(&self) -> Statistics {
         let driver = self.inner.summon();
-        let total =
-            driver.sets.iter().map(|set| set.statistics).fold(Statistics::default(), Statistics::plus);
+        let total = driver.sets.iter().map(|set| set.statistics).fold(driver.past, Statistics::plus);
         self.inner.leave(driver);
         total
     }
@@ -268,11 +312,8 @@ impl Engine {
         }
     }
 
-    fn member(&self, set: ProcessSetId) -> Result<&Member> {
-        self.sets.get(&set.0.into()).ok_or_else(|| match self.foreign.contains(&set) {
-            true => Error::NotAMember { rank: self.inner.world.rank, set },
-            false => Error::UnknownSet { set },
-        })
+    fn member(&self, set: ProcessSetId) -> Result<Member> {
+        self.sets.member(set, self.inner.world.rank)
     }
 
     fn admit(&self, request: Request, callback: Option<Callback>) -> Result<Handle> {
@@ -289,15 +330,15 @@ impl Engine {
 
     /// What can be told without other ranks.
     fn check(&self, request: Request, group: (u64, u32), since: Instant) -> Result<Submission> {
-        let Member { index, ranks } = self.member(request.process_set)?;
-        let place = Place { ranks, me: self.inner.world.rank, devices: &self.devices };
+        let Member { key, ranks } = self.member(request.process_set)?;
+        let place = Place { ranks: &ranks, me: self.inner.world.rank, devices: &self.devices };
         let (entry, signature) = check::check(request, &place, group, since)?;
-        Ok(Submission { set: *index, entry, signature })
+        Ok(Submission { set: key, entry, signature })
     }
 }
 
 impl Statistics {
-    fn plus(self, other: Self) -> Self {
+    pub(crate) fn plus(self, other: Self) -> Self {
         Self {
             frames_sent: self.frames_sent + other.frames_sent,
             frames_received: self.frames_received + other.frames_received,

@@ -185,6 +185,12 @@ pub enum Cause {
         /// Its host.
         host: String,
     },
+    /// The process set was removed.
+    #[error("process set {set} was removed")]
+    Removed {
+        /// Its number.
+        set: ProcessSetId,
+    },
     /// A link or a device failed underneath.
     #[error(transparent)]
     Collective(#[from] farandole_collectives::Error),
@@ -272,6 +278,7 @@ impl Cause {
     pub fn fault(&self) -> Fault {
         match self {
             Self::ShutDown | Self::Departed { .. } => Fault::Membership,
+            Self::Removed { .. } => Fault::Usage,
             Self::Collective(error) => match error {
                 farandole_collectives::Error::Transport(_) => Fault::Peer,
                 farandole_collectives::Error::Device { .. } => Fault::Environment,

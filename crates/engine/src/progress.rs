@@ -33,7 +33,7 @@ use crate::background::Background;
 use crate::callbacks::{Call, Callbacks};
 use crate::desk::{Desk, Submission};
 use crate::set::{Finished, ProcessSet};
-use crate::{Completion, Handle, ProgressHost, Result, Settings};
+use crate::{Cause, Completion, Error, Handle, ProgressHost, Result, Settings, Statistics};
 
 /// How often peers are told that this process lives, and looked at.
 pub(crate) const BEAT: Duration = Duration::from_millis(250);
@@ -54,6 +54,8 @@ pub(crate) struct Driver {
     patience: Patience,
     /// Grows with every result posted.
     posted: u64,
+    /// Of sets that were removed.
+    pub(crate) past: Statistics,
     pub(crate) stopped: bool,
 }
 
@@ -118,7 +120,7 @@ impl Inner {
             world,
             settings,
             host,
-            desk: Mutex::new(Desk::new(sets.len())),
+            desk: Mutex::new(Desk::new()),
             progress: Mutex::new(Driver {
                 sets,
                 intake: VecDeque::new(),
@@ -128,6 +130,7 @@ impl Inner {
                 woken: true,
                 patience: Patience::new(spin),
                 posted: 0,
+                past: Statistics::default(),
                 stopped: false,
             }),
             callbacks: Callbacks::default(),
@@ -235,6 +238,31 @@ impl Inner {
         };
         self.summoned.fetch_sub(1, Ordering::SeqCst);
         driver
+    }
+
+    /// Takes up a set.
+    pub(crate) fn add(&self, set: ProcessSet) -> Result<()> {
+        let mut driver = self.summon();
+        let stopped = self.desk.lock().stopped().cloned();
+        if stopped.is_none() {
+            driver.sets.push(set);
+        }
+        self.leave(driver);
+        stopped.map_or(Ok(()), |cause| Err(Error::Stopped { cause }))
+    }
+
+    /// Leaves a set; it ends when its members need its links no more, at `deadline` at the latest.
+    pub(crate) fn remove(&self, key: usize, cause: Cause, deadline: Instant) {
+        let cause = Arc::new(cause);
+        let mut driver = self.summon();
+        self.desk.lock().leave(key, &cause);
+        self.hand_in(&mut driver);
+        let driven = &mut *driver;
+        if let Some(set) = driven.sets.iter_mut().find(|set| set.key == key) {
+            set.retire(cause, deadline, &mut driven.finished);
+        }
+        self.post_all(driven, key);
+        self.leave(driver);
     }
 
     /// Gives up the lock; whoever wants it is told, and if nobody does, the background thread is.

@@ -54,6 +54,17 @@ pub enum Kind {
     },
     /// Nothing but the meeting.
     Barrier,
+    /// A meeting about a change of the process sets: it fails on all ranks when they do not ask for the same.
+    Change(Change),
+}
+
+/// What is asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// A set of these ranks, ascending.
+    Add(Vec<Rank>),
+    /// No set of this number any more.
+    Remove(ProcessSetId),
 }
 
 impl Kind {
@@ -66,6 +77,7 @@ impl Kind {
             Self::Alltoall { .. } => "alltoall",
             Self::Reducescatter { .. } => "reducescatter",
             Self::Barrier => "barrier",
+            Self::Change(_) => "process set change",
         }
     }
 }
@@ -93,10 +105,19 @@ pub struct Request {
 impl Request {
     /// A barrier among the members of `process_set`.
     pub fn barrier(name: impl Into<String>, process_set: ProcessSetId) -> Self {
+        Self::meeting(name.into(), Kind::Barrier, process_set)
+    }
+
+    /// An agreement of all ranks on a change of the process sets. One at a time.
+    pub fn change(change: Change) -> Self {
+        Self::meeting("farandole.process_set".to_owned(), Kind::Change(change), ProcessSetId::GLOBAL)
+    }
+
+    fn meeting(name: String, kind: Kind, process_set: ProcessSetId) -> Self {
         let nothing = Memory::new(0).buffer();
         Self {
-            name: name.into(),
-            kind: Kind::Barrier,
+            name,
+            kind,
             dtype: DataType::U8,
             shape: vec![0],
             input: nothing.clone(),

@@ -31,6 +31,10 @@ pub(crate) enum Call {
         postscale: u64,
     },
     Barrier,
+    /// Of the ranks in the shape.
+    AddSet,
+    /// Of the number in the shape.
+    RemoveSet,
 }
 
 impl Call {
@@ -42,6 +46,7 @@ impl Call {
             Self::Alltoall { .. } => "alltoall",
             Self::Reducescatter { .. } => "reducescatter",
             Self::Barrier => "barrier",
+            Self::AddSet | Self::RemoveSet => "process set change",
         }
     }
 
@@ -52,6 +57,11 @@ impl Call {
             Self::Alltoall { members } => *members as usize,
             _ => 0,
         }
+    }
+
+    /// Whether no data moves.
+    pub(crate) const fn is_meeting(&self) -> bool {
+        matches!(self, Self::Barrier | Self::AddSet | Self::RemoveSet)
     }
 
     /// Reduction and factors.
@@ -111,6 +121,8 @@ impl Signature {
             }
             Call::Allgather => writer.byte(2),
             Call::Barrier => writer.byte(3),
+            Call::AddSet => writer.byte(6),
+            Call::RemoveSet => writer.byte(7),
             Call::Alltoall { members } => {
                 writer.byte(4);
                 writer.number(members.into());
@@ -145,6 +157,8 @@ impl Signature {
                 let op = reduce_op(reader)?;
                 Call::Reducescatter { op, prescale: reader.fixed()?, postscale: reader.fixed()? }
             }
+            6 => Call::AddSet,
+            7 => Call::RemoveSet,
             other => return Err(Malformed::Tag(other)),
         };
         let dtype = reader.byte()?;
@@ -165,7 +179,14 @@ fn reduce_op(reader: &mut Reader<'_>) -> Read<ReduceOp> {
 /// `allreduce Sum of float32 [2, 3] on the host`; a first dimension that may differ is shown as `..`.
 impl fmt::Display for Signature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.call.name())?;
+        match self.call {
+            Call::AddSet => return write!(f, "an addition of process set {:?}", self.shape),
+            Call::RemoveSet => {
+                let set = self.shape.first().copied().unwrap_or_default();
+                return write!(f, "a removal of process set {set}");
+            }
+            _ => f.write_str(self.call.name())?,
+        }
         if let Some((op, ..)) = self.call.reduction() {
             write!(f, " {op:?}")?;
         }
@@ -216,12 +237,14 @@ pub(crate) mod tests {
     proptest! {
         #[test]
         fn signatures_survive_the_wire(shape in prop::collection::vec(any::<u64>(), 0..6), root: u32, device: bool,
-            group: u64, group_size in 0u32..3, dtype in 0usize..15, which in 0u8..6, factor: u64) {
+            group: u64, group_size in 0u32..3, dtype in 0usize..15, which in 0u8..8, factor: u64) {
             let call = match which {
                 0 => Call::Allreduce { op: ReduceOp::Max, prescale: factor, postscale: !factor },
                 1 => Call::Broadcast { root },
                 2 => Call::Allgather,
                 3 => Call::Alltoall { members: root },
+                5 => Call::AddSet,
+                6 => Call::RemoveSet,
                 4 => Call::Reducescatter { op: ReduceOp::Sum, prescale: !factor, postscale: factor },
                 _ => Call::Barrier,
             };
@@ -238,5 +261,7 @@ pub(crate) mod tests {
         assert_eq!(plain(&[2, 3]).to_string(), "allreduce Sum of float32 [2, 3] on the host");
         let gathered = Signature { call: Call::Allgather, shape: vec![0, 4], ..plain(&[]) };
         assert_eq!(gathered.to_string(), "allgather of float32 [.., 4] on the host");
+        let added = Signature { call: Call::AddSet, shape: vec![0, 4], ..plain(&[]) };
+        assert_eq!(added.to_string(), "an addition of process set [0, 4]");
     }
 }

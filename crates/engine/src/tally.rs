@@ -217,7 +217,12 @@ enum Part {
 type Rule = (&'static str, fn(&Signature) -> Part);
 
 /// In the order in which they are looked at; `{}` stands for the operation.
-const RULES: [Rule; 8] = [
+const RULES: [Rule; 9] = [
+    ("changes of process sets", |signature| match signature.call {
+        Call::AddSet => Part::List(signature.shape.clone()),
+        Call::RemoveSet => Part::Pair(1, signature.shape.first().copied().unwrap_or_default()),
+        _ => Part::Number(0),
+    }),
     ("data types", |signature| Part::Number(signature.dtype as u64)),
     ("operations", |signature| Part::List(signature.call.name().bytes().map(u64::from).collect())),
     ("{} tensor shapes", |signature| Part::List(signature.shape.clone())),
@@ -284,7 +289,8 @@ mod tests {
     }
 
     #[test]
-    fn shapes_roots_and_groups_have_rules_of_their_own() {
+    fn shapes_roots_groups_and_changes_have_rules_of_their_own() {
+        let change = |call, shape| Signature { call, ..plain(shape) };
         let broadcast = |root| Signature { call: Call::Broadcast { root }, ..plain(&[2]) };
         let grouped = Signature { group: 7, group_size: 2, ..plain(&[2]) };
         let of = |one: Signature, two: Signature| text(vec![variant(one, &[0]), variant(two, &[1])]);
@@ -292,6 +298,11 @@ mod tests {
         assert!(of(broadcast(0), broadcast(1)).starts_with("Mismatched BROADCAST root ranks: "));
         assert!(of(plain(&[2]), broadcast(1)).starts_with("Mismatched operations: "));
         assert!(of(plain(&[2]), grouped).starts_with("Mismatched groups: "));
+        assert_eq!(
+            of(change(Call::AddSet, &[0, 2]), change(Call::RemoveSet, &[2])),
+            "Mismatched changes of process sets: tensor t: rank 0 submitted an addition of process set [0, 2]; \
+             rank 1 submitted a removal of process set 2"
+        );
     }
 
     #[test]

@@ -149,11 +149,11 @@ impl Inner {
         self.desk.lock().drain(&mut driver.intake);
         let moved = !driver.intake.is_empty();
         while let Some(Submission { set, entry, signature }) = driver.intake.pop_front() {
-            driver.sets[set].enqueue(entry, signature, &mut driver.finished)?;
-            if !driver.finished.is_empty() {
-                self.post(set, &mut driver.finished, &mut driver.calls);
-                driver.posted += 1;
+            // Sets are never taken away while something is on its way to them.
+            if let Some(set) = driver.sets.iter_mut().find(|other| other.key == set) {
+                set.enqueue(entry, signature, &mut driver.finished)?;
             }
+            self.post_all(driver, set);
         }
         driver.sets.iter_mut().try_for_each(|set| set.send_announcement().map(drop))?;
         Ok(moved)
@@ -177,14 +177,20 @@ impl Inner {
             if due {
                 set.tick(now)?;
             }
+            let key = set.key;
             if let Some(cause) = set.left() {
-                self.desk.lock().leave(index, cause);
+                self.desk.lock().leave(key, cause);
             }
-            if !driver.finished.is_empty() {
-                self.post(index, &mut driver.finished, &mut driver.calls);
-                driver.posted += 1;
-            }
+            self.post_all(driver, key);
         }
+        let past = &mut driver.past;
+        driver.sets.retain_mut(|set| {
+            let over = set.is_over(now);
+            if over {
+                *past = past.plus(set.statistics);
+            }
+            !over
+        });
         if due {
             answer_questions(&mut driver.sets, now)?;
             driver.ticked = now;
@@ -194,6 +200,14 @@ impl Inner {
             }
         }
         Ok(moved)
+    }
+
+    /// Posts what a set has finished, if anything.
+    pub(super) fn post_all(&self, driver: &mut Driver, key: usize) {
+        if !driver.finished.is_empty() {
+            self.post(key, &mut driver.finished, &mut driver.calls);
+            driver.posted += 1;
+        }
     }
 
     fn post(&self, set: usize, finished: &mut Vec<Finished>, calls: &mut Vec<Call>) {
@@ -215,14 +229,14 @@ impl Inner {
         let orderly = matches!(cause, Cause::ShutDown);
         let cause = Arc::new(cause);
         self.desk.lock().stop(Arc::clone(&cause), &mut driver.intake, &mut driver.calls);
-        for (index, set) in driver.sets.iter_mut().enumerate() {
+        for set in &mut driver.sets {
             if orderly {
-                set.depart(&mut driver.finished);
+                set.depart(&cause, &mut driver.finished);
             } else {
                 set.abort(&cause);
                 set.fail(&cause, &mut driver.finished);
             }
-            self.post(index, &mut driver.finished, &mut driver.calls);
+            self.post(set.key, &mut driver.finished, &mut driver.calls);
         }
         driver.posted += 1;
         let desk = self.desk.lock();

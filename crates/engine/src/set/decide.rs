@@ -142,7 +142,8 @@ fn bytes(agreed: &Agreed) -> u64 {
 
 /// Whether two tensors may share an operation. Without `across`, groups keep to themselves.
 fn fit(one: &Signature, two: &Signature, across: bool) -> bool {
-    !matches!(one.call, Call::Barrier | Call::Alltoall { .. })
+    !one.call.is_meeting()
+        && !matches!(one.call, Call::Alltoall { .. })
         && one.call == two.call
         && one.dtype == two.dtype
         && one.device == two.device

@@ -156,9 +156,7 @@ impl Execution {
             }
             let token = Token(self.first + self.started as u64);
             self.started += 1;
-            let Some(communicator) = &mut self.communicator else {
-                break;
-            };
+            let Some(communicator) = &mut self.communicator else { break };
             let operation = batch.operation(members, communicator.member());
             match communicator.submit(token, operation) {
                 Ok(()) => {
@@ -175,9 +173,7 @@ impl Execution {
     }
 
     fn progress(&mut self) -> Result<bool, CollectiveError> {
-        let Some(communicator) = &mut self.communicator else {
-            return Ok(false);
-        };
+        let Some(communicator) = &mut self.communicator else { return Ok(false) };
         if communicator.pending() == 0 {
             return Ok(false);
         }
@@ -238,9 +234,7 @@ impl Batch {
                 part.entry.ready = None;
             }
         }
-        let State::Loading(events) = &mut self.state else {
-            return Ok(true);
-        };
+        let State::Loading(events) = &mut self.state else { return Ok(true) };
         if !self.loaded {
             self.loaded = true;
             for part in &mut self.parts {
@@ -258,9 +252,7 @@ impl Batch {
 
     /// Whether all outputs are where they belong; starts the copies that are missing.
     fn store(&mut self, shared: &Shared) -> Step<bool> {
-        let State::Storing(events) = &mut self.state else {
-            return Ok(false);
-        };
+        let State::Storing(events) = &mut self.state else { return Ok(false) };
         if !self.loaded {
             self.loaded = true;
             for part in &self.parts {
@@ -273,9 +265,7 @@ impl Batch {
     fn operation(&mut self, members: &[Rank], me: usize) -> Operation {
         let mut segments: Vec<Segment> =
             self.parts.iter_mut().filter_map(|part| part.segment.take()).collect();
-        let Some(first) = self.parts.first() else {
-            return Operation::Barrier;
-        };
+        let Some(first) = self.parts.first() else { return Operation::Barrier };
         let signature = &first.agreed.signature;
         match signature.call {
             Call::Allreduce { op, prescale, postscale } => Operation::Allreduce {
@@ -294,9 +284,7 @@ impl Batch {
                 Operation::Allgather { segments, bytes }
             }
             Call::Alltoall { .. } => {
-                let Some(segment) = segments.pop() else {
-                    return Operation::Barrier;
-                };
+                let Some(segment) = segments.pop() else { return Operation::Barrier };
                 let agreed = &first.agreed;
                 let sends = sent(agreed, me).map(|rows| bytes_of(agreed, rows)).collect();
                 let receives = received(agreed, me).map(|rows| bytes_of(agreed, rows)).collect();
@@ -317,7 +305,7 @@ impl Batch {
                     segments,
                 }
             }
-            Call::Barrier => Operation::Barrier,
+            Call::Barrier | Call::AddSet | Call::RemoveSet => Operation::Barrier,
         }
     }
 
@@ -368,9 +356,7 @@ pub(crate) fn share_of(rows: u64, member: usize, members: usize) -> u64 {
 
 /// The device a buffer is on.
 fn device(shared: &Shared, buffer: &Buffer) -> Result<Option<Arc<dyn Device>>, CollectiveError> {
-    let Place::Device(ordinal) = buffer.place() else {
-        return Ok(None);
-    };
+    let Place::Device(ordinal) = buffer.place() else { return Ok(None) };
     let device = shared.devices.iter().find(|device| device.ordinal() == ordinal);
     let unknown = || CollectiveError::Device { ordinal, reason: "the engine was not given it".to_owned() };
     device.cloned().map(Some).ok_or_else(unknown)
@@ -385,7 +371,7 @@ impl Part {
         members: usize,
     ) -> Result<Option<Box<dyn Event>>, CollectiveError> {
         let call = self.agreed.signature.call;
-        if call == Call::Barrier {
+        if call.is_meeting() {
             return Ok(None);
         }
         let (input, copy) = match device(shared, &self.entry.input)? {

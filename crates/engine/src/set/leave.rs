@@ -42,7 +42,11 @@ impl ProcessSet {
         let member = reader.small()?;
         let executed = reader.number()?;
         let rank = *self.members.get(member as usize).ok_or(Malformed::Member(member.into()))?;
-        let cause = || Cause::Departed { rank, host: self.options.host(rank) };
+        let removed = reader.byte()? != 0;
+        let cause = || match removed {
+            true => Cause::Removed { set: self.watch.set },
+            false => Cause::Departed { rank, host: self.options.host(rank) },
+        };
         let cause = self.leaving.is_none().then(|| Arc::new(cause()));
         if self.departed(cause, rank, executed, finished) {
             self.flood(Some(from), kind::DEPARTURE, frame)?;
@@ -80,18 +84,30 @@ impl ProcessSet {
     }
 
     /// Leaves in good order, failing what is under way. Poll with [`ProcessSet::farewell`] afterwards.
-    pub(crate) fn depart(&mut self, finished: &mut Vec<Finished>) {
+    pub(crate) fn depart(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
         let executed = self.execution.oldest_list().map_or(self.lists, |list| list - 1);
         let rank = self.options.world.rank;
-        let cause = self.leaving.is_none().then(|| Arc::new(Cause::ShutDown));
-        if self.departed(cause, rank, executed, finished) {
+        let first = self.leaving.is_none().then(|| Arc::clone(cause));
+        if self.departed(first, rank, executed, finished) {
             let mut frame = Vec::new();
             let mut writer = Writer(&mut frame);
             writer.number(self.tree.me.into());
             writer.number(executed);
+            writer.byte(matches!(**cause, Cause::Removed { .. }).into());
             drop(self.flood(None, kind::DEPARTURE, &frame));
         }
-        self.execution.fail(&Arc::new(Cause::ShutDown), finished);
+        self.execution.fail(cause, finished);
+    }
+
+    /// Leaves for good: the set ends with [`ProcessSet::is_over`], at `deadline` at the latest.
+    pub(crate) fn retire(&mut self, cause: Arc<Cause>, deadline: Instant, finished: &mut Vec<Finished>) {
+        self.retired = Some(deadline);
+        self.depart(&cause, finished);
+    }
+
+    /// Whether this set was left for good and its links may end.
+    pub(crate) fn is_over(&mut self, now: Instant) -> bool {
+        self.retired.is_some_and(|deadline| now >= deadline || self.farewell(now))
     }
 
     pub(super) fn on_done(&mut self) {

@@ -102,6 +102,8 @@ struct Neighbour {
 
 /// Everything of one process set on one rank.
 pub(crate) struct ProcessSet {
+    /// Names it inside the engine.
+    pub(crate) key: usize,
     pub(crate) members: Vec<Rank>,
     options: Shared,
     tree: Tree,
@@ -121,6 +123,8 @@ pub(crate) struct ProcessSet {
     watch: watch::Watch,
     inquiries: inquiry::Inquiries,
     leaving: Option<leave::Leaving>,
+    /// Until when it lives on after it was removed.
+    retired: Option<Instant>,
     /// A lost peer that may yet turn out to have left in order.
     suspect: Option<(Instant, Cause)>,
     scratch: Vec<u8>,
@@ -144,7 +148,7 @@ impl Shared {
 }
 
 impl ProcessSet {
-    pub(crate) fn new(options: SetOptions, shared: Shared) -> Result<Self> {
+    pub(crate) fn new(key: usize, options: SetOptions, shared: Shared) -> Result<Self> {
         let refuse = |reason: String| Error::Start { reason };
         let SetOptions { id, members, control, communicator } = options;
         let me = shared.world.rank;
@@ -175,6 +179,7 @@ impl ProcessSet {
             coordinator: decide::Coordinator::default(),
             execution: execute::Execution::new(communicator),
             cache: Cache::new(shared.settings.cache_capacity),
+            key,
             members,
             options: shared,
             tree,
@@ -184,6 +189,7 @@ impl ProcessSet {
             upward: Vec::new(),
             lists: 0,
             leaving: None,
+            retired: None,
             suspect: None,
             scratch: Vec::new(),
             statistics: Statistics::default(),

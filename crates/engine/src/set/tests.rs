@@ -119,7 +119,7 @@ impl Simulation {
                 observer: Arc::new(Silent),
                 tracer: Arc::new(crate::timeline::Tracer::new(false)),
             };
-            ProcessSet::new(options, shared).unwrap()
+            ProcessSet::new(0, options, shared).unwrap()
         };
         let sets = links.into_iter().enumerate().map(set).collect();
         let finished = (0..size).map(|_| Vec::new()).collect();

@@ -11,6 +11,7 @@ mod cluster;
 mod devices;
 mod endings;
 mod mismatches;
+mod rows;
 mod schedules;
 mod stalls;
 mod threads;
