@@ -10,6 +10,7 @@ use std::sync::Arc;
 use farandole::engine::{Handle, Kind, Request};
 use farandole::session::{self, Session};
 use farandole::world::{self, ProcessSetId, Rank};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error::raise;
@@ -28,6 +29,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(grouped_allreduce, module)?)?;
     module.add_function(wrap_pyfunction!(broadcast, module)?)?;
     module.add_function(wrap_pyfunction!(allgather, module)?)?;
+    module.add_function(wrap_pyfunction!(grouped_allgather, module)?)?;
+    module.add_function(wrap_pyfunction!(alltoall, module)?)?;
+    module.add_function(wrap_pyfunction!(reducescatter, module)?)?;
+    module.add_function(wrap_pyfunction!(grouped_reducescatter, module)?)?;
     module.add_function(wrap_pyfunction!(barrier, module)?)?;
     module.add_function(wrap_pyfunction!(is_pending, module)?)?;
     module.add_function(wrap_pyfunction!(poll, module)?)?;
@@ -147,14 +152,9 @@ fn grouped_allreduce(
     process_set: u32,
 ) -> PyResult<Vec<u64>> {
     let kind = Kind::Allreduce { op: reduce_op(op)?, prescale, postscale };
-    let requests = tensors
-        .into_iter()
-        .map(|(name, dtype, shape, source, target)| {
-            request(name, kind, dtype, shape, source, Some(target), process_set)
-        })
-        .collect::<PyResult<Vec<_>>>()?;
-    let handles = current()?.engine().submit_group(requests).map_err(|error| raise(error.fault(), &error))?;
-    Ok(handles.into_iter().map(|handle| handle.0).collect())
+    submit_group(tensors, |(name, dtype, shape, source, target)| {
+        request(name, kind.clone(), dtype, shape, source, Some(target), process_set)
+    })
 }
 
 #[expect(clippy::too_many_arguments, reason = "as for allreduce")]
@@ -185,6 +185,71 @@ fn allgather(
     attended: bool,
 ) -> PyResult<u64> {
     submit(request(name, Kind::Allgather, dtype, shape, source, None, process_set)?, attended)
+}
+
+/// Starts several allgathers as one unit: `(name, dtype, shape, source)` each.
+#[pyfunction]
+#[pyo3(signature = (tensors, process_set, /))]
+fn grouped_allgather(tensors: Vec<(String, u8, Vec<u64>, usize)>, process_set: u32) -> PyResult<Vec<u64>> {
+    submit_group(tensors, |(name, dtype, shape, source)| {
+        request(name, Kind::Allgather, dtype, shape, source, None, process_set)
+    })
+}
+
+/// Starts an all-to-all; `splits` are rows for each member, or nothing for as many each.
+#[pyfunction]
+#[pyo3(signature = (name, dtype, shape, source, splits, process_set, attended, /))]
+fn alltoall(
+    name: String,
+    dtype: u8,
+    shape: Vec<u64>,
+    source: usize,
+    splits: Option<Vec<i64>>,
+    process_set: u32,
+    attended: bool,
+) -> PyResult<u64> {
+    let rows = |splits: Vec<i64>| -> PyResult<Vec<u64>> {
+        let negative = |_| PyValueError::new_err(format!("splits must not be negative: {splits:?}"));
+        splits.iter().map(|rows| u64::try_from(*rows).map_err(negative)).collect()
+    };
+    let kind = Kind::Alltoall { splits: splits.map(rows).transpose()? };
+    submit(request(name, kind, dtype, shape, source, None, process_set)?, attended)
+}
+
+/// Starts a reduce-scatter; `target` has room for this rank's rows.
+#[expect(clippy::too_many_arguments, reason = "as for allreduce")]
+#[pyfunction]
+#[pyo3(signature = (name, dtype, shape, source, target, op, prescale, postscale, process_set, attended, /))]
+fn reducescatter(
+    name: String,
+    dtype: u8,
+    shape: Vec<u64>,
+    source: usize,
+    target: usize,
+    op: u8,
+    prescale: f64,
+    postscale: f64,
+    process_set: u32,
+    attended: bool,
+) -> PyResult<u64> {
+    let kind = Kind::Reducescatter { op: reduce_op(op)?, prescale, postscale };
+    submit(request(name, kind, dtype, shape, source, Some(target), process_set)?, attended)
+}
+
+/// Starts several reduce-scatters as one unit: `(name, dtype, shape, source, target)` each.
+#[pyfunction]
+#[pyo3(signature = (tensors, op, prescale, postscale, process_set, /))]
+fn grouped_reducescatter(
+    tensors: Vec<(String, u8, Vec<u64>, usize, usize)>,
+    op: u8,
+    prescale: f64,
+    postscale: f64,
+    process_set: u32,
+) -> PyResult<Vec<u64>> {
+    let kind = Kind::Reducescatter { op: reduce_op(op)?, prescale, postscale };
+    submit_group(tensors, |(name, dtype, shape, source, target)| {
+        request(name, kind.clone(), dtype, shape, source, Some(target), process_set)
+    })
 }
 
 #[pyfunction]
@@ -232,7 +297,16 @@ fn request(
 ) -> PyResult<Request> {
     let dtype = dtype(number)?;
     let input = buffer(source, dtype, &shape)?;
-    let output = target.map(|target| buffer(target, dtype, &shape)).transpose()?;
+    let written = match (&kind, shape.first()) {
+        (Kind::Reducescatter { .. }, Some(rows)) => {
+            let set = ProcessSetId(process_set);
+            let own =
+                current()?.engine().own_rows(*rows, set).map_err(|error| raise(error.fault(), &error))?;
+            &[&[own], &shape[1..]].concat()
+        }
+        _ => &shape,
+    };
+    let output = target.map(|target| buffer(target, dtype, written)).transpose()?;
     Ok(Request {
         name,
         kind,
@@ -250,4 +324,10 @@ fn submit(request: Request, attended: bool) -> PyResult<u64> {
     let engine = session.engine();
     let handle = if attended { engine.submit_attended(request) } else { engine.submit(request) };
     handle.map(|handle| handle.0).map_err(|error| raise(error.fault(), &error))
+}
+
+fn submit_group<T>(tensors: Vec<T>, request: impl Fn(T) -> PyResult<Request>) -> PyResult<Vec<u64>> {
+    let requests = tensors.into_iter().map(request).collect::<PyResult<Vec<_>>>()?;
+    let handles = current()?.engine().submit_group(requests).map_err(|error| raise(error.fault(), &error))?;
+    Ok(handles.into_iter().map(|handle| handle.0).collect())
 }

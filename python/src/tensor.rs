@@ -32,6 +32,51 @@ pub(crate) fn buffer(address: usize, dtype: DataType, shape: &[u64]) -> PyResult
     Ok(unsafe { Buffer::from_raw(address, bytes, Place::Host) })
 }
 
+/// Numbers to read, under the contract of [`buffer`] for the time of a call.
+///
+/// # Errors
+/// `ValueError` when nothing is at the address, or it is not aligned.
+pub(crate) fn floats<'a>(address: usize, count: usize) -> PyResult<&'a [f32]> {
+    Ok(floats_mut(address, count)?)
+}
+
+/// As [`floats`], to write to.
+///
+/// # Errors
+/// As [`floats`].
+pub(crate) fn floats_mut<'a>(address: usize, count: usize) -> PyResult<&'a mut [f32]> {
+    slice_mut(address, count)
+}
+
+/// Bytes to read, under the contract of [`buffer`] for the time of a call.
+///
+/// # Errors
+/// `ValueError` when nothing is at the address.
+pub(crate) fn bytes<'a>(address: usize, count: usize) -> PyResult<&'a [u8]> {
+    Ok(bytes_mut(address, count)?)
+}
+
+/// As [`bytes`], to write to.
+///
+/// # Errors
+/// As [`bytes`].
+pub(crate) fn bytes_mut<'a>(address: usize, count: usize) -> PyResult<&'a mut [u8]> {
+    slice_mut(address, count)
+}
+
+fn slice_mut<'a, T>(address: usize, count: usize) -> PyResult<&'a mut [T]> {
+    if count == 0 {
+        return Ok(&mut []);
+    }
+    let pointer = std::ptr::with_exposed_provenance_mut::<T>(address);
+    if pointer.is_null() || !pointer.is_aligned() {
+        return Err(PyValueError::new_err(format!("no memory for {count} numbers is at: {address:#x}")));
+    }
+    // SAFETY: `farandole.torch.compress` passes addresses of live tensors with their own lengths, of `f32` or bytes, which
+    // any bits are; no two arguments of a call overlap, and nobody else writes to them during the call.
+    Ok(unsafe { std::slice::from_raw_parts_mut(pointer, count) })
+}
+
 /// The dtype with this number.
 ///
 /// # Errors
@@ -48,7 +93,7 @@ pub(crate) fn reduce_op(number: u8) -> PyResult<ReduceOp> {
     ReduceOp::from_wire(number).ok_or_else(|| PyValueError::new_err(format!("no such reduction: {number}")))
 }
 
-/// What an allgather has collected.
+/// What an allgather or an all-to-all has collected.
 #[pyclass(frozen, module = "farandole._native.engine")]
 pub(crate) struct Gathered {
     memory: Memory,

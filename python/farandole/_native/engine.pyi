@@ -36,7 +36,9 @@ class Gathered:
     """Memory an operation has filled; supports the buffer protocol, writable, and frees itself with its last user."""
 
     @property
-    def rows(self) -> list[int]: ...
+    def rows(self) -> list[int]:
+        """Rows each member gave, in member order; after an all-to-all: gave to this rank."""
+
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -77,6 +79,38 @@ def broadcast(
     /,
 ) -> int: ...
 def allgather(name: str, dtype: int, shape: _Shape, source: int, process_set: int, attended: bool, /) -> int: ...
+def grouped_allgather(tensors: Sequence[tuple[str, int, _Shape, int]], process_set: int, /) -> list[int]: ...
+def alltoall(
+    name: str,
+    dtype: int,
+    shape: _Shape,
+    source: int,
+    splits: Sequence[int] | None,
+    process_set: int,
+    attended: bool,
+    /,
+) -> int: ...
+def reducescatter(
+    name: str,
+    dtype: int,
+    shape: _Shape,
+    source: int,
+    target: int,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: int,
+    attended: bool,
+    /,
+) -> int: ...
+def grouped_reducescatter(
+    tensors: Sequence[tuple[str, int, _Shape, int, int]],
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: int,
+    /,
+) -> list[int]: ...
 def barrier(name: str, process_set: int, /) -> int: ...
 def is_pending(handle: int, /) -> bool: ...
 def poll(handle: int, /) -> bool: ...
