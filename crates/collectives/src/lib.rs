@@ -11,22 +11,34 @@
 //!             Operation over Segments (a gather list: fused tensors are never packed)
 //!                                      |  submit, progress
 //!                             HostCommunicator                 one link to every other member
-//!   Allreduce   small: everybody sends all to everybody        1 step,  (P - 1) * N bytes sent by each
-//!               large: post | reduce | fetch by chunks         2 steps, 2 * (P - 1) / P * N
-//!   Broadcast   flat, binomial tree, or chain                  1, log P or P - 1 steps
-//!   Allgather   everybody sends its own to everybody           1 step,  (P - 1) * n
-//!   Barrier     everybody to everybody, or dissemination       1 or log P steps
+//!   Allreduce   direct: everybody sends all to everybody            1 step,  (P - 1) * N bytes sent by each
+//!               doubling: first members of hosts swap partials      2 + log H steps of N
+//!               pipeline: post | reduce | fetch by chunks           2 steps, 2 * (P - 1) / P * N
+//!               hierarchy: in the host | across | back, by chunks   4 steps, 2 * (H - 1) / H * N / L to other hosts
+//!               adasum: halves of vectors, doubling distances       log P * (log P + 5) / 2 swaps
+//!   Reducescatter   everybody sends everybody's part to it          1 step,  N - n
+//!   Broadcast   flat, binomial tree or chain, of hosts and in them  1, log P or P - 1 steps
+//!   Allgather   everybody sends its own to everybody                1 or 2 steps; n to each other host
+//!   Alltoall    everybody sends a block to everybody                1 step,  the blocks
+//!   Barrier     everybody to everybody, or dissemination            1 or log P steps
 //!                                      |
-//!                kernel::Reducer: blocks of all members, in rank order, straight from the links' windows
+//!                kernel::Reducer: blocks of all members, in a fixed order, straight from the links' windows
 //! ```
 //!
+//! Which algorithm an allreduce takes is a function of its bytes and of where members live ([`Crossover`]), never of
+//! a measurement.
+//!
 //! Invariants:
-//! - `CO-1`: every element is reduced in member order; its bits are the same on every member, and do not depend on
-//!   where in a fused list it lies, on the size of chunks, on the instructions used or on the kind of links.
+//! - `CO-1`: every element is joined in one order: the members of a host one after the other in member order, then
+//!   hosts in pairs of neighbours until one is left, those that exceed a power of two before the others. What passes
+//!   between hosts are accumulators, neither rounded nor scaled; a result is rounded once. So its bits are the same on
+//!   every member, and depend on the inputs and on how many members live on which host alone: not on where in a fused
+//!   list it lies, on the algorithm, on the size of chunks, on the instructions used or on the kind of links. Adasum
+//!   joins members in pairs in the same way, for each tensor by itself.
 //! - `CO-2`: operations complete on a member in the order of their submission, and every link is drained of one before
 //!   the next begins.
 //! - `CO-3`: no set of members that submitted equal operations in the same order can wait for each other forever,
-//!   whatever the size of rings and tensors (the proof is in `host/pipeline.rs`).
+//!   whatever the size of rings and tensors (the proofs are in the modules of `host`).
 //! - `CO-4`: the first failure of a link is repeated by every later call; no operation completes with wrong bytes.
 //! - `CO-5`: what a buffer does not fit is refused at submission, before a byte moves.
 //! - `CO-6`: an input that is not its own output is never written.

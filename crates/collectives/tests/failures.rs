@@ -80,6 +80,40 @@ fn a_cut_link_is_an_error_on_every_rank_and_nobody_hangs() {
 }
 
 #[test]
+fn a_cut_between_or_within_hosts_ends_every_algorithm_everywhere() {
+    for world in [&[2, 2][..], &[2, 1], &[1, 1, 1]] {
+        for algorithm in ["direct", "doubling", "pipeline", "hierarchy", "adasum"] {
+            let op = if algorithm == "adasum" { ReduceOp::Adasum } else { ReduceOp::Average };
+            let rules = if algorithm == "adasum" { "auto" } else { algorithm };
+            for (from, to) in [(0, 1), (0, 2), (2, 0)] {
+                for bytes in [0, 64, 1000, 30_000] {
+                    let world =
+                        Harness::on_hosts(world).ring(16 << 10).algorithms(rules).cut(from, to, bytes);
+                    let outcomes = world.run(|rank, mut communicator| {
+                        let input = elements(DataType::F16, 50_000, rank.index() as u64);
+                        let tensor = Tensor::new(&input, true);
+                        let mut outcome = Ok(());
+                        // Whoever has nothing to do with the link hears of it in the barrier.
+                        for _ in 0..3 {
+                            let sum = allreduce(DataType::F16, op, std::slice::from_ref(&tensor));
+                            outcome = outcome.and_then(|()| complete(&mut communicator, sum));
+                        }
+                        outcome.and_then(|()| complete(&mut communicator, Operation::Barrier))
+                    });
+                    // Nobody sends much over a link that an algorithm has no use for.
+                    let cut = outcomes.iter().any(Result::is_err);
+                    for (rank, outcome) in outcomes.iter().enumerate() {
+                        let lost = matches!(outcome, Err(Error::Transport(LinkError::PeerLost { .. })));
+                        let told = if cut { lost } else { outcome.is_ok() && bytes > 0 };
+                        assert!(told, "{algorithm}, {from} to {to} after {bytes}, rank {rank}: {outcome:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn a_peer_that_finished_and_left_spoils_nothing() {
     for size in [2, 4] {
         for _ in 0..50 {

@@ -6,7 +6,7 @@
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Communicator, HostCommunicator, Operation, Result, Token};
+use farandole_collectives::{Communicator, Crossover, HostCommunicator, Operation, Result, Token};
 use farandole_transport::{Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, loopback};
 use farandole_world::{HostHash, Rank};
 
@@ -16,12 +16,15 @@ use crate::cut_after;
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Builds worlds of threads.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Harness {
     size: usize,
     ring: usize,
     links: Links,
     cut: Option<Cut>,
+    /// The host of every rank.
+    hosts: Option<Vec<u32>>,
+    crossover: Crossover,
 }
 
 /// What carries the links of a world.
@@ -33,7 +36,8 @@ pub enum Links {
     SharedMemory,
     /// TCP connections.
     Tcp,
-    /// Shared memory between ranks of the same parity, as if there were two hosts; TCP between the others.
+    /// Shared memory between ranks of one host, TCP between others; ranks of the same parity are on one host, unless the
+    /// world is one of [`Harness::on_hosts`].
     TwoHosts,
 }
 
@@ -48,7 +52,31 @@ struct Cut {
 impl Harness {
     /// A world of `size` ranks with rings of 1 MiB.
     pub fn new(size: usize) -> Self {
-        Self { size, ring: 1 << 20, links: Links::Loopback, cut: None }
+        Self {
+            size,
+            ring: 1 << 20,
+            links: Links::Loopback,
+            cut: None,
+            hosts: None,
+            crossover: Crossover::default(),
+        }
+    }
+
+    /// A world of hosts with these many ranks each; members know of them. Over [`Links::TwoHosts`] they have shared
+    /// memory each and TCP in between.
+    pub fn on_hosts(ranks: &[usize]) -> Self {
+        let hosts = (0..).zip(ranks).flat_map(|(host, ranks)| std::iter::repeat_n(host, *ranks));
+        Self { hosts: Some(hosts.collect()), ..Self::new(ranks.iter().sum()) }
+    }
+
+    /// Other algorithms than those of the table, as [`Crossover`] reads them.
+    ///
+    /// # Panics
+    /// When it cannot.
+    #[must_use]
+    #[expect(clippy::expect_used, reason = "a test without its world has failed")]
+    pub fn algorithms(self, text: &str) -> Self {
+        Self { crossover: text.parse().expect("rules of algorithms"), ..self }
     }
 
     /// Rings of at least this many bytes.
@@ -85,8 +113,12 @@ impl Harness {
             let start = |(rank, links): (u32, Vec<Link>)| {
                 let links = links.into_iter().map(|link| self.cut_from(Rank(rank), link)).collect();
                 scope.spawn(move || {
-                    let communicator = HostCommunicator::new(Rank(rank), links).expect("a communicator");
-                    body(Rank(rank), communicator)
+                    let communicator = match &self.hosts {
+                        None => HostCommunicator::new(Rank(rank), links),
+                        Some(hosts) => HostCommunicator::over(Rank(rank), links, hosts),
+                    };
+                    let communicator = communicator.expect("a communicator");
+                    body(Rank(rank), communicator.with_crossover(self.crossover.clone()))
                 })
             };
             join((0..).zip(links).map(start).collect())
@@ -110,7 +142,7 @@ impl Harness {
         let meeting = MemoryRendezvous::default();
         let joined = std::thread::scope(|scope| {
             let start = |rank: u32| {
-                let host = if self.links == Links::TwoHosts { rank % 2 } else { 0 };
+                let host = if self.links == Links::TwoHosts { self.host(Rank(rank)) } else { 0 };
                 let mut options =
                     MeshOptions::new(Rank(rank), size, HostHash(format!("host {host}")), [7; 32]);
                 options.use_shared_memory = self.links != Links::Tcp;
@@ -129,11 +161,15 @@ impl Harness {
         joined.into_iter().unzip()
     }
 
+    fn host(&self, rank: Rank) -> u32 {
+        self.hosts.as_ref().and_then(|hosts| hosts.get(rank.index()).copied()).unwrap_or(rank.0 % 2)
+    }
+
     fn expects(&self, rank: u32, peer: Rank) -> LinkKind {
         match self.links {
             Links::Loopback => LinkKind::Loopback,
             Links::Tcp => LinkKind::Tcp,
-            Links::TwoHosts if rank % 2 != peer.0 % 2 => LinkKind::Tcp,
+            Links::TwoHosts if self.host(Rank(rank)) != self.host(peer) => LinkKind::Tcp,
             Links::SharedMemory | Links::TwoHosts => LinkKind::SharedMemory,
         }
     }

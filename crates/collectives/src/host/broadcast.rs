@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Broadcast down a tree, in a pipeline of windows.
+//! Broadcast down a tree, in a pipeline of windows: a tree of hosts, each fed at one member, and one within each host.
 //!
-//! Among few members the root feeds everybody: 1 step, `(P - 1) * N` bytes sent by the root. Among more a small message
-//! goes down a binomial tree, `log2 P` steps, and a large one down a chain in which every member sends `N` bytes once,
-//! the root to its successor and so on, all at the same time.
+//! Among few the root feeds everybody: 1 step, `(P - 1) * N` bytes sent by the root. Among more a small message goes down
+//! a binomial tree, `log2 P` steps, and a large one down a chain in which everybody sends `N` bytes once, the root to its
+//! successor and so on, all at the same time. Between hosts a large message goes down a chain if there are more than
+//! two: the root's network would carry it several times otherwise.
 
+use super::hosts::Hosts;
 use super::message::Message;
 use super::peers::{Job, Moved, Peers};
 use crate::Result;
@@ -14,6 +16,8 @@ use crate::buffer::Flat;
 
 /// Members up to which the root feeds everybody.
 const FLAT: usize = 4;
+/// Hosts up to which the root's feeds all others.
+const FEW_HOSTS: usize = 2;
 /// Bytes from which a chain is faster than a tree.
 const CHAIN: usize = 64 << 10;
 /// Bytes handed to all children before the next are read: they are still in the cache.
@@ -32,20 +36,11 @@ pub(super) struct Broadcast {
 
 impl Broadcast {
     pub(super) fn new(peers: &Peers, root: usize, inputs: Flat, outputs: Flat) -> Self {
-        let (size, bytes) = (peers.size(), outputs.len());
-        // Positions count from the root.
-        let position = (peers.member + size - root) % size;
-        let (parent, children) = if size <= FLAT {
-            flat(position, size)
-        } else if bytes <= CHAIN {
-            binomial(position, size)
-        } else {
-            chain(position, size)
-        };
-        let link = |position: usize| peers.link_to((position + root) % size);
+        let bytes = outputs.len();
+        let (parent, children) = place(&peers.hosts, peers.member, root, bytes);
         Self {
-            parent: parent.map(link),
-            children: children.into_iter().map(link).collect(),
+            parent: parent.map(|member| peers.link_to(member)),
+            children: children.into_iter().map(|member| peers.link_to(member)).collect(),
             inputs,
             outputs,
             message: Message::new(bytes),
@@ -68,7 +63,45 @@ impl Broadcast {
     }
 }
 
+/// Towards the root, and away from it.
 type Place = (Option<usize>, Vec<usize>);
+
+/// The members that feed this one and that it feeds.
+fn place(hosts: &Hosts, member: usize, root: usize, bytes: usize) -> Place {
+    let host = hosts.of(member);
+    let first = hosts.of(root);
+    let members = hosts.members(host);
+    // The root is the one that is fed on its host.
+    let fed = if host == first { root } else { members.start };
+    let turned = |tree: fn(usize, usize) -> Place, size: usize, own: usize, first: usize| {
+        let (parent, children) = tree((own + size - first) % size, size);
+        let back = move |position: usize| (position + first) % size;
+        (parent.map(back), children.into_iter().map(back).collect::<Vec<usize>>())
+    };
+    let (size, start) = (members.len(), members.start);
+    let within = turned(tree(size, FLAT, bytes), size, member - start, fed - start);
+    let mut parent = within.0.map(|place| start + place);
+    let mut children: Vec<usize> = Vec::new();
+    if member == fed {
+        let count = hosts.count();
+        let between = turned(tree(count, FEW_HOSTS, bytes), count, host, first);
+        let entrance = |host: usize| hosts.members(host).start;
+        parent = between.0.map(|host| if host == first { root } else { entrance(host) });
+        children.extend(between.1.into_iter().map(entrance));
+    }
+    children.extend(within.1.into_iter().map(|place| start + place));
+    (parent, children)
+}
+
+fn tree(size: usize, flat_up_to: usize, bytes: usize) -> fn(usize, usize) -> Place {
+    if size <= flat_up_to {
+        flat
+    } else if bytes <= CHAIN {
+        binomial
+    } else {
+        chain
+    }
+}
 
 fn flat(position: usize, size: usize) -> Place {
     if position == 0 { (None, (1..size).collect()) } else { (Some(0), Vec::new()) }
@@ -138,6 +171,28 @@ mod tests {
                 }
                 assert_eq!(fed[0], 0);
                 assert!(fed[1..].iter().all(|times| *times == 1), "{fed:?}");
+            }
+        }
+    }
+    #[test]
+    fn every_member_is_fed_once_from_any_root_and_every_host_once_over_the_network() {
+        for numbers in
+            [&[0, 0, 0][..], &[0, 0, 1], &[0, 1, 2, 3, 4, 5], &[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 3]]
+        {
+            let hosts = Hosts::new(numbers, 0);
+            for bytes in [1, CHAIN + 1] {
+                for root in 0..numbers.len() {
+                    let (mut fed, mut crossed) = (vec![0; numbers.len()], 0);
+                    for member in 0..numbers.len() {
+                        for child in place(&hosts, member, root, bytes).1 {
+                            fed[child] += 1;
+                            crossed += usize::from(hosts.of(child) != hosts.of(member));
+                            assert_eq!(place(&hosts, child, root, bytes).0, Some(member));
+                        }
+                    }
+                    let expected: Vec<usize> = (0..numbers.len()).map(|k| usize::from(k != root)).collect();
+                    assert_eq!((fed, crossed), (expected, hosts.count() - 1), "{numbers:?} from {root}");
+                }
             }
         }
     }

@@ -9,25 +9,31 @@
 use super::UNIT;
 use super::message::Message;
 use super::peers::{Job, Moved, Peers};
-use crate::Result;
+use crate::{Crossover, Result};
 
 /// Counts incompatible changes of what goes over links.
-const PROTOCOL: u32 = 1;
+const PROTOCOL: u32 = 2;
 const MAGIC: u32 = u32::from_le_bytes(*b"frdl");
 
-/// `magic, protocol, size, rank: u32; capacity: u64`, little endian, in one unit.
+/// `magic, protocol, size, rank, topology, algorithms: u32; capacity: u64`, little endian, in one unit.
 pub(super) struct Greeting {
+    facts: Facts,
     card: [u8; UNIT],
     out: Vec<Message>,
     incoming: Vec<(Message, [u8; UNIT])>,
 }
 
 impl Greeting {
-    pub(super) fn new(peers: &Peers) -> Self {
-        let size = u32::try_from(peers.size()).unwrap_or(u32::MAX);
-        let card = card(size, peers.rank.0, u64::try_from(peers.capacity).unwrap_or(u64::MAX));
+    pub(super) fn new(peers: &Peers, crossover: &Crossover) -> Self {
+        let facts = Facts {
+            size: u32::try_from(peers.size()).unwrap_or(u32::MAX),
+            hosts: digest(peers.hosts.sizes().into_iter().flat_map(usize::to_le_bytes)),
+            algorithms: digest(crossover.to_string().into_bytes()),
+        };
+        let card = card(facts, peers.rank.0, u64::try_from(peers.capacity).unwrap_or(u64::MAX));
         let links = peers.links.len();
         Self {
+            facts,
             card,
             out: vec![Message::new(UNIT); links],
             incoming: vec![(Message::new(UNIT), [0; UNIT]); links],
@@ -35,30 +41,60 @@ impl Greeting {
     }
 }
 
-fn card(size: u32, rank: u32, capacity: u64) -> [u8; UNIT] {
+/// What all members must agree on.
+#[derive(Clone, Copy, Debug)]
+struct Facts {
+    size: u32,
+    /// Of the members on each host.
+    hosts: u32,
+    /// Of the choice of algorithms.
+    algorithms: u32,
+}
+
+/// FNV-1a: tells apart what differs by accident.
+fn digest(bytes: impl IntoIterator<Item = u8>) -> u32 {
+    bytes.into_iter().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+}
+
+fn words(facts: Facts, rank: u32) -> [(&'static str, u32); 6] {
+    let Facts { size, hosts, algorithms } = facts;
+    [
+        ("magic", MAGIC),
+        ("protocol", PROTOCOL),
+        ("members", size),
+        ("rank", rank),
+        ("hosts", hosts),
+        ("algorithms", algorithms),
+    ]
+}
+
+fn card(facts: Facts, rank: u32, capacity: u64) -> [u8; UNIT] {
     let mut card = [0; UNIT];
-    for (at, word) in [MAGIC, PROTOCOL, size, rank].into_iter().enumerate() {
+    for (at, (_, word)) in words(facts, rank).into_iter().enumerate() {
         card[at * 4..at * 4 + 4].copy_from_slice(&word.to_le_bytes());
     }
-    card[16..24].copy_from_slice(&capacity.to_le_bytes());
+    card[24..32].copy_from_slice(&capacity.to_le_bytes());
     card
 }
 
 /// The capacity a card tells, if all else is as expected.
-fn read(card: &[u8; UNIT], size: u32, rank: u32) -> Result<u64, String> {
+fn read(card: &[u8; UNIT], facts: Facts, rank: u32) -> Result<u64, String> {
     let word = |at: usize| u32::from_le_bytes([card[at], card[at + 1], card[at + 2], card[at + 3]]);
-    let expected = [("magic", MAGIC), ("protocol", PROTOCOL), ("members", size), ("rank", rank)];
-    for (k, (what, value)) in expected.into_iter().enumerate() {
+    for (k, (what, value)) in words(facts, rank).into_iter().enumerate() {
         if word(k * 4) != value {
-            return Err(format!("its communicator says {what} {} where this one says {value}", word(k * 4)));
+            return Err(match what {
+                "hosts" => "its communicator has members on other hosts than this one".to_owned(),
+                "algorithms" => "its communicator chooses other algorithms than this one".to_owned(),
+                _ => format!("its communicator says {what} {} where this one says {value}", word(k * 4)),
+            });
         }
     }
-    Ok(u64::from(word(16)) | u64::from(word(20)) << 32)
+    Ok(u64::from(word(24)) | u64::from(word(28)) << 32)
 }
 
 impl Job for Greeting {
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
-        let size = u32::try_from(peers.size()).unwrap_or(u32::MAX);
+        let facts = self.facts;
         let (mut any, mut done) = (false, true);
         for ((link, out), (message, theirs)) in
             peers.links.iter_mut().zip(&mut self.out).zip(&mut self.incoming)
@@ -70,7 +106,7 @@ impl Job for Greeting {
             })?;
             // Judged as soon as it is there: a rank that is not expected may never get one of its own.
             if arrived && message.is_finished() {
-                let capacity = read(theirs, size, link.peer.0)
+                let capacity = read(theirs, facts, link.peer.0)
                     .map_err(|reason| farandole_transport::Error::Frame { rank: link.peer, reason })?;
                 peers.capacity = peers.capacity.min(usize::try_from(capacity).unwrap_or(usize::MAX));
             }
@@ -87,9 +123,14 @@ mod tests {
 
     #[test]
     fn a_card_is_read_back_and_a_wrong_one_says_what_differs() {
-        let own = card(4, 3, 1 << 33);
-        assert_eq!(read(&own, 4, 3), Ok(1 << 33));
-        assert_eq!(read(&own, 5, 3).unwrap_err(), "its communicator says members 4 where this one says 5");
-        assert_eq!(read(&own, 4, 2).unwrap_err(), "its communicator says rank 3 where this one says 2");
+        let facts = Facts { size: 4, hosts: 5, algorithms: 6 };
+        let own = card(facts, 3, 1 << 33);
+        assert_eq!(read(&own, facts, 3), Ok(1 << 33));
+        let refused = |facts, rank| read(&own, facts, rank).unwrap_err();
+        let says = "its communicator says";
+        assert_eq!(refused(Facts { size: 5, ..facts }, 3), format!("{says} members 4 where this one says 5"));
+        assert_eq!(refused(facts, 2), format!("{says} rank 3 where this one says 2"));
+        assert!(refused(Facts { hosts: 0, ..facts }, 3).contains("other hosts"));
+        assert!(refused(Facts { algorithms: 0, ..facts }, 3).contains("other algorithms"));
     }
 }

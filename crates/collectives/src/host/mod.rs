@@ -11,7 +11,10 @@ mod barrier;
 mod broadcast;
 mod check;
 mod direct;
+mod doubling;
 mod greeting;
+mod hierarchy;
+mod hosts;
 mod message;
 mod peers;
 mod pipeline;
@@ -23,8 +26,10 @@ use farandole_transport::{ALIGNMENT, Link};
 use farandole_world::Rank;
 
 use crate::buffer::Flat;
-use crate::kernel::{Reducer, Reduction};
-use crate::{Communicator, Error, Operation, ReduceOp, Result, Segment, Token};
+use crate::kernel::{self, Reducer, Reduction};
+use crate::{
+    Algorithm, Communicator, Crossover, DataType, Error, Operation, ReduceOp, Result, Segment, Token,
+};
 use peers::{Job, Peers};
 
 /// Parts, chunks and messages are multiples of this: no element is ever cut.
@@ -33,19 +38,10 @@ const UNIT: usize = ALIGNMENT;
 /// Passes of one call to `progress`, so that a caller can look at its deadline.
 const PASSES: usize = 64;
 
-/// Up to how many bytes an allreduce goes in one hop, everybody to everybody, by number of members: beyond, what
-/// each member sends in vain costs more than a second hop.
-const DIRECT: [(usize, usize); 3] = [(2, 32 << 10), (4, 16 << 10), (8, 8 << 10)];
-
-/// The largest allreduce that goes in one hop.
-fn direct_limit(size: usize, capacity: usize) -> usize {
-    let limit = DIRECT.iter().find(|(members, _)| size <= *members).map_or(0, |(_, bytes)| *bytes);
-    limit.min(capacity)
-}
-
 /// Runs operations over links, one after the other.
 pub struct HostCommunicator {
     peers: Peers,
+    crossover: Crossover,
     queue: VecDeque<(Token, Planned)>,
     running: Option<Running>,
     /// The first failure; every later call repeats it.
@@ -71,19 +67,42 @@ enum Planned {
 }
 
 impl HostCommunicator {
-    /// A communicator of `rank` and the peers of `links`, members in rank order. Every member must make its own at
-    /// the same point of all links' streams; the first operation begins with a greeting that compares what they made.
+    /// A communicator of `rank` and the peers of `links`, all on one host, members in rank order. Every member must make
+    /// its own at the same point of all links' streams; the first operation begins with a greeting that compares what
+    /// they made.
     ///
     /// # Errors
     /// `Shape` when links do not lead to distinct other ranks, or a ring's size is not a multiple of `ALIGNMENT`.
     pub fn new(rank: Rank, links: Vec<Link>) -> Result<Self> {
-        let peers = Peers::new(rank, links)?;
-        let greeting: Option<Box<dyn Job>> = match peers.size() {
-            1 => None,
-            _ => Some(Box::new(greeting::Greeting::new(&peers))),
-        };
-        let running = greeting.map(|job| Running { token: None, job, done: false });
-        Ok(Self { peers, queue: VecDeque::new(), running, failure: None })
+        Ok(Self::of(Peers::new(rank, links, None)?))
+    }
+
+    /// As [`new`](Self::new), on several hosts: `hosts` has a number for every member, in member order, equal for those
+    /// that share memory. They should follow each other.
+    ///
+    /// # Errors
+    /// Those of `new`, and `Shape` when there are not as many hosts as members.
+    pub fn over(rank: Rank, links: Vec<Link>, hosts: &[u32]) -> Result<Self> {
+        Ok(Self::of(Peers::new(rank, links, Some(hosts))?))
+    }
+
+    fn of(peers: Peers) -> Self {
+        Self { peers, crossover: Crossover::default(), queue: VecDeque::new(), running: None, failure: None }
+            .greeting()
+    }
+
+    /// Other algorithms than those of the table; the same on every member.
+    #[must_use]
+    pub fn with_crossover(self, crossover: Crossover) -> Self {
+        Self { crossover, ..self }.greeting()
+    }
+
+    fn greeting(mut self) -> Self {
+        self.running = (self.peers.size() > 1).then(|| {
+            let job = Box::new(greeting::Greeting::new(&self.peers, &self.crossover));
+            Running { token: None, job, done: false }
+        });
+        self
     }
 
     /// Gives the links back, for another communicator once all members are done with this one.
@@ -91,10 +110,15 @@ impl HostCommunicator {
         self.peers.links
     }
 
+    fn reducer(&self, dtype: DataType, op: ReduceOp, prescale: f64, postscale: f64) -> Result<Reducer> {
+        let reduction = Reduction { dtype, op, members: self.peers.size(), prescale, postscale };
+        Reducer::ordered(reduction, kernel::Path::best(), self.peers.orders.clone())
+    }
+
     fn step(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
         let Some(running) = &mut self.running else {
             let Some((token, planned)) = self.queue.pop_front() else { return Ok(false) };
-            let job = planned.start(&mut self.peers)?;
+            let job = planned.start(&mut self.peers, &self.crossover)?;
             self.running = Some(Running { token: Some(token), job, done: false });
             return Ok(true);
         };
@@ -114,15 +138,23 @@ impl HostCommunicator {
 }
 
 impl Planned {
-    fn start(self, peers: &mut Peers) -> Result<Box<dyn Job>> {
+    fn start(self, peers: &mut Peers, crossover: &Crossover) -> Result<Box<dyn Job>> {
         Ok(match self {
+            Self::Allreduce { reducer, inputs, outputs } if peers.size() == 1 => {
+                Box::new(alone::Alone::new(reducer, inputs, outputs))
+            }
             Self::Allreduce { reducer, inputs, outputs } => {
-                if peers.size() == 1 {
-                    Box::new(alone::Alone::new(reducer, inputs, outputs))
-                } else if inputs.len() <= direct_limit(peers.size(), peers.capacity) {
-                    Box::new(direct::Direct::new(peers, reducer, inputs, outputs))
-                } else {
-                    Box::new(pipeline::Pipeline::new(peers, reducer, inputs, outputs)?)
+                match crossover.choose(peers.shape(), inputs.len(), peers.capacity) {
+                    Algorithm::Direct => Box::new(direct::Direct::new(peers, reducer, inputs, outputs)),
+                    Algorithm::Doubling => {
+                        Box::new(doubling::Doubling::new(peers, reducer, &inputs, outputs))
+                    }
+                    Algorithm::Pipeline => {
+                        Box::new(pipeline::Pipeline::new(peers, reducer, inputs, outputs)?)
+                    }
+                    Algorithm::Hierarchy => {
+                        Box::new(hierarchy::Hierarchy::new(peers, reducer, inputs, outputs)?)
+                    }
                 }
             }
             Self::Adasum { reducer, inputs, outputs, .. } if peers.size() == 1 => {
@@ -178,8 +210,7 @@ impl Communicator for HostCommunicator {
                     self.queue.push_back((token, Planned::Adasum { reducer, tensors, inputs, outputs }));
                     return Ok(());
                 }
-                let members = self.peers.size();
-                let reducer = Reducer::new(Reduction { dtype, op, members, prescale, postscale })?;
+                let reducer = self.reducer(dtype, op, prescale, postscale)?;
                 let (inputs, outputs) = flats(segments);
                 Planned::Allreduce { reducer, inputs, outputs }
             }
@@ -199,8 +230,7 @@ impl Communicator for HostCommunicator {
             }
             Operation::Reducescatter { dtype, op, prescale, postscale, segments, bytes } => {
                 check::reducescatter(&self.peers, dtype, &segments, &bytes)?;
-                let members = self.peers.size();
-                let reducer = Reducer::new(Reduction { dtype, op, members, prescale, postscale })?;
+                let reducer = self.reducer(dtype, op, prescale, postscale)?;
                 Planned::Reducescatter { reducer, segments, bytes }
             }
         };

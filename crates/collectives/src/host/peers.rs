@@ -3,11 +3,16 @@
 
 //! The links to all other members, and what every job shares.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use farandole_transport::{Link, LinkKind};
 use farandole_world::Rank;
 
 use super::UNIT;
-use crate::kernel::Reducer;
+use super::hosts::Hosts;
+use crate::crossover::Shape;
+use crate::kernel::{Orders, Reducer};
 use crate::{Error, Result};
 
 /// Members are numbered by rank; link `k` leads to member `k` below this member and to `k + 1` from it on.
@@ -16,6 +21,9 @@ pub(super) struct Peers {
     pub(super) rank: Rank,
     /// In rank order.
     pub(super) links: Vec<Link>,
+    pub(super) hosts: Hosts,
+    /// How sums are parenthesised; nothing on one host.
+    pub(super) orders: Option<Arc<Orders>>,
     /// The smallest ring in the communicator, equal on all members once they have greeted each other.
     pub(super) capacity: usize,
     /// Reused by jobs that pack.
@@ -46,8 +54,9 @@ pub(super) trait Job: Send {
 
 impl Peers {
     /// # Errors
-    /// `Shape` when two links lead to one rank, to this one, or their rings are not a multiple of the alignment.
-    pub(super) fn new(rank: Rank, mut links: Vec<Link>) -> Result<Self> {
+    /// `Shape` when two links lead to one rank, to this one, their rings are not a multiple of the alignment, or there
+    /// are hosts for other than all members.
+    pub(super) fn new(rank: Rank, mut links: Vec<Link>, hosts: Option<&[u32]>) -> Result<Self> {
         links.sort_by_key(|link| link.peer);
         let refuse = |reason: String| Err(Error::Shape { reason });
         if let Some(pair) = links.windows(2).find(|pair| pair[0].peer == pair[1].peer) {
@@ -61,7 +70,15 @@ impl Peers {
         }
         let member = links.iter().filter(|link| link.peer < rank).count();
         let capacity = links.iter().map(|link| link.capacity).min().unwrap_or(usize::MAX);
-        Ok(Self { member, rank, links, capacity, scratch: Scratch::default() })
+        let size = links.len() + 1;
+        let together = vec![0; size];
+        let numbers = hosts.unwrap_or(&together);
+        if numbers.len() != size {
+            return refuse(format!("{size} members live on the hosts of {}", numbers.len()));
+        }
+        let hosts = Hosts::new(numbers, member);
+        let orders = (hosts.count() > 1).then(|| Arc::new(Orders::new(&hosts.sizes())));
+        Ok(Self { member, rank, links, hosts, orders, capacity, scratch: Scratch::default() })
     }
 
     pub(super) fn size(&self) -> usize {
@@ -76,6 +93,16 @@ impl Peers {
     /// The link that leads to a member; nonsense for this one.
     pub(super) fn link_to(&self, member: usize) -> usize {
         if member < self.member { member } else { member.saturating_sub(1) }
+    }
+
+    /// The links to the other members on this host.
+    pub(super) fn local_links(&self) -> Range<usize> {
+        let members = self.hosts.members(self.hosts.own());
+        members.start..members.end - 1
+    }
+
+    pub(super) fn shape(&self) -> Shape {
+        Shape { members: self.size(), hosts: self.hosts.count(), together: self.hosts.largest() }
     }
 
     /// Pushes out what links keep locally. True when nothing is left that could still arrive.

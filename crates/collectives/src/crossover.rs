@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Which algorithm an allreduce takes, by its bytes and by where its members live. Results do not depend on it.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// A way to do an allreduce.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Algorithm {
+    /// Everybody sends everything to everybody: one step.
+    Direct,
+    /// One member of each host collects, these swap partial sums with twice as many at each step, and hand out.
+    Doubling,
+    /// Everybody owns a part that all others send it, and sends them the result: two steps in chunks.
+    Pipeline,
+    /// In the host, across hosts and back: four steps in chunks. Across hosts each element travels once to its owner
+    /// and once back, whatever the number of members on a host.
+    Hierarchy,
+}
+
+impl Algorithm {
+    const NAMES: [(Self, &str); 4] = [
+        (Self::Direct, "direct"),
+        (Self::Doubling, "doubling"),
+        (Self::Pipeline, "pipeline"),
+        (Self::Hierarchy, "hierarchy"),
+    ];
+
+    fn name(self) -> &'static str {
+        Self::NAMES.iter().find(|(algorithm, _)| *algorithm == self).map_or("", |(_, name)| name)
+    }
+}
+
+/// Where members live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shape {
+    pub(crate) members: usize,
+    pub(crate) hosts: usize,
+    /// Members on the fullest host.
+    pub(crate) together: usize,
+}
+
+/// A row of the table: up to how many bytes which algorithm is the fastest for worlds of up to so many members, on up
+/// to so many hosts. What is larger is pipelined, by hosts where members share one.
+struct Row {
+    members: usize,
+    hosts: usize,
+    direct: usize,
+    doubling: usize,
+}
+
+/// The first row that fits counts. One host: from `farandole bench allreduce` over shared memory on 2 cores, 2 to 8
+/// ranks. Several: from the same between threads over TCP through the loopback device (`examples/crossover.rs`), where
+/// a message costs 10 us and moves 2 GB/s; a slower network moves the limits up, and results stay the same.
+const TABLE: [Row; 8] = [
+    Row { members: 2, hosts: 1, direct: 32 << 10, doubling: 0 },
+    Row { members: 4, hosts: 1, direct: 16 << 10, doubling: 0 },
+    Row { members: 8, hosts: 1, direct: 8 << 10, doubling: 0 },
+    Row { members: usize::MAX, hosts: 1, direct: 0, doubling: 0 },
+    Row { members: 2, hosts: 2, direct: 32 << 10, doubling: 0 },
+    Row { members: 4, hosts: usize::MAX, direct: 16 << 10, doubling: 16 << 10 },
+    Row { members: 8, hosts: usize::MAX, direct: 4 << 10, doubling: 32 << 10 },
+    Row { members: usize::MAX, hosts: usize::MAX, direct: 0, doubling: 64 << 10 },
+];
+
+/// The choice of algorithms: the table that comes with the crate, or rules in its place. Nothing is measured while
+/// a job runs, and all members compare their choice when they greet each other.
+///
+/// As text: `auto`, or rules like `direct:4096,doubling:65536,hierarchy`, of which the first counts whose bytes are not
+/// exceeded.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Crossover {
+    rules: Vec<(usize, Algorithm)>,
+}
+
+impl Crossover {
+    pub(crate) fn choose(&self, shape: Shape, bytes: usize, capacity: usize) -> Algorithm {
+        let chosen = match self.rules.iter().find(|(most, _)| bytes <= *most) {
+            Some((_, algorithm)) => *algorithm,
+            None => shipped(shape, bytes, capacity),
+        };
+        // There is nothing across.
+        if chosen == Algorithm::Hierarchy && shape.hosts == 1 { Algorithm::Pipeline } else { chosen }
+    }
+}
+
+fn shipped(shape: Shape, bytes: usize, capacity: usize) -> Algorithm {
+    let row = TABLE.iter().find(|row| shape.members <= row.members && shape.hosts <= row.hosts);
+    let (direct, doubling) = row.map_or((0, 0), |row| (row.direct, row.doubling));
+    if bytes <= direct.min(capacity) {
+        Algorithm::Direct
+    } else if bytes <= doubling.min(capacity) {
+        Algorithm::Doubling
+    } else if shape.hosts > 1 && shape.together > 1 {
+        Algorithm::Hierarchy
+    } else {
+        Algorithm::Pipeline
+    }
+}
+
+impl FromStr for Crossover {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.trim() == "auto" {
+            return Ok(Self::default());
+        }
+        let rule = |rule: &str| {
+            let (name, most) = rule.split_once(':').map_or((rule, None), |(name, most)| (name, Some(most)));
+            let algorithm = Algorithm::NAMES.iter().find(|(_, known)| *known == name.trim());
+            let most = most.map_or(Ok(usize::MAX), |most| most.trim().parse());
+            match (algorithm, most) {
+                (Some((algorithm, _)), Ok(most)) => Ok((most, *algorithm)),
+                _ => Err(format!("no rule of algorithms: {rule}")),
+            }
+        };
+        Ok(Self { rules: text.split(',').map(rule).collect::<Result<_, _>>()? })
+    }
+}
+
+impl fmt::Display for Crossover {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.rules.is_empty() {
+            return f.write_str("auto");
+        }
+        for (k, (most, algorithm)) in self.rules.iter().enumerate() {
+            let comma = if k == 0 { "" } else { "," };
+            match most {
+                &usize::MAX => write!(f, "{comma}{}", algorithm.name())?,
+                most => write!(f, "{comma}{}:{most}", algorithm.name())?,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(hosts: usize, together: usize) -> Shape {
+        Shape { members: hosts * together, hosts, together }
+    }
+
+    #[test]
+    fn text_is_read_back() {
+        for text in ["auto", "pipeline", "direct:4096,doubling:65536,hierarchy"] {
+            assert_eq!(text.parse::<Crossover>().unwrap().to_string(), text);
+        }
+        assert_eq!("ring".parse::<Crossover>().unwrap_err(), "no rule of algorithms: ring");
+        assert_eq!("direct:x".parse::<Crossover>().unwrap_err(), "no rule of algorithms: direct:x");
+    }
+
+    #[test]
+    fn rules_come_before_the_table_and_the_table_where_they_end() {
+        let rules: Crossover = "doubling:100".parse().unwrap();
+        assert_eq!(rules.choose(shape(2, 2), 100, 1 << 20), Algorithm::Doubling);
+        assert_eq!(rules.choose(shape(2, 2), 101, 1 << 20), Algorithm::Direct);
+        let everywhere: Crossover = "hierarchy".parse().unwrap();
+        assert_eq!(everywhere.choose(shape(1, 4), 5, 1 << 20), Algorithm::Pipeline);
+    }
+
+    #[test]
+    fn small_goes_in_few_steps_and_large_by_hosts() {
+        let auto = Crossover::default();
+        let chosen = |hosts, together, bytes| auto.choose(shape(hosts, together), bytes, 1 << 20);
+        assert_eq!(chosen(1, 2, 32 << 10), Algorithm::Direct);
+        assert_eq!(chosen(1, 2, (32 << 10) + 1), Algorithm::Pipeline);
+        assert_eq!(chosen(1, 16, 4), Algorithm::Pipeline);
+        assert_eq!(chosen(16, 1, 4), Algorithm::Doubling);
+        assert_eq!(chosen(4, 1, 1 << 20), Algorithm::Pipeline);
+        assert_eq!(chosen(2, 4, 1 << 20), Algorithm::Hierarchy);
+    }
+}

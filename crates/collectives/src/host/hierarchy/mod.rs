@@ -1,0 +1,449 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Allreduce in the host, across hosts and back.
+//!
+//! Elements are cut in chunks. In every host a chunk is carried by one member, in turns: the others post it their
+//! inputs, and it joins them with its own to the host's partial. The `H` carriers of a chunk are a pipeline of their
+//! own: each owns one part of the chunk, receives that part's partials, makes the result, and sends it to the others.
+//! Then each hands the whole chunk out in its host. 4 steps, all under way at the same time for different chunks. With `L`
+//! members on each of `H` hosts every member sends `2 * (H - 1) / H * N / L` bytes to other hosts (partials of 16-bit
+//! floats take twice their bytes) and `2 * (L - 1) / L * N` within its own.
+//!
+//! On the link from `r` to `q` goes a fixed sequence of messages: for `t = 0, 1, ...` first what is early for chunk `t`,
+//! then what is late for chunk `t - A`, where empty ones are left out and `A` is [`Schedule`]'s `ahead`.
+//!
+//! ```text
+//! same host:    early(t): r's input, if q carries t            late(t): the result, if r carries t
+//! other host:   early(t): the partial of q's part, if both do  late(t): the result of r's part, if both do
+//! ```
+//!
+//! **No deadlock.** Suppose nobody can move, and let `j` be the first chunk of which some member has not done something;
+//! all results of earlier chunks were made, have arrived and were stored. Consider the chunks `x` from `j` to `j + A`, in
+//! order. Inputs of `x`: before them on their link are inputs of earlier chunks, and results of chunks before `x - A`,
+//! hence before `j`; so they arrive at `x`'s carrier, if the ring has room for the `A / L + 1` inputs from `j` on that the
+//! link has and one result. There they are consumed as soon as the partial can be written, to a link on which there
+//! are only partials of `j` to `x` and results from before `j` ahead of it, or to the carrier's own store, which has as
+//! many slots. So all partials up to `j + A` are written, and arrive for the same reason; making results of them waits for
+//! nothing else, since results are written to memory. Then the results of `j`, which are behind at most the early messages of `j + A`, can be
+//! sent, between hosts and after that within them, and whatever result is at the front of a link can be stored at once. So
+//! somebody can move. [`Schedule`] cuts chunks so that the rings have that room. Earlier and later operations change
+//! nothing: see `pipeline`.
+
+mod schedule;
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use farandole_transport::Link;
+
+use super::UNIT;
+use super::message::Message;
+use super::peers::{Job, Moved, Peers};
+use crate::buffer::Flat;
+use crate::kernel::Reducer;
+use crate::{Error, Result};
+use schedule::{Ends, Position, Schedule};
+
+/// Bytes of elements worked on at a time: they are still in the cache when they are written on.
+const BLOCK: usize = 16 << 10;
+
+/// How far something has come through the chunks that this member carries.
+#[derive(Clone, Copy, Debug)]
+struct Cursor {
+    chunk: usize,
+    /// Bytes of elements.
+    at: usize,
+}
+
+/// One link.
+struct Stream {
+    peer: usize,
+    host: usize,
+    writing: Position,
+    reading: Position,
+}
+
+/// Results of a chunk that were stored, by host; for handing them out.
+struct Arrived {
+    chunk: usize,
+    bytes: Vec<usize>,
+}
+
+pub(super) struct Hierarchy {
+    reducer: Reducer,
+    inputs: Flat,
+    outputs: Flat,
+    schedule: Schedule,
+    member: usize,
+    host: usize,
+    /// Members on this host: every so many chunks are carried by this one.
+    stride: usize,
+    /// Links within the host.
+    local: Range<usize>,
+    streams: Vec<Stream>,
+    joining: Cursor,
+    reducing: Cursor,
+    /// Own parts' partials, by carried chunk.
+    store: Vec<Vec<u8>>,
+    arrived: VecDeque<Arrived>,
+    /// The first of the chunks that this member carries and has not handed out.
+    handed_out: usize,
+}
+
+impl Hierarchy {
+    pub(super) fn new(peers: &Peers, reducer: Reducer, inputs: Flat, outputs: Flat) -> Result<Self> {
+        let hosts = &peers.hosts;
+        let too_small = || Error::Shape {
+            reason: format!("a ring of {} bytes is too small for an allreduce", peers.capacity),
+        };
+        let expansion = reducer.expansion();
+        let schedule = Schedule::new(inputs.len(), hosts, expansion, peers.capacity).ok_or_else(too_small)?;
+        let (member, host) = (peers.member, hosts.own());
+        let stream = |link: usize| {
+            let peer = peers.member_of(link);
+            Stream {
+                peer,
+                host: hosts.of(peer),
+                writing: schedule.seek(0, Ends { from: member, to: peer }),
+                reading: schedule.seek(0, Ends { from: peer, to: member }),
+            }
+        };
+        let first = Cursor { chunk: member - hosts.members(host).start, at: 0 };
+        let slot = vec![0; (schedule.longest_part() + BLOCK) * expansion];
+        Ok(Self {
+            streams: (0..peers.links.len()).map(stream).collect(),
+            store: vec![slot; schedule.begun(host)],
+            stride: hosts.members(host).len(),
+            local: peers.local_links(),
+            joining: first,
+            reducing: first,
+            arrived: VecDeque::new(),
+            handed_out: first.chunk,
+            reducer,
+            inputs,
+            outputs,
+            schedule,
+            member,
+            host,
+        })
+    }
+
+    fn slot(&self, chunk: usize) -> usize {
+        chunk / self.stride % self.store.len()
+    }
+
+    /// Sends a carrier on this host what the link takes of this member's input.
+    fn post(&mut self, index: usize, link: &mut Link) -> Result<bool> {
+        let Stream { writing, .. } = &mut self.streams[index];
+        let Some(chunk) = self.schedule.early_at(*writing) else { return Ok(false) };
+        let (start, inputs) = (self.schedule.chunk(chunk).0, &self.inputs);
+        let any = writing.message.put(&mut *link.sender, |at, to| inputs.read(start + at, to))?;
+        self.wrote(index);
+        Ok(any)
+    }
+
+    fn wrote(&mut self, index: usize) {
+        let Stream { peer, writing, .. } = &mut self.streams[index];
+        if writing.message.is_finished() {
+            *writing = self.schedule.next(*writing, Ends { from: self.member, to: *peer });
+        }
+    }
+
+    fn read(&mut self, index: usize) {
+        let Stream { peer, reading, .. } = &mut self.streams[index];
+        if reading.message.is_finished() {
+            *reading = self.schedule.next(*reading, Ends { from: *peer, to: self.member });
+        }
+    }
+
+    /// Joins inputs of this host that have arrived, into the window towards the owner of the part they are in, or into
+    /// the own store.
+    fn join(&mut self, peers: &mut Peers) -> Result<bool> {
+        let Cursor { chunk, at } = self.joining;
+        let (start, len) = self.schedule.chunk(chunk);
+        if chunk >= self.schedule.chunks() {
+            return Ok(false);
+        }
+        let Some((owner, part)) = self.schedule.owner(chunk, at) else { return Ok(false) };
+        let expansion = self.reducer.expansion();
+        let ready = |stream: &Stream| self.schedule.early_at(stream.reading) == Some(chunk);
+        if !self.streams[self.local.clone()].iter().all(ready) {
+            return Ok(false);
+        }
+        // Bytes of elements that can be joined; all are whole units, but for the chunk's end.
+        let mut bytes = part.end - at;
+        for index in self.local.clone() {
+            bytes =
+                bytes.min(arrived(&mut peers.links[index], &self.streams[index].reading.message, UNIT)?.0);
+        }
+        let target = (owner != self.host).then(|| peers.link_to(peers.hosts.carrier(owner, chunk)));
+        if let Some(target) = target {
+            if self.schedule.early_at(self.streams[target].writing) != Some(chunk) {
+                return Ok(false);
+            }
+            let window = peers.links[target].sender.window()?.len();
+            bytes = bytes.min(window / (UNIT * expansion) * UNIT);
+        } else if chunk / self.stride >= self.reducing.chunk / self.stride + self.store.len() {
+            return Ok(false);
+        }
+        if bytes == 0 {
+            return Ok(false);
+        }
+        let slot = self.slot(chunk);
+        let (before, rest) = peers.links.split_at_mut(self.local.start);
+        let (local, after) = rest.split_at_mut(self.local.len());
+        let out = match target {
+            None => &mut self.store[slot][(at - part.start) * expansion..],
+            Some(target) if target < self.local.start => before[target].sender.window()?,
+            Some(target) => after[target - self.local.end].sender.window()?,
+        };
+        let windows = local.iter_mut().map(|link| link.receiver.window());
+        let windows = windows.collect::<farandole_transport::Result<Vec<&[u8]>>>()?;
+        // Links to earlier members come first.
+        let place = self.member - self.local.start;
+        join_blocks(&self.reducer, &windows, place, &self.inputs, start + at, bytes, out);
+        if let Some(target) = target {
+            let message = &mut self.streams[target].writing.message;
+            let wire = (bytes * expansion).next_multiple_of(UNIT);
+            out[bytes * expansion..wire].fill(0);
+            message.advance(wire);
+            peers.links[target].sender.commit(wire)?;
+            self.wrote(target);
+        }
+        let wire = bytes.next_multiple_of(UNIT);
+        for index in self.local.clone() {
+            peers.links[index].receiver.release(wire)?;
+            self.streams[index].reading.message.advance(wire);
+            self.read(index);
+        }
+        self.joining.at += bytes;
+        if self.joining.at == len {
+            self.joining = Cursor { chunk: chunk + self.stride, at: 0 };
+        }
+        Ok(true)
+    }
+
+    /// Makes results of the partials that have arrived of the own part.
+    fn reduce(&mut self, peers: &mut Peers) -> Result<bool> {
+        let Cursor { chunk, at } = self.reducing;
+        if chunk >= self.schedule.chunks() {
+            return Ok(false);
+        }
+        let (part, len) = self.schedule.part(chunk, self.host);
+        let joined = match self.joining {
+            joining if joining.chunk > chunk => len,
+            joining => joining.at.saturating_sub(part).min(len),
+        };
+        let mut bytes = joined.saturating_sub(at);
+        if len == 0 && self.joining.chunk > chunk {
+            self.reduced(chunk, 0, len);
+            return Ok(true);
+        }
+        if bytes == 0 {
+            return Ok(false);
+        }
+        let expansion = self.reducer.expansion();
+        let carriers: Vec<usize> = (0..peers.hosts.count())
+            .filter(|host| *host != self.host)
+            .map(|host| peers.link_to(peers.hosts.carrier(host, chunk)))
+            .collect();
+        for index in &carriers {
+            let Stream { reading, .. } = &self.streams[*index];
+            if self.schedule.early_at(*reading) != Some(chunk) {
+                return Ok(false);
+            }
+            let here = arrived(&mut peers.links[*index], &reading.message, UNIT * expansion)?.0;
+            bytes = bytes.min(here / expansion);
+        }
+        if bytes == 0 {
+            return Ok(false);
+        }
+        let own = &self.store[self.slot(chunk)][at * expansion..(at + bytes) * expansion];
+        let links = peers.links.iter_mut().enumerate().filter(|(index, _)| carriers.contains(index));
+        let windows = links.map(|(_, link)| link.receiver.window());
+        let mut partials = windows.collect::<farandole_transport::Result<Vec<&[u8]>>>()?;
+        partials.insert(self.host, own);
+        let start = self.schedule.chunk(chunk).0 + part + at;
+        let scratch = &mut peers.scratch.result;
+        scratch.resize(scratch.len().max(BLOCK), 0);
+        for from in (0..bytes).step_by(BLOCK) {
+            let block = &mut scratch[..BLOCK.min(bytes - from)];
+            let range = from * expansion..(from + block.len()) * expansion;
+            let partials: Vec<&[u8]> = partials.iter().map(|partial| &partial[range.clone()]).collect();
+            self.reducer.finish(&partials, block);
+            self.outputs.write(start + from, block);
+        }
+        let wire = (bytes * expansion).next_multiple_of(UNIT);
+        for index in carriers {
+            peers.links[index].receiver.release(wire)?;
+            self.streams[index].reading.message.advance(wire);
+            self.read(index);
+        }
+        self.reduced(chunk, bytes, len);
+        Ok(true)
+    }
+
+    fn reduced(&mut self, chunk: usize, bytes: usize, len: usize) {
+        self.stored(chunk, self.host, bytes);
+        self.reducing.at += bytes;
+        if self.reducing.at == len {
+            self.reducing = Cursor { chunk: chunk + self.stride, at: 0 };
+        }
+    }
+
+    /// Notes results of a chunk that this member carries.
+    fn stored(&mut self, chunk: usize, host: usize, bytes: usize) {
+        if self.local.is_empty() {
+            return;
+        }
+        while self.handed_out + self.arrived.len() * self.stride <= chunk {
+            let next = self.handed_out + self.arrived.len() * self.stride;
+            let bytes = vec![0; self.schedule.hosts().count()];
+            self.arrived.push_back(Arrived { chunk: next, bytes });
+        }
+        if let Some(arrived) = self.arrived.iter_mut().find(|arrived| arrived.chunk == chunk) {
+            arrived.bytes[host] += bytes;
+        }
+    }
+
+    /// Results at the beginning of a carried chunk, up to the first that is missing.
+    fn complete(&self, chunk: usize) -> usize {
+        let Some(arrived) = self.arrived.iter().find(|arrived| arrived.chunk == chunk) else { return 0 };
+        let mut complete = 0;
+        for (host, bytes) in arrived.bytes.iter().enumerate() {
+            complete += bytes;
+            if *bytes < self.schedule.part(chunk, host).1 {
+                break;
+            }
+        }
+        complete
+    }
+
+    /// Sends results: the own parts to the other hosts' carriers, whole chunks within the host.
+    fn send(&mut self, index: usize, link: &mut Link) -> Result<bool> {
+        let Some(chunk) = self.schedule.late_at(self.streams[index].writing) else { return Ok(false) };
+        let start = self.schedule.chunk(chunk).0;
+        let (start, len, ready) = if self.local.contains(&index) {
+            (start, self.schedule.chunk(chunk).1, self.complete(chunk))
+        } else {
+            let (part, len) = self.schedule.part(chunk, self.host);
+            let done = if self.reducing.chunk > chunk { len } else { self.reducing.at };
+            (start + part, len, if self.reducing.chunk < chunk { 0 } else { done })
+        };
+        let Stream { writing, .. } = &mut self.streams[index];
+        let most = if ready == len {
+            usize::MAX
+        } else {
+            (ready / UNIT * UNIT).saturating_sub(writing.message.done())
+        };
+        let outputs = &self.outputs;
+        let any = writing.message.put_some(most, &mut *link.sender, |at, to| outputs.read(start + at, to))?;
+        self.wrote(index);
+        Ok(any)
+    }
+
+    /// Stores results.
+    fn fetch(&mut self, index: usize, link: &mut Link) -> Result<bool> {
+        let Stream { host, reading, .. } = &mut self.streams[index];
+        let Some(chunk) = self.schedule.late_at(*reading) else { return Ok(false) };
+        let start = self.schedule.chunk(chunk).0;
+        let (host, local) = (*host, self.local.contains(&index));
+        let start = if local { start } else { start + self.schedule.part(chunk, host).0 };
+        let outputs = &self.outputs;
+        let mut bytes = 0;
+        let any = reading.message.take(&mut *link.receiver, |at, from| {
+            bytes = from.len();
+            outputs.write(start + at, from);
+        })?;
+        self.read(index);
+        if !local {
+            self.stored(chunk, host, bytes);
+        }
+        Ok(any)
+    }
+
+    /// Forgets chunks that were handed out.
+    fn forget(&mut self) {
+        while let Some(front) = self.arrived.front() {
+            let waits = |stream: &Stream| !self.schedule.is_past(stream.writing, front.chunk);
+            if self.streams[self.local.clone()].iter().any(waits) {
+                return;
+            }
+            self.handed_out = front.chunk + self.stride;
+            self.arrived.pop_front();
+        }
+    }
+}
+
+/// Bytes of the window that belong to this message and are whole units, or its end. Twice: without padding and with it.
+fn arrived(link: &mut Link, message: &Message, unit: usize) -> Result<(usize, usize)> {
+    let left = message.left();
+    let whole = |bytes: usize| if bytes >= left { left } else { bytes / unit * unit };
+    let window = link.receiver.window()?.len();
+    let mut wire = whole(window);
+    if wire == 0
+        && window > 0
+        && let Err(end) = link.receiver.awaits()
+    {
+        // The rest may have come together with the end.
+        wire = whole(link.receiver.window()?.len());
+        if wire == 0 {
+            return Err(end.into());
+        }
+    }
+    Ok((message.payload(wire), wire))
+}
+
+/// Joins the inputs of a host in member order, `place` being this member's among them.
+fn join_blocks(
+    reducer: &Reducer,
+    windows: &[&[u8]],
+    place: usize,
+    own: &Flat,
+    start: usize,
+    bytes: usize,
+    out: &mut [u8],
+) {
+    let expansion = reducer.expansion();
+    own.visit(start, bytes, |offset, mine| {
+        let here = offset..offset + mine.len();
+        let out = &mut out[here.start * expansion..here.end * expansion];
+        let (before, after) = windows.split_at(place);
+        let mut inputs: Vec<&[u8]> = before.iter().map(|window| &window[here.clone()]).collect();
+        inputs.push(mine);
+        inputs.extend(after.iter().map(|window| &window[here.clone()]));
+        reducer.begin(&inputs, out);
+    });
+}
+
+impl Job for Hierarchy {
+    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+        let mut any = false;
+        let count = peers.links.len();
+        // Everybody begins with its successor, so that no one's ring is everybody's first.
+        let order = |k: usize| (self.member + k) % count;
+        let order: Vec<usize> = (0..count).map(order).collect();
+        for index in &order {
+            if self.local.contains(index) {
+                any |= self.post(*index, &mut peers.links[*index])?;
+            }
+        }
+        for _ in 0..self.schedule.hosts().count() {
+            if !self.join(peers)? {
+                break;
+            }
+            any = true;
+        }
+        any |= self.reduce(peers)?;
+        for index in order {
+            any |= self.fetch(index, &mut peers.links[index])?;
+            any |= self.send(index, &mut peers.links[index])?;
+        }
+        self.forget();
+        let over =
+            |stream: &Stream| self.schedule.is_over(stream.writing) && self.schedule.is_over(stream.reading);
+        let made = self.reducing.chunk >= self.schedule.chunks();
+        Ok(Moved { any, done: made && self.streams.iter().all(over) })
+    }
+}

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Which members live together.
+
+use std::ops::Range;
+
+/// Members of one host follow each other. A host whose members do not is taken for several: that costs time, and
+/// changes no result but the order of sums, for all members alike.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Hosts {
+    /// Where each host's members begin, and where the last ones end.
+    starts: Vec<usize>,
+    own: usize,
+}
+
+impl Hosts {
+    /// One host number for every member, in member order.
+    pub(super) fn new(numbers: &[u32], member: usize) -> Self {
+        let starts: Vec<usize> = (0..numbers.len())
+            .filter(|k| *k == 0 || numbers[*k] != numbers[k - 1])
+            .chain([numbers.len()])
+            .collect();
+        let own = starts.partition_point(|start| *start <= member).saturating_sub(1);
+        Self { starts, own }
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.starts.len() - 1
+    }
+
+    /// The host of this member.
+    pub(super) fn own(&self) -> usize {
+        self.own
+    }
+
+    pub(super) fn members(&self, host: usize) -> Range<usize> {
+        self.starts[host]..self.starts[host + 1]
+    }
+
+    pub(super) fn of(&self, member: usize) -> usize {
+        self.starts.partition_point(|start| *start <= member).saturating_sub(1)
+    }
+
+    /// Members on each host.
+    pub(super) fn sizes(&self) -> Vec<usize> {
+        (0..self.count()).map(|host| self.members(host).len()).collect()
+    }
+
+    /// Members on the fullest host.
+    pub(super) fn largest(&self) -> usize {
+        self.sizes().into_iter().max().unwrap_or(1)
+    }
+
+    /// The member that stands for a host in the matter numbered `turn`: they take turns.
+    pub(super) fn carrier(&self, host: usize, turn: usize) -> usize {
+        let members = self.members(host);
+        members.start + turn % members.len().max(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn members_that_follow_each_other_share_a_host() {
+        let hosts = Hosts::new(&[7, 7, 3, 3, 3, 9], 3);
+        assert_eq!((hosts.count(), hosts.own(), hosts.largest()), (3, 1, 3));
+        assert_eq!((hosts.members(1), hosts.of(1), hosts.of(5)), (2..5, 0, 2));
+        assert_eq!((0..4).map(|turn| hosts.carrier(1, turn)).collect::<Vec<_>>(), [2, 3, 4, 2]);
+        assert_eq!(Hosts::new(&[0, 1, 0, 1], 2).sizes(), [1; 4]);
+    }
+}

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Worlds of several hosts: every algorithm has the bits of the oracle (CO-1), over every kind of link.
+
+use farandole_collectives::{DataType, Operation, ReduceOp};
+use farandole_testkit::{Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle};
+
+const WORLDS: [&[usize]; 9] =
+    [&[2, 2], &[2, 1], &[1, 3], &[1, 1, 1], &[1, 1, 1, 1, 1], &[3, 1, 2], &[2, 2, 2, 2], &[1, 4], &[4]];
+const ALGORITHMS: [&str; 5] = ["auto", "direct", "doubling", "pipeline", "hierarchy"];
+const OPS: [ReduceOp; 5] =
+    [ReduceOp::Average, ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
+
+/// None, few, odd, over a unit, several chunks.
+const COUNTS: [usize; 7] = [1, 0, 700, 64, 5001, 3, 40_003];
+
+fn input(dtype: DataType, count: usize, rank: usize) -> Vec<u8> {
+    elements(dtype, count, (rank * 7919 + count) as u64)
+}
+
+fn inputs(dtype: DataType, count: usize, size: usize) -> Vec<Vec<u8>> {
+    (0..size).map(|rank| input(dtype, count, rank)).collect()
+}
+
+fn call(dtype: DataType, op: ReduceOp) -> oracle::Allreduce {
+    oracle::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0 }
+}
+
+#[test]
+fn every_algorithm_has_the_bits_of_the_oracle_alone_and_fused() {
+    for world in WORLDS {
+        let size: usize = world.iter().sum();
+        for dtype in [DataType::F32, DataType::F16, DataType::F64, DataType::I8] {
+            let expected: Vec<Vec<u8>> = COUNTS
+                .iter()
+                .map(|count| {
+                    let inputs = inputs(dtype, *count, size);
+                    oracle::allreduce_on(world, call(dtype, ReduceOp::Average), &inputs)
+                })
+                .collect();
+            for algorithms in ALGORITHMS {
+                Harness::on_hosts(world).ring(32 << 10).algorithms(algorithms).run(
+                    |rank, mut communicator| {
+                        let make = |count: &usize| {
+                            let bytes = &inputs(dtype, *count, size)[rank.index()];
+                            Tensor::new(bytes, count.is_multiple_of(2))
+                        };
+                        let fused: Vec<Tensor> = COUNTS.iter().map(make).collect();
+                        let alone: Vec<Tensor> = COUNTS.iter().map(make).collect();
+                        let mut operations = vec![allreduce(dtype, ReduceOp::Average, &fused)];
+                        operations.extend(
+                            alone.iter().map(|tensor| {
+                                allreduce(dtype, ReduceOp::Average, std::slice::from_ref(tensor))
+                            }),
+                        );
+                        complete_all(&mut communicator, operations).unwrap();
+                        for (k, expected) in expected.iter().enumerate() {
+                            for (how, tensor) in [("fused", &fused[k]), ("alone", &alone[k])] {
+                                oracle::compare(dtype, &tensor.result(), expected).unwrap_or_else(|differs| {
+                                panic!("{algorithms} on {world:?}, rank {rank}, {dtype} {k} {how}: {differs}")
+                            });
+                            }
+                        }
+                    },
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn every_type_and_operation_goes_by_hosts() {
+    for world in [&[2, 2][..], &[3, 1, 2]] {
+        let size: usize = world.iter().sum();
+        for algorithms in ["doubling", "hierarchy"] {
+            Harness::on_hosts(world).ring(32 << 10).algorithms(algorithms).run(|rank, mut communicator| {
+                for dtype in DataType::ALL {
+                    for op in OPS.into_iter().filter(|op| oracle::is_defined(dtype, *op)) {
+                        for (prescale, postscale) in [(1.0, 1.0), (0.5, 3.0)] {
+                            if dtype == DataType::Bool && prescale != 1.0 {
+                                continue;
+                            }
+                            let call = oracle::Allreduce { dtype, op, prescale, postscale };
+                            let inputs = inputs(dtype, 1003, size);
+                            let tensor = Tensor::new(&inputs[rank.index()], false);
+                            let segments = vec![tensor.segment()];
+                            let operation = Operation::Allreduce { dtype, op, prescale, postscale, segments };
+                            complete(&mut communicator, operation).unwrap();
+                            let expected = oracle::allreduce_on(world, call, &inputs);
+                            oracle::compare(dtype, &tensor.result(), &expected).unwrap_or_else(|differs| {
+                                panic!("{algorithms} on {world:?}, rank {rank}, {call:?}: {differs}")
+                            });
+                        }
+                    }
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn all_operations_work_over_shared_memory_and_tcp_together() {
+    for world in [&[2, 2][..], &[2, 1], &[1, 1, 1], &[3, 1, 2]] {
+        let size: usize = world.iter().sum();
+        let run = |links: Links| {
+            Harness::on_hosts(world).over(links).ring(64 << 10).run(|rank, mut communicator| {
+                let me = rank.index();
+                let mut results = Vec::new();
+                for count in [1, 1000, 120_000] {
+                    let input = elements(DataType::F32, count, me as u64);
+                    let summed = Tensor::new(&input, false);
+                    let sum = allreduce(DataType::F32, ReduceOp::Average, std::slice::from_ref(&summed));
+                    let sent = Tensor::new(&input, true);
+                    let broadcast = Operation::Broadcast { root: size - 1, segments: vec![sent.segment()] };
+                    let gathered = Tensor::with_output(&input, input.len() * size);
+                    let bytes = vec![vec![input.len(); size]];
+                    let gather = Operation::Allgather { segments: vec![gathered.segment()], bytes };
+                    let swapped = Tensor::with_output(&input, input.len() / size * size);
+                    let mut segment = swapped.segment();
+                    segment.input = segment.input.slice(0, input.len() / size * size);
+                    let blocks = vec![input.len() / size; size];
+                    let swap = Operation::Alltoall { segment, sends: blocks.clone(), receives: blocks };
+                    let parts: Vec<usize> =
+                        (0..size).map(|k| count * (k + 1) / size * 4 - count * k / size * 4).collect();
+                    let scattered = Tensor::with_output(&input, parts[me]);
+                    let scatter = Operation::Reducescatter {
+                        dtype: DataType::F32,
+                        op: ReduceOp::Average,
+                        prescale: 1.0,
+                        postscale: 1.0,
+                        segments: vec![scattered.segment()],
+                        bytes: vec![parts.clone()],
+                    };
+                    let operations = vec![sum, broadcast, swap, Operation::Barrier, gather, scatter];
+                    complete_all(&mut communicator, operations).unwrap();
+                    let start: usize = parts[..me].iter().sum();
+                    assert!(scattered.result() == summed.result()[start..start + parts[me]]);
+                    results.push([summed, sent, gathered].map(|tensor| tensor.result()));
+                }
+                results
+            })
+        };
+        let expected = run(Links::Loopback);
+        assert!(expected.iter().all(|results| *results == expected[0]), "{world:?}");
+        for links in [Links::SharedMemory, Links::Tcp, Links::TwoHosts] {
+            assert!(run(links) == expected, "{links:?} on {world:?}");
+        }
+    }
+}
+
+#[test]
+fn broadcast_reaches_every_host_from_any_root() {
+    for world in WORLDS {
+        let size: usize = world.iter().sum();
+        Harness::on_hosts(world).ring(16 << 10).run(|rank, mut communicator| {
+            for root in 0..size {
+                for length in [0, 1, 61, 200_003] {
+                    let bytes = |rank: usize| elements(DataType::U8, length, (rank * 10 + length) as u64);
+                    let tensor = Tensor::new(&bytes(rank.index()), root % 2 == 0);
+                    let segments = vec![tensor.segment()];
+                    complete(&mut communicator, Operation::Broadcast { root, segments }).unwrap();
+                    assert!(tensor.result() == bytes(root), "rank {rank} from {root} on {world:?}: {length}");
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn allgather_joins_uneven_parts_of_every_host() {
+    for world in WORLDS {
+        let size: usize = world.iter().sum();
+        Harness::on_hosts(world).ring(16 << 10).run(|rank, mut communicator| {
+            // Bytes of member m in tensor k: some have none, some more than a ring.
+            let count =
+                |k: usize, m: usize| [(m * 37 + 11) % 100, if m == 1 { 0 } else { m * 20_000 }, 0, 1][k];
+            let input = |k: usize, m: usize| elements(DataType::U8, count(k, m), (m * 10 + k) as u64);
+            let bytes: Vec<Vec<usize>> = (0..4).map(|k| (0..size).map(|m| count(k, m)).collect()).collect();
+            let tensors: Vec<Tensor> = bytes
+                .iter()
+                .enumerate()
+                .map(|(k, counts)| Tensor::with_output(&input(k, rank.index()), counts.iter().sum()))
+                .collect();
+            let segments = tensors.iter().map(Tensor::segment).collect();
+            complete(&mut communicator, Operation::Allgather { segments, bytes }).unwrap();
+            for (k, tensor) in tensors.iter().enumerate() {
+                let inputs: Vec<Vec<u8>> = (0..size).map(|m| input(k, m)).collect();
+                assert!(
+                    tensor.result() == oracle::allgather(&inputs),
+                    "rank {rank} on {world:?}, tensor {k}"
+                );
+            }
+        });
+    }
+}
