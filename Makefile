@@ -8,7 +8,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-faults lint bench wheel install tools deny docs clean
+.PHONY: demo test tensorflow-ops test-faults lint bench wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -36,7 +36,12 @@ bench: install
 
 install: $(VENV)/.wheel
 
-wheel: $(VENV)/.packages
+# TensorFlow's ops: a library of their own, a file of the package. In a checkout it is a link to what cargo built.
+tensorflow-ops:
+	cargo build --release -p farandole-tensorflow
+	ln -sf ../../../target/release/libfarandole_tensorflow.so python/farandole/tensorflow/libfarandole_tensorflow.so
+
+wheel: $(VENV)/.packages tensorflow-ops
 	rm -rf dist
 	$(BIN)/maturin build --release --out dist
 	$(BIN)/uv build --quiet --wheel --out-dir dist python/horovod-compat
@@ -49,7 +54,7 @@ $(VENV)/.wheel: $(SOURCES) $(VENV)/.packages
 $(VENV)/.packages: pyproject.toml | tools
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra torch --extra spark --extra examples --extra dev
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra torch --extra tensorflow-cpu --extra spark --extra examples --extra dev
 	touch $@
 
 tools:
