@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from farandole.spark.common import FilesystemStore, LocalStore, Store
+from farandole.spark.common import DBFSLocalStore, FilesystemStore, HDFSStore, LocalStore, ObjectStore, Store
 
 
 def test_the_layout_is_horovods(tmp_path):
@@ -38,10 +38,53 @@ def test_without_saved_runs_there_is_no_checkpoint_path(tmp_path):
     assert store.to_remote("r").saving_runs is False
 
 
-@pytest.mark.parametrize("url", ["hdfs://namenode:8020/data", "s3://bucket/data", "gs://bucket/data", "dbfs:/data"])
-def test_another_scheme_is_refused_by_name(url):
-    with pytest.raises(ValueError, match=f"scheme '{url.split(':')[0]}' is not supported.*{url}"):
-        Store.create(url)
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("hdfs://namenode:8020/data", HDFSStore),
+        ("s3://bucket/data", ObjectStore),
+        ("memory://here/data", ObjectStore),
+        ("dbfs:/data", DBFSLocalStore),
+        ("/dbfs/data", DBFSLocalStore),
+        ("file:///dbfs/data", DBFSLocalStore),
+        ("/Volumes/main/schema/volume", DBFSLocalStore),
+        ("/data", FilesystemStore),
+        ("file:///data", FilesystemStore),
+    ],
+)
+def test_the_url_says_which_store(url, kind):
+    assert type(Store.create(url)) is kind
+
+
+def test_another_scheme_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"no store for the scheme ftp.*ftp://host/data|not a path.*ftp://host/data"):
+        Store.create("ftp://host/data")
+    with pytest.raises(ValueError, match="dbfs://data"):
+        Store.create("dbfs://data")
+
+
+def test_paths_in_hdfs_get_the_name_node_and_lose_it():
+    store = HDFSStore("/user/x", host="node", port=8020)
+    assert store.prefix_path == "hdfs://node:8020/user/x"
+    assert store.get_full_path("/y") == "hdfs://node:8020/y"
+    assert store.get_localized_path("hdfs://node:8020/user/x/y") == "/user/x/y"
+    assert pickle.loads(pickle.dumps(store)).prefix_path == store.prefix_path
+    assert Store.create("hdfs:///user/x").prefix_path == "hdfs:///user/x"
+    for wrong in ("s3://bucket/x", "hdfs://node:8020"):
+        with pytest.raises(ValueError, match=wrong):
+            HDFSStore(wrong)
+
+
+def test_databricks_paths_are_one_place_and_a_directory_may_stand_in(tmp_path, monkeypatch):
+    for form in ("dbfs:/x", "/dbfs/x", "file:///dbfs/x"):
+        assert DBFSLocalStore(form).prefix_path == "file:///dbfs/x"
+    assert DBFSLocalStore("dbfs:/x").get_localized_path("dbfs:/x/y") == "/dbfs/x/y"
+    assert DBFSLocalStore("dbfs:/x").get_checkpoint_filename() == "checkpoint.tf"
+    with pytest.raises(ValueError, match="/tmp/x"):
+        DBFSLocalStore("/tmp/x")
+    monkeypatch.setenv("FARANDOLE_DBFS_ROOT", str(tmp_path))
+    DBFSLocalStore("dbfs:/x").write_text("dbfs:/x/note", "text")
+    assert (tmp_path / "x" / "note").read_text() == "text"
 
 
 def test_files_are_written_whole_and_read_back(tmp_path):

@@ -10,18 +10,41 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from farandole.spark.common.backend import Backend, LocalBackend, SparkBackend
-    from farandole.spark.common.store import FilesystemStore, LocalStore, Store
+    from farandole.spark.common.store import (
+        AbstractFilesystemStore,
+        DBFSLocalStore,
+        FilesystemStore,
+        HDFSStore,
+        LocalStore,
+        ObjectStore,
+        Store,
+    )
 
 _HOMES = {
     "Backend": "backend",
     "LocalBackend": "backend",
     "SparkBackend": "backend",
+    "AbstractFilesystemStore": "store",
+    "DBFSLocalStore": "store",
     "FilesystemStore": "store",
+    "HDFSStore": "store",
     "LocalStore": "store",
+    "ObjectStore": "store",
     "Store": "store",
 }
 
-__all__ = ["Backend", "FilesystemStore", "LocalBackend", "LocalStore", "SparkBackend", "Store"]
+__all__ = [
+    "AbstractFilesystemStore",
+    "Backend",
+    "DBFSLocalStore",
+    "FilesystemStore",
+    "HDFSStore",
+    "LocalBackend",
+    "LocalStore",
+    "ObjectStore",
+    "SparkBackend",
+    "Store",
+]
 
 
 def __getattr__(name: str) -> object:

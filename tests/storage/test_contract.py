@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What every store keeps to, wherever its bytes live."""
+
+import pickle
+
+import pytest
+
+from farandole._native import store as native
+from farandole.spark.common import Store
+
+KINDS = ["local", "memory", "dbfs", "s3", "gcs", "azure", "hdfs"]
+
+
+@pytest.fixture(params=KINDS)
+def store(request, tmp_path, prefix, monkeypatch):
+    kind = request.param
+    if kind == "local":
+        return Store.create(str(tmp_path / "a b=ü"))
+    if kind == "memory":
+        return Store.create(f"memory://{prefix}/x")
+    if kind == "dbfs":
+        monkeypatch.setenv("FARANDOLE_DBFS_ROOT", str(tmp_path))
+        return Store.create(f"dbfs:/{prefix}")
+    options = request.getfixturevalue(f"{kind}_options")
+    root = {"s3": "s3://bucket", "gcs": "gs://bucket", "azure": "az://bucket"}.get(kind)
+    if root is None:
+        root = options["url"]
+        return Store.create(f"{root}/{prefix}")
+    return Store.create(f"{root}/{prefix}", storage_options=options)
+
+
+def test_files_appear_whole_are_listed_and_go(store):
+    note = f"{store.get_run_path('r')}/note.txt"
+    assert not store.exists(note)
+    store.write_text(note, "one")
+    store.write_text(note, "two")
+    assert store.exists(note)
+    assert store.exists(store.get_run_path("r"))
+    assert store.read(note) == b"two"
+    run = native.Store(store.get_run_path("r"))
+    assert run.list() == [("note.txt", 3)]
+    assert [item[0] for item in native.Store(store.get_runs_path()).look()] == ["r"]
+    assert run.read_range("note.txt", 1, 3) == b"wo"
+    with pytest.raises(FileNotFoundError, match="absent"):
+        store.read(f"{store.get_run_path('r')}/absent")
+    store.check_writable()
+    assert run.delete_all() == 1
+    assert not store.exists(note)
+
+
+def test_a_pickled_store_reaches_the_same_files(store):
+    store.write_text(f"{store.prefix_path}/x", "text")
+    again = pickle.loads(pickle.dumps(store))
+    assert again.read(f"{again.prefix_path}/x") == b"text"
+    remote = pickle.loads(pickle.dumps(store.to_remote("run")))
+    remote.write("checkpoint", b"weights")
+    assert store.read(f"{store.get_run_path('run')}/checkpoint") == b"weights"
+
+
+def test_fsspec_reads_and_writes_the_store(store):
+    fs, path = store.fs, f"{store.prefix_path}/table/data.bin"
+    with fs.open(path, "wb") as file:
+        file.write(b"0123456789" * 1000)
+    with fs.open(path, "rb") as file:
+        file.seek(-5, 2)
+        assert file.read() == b"56789"
+    assert fs.info(path)["size"] == 10_000
+    assert fs.cat_file(path, 3, 6) == b"345"
+    assert [entry["name"] for entry in fs.ls(f"{store.prefix_path}/table")] == [path]
+    assert fs.exists(path)
+    assert not fs.exists(path + "x")
+    fs.rm(f"{store.prefix_path}/table", recursive=True)
+    assert not fs.exists(path)
+
+
+def test_pandas_and_pyarrow_go_through_the_same_door(store):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"x": list(range(100))})
+    pq.write_table(table, f"{store.get_train_data_path()}/part-0.parquet", filesystem=store.fs)
+    assert store.is_parquet_dataset(store.get_train_data_path())
+    assert store.get_parquet_dataset(store.get_train_data_path()).to_table().equals(table)
+
+
+def test_old_prepared_data_is_swept_and_runs_stay(store):
+    store.write_text(f"{store.get_train_data_path(0)}/part.parquet", "x")
+    store.write_text(f"{store.get_run_path('r')}/checkpoint", "x")
+    assert store.gc(older_than=3600) == []
+    assert store.gc(older_than=-0.0) == ["intermediate_train_data.0"]
+    assert store.exists(f"{store.get_run_path('r')}/checkpoint")

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""S3: options travel to training processes, secrets stay hidden, failures are told apart."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from farandole._native import store as native
+from farandole.spark.common import LocalBackend, ObjectStore, Store
+
+
+def test_an_estimator_trains_from_a_bucket_and_leaves_its_checkpoint_there(s3_options, prefix):
+    import torch
+
+    from farandole.spark.torch import TorchEstimator
+
+    store = Store.create(f"s3://bucket/{prefix}", storage_options=s3_options)
+    assert isinstance(store, ObjectStore)
+    x = np.linspace(0, 1, 400, dtype="float32")
+    table = pa.table({"x": x, "y": 2 * x})
+    for part in range(2):
+        pq.write_table(table, f"{store.get_train_data_path()}/part-{part}.parquet", filesystem=store.fs)
+    network = torch.nn.Linear(1, 1)
+    model = TorchEstimator(
+        backend=LocalBackend(2),
+        model=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=50,
+        epochs=2,
+        store=store,
+        run_id="run",
+        verbose=0,
+    ).fit_on_parquet()
+    assert len(model.getHistory()) == 2
+    assert store.exists(f"{store.get_run_path('run')}/checkpoint")
+
+
+def test_secrets_are_in_no_text(s3_options, prefix):
+    store = Store.create(f"s3://bucket/{prefix}", storage_options=s3_options)
+    assert "hidden" not in repr(store) + repr(store.storage_options) + repr(store.to_remote("r")) + str(vars(store.fs))
+    with pytest.raises(ValueError, match="sekret") as refused:
+        Store.create("s3://other/x", storage_options={"sekret": "hidden"})
+    assert "hidden" not in str(refused.value)
+
+
+def test_what_a_bucket_refuses_names_the_whole_path(s3_options, prefix):
+    store = Store.create(f"s3://no-such-bucket/{prefix}", storage_options=s3_options)
+    with pytest.raises(OSError, match=f"s3://no-such-bucket/{prefix}"):
+        store.check_writable()
+
+
+def test_a_forked_process_talks_to_the_bucket_by_itself(s3_options):
+    # Spark's daemon forks its workers; connections and threads do not survive that.
+    program = f"""
+import os
+from farandole.spark.common import Store
+store = Store.create("s3://bucket/forked", storage_options={s3_options!r})
+store.write_text(store.prefix_path + "/parent", "x")
+child = os.fork()
+if child == 0:
+    store.write_text(store.prefix_path + "/child", "y")
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert store.read(store.prefix_path + "/child") == b"y"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_large_files_go_in_parts(s3_options, prefix):
+    store = native.Store(f"s3://bucket/{prefix}")
+    native.configure(f"s3://bucket/{prefix}", {key: str(value) for key, value in s3_options.items()})
+    store = native.Store(f"s3://bucket/{prefix}")
+    data = np.random.default_rng(0).bytes(20 << 20)
+    store.write("large", data)
+    assert store.size("large") == len(data)
+    assert store.read_range("large", 10 << 20, (10 << 20) + 16) == data[10 << 20 : (10 << 20) + 16]
