@@ -7,11 +7,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_shm::{Error as ShmError, Segment, handover};
+use farandole_shm::{Bell, Error as ShmError, Segment, handover};
 use farandole_world::Rank;
 use rustix::io::Errno;
 
 use crate::handshake::{CONTROL, Carrier, HELLO, Hello, PROOF, Status, Transcript, VERSION};
+use crate::peer::Peer;
 use crate::shared::{Arrival, Shared};
 use crate::tcp::stripes;
 use crate::watch::Watch;
@@ -44,7 +45,12 @@ pub(crate) enum Progress {
     Watched(Watch),
 }
 
-type Established = (Status, Option<Arrival>, Option<Watch>);
+/// A peer's end of a link, the bell if it is new, and the pidfd.
+struct Adopted {
+    arrival: Arrival,
+    bell: Option<Arc<Bell>>,
+    pidfd: Option<OwnedFd>,
+}
 
 impl AsFd for Incoming {
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -138,44 +144,45 @@ fn finish(
     shared: &Shared,
 ) -> Progress {
     let Some(peer) = shared.peers.get(hello.from.index()) else { return Progress::Refused };
-    let (status, arrival, watch): Established = match hello.carrier {
-        Carrier::SharedMemory => {
-            adopt(hello, descriptors, shared).unwrap_or((Status::NoSharedMemory, None, None))
-        }
-        Carrier::Tcp | Carrier::Control => (Status::Welcome, None, None),
-    };
-    let mut own = Vec::new();
-    if hello.carrier == Carrier::SharedMemory && status == Status::Welcome {
-        own.extend(shared.parker.bell().descriptors());
-        own.extend(shared.pidfd.as_ref().map(AsFd::as_fd));
-    }
     let place = (hello.channel, hello.from, hello.stream);
-    let sent = handover::send(&socket, &transcript.accept(status), &own);
-    if sent.is_ok()
-        && let Some(arrival) = arrival
-    {
-        shared.arrive(place, hello.capacity, arrival);
-    }
-    match hello.carrier {
-        // The bell is adopted once for all links, so its watch stays even if this link came to nothing.
-        Carrier::SharedMemory => watch.map_or(Progress::Linked, Progress::Watched),
-        _ if sent.is_err() => Progress::Refused,
-        Carrier::Tcp => {
-            shared.arrive(place, hello.capacity, Arrival::Tcp { socket, streams: hello.streams });
-            Progress::Linked
+    if hello.carrier == Carrier::SharedMemory {
+        let Some(Adopted { arrival, bell, pidfd }) = adopt(hello, peer, descriptors) else {
+            // The dialer takes another way.
+            drop(handover::send(&socket, &transcript.accept(Status::NoSharedMemory), &[]));
+            return Progress::Linked;
+        };
+        let own: Vec<_> = (shared.parker.bell().descriptors().into_iter())
+            .chain(shared.pidfd.as_ref().map(AsFd::as_fd))
+            .collect();
+        if handover::send(&socket, &transcript.accept(Status::Welcome), &own).is_ok() {
+            shared.arrive(place, hello.capacity, arrival);
         }
-        Carrier::Control => Progress::Watched(Watch::remote(Arc::clone(peer), socket)),
+        let end = shared.end_of(pidfd, socket, bell.is_some());
+        // The bell is adopted once for all links, so its watch stays even if this link came to nothing.
+        return bell
+            .map_or(Progress::Linked, |bell| Progress::Watched(Watch::local(Arc::clone(peer), bell, end)));
     }
+    if handover::send(&socket, &transcript.accept(Status::Welcome), &[]).is_err() {
+        return Progress::Refused;
+    }
+    if hello.carrier == Carrier::Control {
+        return Progress::Watched(Watch::remote(Arc::clone(peer), socket));
+    }
+    shared.arrive(place, hello.capacity, Arrival::Tcp { socket, streams: hello.streams });
+    Progress::Linked
 }
 
 /// Maps what the dialer handed over; `None` when it cannot be used.
-fn adopt(hello: &Hello, descriptors: Vec<OwnedFd>, shared: &Shared) -> Option<Established> {
-    let peer = shared.peers.get(hello.from.index())?;
+fn adopt(hello: &Hello, peer: &Peer, descriptors: Vec<OwnedFd>) -> Option<Adopted> {
     let mut descriptors = descriptors.into_iter();
     let (segment, memory, event) = (descriptors.next()?, descriptors.next()?, descriptors.next()?);
     let segment = Segment::adopt(segment, 2, usize::try_from(hello.capacity).ok()?).ok()?;
     let (sender, receiver) = (segment.producer(1).ok()?, segment.consumer(0).ok()?);
     let (bell, first) = peer.adopt(memory, event).ok()?;
-    let watch = first.then(|| Watch::local(Arc::clone(peer), Arc::clone(&bell), descriptors.next()));
-    Some((Status::Welcome, Some(Arrival::Shared { sender, receiver, bell }), watch))
+    let new = first.then(|| Arc::clone(&bell));
+    Some(Adopted {
+        arrival: Arrival::Shared { sender, receiver, bell },
+        bell: new,
+        pidfd: descriptors.next(),
+    })
 }

@@ -17,6 +17,7 @@ use farandole_config::PortRange;
 use farandole_shm::Segment;
 use farandole_world::{Generation, HostHash, Rank};
 use parking_lot::Mutex;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::card::Card;
 use crate::dial::{self, Failure, Request, Silence, Wait};
@@ -54,6 +55,8 @@ pub struct MeshOptions {
     pub ports: PortRange,
     /// Off: TCP everywhere.
     pub use_shared_memory: bool,
+    /// Off: as on kernels without pidfds.
+    pub use_pidfd: bool,
     /// Bytes of this process's own rings, the ones towards its peers, that it may place in segments; links beyond go
     /// over TCP. The host's bytes divided by its ranks.
     pub shared_memory_bytes: u64,
@@ -79,6 +82,7 @@ impl MeshOptions {
             bind: None,
             ports: PortRange { first: 0, last: 0 },
             use_shared_memory: true,
+            use_pidfd: true,
             shared_memory_bytes: 256 << 20,
             streams: 1,
             congestion: "cubic".to_owned(),
@@ -123,6 +127,7 @@ impl Mesh {
     /// `Rendezvous`; `Timeout` naming the rank that did not come; `System` when nothing can be listened on.
     pub fn join(options: MeshOptions, rendezvous: &dyn Rendezvous) -> Result<Self> {
         let deadline = Instant::now() + options.patience;
+        allow_descriptors(&options);
         let (tcp, own) = addresses::listen(options.bind, options.ports)?;
         let (unix, local) = if options.use_shared_memory { unix() } else { (None, String::new()) };
         let shared = Arc::new(Shared::new(Facts {
@@ -131,6 +136,7 @@ impl Mesh {
             generation: options.generation,
             key: Key(options.key),
             use_shared_memory: options.use_shared_memory,
+            use_pidfd: options.use_pidfd,
             peer_timeout: options.peer_timeout.max(SHORTEST_TIMEOUT),
         })?);
         let service = Service::new(Arc::clone(&shared), Listeners { tcp, unix })?;
@@ -423,14 +429,15 @@ impl Mesh {
         own.extend(self.shared.parker.bell().descriptors());
         own.extend(self.shared.pidfd.as_ref().map(AsFd::as_fd));
         let socket = dial::local(name, deadline)?;
-        let (_, theirs) = dial::converse(&self.shared, &request, socket, &own, deadline)?;
+        let (socket, theirs) = dial::converse(&self.shared, &request, socket, &own, deadline)?;
         let mut theirs = theirs.into_iter();
         let (Some(memory), Some(event)) = (theirs.next(), theirs.next()) else {
             return Err(Failure::Broken("no bell was handed over".to_owned()));
         };
         let (bell, first) = peer.adopt(memory, event).map_err(|error| Failure::Own(peer.fault(error)))?;
+        let end = self.shared.end_of(theirs.next(), socket, first);
         if first {
-            self.shared.watch(Watch::local(Arc::clone(peer), Arc::clone(&bell), theirs.next()));
+            self.shared.watch(Watch::local(Arc::clone(peer), Arc::clone(&bell), end));
         }
         Ok(Link {
             peer: peer.rank,
@@ -491,6 +498,22 @@ impl Mesh {
     /// Connections turned away so far: strangers, garbage, handshakes that took too long.
     pub fn refused(&self) -> u64 {
         self.shared.refused.load(Ordering::Relaxed)
+    }
+}
+
+/// Descriptors for each peer: bell, event, pidfd or socket, heartbeats, connections; some more while they are made.
+const EACH: u64 = 8;
+/// Descriptors for all else.
+const SPARE: u64 = 256;
+
+/// Raises the soft limit of descriptors where the peers need it, as far as the hard one goes.
+fn allow_descriptors(options: &MeshOptions) {
+    let limits = getrlimit(Resource::Nofile);
+    let needed = u64::from(options.size) * (EACH + u64::from(options.streams)) + SPARE;
+    let current = limits.maximum.map_or(needed, |most| needed.min(most));
+    if limits.current.is_some_and(|soft| soft < current) {
+        // What is not allowed shows when descriptors run out, with their number.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(current), ..limits });
     }
 }
 

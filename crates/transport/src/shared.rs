@@ -16,7 +16,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::handshake::Key;
 use crate::peer::Peer;
-use crate::watch::Watch;
+use crate::watch::{End, Watch};
 use crate::{Error, Parker, Result};
 
 /// A link of which a peer dialled and proved its end.
@@ -44,6 +44,8 @@ pub(crate) struct Shared {
     pub(crate) guard: Guard,
     /// Connections that were turned away.
     pub(crate) refused: AtomicU64,
+    /// Sockets of handshakes whose peers watch them for our end.
+    kept: Mutex<Vec<OwnedFd>>,
     /// Wakes the service thread.
     pub(crate) event: OwnedFd,
     stop: AtomicBool,
@@ -62,6 +64,7 @@ pub(crate) struct Facts {
     pub(crate) generation: Generation,
     pub(crate) key: Key,
     pub(crate) use_shared_memory: bool,
+    pub(crate) use_pidfd: bool,
     pub(crate) peer_timeout: Duration,
 }
 
@@ -77,12 +80,13 @@ impl Shared {
             use_shared_memory: facts.use_shared_memory,
             peer_timeout: facts.peer_timeout,
             parker: Parker::new()?,
-            pidfd: pidfd.ok(),
+            pidfd: pidfd.ok().filter(|_| facts.use_pidfd),
             peers: (0..facts.size).map(|rank| Arc::new(Peer::new(Rank(rank)))).collect(),
             guard: Guard::new(),
             refused: AtomicU64::new(0),
             event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map_err(Error::of("eventfd"))?,
+            kept: Mutex::new(Vec::new()),
             stop: AtomicBool::new(false),
             arrivals: Mutex::new(HashMap::new()),
             arrived: Condvar::new(),
@@ -118,6 +122,19 @@ impl Shared {
                 let host = peer.host.get().map_or("", String::as_str);
                 let what = format!("rank {} on {host} to open channel {channel}", peer.rank);
                 return Err(Error::Timeout { what, elapsed: started.elapsed() });
+            }
+        }
+    }
+
+    /// What will tell the end of a local peer: its pidfd, or else the socket of the handshake. If either lacks one,
+    /// both keep the socket.
+    pub(crate) fn end_of(&self, pidfd: Option<OwnedFd>, socket: OwnedFd, watched: bool) -> Option<End> {
+        match pidfd {
+            Some(pidfd) if self.pidfd.is_some() => Some(End::Pidfd(pidfd)),
+            None if watched => Some(End::Socket(socket)),
+            pidfd => {
+                self.kept.lock().push(socket);
+                pidfd.map(End::Pidfd)
             }
         }
     }

@@ -3,8 +3,10 @@
 
 //! Noticing that a peer died, stopped or left.
 //!
-//! A local peer's death is told by its pidfd at once, and its heartbeat is a counter in its bell's page. A remote
-//! peer sends a byte now and then on a connection of its own, which also ends when the process does.
+//! A local peer's death is told by its pidfd at once, and its heartbeat is a counter in its bell's page. Where the
+//! kernel has no pidfds (before 5.3, some sandboxes) both keep the Unix socket of their handshake, whose end tells the
+//! same, unless a forked child of the peer still holds it: then the heartbeat tells. A remote peer sends a byte now and
+//! then on a connection of its own, which also ends when the process does.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -12,7 +14,7 @@ use std::time::Duration;
 
 use farandole_shm::Bell;
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, recv, send};
+use rustix::net::{RecvFlags, SendFlags, recv, send, sockopt};
 
 use crate::peer::Peer;
 
@@ -37,15 +39,34 @@ pub(crate) struct Watch {
 
 #[derive(Debug)]
 enum Life {
-    Local { bell: Arc<Bell>, beats: u64, pidfd: Option<OwnedFd>, pid: Option<u32> },
+    Local { bell: Arc<Bell>, beats: u64, end: Option<End>, pid: Option<u32> },
     Remote { socket: OwnedFd, left: bool },
 }
 
+/// What becomes readable when a process of this host ends.
+#[derive(Debug)]
+pub(crate) enum End {
+    Pidfd(OwnedFd),
+    Socket(OwnedFd),
+}
+
+impl End {
+    fn process(&self) -> Option<u32> {
+        match self {
+            Self::Pidfd(pidfd) => process(pidfd.as_fd()),
+            Self::Socket(socket) => {
+                let pid = sockopt::socket_peercred(socket).ok()?.pid;
+                u32::try_from(pid.as_raw_nonzero().get()).ok()
+            }
+        }
+    }
+}
+
 impl Watch {
-    /// Watches a process of this host.
-    pub(crate) fn local(peer: Arc<Peer>, bell: Arc<Bell>, pidfd: Option<OwnedFd>) -> Self {
-        let pid = pidfd.as_ref().and_then(|pidfd| process(pidfd.as_fd()));
-        Self { peer, life: Life::Local { beats: bell.heartbeat(), bell, pidfd, pid }, silent: Duration::ZERO }
+    /// Watches a process of this host; by its heartbeat only where nothing tells its end.
+    pub(crate) fn local(peer: Arc<Peer>, bell: Arc<Bell>, end: Option<End>) -> Self {
+        let pid = end.as_ref().and_then(End::process);
+        Self { peer, life: Life::Local { beats: bell.heartbeat(), bell, end, pid }, silent: Duration::ZERO }
     }
 
     /// Watches through a connection; it must not block.
@@ -56,7 +77,9 @@ impl Watch {
     /// What becomes readable when there is news; none when only the heartbeat tells.
     pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match &self.life {
-            Life::Local { pidfd, .. } => pidfd.as_ref().map(AsFd::as_fd),
+            Life::Local { end, .. } => end.as_ref().map(|end| match end {
+                End::Pidfd(descriptor) | End::Socket(descriptor) => descriptor.as_fd(),
+            }),
             Life::Remote { socket, .. } => Some(socket.as_fd()),
         }
     }

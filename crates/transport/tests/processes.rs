@@ -26,6 +26,8 @@ use rustix::process::{
 const ROLE: &str = "FARANDOLE_TEST_ROLE";
 const CARD: &str = "card of the other rank: ";
 const STARVED: &str = "starved";
+/// Both processes do without pidfds.
+const NO_PIDFD: &str = "FARANDOLE_TEST_NO_PIDFD";
 const TIMEOUT: Duration = Duration::from_millis(600);
 /// As in the mesh.
 const PROBE: Duration = Duration::from_secs(1);
@@ -35,6 +37,7 @@ fn options(rank: u32, use_shared_memory: bool) -> MeshOptions {
     options.patience = PATIENCE;
     options.peer_timeout = TIMEOUT;
     options.use_shared_memory = use_shared_memory;
+    options.use_pidfd = farandole_config::environment(NO_PIDFD).is_none();
     options
 }
 
@@ -79,6 +82,9 @@ fn other_rank() {
     let mesh = Mesh::join(options(rank.parse().unwrap(), kind == "shared memory"), &Streams).unwrap();
     let parker = mesh.parker();
     let (mut sender, mut receiver) = frames(mesh.open(1, &[Rank(0)], 65536).unwrap().remove(0));
+    if farandole_config::environment(NO_PIDFD).is_some() {
+        drop(mesh.open(2, &[Rank(0)], 4096).unwrap());
+    }
     while let Ok(payload) = next(&mut receiver, &mut sender, &parker) {
         if sender.queue(0, &payload).is_err() {
             break;
@@ -284,6 +290,32 @@ fn a_process_without_descriptors_does_not_blame_its_peer() {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["two_starved_ranks", "--exact", "--nocapture"])
         .env(ROLE, STARVED)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// A process of its own, as its variable is for all its threads. Does nothing when run as a test.
+#[test]
+fn a_rank_without_pidfds() {
+    if farandole_config::environment(NO_PIDFD).is_none() {
+        return;
+    }
+    let mut peer = Peer::start(LinkKind::SharedMemory);
+    // A second link's socket is another one: its end must not be taken for a death.
+    let second = peer.mesh.open(2, &[Rank(1)], 4096).unwrap().remove(0);
+    drop(second);
+    let (elapsed, error) = peer.lost_after(Signal::KILL);
+    assert!(elapsed < Duration::from_millis(100), "{elapsed:?}: {error}");
+    // Its sockets close a moment before how it ended is known.
+    assert!(error.contains("its process"), "{error}");
+}
+
+#[test]
+fn tr_4_a_killed_process_is_noticed_within_100_ms_without_pidfds() {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["a_rank_without_pidfds", "--exact", "--nocapture"])
+        .env(NO_PIDFD, "1")
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
