@@ -28,6 +28,13 @@ pub struct Knob {
     pub doc: &'static str,
 }
 
+impl Knob {
+    /// What values are accepted, with the limits of this knob.
+    pub fn takes(&self) -> &'static str {
+        if self.expected == Duration::EXPECTED { limits(self.key).expected } else { self.expected }
+    }
+}
+
 macro_rules! knobs {
     ($( $(#[doc = $doc:literal])+ $key:ident: $type:ty = $default:literal, $name:literal, $flag:expr, $propagate:literal; )+) => {
         /// The chosen values.
@@ -109,12 +116,20 @@ fn limits(key: &str) -> Limits {
     const DAY: Duration = Duration::from_secs(86_400);
     let tenth = Duration::from_millis(100);
     let (least, most, expected) = match key {
-        "peer_timeout" => (tenth, DAY, "a duration from 100ms to 24h"),
-        "start_timeout" | "spark_start_timeout" | "collective_timeout" => {
-            (tenth, 365 * DAY, "a duration from 100ms to 8760h")
+        "peer_timeout" => {
+            (tenth, DAY, "a duration from 100ms to 24h: seconds, or a number with ms, s, m or h")
         }
-        "spin" => (Duration::ZERO, Duration::from_secs(1), "a duration from 0 to 1s"),
-        _ => (Duration::ZERO, 365 * DAY, "a duration from 0 to 8760h"),
+        "start_timeout" | "spark_start_timeout" | "collective_timeout" => {
+            (tenth, 365 * DAY, "a duration from 100ms to 8760h: seconds, or a number with ms, s, m or h")
+        }
+        "spin" => (
+            Duration::ZERO,
+            Duration::from_secs(1),
+            "a duration from 0 to 1s: seconds, or a number with ms, s, m or h",
+        ),
+        _ => {
+            (Duration::ZERO, 365 * DAY, "a duration from 0 to 8760h: seconds, or a number with ms, s, m or h")
+        }
     };
     Limits { least, most, expected }
 }
@@ -212,7 +227,7 @@ mod tests {
     fn a_duration_that_cannot_work_is_refused_by_name_and_range() {
         for (name, value, range) in [
             ("FARANDOLE_PEER_TIMEOUT", "0", "from 100ms to 24h"),
-            ("HOROVOD_PEER_TIMEOUT", "1e9", "a number with ms, s, m or h"),
+            ("HOROVOD_PEER_TIMEOUT", "soon", "a number with ms, s, m or h"),
             ("FARANDOLE_PEER_TIMEOUT", "1000000000h", "from 100ms to 24h"),
             ("FARANDOLE_COLLECTIVE_TIMEOUT", "0", "from 100ms to 8760h"),
             ("FARANDOLE_START_TIMEOUT", "99999999999", "from 100ms to 8760h"),

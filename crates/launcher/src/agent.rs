@@ -28,6 +28,9 @@ const REPORT: Duration = Duration::from_secs(30);
 const LATE_REPORT: Duration = Duration::from_secs(1);
 /// The same, when somebody waits for a cancelled agent: its verdict is known already.
 const CANCELLED_REPORT: Duration = Duration::from_secs(3);
+/// Times beyond these are taken for these: outside of them, timers always fire, or overflow.
+const SHORTEST: Duration = Duration::from_millis(100);
+const LONGEST: Duration = Duration::from_secs(365 * 86_400);
 /// Python's switch for unbuffered output.
 const UNBUFFERED: &str = "PYTHONUNBUFFERED";
 /// Errors by which a worker says that somebody else failed first.
@@ -135,10 +138,12 @@ impl Agent {
     ///
     /// # Errors
     /// `Usage` for an empty command, `System` when there is no thread.
-    pub fn start(task: Task) -> Result<Self> {
+    pub fn start(mut task: Task) -> Result<Self> {
         if task.command.first().is_none_or(String::is_empty) {
             return Err(Error::Usage { reason: "the command is empty".to_owned() });
         }
+        task.start_timeout = task.start_timeout.min(LONGEST);
+        task.peer_timeout = task.peer_timeout.clamp(SHORTEST, LONGEST);
         let number = task.task;
         let cancel = Cancel::new();
         let phase = Arc::new(Mutex::new(Phase::Starting(cancel.clone())));

@@ -326,3 +326,19 @@ fn an_agent_that_is_cancelled_does_not_wait_for_whoever_reads_the_output() {
     outcome(&agent);
     assert!(cancelled.elapsed() < Duration::from_secs(8), "{:?}", cancelled.elapsed());
 }
+
+#[test]
+fn endless_and_missing_patience_are_bounded() {
+    let registrar = Registrar::start(Options {
+        tasks: 1,
+        job_id: None,
+        host: Some("127.0.0.1".into()),
+        port_range: PortRange { first: 0, last: 0 },
+        start_timeout: Duration::MAX,
+        peer_timeout: Duration::ZERO,
+    })
+    .unwrap();
+    let (mut task, _) = task(&registrar, 0, "true");
+    (task.start_timeout, task.peer_timeout) = (Duration::MAX, Duration::MAX);
+    assert!(outcome(&Agent::start(task).unwrap()).is_success());
+}

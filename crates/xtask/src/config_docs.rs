@@ -39,7 +39,7 @@ fn render() -> Result<String> {
     for knob in KNOBS {
         write!(page, "\n## `{PREFIX}{}`\n\n", knob.name)?;
         writeln!(page, "{}\n", knob.doc.trim())?;
-        writeln!(page, "- takes: {}", knob.expected)?;
+        writeln!(page, "- takes: {}", knob.takes())?;
         let default =
             if knob.default.is_empty() { "unset".to_owned() } else { format!("`{}`", knob.default) };
         writeln!(page, "- default: {default}")?;

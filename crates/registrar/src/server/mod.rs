@@ -31,6 +31,9 @@ use crate::{host, tls};
 
 /// Longest message: a value of the key-value store and what surrounds it.
 const MAX_MESSAGE: usize = 2 << 20;
+/// Times beyond these are taken for these.
+const SHORTEST: Duration = Duration::from_millis(100);
+const LONGEST: Duration = Duration::from_secs(365 * 86_400);
 /// How long open calls may take to end once the registrar closes.
 const CLOSING: Duration = Duration::from_secs(1);
 
@@ -88,6 +91,12 @@ impl Registrar {
             return Err(Error::Options { reason: "a job has at least one task".to_owned() });
         }
         let job_id = job_id(options.job_id.clone())?;
+        let options = Options {
+            // Outside of these, timers never fire, always fire, or overflow.
+            peer_timeout: options.peer_timeout.clamp(SHORTEST, LONGEST),
+            start_timeout: options.start_timeout.min(LONGEST),
+            ..options
+        };
         let token = Token::random();
         let identity = tls::identity()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
