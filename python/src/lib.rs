@@ -15,6 +15,7 @@ mod registrar;
 mod runtime;
 mod store;
 mod tensor;
+mod timeline;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -32,6 +33,7 @@ const SUBMODULES: &[(&str, Register)] = &[
     ("reader", reader::register),
     ("registrar", registrar::register),
     ("store", store::register),
+    ("timeline", timeline::register),
 ];
 
 /// The extension module.

@@ -194,16 +194,36 @@ pub(crate) fn verdict(name: &Arc<str>, mut variants: Vec<Variant>, ranks: &[Rank
     let call = variants.first().map_or("", |variant| variant.signature.call.name()).to_uppercase();
     let rule = RULES.iter().find(|(_, part)| differs(*part)).map_or("requests", |(text, _)| text);
     let mut text = format!("Mismatched {}: tensor {name}: ", rule.replace("{}", &call));
+    variants.sort_by_key(|variant| variant.members.iter().min().copied());
     for (index, variant) in variants.iter().enumerate() {
-        let mut members = variant.members.clone();
-        members.sort_unstable();
+        let mut order: Vec<usize> = (0..variant.members.len()).collect();
+        order.sort_unstable_by_key(|at| variant.members[*at]);
         let global: Vec<Rank> =
-            members.iter().filter_map(|member| ranks.get(*member as usize)).copied().collect();
+            order.iter().filter_map(|at| ranks.get(variant.members[*at] as usize)).copied().collect();
         text.push_str(if index > 0 { "; " } else { "" });
         text.push_str(&format!("{} submitted {}", spans(&global), variant.signature));
+        if variant.signature.call == Call::Allgather {
+            let rows: Vec<u64> = order.iter().filter_map(|at| variant.rows.get(*at)).copied().collect();
+            text.push_str(&first_dimensions(&rows));
+        }
     }
     Err(text)
 }
+
+/// `, first dimension 3`, or of every rank where they are not the same.
+fn first_dimensions(rows: &[u64]) -> String {
+    let mut distinct = rows.to_vec();
+    distinct.dedup();
+    let shown: Vec<String> = match &*distinct {
+        [all] => vec![all.to_string()],
+        _ => rows.iter().take(SHOWN).map(u64::to_string).collect(),
+    };
+    let more = if distinct.len() > 1 && rows.len() > SHOWN { ", ..." } else { "" };
+    format!(", first dimension {}{more}", shown.join(", "))
+}
+
+/// First dimensions that a message lists.
+const SHOWN: usize = 16;
 
 /// A comparable part of a signature.
 #[derive(PartialEq)]
@@ -297,6 +317,16 @@ mod tests {
         assert!(of(plain(&[2]), plain(&[3])).starts_with("Mismatched ALLREDUCE tensor shapes: "));
         assert!(of(broadcast(0), broadcast(1)).starts_with("Mismatched BROADCAST root ranks: "));
         assert!(of(plain(&[2]), broadcast(1)).starts_with("Mismatched operations: "));
+        let rows = |dim, members: &[u32], rows: &[u64]| Variant {
+            rows: rows.to_vec(),
+            ..variant(Signature { call: Call::Allgather, ..plain(&[0, dim]) }, members)
+        };
+        let text = text(vec![rows(4, &[2], &[7]), rows(3, &[1, 0], &[6, 5])]);
+        assert_eq!(
+            text,
+            "Mismatched ALLGATHER tensor shapes: tensor t: ranks 0-1 submitted allgather of float32 [.., 3] on the \
+             host, first dimension 5, 6; rank 2 submitted allgather of float32 [.., 4] on the host, first dimension 7"
+        );
         assert!(of(plain(&[2]), grouped).starts_with("Mismatched groups: "));
         assert_eq!(
             of(change(Call::AddSet, &[0, 2]), change(Call::RemoveSet, &[2])),

@@ -8,6 +8,7 @@ import atexit
 from typing import TYPE_CHECKING, Literal
 
 from farandole._native import engine
+from farandole.common import stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ def init(
         raise ValueError(f"process sets other than the global one are not offered in this version: {process_sets!r}")
     if not engine.init():
         return
+    stacks.start()
     for reset in _on_init:
         reset()
     atexit.unregister(shutdown)

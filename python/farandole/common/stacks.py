@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What the threads of this process do, for the stall report of another rank that waits for it.
+
+The engine never takes the interpreter's lock, so a thread of the interpreter waits to be asked. It sleeps in `read`;
+nothing wakes it unless this rank is missing somewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+
+from farandole._native import timeline
+
+_FRAMES = 12
+"""Innermost frames shown of each thread."""
+
+_THREADS = 8
+"""Threads shown, the main thread first."""
+
+
+def start() -> None:
+    """Starts the thread for the session that has begun. It ends with the session."""
+    bell = timeline.listen_for_stacks()
+    threading.Thread(target=_serve, args=(bell,), name="farandole-stacks", daemon=True).start()
+
+
+def _serve(bell: int) -> None:
+    try:
+        while (asked := os.read(bell, 64)) and 0 not in asked:
+            timeline.give_stacks(describe())
+    finally:
+        os.close(bell)
+
+
+def describe() -> str:
+    """The Python stack of every thread but the calling one, innermost frame last."""
+    frames = sys._current_frames()  # noqa: SLF001 - the documented way to see other threads
+    threads = [thread for thread in threading.enumerate() if thread.ident != threading.get_ident()]
+    threads.sort(key=lambda thread: thread is not threading.main_thread())
+    parts: list[str] = []
+    for thread in threads[:_THREADS]:
+        frame = frames.get(thread.ident or 0)
+        if frame is not None:
+            stack = traceback.extract_stack(frame)[-_FRAMES:]
+            parts.append(f"Thread {thread.name}:\n{''.join(traceback.format_list(stack))}")
+    if len(threads) > _THREADS:
+        parts.append(f"and {len(threads) - _THREADS} more threads\n")
+    return "".join(parts)
