@@ -261,3 +261,35 @@ fn a_set_of_some_ranks_numbers_its_members_in_rank_order() {
         }
     });
 }
+
+#[test]
+fn seventy_members_on_a_host_and_on_several_complete_everything() {
+    let size = 70;
+    for world in [vec![size], vec![24, 24, 22]] {
+        Harness::on_hosts(&world).ring(16 << 10).run(|rank, mut communicator| {
+            let me = rank.index();
+            let input = |rank: usize, count: usize| vec![u8::try_from(rank % 3).unwrap(); count];
+            let sums: Vec<Tensor> = [1, 20_000].map(|count| Tensor::new(&input(me, count), true)).into();
+            let mut operations: Vec<Operation> = sums
+                .iter()
+                .map(|tensor| allreduce(DataType::U8, ReduceOp::Sum, std::slice::from_ref(tensor)))
+                .collect();
+            let sent = Tensor::new(&input(me, 5000), true);
+            operations.push(Operation::Broadcast { root: 37, segments: vec![sent.segment()] });
+            operations.push(Operation::Barrier);
+            let swapped = Tensor::with_output(&input(me, 3 * size), 3 * size);
+            let blocks = vec![3; size];
+            let segment = swapped.segment();
+            operations.push(Operation::Alltoall { segment, sends: blocks.clone(), receives: blocks.clone() });
+            let gathered = Tensor::with_output(&input(me, 3), 3 * size);
+            let segments = vec![gathered.segment()];
+            operations.push(Operation::Allgather { segments, bytes: vec![blocks] });
+            complete_all(&mut communicator, operations).unwrap();
+            let total = (0..size).map(|rank| u8::try_from(rank % 3).unwrap()).sum::<u8>();
+            assert!(sums.iter().all(|sum| sum.result().iter().all(|byte| *byte == total)), "rank {rank}");
+            assert!(sent.result() == input(37, 5000), "rank {rank}");
+            let everybody: Vec<u8> = (0..size).flat_map(|rank| input(rank, 3)).collect();
+            assert!(swapped.result() == everybody && gathered.result() == everybody, "rank {rank}");
+        });
+    }
+}

@@ -144,7 +144,7 @@ impl Planned {
                 Box::new(alone::Alone::new(reducer, inputs, outputs))
             }
             Self::Allreduce { reducer, inputs, outputs } => {
-                match crossover.choose(peers.shape(), inputs.len(), peers.capacity) {
+                match crossover.choose(peers.shape, inputs.len(), peers.capacity) {
                     Algorithm::Direct => Box::new(direct::Direct::new(peers, reducer, inputs, outputs)),
                     Algorithm::Doubling => {
                         Box::new(doubling::Doubling::new(peers, reducer, &inputs, outputs))

@@ -22,6 +22,8 @@ pub(super) struct Peers {
     /// In rank order.
     pub(super) links: Vec<Link>,
     pub(super) hosts: Hosts,
+    /// What the choice of algorithms needs to know of them.
+    pub(super) shape: Shape,
     /// How sums are parenthesised; nothing on one host.
     pub(super) orders: Option<Arc<Orders>>,
     /// The smallest ring in the communicator, equal on all members once they have greeted each other.
@@ -78,7 +80,8 @@ impl Peers {
         }
         let hosts = Hosts::new(numbers, member);
         let orders = (hosts.count() > 1).then(|| Arc::new(Orders::new(&hosts.sizes())));
-        Ok(Self { member, rank, links, hosts, orders, capacity, scratch: Scratch::default() })
+        let shape = Shape { members: size, hosts: hosts.count(), together: hosts.largest() };
+        Ok(Self { member, rank, links, hosts, shape, orders, capacity, scratch: Scratch::default() })
     }
 
     pub(super) fn size(&self) -> usize {
@@ -99,10 +102,6 @@ impl Peers {
     pub(super) fn local_links(&self) -> Range<usize> {
         let members = self.hosts.members(self.hosts.own());
         members.start..members.end - 1
-    }
-
-    pub(super) fn shape(&self) -> Shape {
-        Shape { members: self.size(), hosts: self.hosts.count(), together: self.hosts.largest() }
     }
 
     /// Pushes out what links keep locally. True when nothing is left that could still arrive.
