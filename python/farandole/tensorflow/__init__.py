@@ -15,9 +15,7 @@ Example:
 from importlib.util import find_spec as _find_spec
 
 if _find_spec("tensorflow") is None:
-    raise ImportError(
-        "farandole.tensorflow needs TensorFlow: pip install farandole[tensorflow]", name="tensorflow"
-    )
+    raise ImportError("farandole.tensorflow needs TensorFlow: pip install farandole[tensorflow]", name="tensorflow")
 
 import importlib
 from typing import TYPE_CHECKING, Any

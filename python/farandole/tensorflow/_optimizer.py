@@ -120,7 +120,8 @@ class _AdasumOptimizer(_Wrapped):
         count = self._count.assign_add(1)
         is_first, is_due = tf.equal((count - 1) % self._passes, 0), tf.equal(count % self._passes, 0)
         stored = [
-            start.assign(tf.where(is_first, variable, start)) for start, variable in zip(self._starts, variables, strict=True)
+            start.assign(tf.where(is_first, variable, start))
+            for start, variable in zip(self._starts, variables, strict=True)
         ]
         with tf.control_dependencies(stored):
             applied = self._optimizer.apply_gradients(pairs, global_step)

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.reduction import check_groups, check_predivide, partition
-from farandole.common.util import Average
+from farandole.common.util import Average, Min
 from farandole.tensorflow._collectives import check_adasum, grouped_allreduce
 from farandole.tensorflow._names import unique
 from farandole.tensorflow.compression import Compression, Compressor
-from farandole.tensorflow.mpi_ops import native_variable, size_op
+from farandole.tensorflow.mpi_ops import grouped_reduce, native_variable, size_op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,6 +92,14 @@ class GradientReducer:
             for index, grad in zip(group, reduced, strict=True):
                 results[index] = grad
         return results
+
+    def agree(self, flag: Any) -> Any:
+        """Whether a boolean is true on all ranks."""
+        if not self.process_set.included():
+            return flag
+        name = None if tf.executing_eagerly() else unique("finite")
+        number = tf.cast(flag, tf.int32)
+        return tf.cast(grouped_reduce([number], Min, name=name, process_set=self.process_set)[0], tf.bool)
 
     def _reduce(self, grads: list[Any], name: str | None) -> list[Any]:
         if not tf.executing_eagerly():

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -14,6 +13,9 @@ from farandole.common.reduction import choose_groups
 from farandole.common.util import Average
 from farandole.tensorflow._reducer import GradientReducer
 from farandole.tensorflow.compression import Compression, Compressor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class _Distributed(tf.GradientTape):
@@ -118,7 +120,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     kind = type(gradtape)
     tape = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
     tape.__dict__.update(gradtape.__dict__)
-    tape._reducer = reducer  # noqa: SLF001 - of the class above
+    tape._reducer = reducer
     return tape
 
 

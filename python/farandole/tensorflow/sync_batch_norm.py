@@ -27,9 +27,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         ValueError: When `fused` is asked for.
     """
 
-    def __init__(
-        self, fused: bool | None = False, process_set: ProcessSet = global_process_set, **kwargs: Any
-    ) -> None:
+    def __init__(self, fused: bool | None = False, process_set: ProcessSet = global_process_set, **kwargs: Any) -> None:
         if fused in (True, None):
             raise ValueError("SyncBatchNormalization has no fused kernel: pass fused=False")
         if not kwargs.get("name"):

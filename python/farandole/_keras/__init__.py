@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What `farandole.keras` and `farandole.tensorflow.keras` share: Keras 3 on TensorFlow, torch or JAX."""
+
+from importlib.util import find_spec as _find_spec
+
+if _find_spec("keras") is None:
+    raise ImportError("farandole.keras needs Keras: pip install keras, and a backend for it", name="keras")
+
+from farandole._keras.optimizer import distribute, is_distributed, is_optimizer
+from farandole._keras.reducer import make_reducer
+
+__all__ = ["distribute", "is_distributed", "is_optimizer", "make_reducer"]

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Callbacks for `model.fit` on several ranks; public as `hvd.callbacks`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+import farandole.numpy as arrays
+from farandole._keras.values import broadcast_variables
+from farandole.common import basics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def in_step(model: Any) -> None:
+    """Puts a running fit's state into the model's variables: on JAX it is kept apart."""
+    sync = getattr(model, "jax_state_sync", None)
+    if sync is not None:
+        sync()
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Overwrites the model's and the optimizer's variables by those of one rank, once, so that all start alike.
+
+    That happens when training begins if both have been built, as `fit` sees to; else at the end of the first batch.
+
+    Args:
+        root_rank: The rank whose values count.
+        device: Taken for Horovod's sake.
+        local_variables: Variables that belong to each rank, in addition to those given to the optimizer's
+            `register_local_var`; Horovod's scripts register them with the callback.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None) -> None:
+        super().__init__()
+        del device
+        self.root_rank = root_rank
+        self.broadcast_done = False
+        self._local = {id(variable) for variable in local_variables or []}
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves a variable to each rank."""
+        self._local.add(id(var))
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcasts if everything is there."""
+        del logs
+        optimizer = getattr(self.model, "optimizer", None)
+        if self.model.built and (optimizer is None or optimizer.built):
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Broadcasts if that has not been."""
+        del batch, logs
+        if not self.broadcast_done:
+            in_step(self.model)
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        if self.broadcast_done:
+            return
+        optimizer = getattr(self.model, "optimizer", None)
+        variables = list(self.model.weights) + ([] if optimizer is None else list(optimizer.variables))
+        broadcast_variables([entry for entry in variables if id(entry) not in self._local], self.root_rank)
+        self.broadcast_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Averages metrics over all ranks at the end of every epoch, in place; list it before those that read them.
+
+    Args:
+        device: Taken for Horovod's sake.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        del device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Averages what `logs` holds; all ranks must have the same metrics."""
+        del epoch
+        if not logs:
+            return
+        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        mine = np.array([float(logs[name]) for name in names], np.float64)
+        # The names are part of the operation's name: ranks with other metrics are told so.
+        average = arrays.allreduce(mine, name=f"keras.metrics.{','.join(names)}")
+        logs.update(zip(names, average.tolist(), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Multiplies a learning rate by a factor that depends on the epoch.
+
+    Args:
+        initial_lr: What is multiplied.
+        multiplier: A function of the epoch, a fraction unless `staircase`; or a number m, for m to the power of the
+            epochs since `start_epoch`.
+        start_epoch: The first epoch in which the callback acts.
+        end_epoch: The first in which it no longer does.
+        staircase: Whether the rate changes once an epoch rather than with every batch.
+        momentum_correction: Whether the momentum an optimizer has gathered is scaled along when the rate changes.
+        steps_per_epoch: Batches in an epoch, if Keras does not know.
+
+    Raises:
+        ValueError: Without an initial rate.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("initial_lr is needed")
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch = 0
+        self.staircase = staircase
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            base = float(multiplier)
+            self.staircase = True
+            self.multiplier = lambda epoch: base ** (epoch - start_epoch)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Learns how many batches an epoch has.
+
+        Raises:
+            ValueError: When nobody knows and it matters.
+        """
+        del logs
+        if self.staircase or self.steps_per_epoch:
+            return
+        self.steps_per_epoch = (self.params or {}).get("steps")
+        if not self.steps_per_epoch:
+            raise ValueError("steps_per_epoch is needed: Keras does not know how many batches an epoch has")
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remembers the epoch."""
+        del logs
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Sets the rate."""
+        del logs
+        if self.current_epoch < self.start_epoch or (
+            self.end_epoch is not None and self.current_epoch >= self.end_epoch
+        ):
+            return
+        if self.staircase and batch == 0:
+            self._adjust(self.current_epoch)
+        elif not self.staircase:
+            self._adjust(self.current_epoch + batch / (self.steps_per_epoch or 1))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the rate among the metrics."""
+        del epoch
+        if logs is not None:
+            logs["lr"] = self._rate()
+
+    def _rate(self) -> float:
+        in_step(self.model)
+        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+
+    def _adjust(self, epoch: float) -> None:
+        old, new = self._rate(), self.initial_lr * self.multiplier(epoch)
+        if math.isclose(old, new, rel_tol=1e-9):
+            return
+        optimizer = self.model.optimizer
+        optimizer.learning_rate = new
+        # A velocity has the rates of past steps in it. Scaling it once is what multiplying the momentum for one
+        # batch is, and works in compiled steps, too.
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if self.momentum_correction and old > 0 and isinstance(getattr(inner, "momentum", None), float):
+            for velocity in getattr(inner, "momentums", None) or getattr(inner, "_momentums", None) or []:
+                if velocity is not None:
+                    velocity.assign(velocity * (new / old))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Goes from about `initial_lr / size` to `initial_lr` over some epochs, batch by batch.
+
+    Args:
+        initial_lr: The rate for all ranks together, where the warm-up ends.
+        warmup_epochs: How long it takes.
+        momentum_correction: As in `LearningRateScheduleCallback`.
+        steps_per_epoch: As there.
+        verbose: Whether rank 0 says when it is over.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            epoch += 1.0 / (self.steps_per_epoch or 1)
+            return 1.0 / basics.size() * (epoch * (basics.size() - 1) / warmup_epochs + 1)
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            start_epoch=0,
+            end_epoch=math.ceil(warmup_epochs),
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """As there; says so at the end."""
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and basics.rank() == 0:
+            print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {self._rate()}.")  # noqa: T201
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keeps the best model; the Spark estimator says where.
+
+    Args:
+        monitor: The metric.
+        verbose: As in Keras.
+        save_weights_only: Whether only weights are kept.
+        mode: As in Keras.
+        save_freq: As in Keras.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+    ) -> None:
+        # Keras checks the file's ending here; the estimator sets the path later.
+        placeholder = "best.weights.h5" if save_weights_only else "best.keras"
+        super().__init__(
+            filepath=placeholder,
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        self.filepath: Any = None

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Two questions that Keras asks without knowing about other ranks, answered for distributed optimizers."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import Any
+
+import keras
+
+_lock = threading.Lock()
+_installed = False
+
+
+def install() -> None:
+    """Teaches Keras, once; models and optimizers that are not distributed behave as ever.
+
+    - `LossScaleOptimizer.check_finite`: one rank's inf must skip the step on all ranks, or the others would wait for
+      it in their reduction. `compile` may wrap a distributed optimizer by itself, so a subclass would not do.
+    - Whether a model may be compiled by XLA: on TensorFlow the collectives cannot.
+    """
+    global _installed  # noqa: PLW0603 - what is patched is global, too
+    with _lock:
+        if _installed:
+            return
+        _installed = True
+        _agree_on_finite_gradients()
+        _keep_from_xla()
+
+
+def _agree_on_finite_gradients() -> None:
+    from farandole._keras.optimizer import _Distributed  # noqa: PLC0415 - imports this module
+
+    scaling = keras.optimizers.LossScaleOptimizer
+    check_here = scaling.check_finite
+
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite = check_here(self, grads)
+        inner = self.inner_optimizer
+        return inner._farandole.reducer.agree(finite) if isinstance(inner, _Distributed) else finite  # noqa: SLF001
+
+    scaling.check_finite = check_finite
+
+
+def _keep_from_xla() -> None:
+    from farandole._keras.optimizer import is_distributed  # noqa: PLC0415 - imports this module
+
+    try:
+        trainer = importlib.import_module("keras.src.trainers.trainer")
+        supports = trainer.model_supports_jit
+    except (ImportError, AttributeError):
+        # A Keras that asks elsewhere: its users set jit_compile=False themselves.
+        return
+
+    def model_supports_jit(model: Any) -> bool:
+        if keras.backend.backend() == "tensorflow" and is_distributed(getattr(model, "optimizer", None)):
+            return False
+        return supports(model)
+
+    trainer.model_supports_jit = model_supports_jit

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What both public namespaces say in the same words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from farandole._keras.optimizer import distribute, is_distributed
+from farandole._keras.reducer import make_reducer
+from farandole.common.util import Average
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Refuses: Keras 3 has no global variables.
+
+    Args:
+        root_rank: The rank whose values would count.
+
+    Raises:
+        RuntimeError: Always: use `callbacks.BroadcastGlobalVariablesCallback`.
+    """
+    raise RuntimeError(
+        f"Keras 3 has no global variables to take from rank {root_rank}: use callbacks.BroadcastGlobalVariablesCallback"
+    )
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = None,
+    legacy_opts: bool = False,
+) -> Any:
+    """Loads a model and makes its optimizer distributed, with the state it was saved with.
+
+    Args:
+        filepath: What `model.save` wrote.
+        custom_optimizers: Classes of optimizers that are not Keras's.
+        custom_objects: Other classes and functions by name.
+        compression: Makes gradients smaller on the wire.
+        legacy_opts: Taken for Horovod's sake: Keras 3 has no legacy optimizers.
+
+    Returns:
+        A compiled model, if it was saved as one.
+    """
+    del legacy_opts
+    objects = {kind.__name__: kind for kind in custom_optimizers or []}
+    model = keras.saving.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not is_distributed(optimizer):
+        model.optimizer = distribute(
+            optimizer, name=None, make_reducer=lambda: make_reducer(compression=compression), op=Average
+        )
+        # Asked again, now that the optimizer is another one.
+        model.jit_compile = model.jit_compile
+    return model

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Values and variables outside of any step: they travel as NumPy arrays, whatever the backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+import farandole.numpy as arrays
+
+
+def as_array(value: Any) -> Any:
+    """A NumPy array of a tensor, a variable, or what NumPy makes an array of."""
+    if isinstance(value, keras.Variable):
+        value = value.value
+    return keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else np.asarray(value)
+
+
+def broadcast_variables(variables: list[Any], root_rank: int) -> None:
+    """Overwrites Keras variables by the root's, all at once."""
+    dense = [variable for variable in variables if keras.backend.standardize_dtype(variable.dtype) != "string"]
+    handles = [
+        arrays.broadcast_async(as_array(variable), root_rank, name=f"keras.variable.{index}")
+        for index, variable in enumerate(dense)
+    ]
+    for handle, variable in zip(handles, dense, strict=True):
+        variable.assign(arrays.synchronize(handle))
+
+
+def allreduce(
+    value: Any,
+    name: str | None,
+    op: int,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Any = None,
+) -> Any:
+    """Reduces a value; whole numbers stay whole, Python's floats are averaged as doubles."""
+    array = as_array(value)
+    small = {"FP16Compressor": "float16", "BF16Compressor": "bfloat16"}.get(getattr(compression, "__name__", ""))
+    own = array.dtype
+    if small is not None and np.issubdtype(own, np.floating):
+        array = array.astype(_dtype(small))
+    reduced = arrays.allreduce(
+        array, name=name, op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor
+    )
+    return reduced.astype(own)
+
+
+def _dtype(name: str) -> Any:
+    if name == "bfloat16":
+        import ml_dtypes  # noqa: PLC0415 - NumPy has no bfloat16
+
+        return ml_dtypes.bfloat16
+    return np.dtype(name)
+
+
+def allgather(value: Any, name: str | None) -> Any:
+    """All ranks' values, one after the other."""
+    return arrays.allgather(as_array(value), name=name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None) -> Any:
+    """The root's value."""
+    return arrays.broadcast(as_array(value), root_rank, name=name)
+
+
+def reducescatter(value: Any, name: str | None, op: int) -> Any:
+    """This rank's rows of a reduced value."""
+    return arrays.reducescatter(as_array(value), name=name, op=op)

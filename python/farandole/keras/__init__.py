@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Data-parallel Keras 3, on TensorFlow, torch or JAX: whatever `KERAS_BACKEND` says.
+
+Example:
+    import farandole.keras as hvd
+
+    hvd.init()
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size())), loss=...)
+    model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from farandole._keras import distribute, make_reducer
+from farandole._keras import values as _values
+from farandole._keras.surface import broadcast_global_variables, load_model
+from farandole.common.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+)
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.reduction import choose_groups
+from farandole.common.util import Adasum, Average, Sum, choose_op
+
+if TYPE_CHECKING or keras.backend.backend() != "tensorflow":
+    from farandole._keras.compression import Compression
+else:
+    from farandole.tensorflow.compression import Compression
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "ProcessSet",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+_LATER = {
+    "add_process_set": "farandole.common.process_sets",
+    "remove_process_set": "farandole.common.process_sets",
+    "start_timeline": "farandole.common.basics",
+    "stop_timeline": "farandole.common.basics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what is asked for."""
+    if name in ("callbacks", "elastic"):
+        return importlib.import_module(f"farandole.keras.{name}")
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    num_groups: int = 0,
+    groups: Any = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wraps a Keras optimizer, on whatever backend, so that its gradients are reduced over all ranks.
+
+    Gradients are reduced once an update: after accumulation, before clipping; a `LossScaleOptimizer` may be in it or
+    around it.
+
+    Args:
+        optimizer: Keras's; its state goes on in the distributed one, and it is not to be used any more.
+        name: A new name, if any.
+        device_dense: Where ops for dense gradients are placed, on TensorFlow.
+        device_sparse: Where ops for slices are placed, on TensorFlow.
+        compression: Makes gradients smaller on the wire.
+        sparse_as_dense: Whether `IndexedSlices` become tensors first, on TensorFlow; else they are gathered.
+        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
+        op: `Average` or `Sum`.
+        num_groups: Deprecated; use `groups`.
+        groups: A number of consecutive units, or lists of variables that form units; one unit by default.
+        backward_passes_per_step: Gradients of this many steps are accumulated, and reduced and applied once.
+        average_aggregated_gradients: Whether accumulated gradients are averaged rather than summed.
+        process_set: The ranks that take part; others keep their gradients.
+        scale_local_gradients: Whether gradients of variables given to `register_local_var` are divided by the number
+            of ranks.
+
+    Returns:
+        An optimizer of the same kind, whose class keeps its name, so that saved models load without Farandole.
+
+    Raises:
+        ValueError: When arguments do not fit together.
+    """
+    return distribute(
+        optimizer,
+        name=name,
+        make_reducer=lambda: make_reducer(
+            device_dense,
+            device_sparse,
+            compression,
+            sparse_as_dense,
+            op,
+            gradient_predivide_factor,
+            choose_groups(groups, num_groups),
+            process_set,
+            scale_local_gradients,
+        ),
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+    )
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As `DistributedOptimizer`, but leaves the gradients of some layers to each rank.
+
+    Args:
+        optimizer: As there, like all that are not named here.
+        name: As there.
+        device_dense: As there.
+        device_sparse: As there.
+        compression: As there.
+        sparse_as_dense: As there.
+        gradient_predivide_factor: As there.
+        op: As there.
+        groups: As there.
+        process_set: As there.
+        local_layers: A layer or a list of layers, built, whose trainable weights belong to each rank.
+        scale_local_gradients: As there.
+
+    Returns:
+        As there.
+
+    Raises:
+        ValueError: When arguments do not fit together, or a layer is none.
+    """
+    layers = [] if local_layers is None else local_layers
+    layers = list(layers) if isinstance(layers, list | tuple) else [layers]
+    if any(not isinstance(layer, keras.layers.Layer) for layer in layers):
+        raise ValueError("local_layers must be a layer of Keras's or a list of them")
+    distributed = DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    inner = getattr(distributed, "inner_optimizer", distributed)
+    for layer in layers:
+        for weight in layer.trainable_weights:
+            inner.register_local_var(weight)
+    return distributed
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = True,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Any = Compression.none,
+) -> Any:
+    """Reduces a value over all ranks.
+
+    Args:
+        value: A tensor, a variable, an array or a number.
+        name: Names the operation across ranks.
+        average: Deprecated; use `op`, which wins over the default here. `False` stands for `Sum`.
+        prescale_factor: Multiplies every rank's value before the reduction.
+        postscale_factor: Multiplies the result.
+        op: `Average` (the default), `Sum`, ...
+        compression: Makes the value smaller on the wire.
+
+    Returns:
+        A NumPy array.
+
+    Raises:
+        ValueError: When both `average` and `op` are given.
+    """
+    chosen = choose_op(op, None if op is not None and average is True else average)
+    return _values.allreduce(value, name, chosen, prescale_factor, postscale_factor, compression)
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """All ranks' values, one after the other along the first dimension, as a NumPy array."""
+    return _values.allgather(value, name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """One rank's value on all, as a NumPy array."""
+    return _values.broadcast(value, root_rank, name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
+    """This rank's rows of the reduced value, as a NumPy array."""
+    return _values.reducescatter(value, name, op)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Data-parallel Keras on TensorFlow; `farandole.keras` is for every backend of Keras.
+
+Example:
+    import farandole.tensorflow.keras as hvd
+
+    hvd.init()
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size())), loss=...)
+    model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from farandole._keras import distribute, make_reducer
+from farandole._keras import values as _values
+from farandole._keras.surface import broadcast_global_variables, load_model
+from farandole.common.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+)
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.reduction import choose_groups
+from farandole.common.util import Average, Sum, choose_op
+from farandole.tensorflow.compression import Compression
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "ProcessSet",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+_LATER = {
+    "add_process_set": "farandole.common.process_sets",
+    "remove_process_set": "farandole.common.process_sets",
+    "start_timeline": "farandole.common.basics",
+    "stop_timeline": "farandole.common.basics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what is asked for."""
+    if name in ("callbacks", "elastic"):
+        return importlib.import_module(f"farandole.tensorflow.keras.{name}")
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Wraps a Keras optimizer so that its gradients are reduced over all ranks.
+
+    Gradients are reduced once an update: after accumulation, before clipping; a `LossScaleOptimizer` may be in it or
+    around it.
+
+    Args:
+        optimizer: Keras's; its state goes on in the distributed one, and it is not to be used any more.
+        name: A new name, if any.
+        device_dense: Where ops for dense gradients are placed, on TensorFlow.
+        device_sparse: Where ops for slices are placed, on TensorFlow.
+        compression: Makes gradients smaller on the wire.
+        sparse_as_dense: Whether `IndexedSlices` become tensors first, on TensorFlow; else they are gathered.
+        gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
+        op: `Average` or `Sum`.
+        backward_passes_per_step: Gradients of this many steps are accumulated, and reduced and applied once.
+        average_aggregated_gradients: Whether accumulated gradients are averaged rather than summed.
+        num_groups: Deprecated; use `groups`.
+        groups: A number of consecutive units, or lists of variables that form units; one unit by default.
+        process_set: The ranks that take part; others keep their gradients.
+        scale_local_gradients: Whether gradients of variables given to `register_local_var` are divided by the number
+            of ranks.
+
+    Returns:
+        An optimizer of the same kind, whose class keeps its name, so that saved models load without Farandole.
+
+    Raises:
+        ValueError: When arguments do not fit together.
+    """
+    return distribute(
+        optimizer,
+        name=name,
+        make_reducer=lambda: make_reducer(
+            device_dense,
+            device_sparse,
+            compression,
+            sparse_as_dense,
+            op,
+            gradient_predivide_factor,
+            choose_groups(groups, num_groups),
+            process_set,
+            scale_local_gradients,
+        ),
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+    )
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Any = Compression.none,
+) -> Any:
+    """Reduces a value over all ranks.
+
+    Args:
+        value: A tensor, a variable, an array or a number.
+        name: Names the operation across ranks.
+        average: Deprecated; use `op`.
+        prescale_factor: Multiplies every rank's value before the reduction.
+        postscale_factor: Multiplies the result.
+        op: `Average` (the default), `Sum`, ...
+        compression: Makes the value smaller on the wire.
+
+    Returns:
+        A NumPy array.
+
+    Raises:
+        ValueError: When both `average` and `op` are given.
+    """
+    chosen = choose_op(op, average)
+    return _values.allreduce(value, name, chosen, prescale_factor, postscale_factor, compression)
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """All ranks' values, one after the other along the first dimension, as a NumPy array."""
+    return _values.allgather(value, name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """One rank's value on all, as a NumPy array."""
+    return _values.broadcast(value, root_rank, name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
+    """This rank's rows of the reduced value, as a NumPy array."""
+    return _values.reducescatter(value, name, op)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`model.fit` on two ranks of each backend, against one process that sees both ranks' batches."""
+
+import os
+import tempfile
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("keras") is None:
+    pytest.skip("needs Keras", allow_module_level=True)
+
+RANKS, BATCH, STEPS, EPOCHS = 2, 8, 4, 2
+
+
+def batches():
+    """Inputs and targets of all steps: the first half of each batch is rank 0's, the second rank 1's."""
+    import numpy as np
+
+    random = np.random.default_rng(3)
+    x = random.normal(size=(STEPS * BATCH, 5)).astype(np.float32)
+    return x, (x @ random.normal(size=(5, 1)) + 0.1).astype(np.float32)
+
+
+def mine(values, rank):
+    """The rows of this rank."""
+    half = BATCH // RANKS
+    return values.reshape(STEPS, RANKS, half, -1)[:, rank].reshape(STEPS * half, -1)
+
+
+def build(optimizer, seed=7, **compile_options):
+    import keras
+
+    # Not by keras.utils.set_random_seed, which imports every backend there is.
+    initializers = [keras.initializers.GlorotUniform(seed + layer) for layer in range(2)]
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(4, activation="tanh", kernel_initializer=initializers[0]),
+            keras.layers.Dense(1, kernel_initializer=initializers[1]),
+        ]
+    )
+    model.compile(optimizer=optimizer, loss="mse", **compile_options)
+    return model
+
+
+def fit(model, x, y, batch, callbacks=()):
+    return model.fit(x, y, batch_size=batch, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
+def same(model, expected, what):
+    import keras
+    import numpy as np
+
+    for ours, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6, err_msg=f"{keras.backend.backend()}: {what}")
+
+
+def fit_equals_one_process():
+    """Every kind of optimizer; the ranks start from different weights, which the callback makes rank 0's."""
+    import keras
+
+    import farandole.keras as hvd
+
+    x, y = batches()
+    wrap = hvd.DistributedOptimizer
+    kinds = {
+        "plain": (lambda: keras.optimizers.SGD(0.1, momentum=0.9), wrap),
+        "adam, clipped": (lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.05), wrap),
+        "accumulated": (lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2, clipnorm=0.1), wrap),
+        "loss scale inside": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), wrap),
+        "groups": (lambda: keras.optimizers.SGD(0.1), lambda o: wrap(o, groups=2, gradient_predivide_factor=2.0)),
+    }
+    for what, (make, distribute) in kinds.items():
+        expected = build(make())
+        fit(expected, x, y, BATCH)
+        model = build(distribute(make()), seed=7 + hvd.rank())
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+        history = fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS, callbacks)
+        same(model, expected, what)
+        gathered = hvd.allgather([history.history["loss"][-1]], name=f"loss {what}")
+        assert gathered[0] == gathered[1]
+    return keras.backend.backend()
+
+
+def an_inf_on_one_rank_skips_the_step_on_all():
+    import keras
+    import numpy as np
+
+    import farandole.keras as hvd
+
+    x, y = batches()
+    x[BATCH + BATCH // RANKS] = np.inf  # in rank 1's half of the second batch
+    for what in ("around", "inside"):
+
+        def make():
+            return keras.optimizers.SGD(0.1)
+
+        def scale(inner):
+            return keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0)
+
+        expected = build(scale(make()))
+        fit(expected, x, y, BATCH)
+        assert all(np.isfinite(weight).all() for weight in expected.get_weights())
+        optimizer = (
+            scale(hvd.DistributedOptimizer(make())) if what == "around" else hvd.DistributedOptimizer(scale(make()))
+        )
+        model = build(optimizer)
+        fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS)
+        same(model, expected, f"loss scale {what}")
+        assert float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale)) == 16.0
+
+
+def passes_and_local_layers_and_rates():
+    import keras
+    import numpy as np
+
+    import farandole.keras as hvd
+
+    x, y = batches()
+    # Two passes summed, with a rate, are one pass of twice the batch averaged, with twice the rate.
+    expected = build(keras.optimizers.SGD(0.1))
+    expected.fit(x, y, batch_size=2 * BATCH, shuffle=False, verbose=0)
+    model = build(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2))
+    model.fit(mine(x, hvd.rank()), mine(y, hvd.rank()), batch_size=BATCH // RANKS, shuffle=False, verbose=0)
+    same(model, expected, "two passes")
+
+    model = build("sgd")
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=model.layers[0])
+    model.compile(optimizer=optimizer, loss="mse")
+    fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS)
+    parts = [hvd.allgather(weight[None], name=f"weight {index}") for index, weight in enumerate(model.get_weights())]
+    differ = [not np.array_equal(part[0], part[1]) for part in parts]
+    assert differ == [True, True, False, False], differ
+
+    model = build(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.5)))
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1)
+    later = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5, start_epoch=1)
+    logs = fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS, [warmup, later]).history["lr"]
+    np.testing.assert_allclose(logs, [0.1, 0.05], rtol=1e-5)
+
+
+def saved_models_load_with_and_without():
+    import keras
+    import numpy as np
+
+    import farandole.keras as hvd
+
+    x, y = batches()
+    model = build(hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)))
+    fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.keras")
+        model.save(path)
+        plain, again = keras.saving.load_model(path), hvd.load_model(path)
+    assert type(plain.optimizer).__name__ == "Adam"
+    assert not hasattr(plain.optimizer, "_farandole")
+    assert hasattr(again.optimizer, "_farandole")
+    for kept, loaded in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(kept), keras.ops.convert_to_numpy(loaded))
+    for trained in (model, again):
+        trained.fit(mine(x, hvd.rank()), mine(y, hvd.rank()), batch_size=BATCH // RANKS, shuffle=False, verbose=0)
+    same(again, model, "loaded")
+    with pytest.raises(ValueError, match="distributed already"):
+        hvd.DistributedOptimizer(model.optimizer)
+    value = hvd.allreduce(np.float64(hvd.rank()), op=hvd.Sum)
+    assert value == 1.0
+    assert hvd.broadcast([hvd.rank()], 1).tolist() == [1]
+    with pytest.raises(RuntimeError, match="no global variables"):
+        hvd.broadcast_global_variables(0)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+def test_fit_on_two_ranks_equals_one_process(backend, fresh_world):
+    if find_spec(backend) is None:
+        pytest.skip(f"needs {backend}")
+    world = fresh_world(RANKS, env={"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PLATFORMS": "cpu"})
+    assert world.run(fit_equals_one_process) == [backend] * RANKS
+    world.run(an_inf_on_one_rank_skips_the_step_on_all)
+    world.run(passes_and_local_layers_and_rates)
+    world.run(saved_models_load_with_and_without)
