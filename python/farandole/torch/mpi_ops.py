@@ -28,6 +28,7 @@ from farandole.common.basics import (
     size,
 )
 from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, gpu_available, num_rank_is_power_2
 from farandole.common.util import choose_op as handle_average_backwards_compatibility
 from farandole.torch._allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
@@ -108,6 +109,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 
@@ -116,5 +119,7 @@ _also = (gpu_available, handle_average_backwards_compatibility, num_rank_is_powe
 
 _basics = SimpleNamespace(
     **{name: value for module in (basics, util) for name, value in vars(module).items() if not name.startswith("_")},
+    start_timeline=start_timeline,
+    stop_timeline=stop_timeline,
 )
 """What Horovod's scripts reach for as `mpi_ops._basics`."""
