@@ -8,7 +8,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test tensorflow-ops test-faults lint bench wheel install tools deny docs clean
+.PHONY: demo test test-storage tensorflow-ops test-faults lint bench wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -16,6 +16,19 @@ demo: install
 test: install
 	cargo test --release --workspace --exclude farandole-python
 	$(BIN)/python -m pytest tests -m "not slow"
+
+# Stores against real services: S3 as in `test`, besides GCS, Azure and HDFS, which this installs below .tools.
+test-storage: install .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
+	$(BIN)/python -m pytest tests/storage
+
+.tools/azurite:
+	npm install --silent --prefix $@ azurite@3.37.0
+
+.tools/bin/fake-gcs-server:
+	GOBIN=$(CURDIR)/.tools/bin go install github.com/fsouza/fake-gcs-server@v1.56.1
+
+jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/farandole/*.java)
+	cd jvm-shim && mvn -q -B test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath -Dmdep.includeScope=test
 
 # The whole grid of faults, of which `test` takes a part; what every rank heard, and when, goes to target/faults.jsonl.
 test-faults: install
