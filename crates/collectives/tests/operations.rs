@@ -118,6 +118,22 @@ fn an_operation_completes_only_when_its_bytes_are_on_their_way() {
 }
 
 #[test]
+fn what_sockets_did_not_take_at_once_goes_on_while_everybody_waits() {
+    // More than sockets take, in rings that take it all.
+    let count = 12 << 20;
+    for algorithm in ["direct", "doubling", "pipeline", "hierarchy"] {
+        let world = Harness::on_hosts(&[1, 1]).over(Links::TwoHosts).ring(64 << 20).algorithms(algorithm);
+        world.run(|rank, mut communicator| {
+            let input: Vec<u8> = (1.5_f32 + rank.0 as f32).to_ne_bytes().repeat(count);
+            let tensor = Tensor::new(&input, true);
+            let sum = allreduce(DataType::F32, ReduceOp::Sum, std::slice::from_ref(&tensor));
+            complete(&mut communicator, sum).unwrap();
+            assert!(tensor.result() == 4_f32.to_ne_bytes().repeat(count), "{algorithm}, rank {rank}");
+        });
+    }
+}
+
+#[test]
 fn broadcast_gives_everybody_the_roots_bytes_from_any_root() {
     for size in [1, 2, 3, 4, 5, 8, 11] {
         Harness::new(size).ring(16 << 10).run(|rank, mut communicator| {

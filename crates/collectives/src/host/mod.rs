@@ -127,6 +127,10 @@ impl HostCommunicator {
             let moved = running.job.poll(&mut self.peers)?;
             any = moved.any || moved.done;
             running.done = moved.done;
+            if !any {
+                // What a socket did not take at once goes on only when somebody asks; peers may wait for nothing else.
+                self.peers.flush();
+            }
         }
         if running.done && self.peers.flush() {
             completed.extend(running.token);
