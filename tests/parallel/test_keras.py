@@ -136,7 +136,7 @@ def passes_and_local_layers_and_rates():
 
     model = build(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.5)))
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1)
-    later = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5, start_epoch=1)
+    later = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda _epoch: 0.5, start_epoch=1)
     logs = fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS, [warmup, later]).history["lr"]
     np.testing.assert_allclose(logs, [0.1, 0.05], rtol=1e-5)
 

@@ -28,7 +28,8 @@ def in_step(model: Any) -> None:
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Overwrites the model's and the optimizer's variables by those of one rank, once, so that all start alike.
 
-    That happens when training begins if both have been built, as `fit` sees to; else at the end of the first batch.
+    That happens when training begins if the model has been built; else at the end of the first batch, whose step the
+    ranks have then taken from different weights.
 
     Args:
         root_rank: The rank whose values count.
@@ -49,11 +50,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.add(id(var))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcasts if everything is there."""
+        """Broadcasts if there is something to."""
         del logs
+        if not self.model.built:
+            return
         optimizer = getattr(self.model, "optimizer", None)
-        if self.model.built and (optimizer is None or optimizer.built):
-            self._broadcast()
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts if that has not been."""

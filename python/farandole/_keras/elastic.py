@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Elastic training with Keras: a model's state that survives a failed world, and callbacks that keep it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+import farandole.numpy as arrays
+from farandole._keras.callbacks import in_step
+from farandole._keras.values import as_array, broadcast_variables
+from farandole.common import basics
+from farandole.common.elastic import ObjectState
+
+
+class KerasState(ObjectState):
+    """State of a model, its optimizer and anything else: each further keyword becomes an attribute.
+
+    Args:
+        model: Built, so that there is something to keep.
+        optimizer: The model's own by default.
+        **kwargs: Further attributes and their first values, `epoch` and `batch` for the callbacks here.
+
+    Raises:
+        ValueError: When the model has not been built.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ValueError("the model must be built before its state can be kept: call model.build(input_shape)")
+        self.model = model
+        self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if self.optimizer is not None and not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        self._kept: list[Any] = []
+        super().__init__(arrays.broadcast_object, basics.rank, **kwargs)
+        self._keep()
+
+    def _variables(self) -> list[Any]:
+        in_step(self.model)
+        return [*self.model.weights, *([] if self.optimizer is None else self.optimizer.variables)]
+
+    def _keep(self) -> None:
+        self._kept = [np.array(as_array(variable)) for variable in self._variables()]
+
+    def save(self) -> None:
+        """Keeps copies of all variables, and the attributes."""
+        self._keep()
+        super().save()
+
+    def restore(self) -> None:
+        """Puts back what was kept last."""
+        for variable, value in zip(self._variables(), self._kept, strict=True):
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Spreads rank 0's variables and attributes, and keeps them."""
+        broadcast_variables(self._variables(), root_rank=0)
+        self._keep()
+        super().sync()
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commits a state every so many batches, and at the end of every epoch.
+
+    Args:
+        state: What is committed.
+        batches_per_commit: How often; a commit copies the model and asks all ranks.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Counts anew."""
+        del logs
+        self.batches_remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Commits when due."""
+        del batch, logs
+        self.batches_remaining -= 1
+        if self.batches_remaining == 0:
+            self._commit()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Commits."""
+        del epoch, logs
+        self._commit()
+
+    def _commit(self) -> None:
+        self.batches_remaining = self.batches_per_commit
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Keeps `state.batch` at the batch that has been done, 0 between epochs; shortens an epoch that is taken up again.
+
+    Args:
+        state: Has an attribute `batch`.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._steps: int | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Remembers how long a whole epoch is."""
+        del logs
+        self._steps = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Leaves out what was done before."""
+        del epoch, logs
+        if self.params is None or self.params.get("steps") is None:
+            return
+        if self._steps is None:
+            self._steps = self.params["steps"]
+        self.params["steps"] = self._steps - self.state.batch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Takes note."""
+        del logs
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begins anew."""
+        del epoch, logs
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Keeps `state.epoch` at the number of epochs that have been done, over all calls of `fit`.
+
+    Args:
+        state: Has an attribute `epoch`.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self.initial_epoch = state.epoch
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Counts from where the state is."""
+        del logs
+        self.initial_epoch = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Takes note."""
+        del logs
+        self.state.epoch = self.initial_epoch + epoch + 1

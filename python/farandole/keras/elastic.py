@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Elastic training with Keras: a model's state that survives a failed world, and callbacks that keep it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import keras
+
+from farandole._keras.elastic import (
+    CommitStateCallback,
+    KerasState,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+)
+from farandole.common.elastic import leave_and_join, run_fn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Result = TypeVar("_Result")
+
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+
+
+def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Wraps a training function: after a failure the state goes back to the last commit, in a new world.
+
+    Args:
+        func: The training function; takes a `KerasState` first, returns when training is done.
+
+    Returns:
+        A function of the same arguments and result.
+    """
+    if keras.backend.backend() == "tensorflow":
+        from farandole.tensorflow import elastic  # noqa: PLC0415 - the backend
+
+        return elastic.run(func)
+    return run_fn(func, leave_and_join)
