@@ -53,6 +53,12 @@ mod timeline;
 mod tree;
 mod wire;
 
+/// The control plane of large worlds, simulated.
+#[cfg(any(test, feature = "_test-harness"))]
+pub mod simulation {
+    pub use crate::set::simulation::{ControlPlane, Traffic};
+}
+
 pub use callbacks::Callback;
 pub use engine::{Engine, Statistics};
 pub use error::{Cause, Error, Result};

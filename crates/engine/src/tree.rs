@@ -3,6 +3,8 @@
 
 //! Who talks to whom: ranks of a host under the host's first member, hosts in a binomial tree under member 0.
 
+use std::collections::HashMap;
+
 use farandole_world::{Rank, World};
 
 /// One member's place in the tree of its set. Members are positions in the set.
@@ -19,18 +21,19 @@ pub(crate) struct Tree {
 }
 
 /// Parents of every member.
-fn parents(world: &World, members: &[Rank]) -> (Vec<Option<u32>>, usize) {
+pub(crate) fn parents(world: &World, members: &[Rank]) -> (Vec<Option<u32>>, usize) {
     let host = |rank: &Rank| world.seats.get(rank.index()).map(|seat| &seat.host);
-    let mut leaders: Vec<(Option<_>, u32)> = Vec::new();
+    let mut leader_of = HashMap::new();
+    let mut leaders: Vec<u32> = Vec::new();
     let parents = (0u32..)
         .zip(members)
-        .map(|(member, rank)| match leaders.iter().find(|(known, _)| *known == host(rank)) {
-            Some((_, leader)) => Some(*leader),
-            None => {
+        .map(|(member, rank)| match *leader_of.entry(host(rank)).or_insert(member) {
+            leader if leader < member => Some(leader),
+            _ => {
                 let index = leaders.len();
-                leaders.push((host(rank), member));
+                leaders.push(member);
                 // Binomial: a leader's parent is its index without the lowest set bit.
-                (index > 0).then(|| leaders[index & (index - 1)].1)
+                (index > 0).then(|| leaders[index & (index - 1)])
             }
         })
         .collect();

@@ -9,6 +9,8 @@ mod execute;
 mod inquiry;
 mod leave;
 mod list;
+#[cfg(any(test, feature = "_test-harness"))]
+pub(crate) mod simulation;
 mod trace;
 mod watch;
 
