@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from tests.storage.gcs_front import Front
 
 ROOT = Path(__file__).parents[2]
 START = 60
@@ -60,12 +61,12 @@ def listening(port, process):
 
 @pytest.fixture(scope="session")
 def gcs_options():
-    """fake-gcs-server with one bucket."""
+    """fake-gcs-server with one bucket, behind the XML API's uploads."""
     program = tool(ROOT / ".tools" / "bin" / "fake-gcs-server", "fake-gcs-server")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [program, "-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", port]
-    command += ["-public-host", f"127.0.0.1:{port}", "-external-url", url, "-log-level", "error"]
+    command += ["-public-host", "127.0.0.1", "-external-url", url, "-log-level", "error"]
     with service(command) as process:
         listening(port, process)
         request = urllib.request.Request(
@@ -75,7 +76,9 @@ def gcs_options():
         )
         urllib.request.urlopen(request, timeout=10).close()
         account = {"client_email": "", "private_key": "", "private_key_id": "", "disable_oauth": True}
-        yield {"endpoint_url": url, "google_service_account_key": json.dumps(account)}
+        with Front(url) as front:
+            yield {"endpoint_url": front.url, "google_service_account_key": json.dumps(account)}
+            front.shutdown()
 
 
 @pytest.fixture(scope="session")
