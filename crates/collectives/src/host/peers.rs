@@ -32,11 +32,13 @@ pub(super) struct Peers {
     pub(super) scratch: Scratch,
 }
 
-/// Two blocks for operations small enough to be packed.
+/// Blocks for operations that pack or keep something.
 #[derive(Default)]
 pub(super) struct Scratch {
     pub(super) packed: Vec<u8>,
     pub(super) result: Vec<u8>,
+    /// For the next hierarchy.
+    pub(super) store: Vec<Vec<u8>>,
 }
 
 /// What a poll did.

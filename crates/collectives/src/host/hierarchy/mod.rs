@@ -92,8 +92,9 @@ pub(super) struct Hierarchy {
 }
 
 impl Hierarchy {
-    pub(super) fn new(peers: &Peers, reducer: Reducer, inputs: Flat, outputs: Flat) -> Result<Self> {
-        let hosts = &peers.hosts;
+    pub(super) fn new(peers: &mut Peers, reducer: Reducer, inputs: Flat, outputs: Flat) -> Result<Self> {
+        let mut store = std::mem::take(&mut peers.scratch.store);
+        let (peers, hosts) = (&*peers, &peers.hosts);
         let too_small = || Error::Shape {
             reason: format!("a ring of {} bytes is too small for an allreduce", peers.capacity),
         };
@@ -110,10 +111,12 @@ impl Hierarchy {
             }
         };
         let first = Cursor { chunk: member - hosts.members(host).start, at: 0 };
-        let slot = vec![0; (schedule.longest_part() + BLOCK) * expansion];
+        store.resize_with(schedule.begun(host), Vec::new);
+        let slot = schedule.longest_part() * expansion;
+        store.iter_mut().filter(|old| old.len() < slot).for_each(|old| old.resize(slot, 0));
         Ok(Self {
             streams: (0..peers.links.len()).map(stream).collect(),
-            store: vec![slot; schedule.begun(host)],
+            store,
             stride: hosts.members(host).len(),
             local: peers.local_links(),
             joining: first,
@@ -443,7 +446,10 @@ impl Job for Hierarchy {
         self.forget();
         let over =
             |stream: &Stream| self.schedule.is_over(stream.writing) && self.schedule.is_over(stream.reading);
-        let made = self.reducing.chunk >= self.schedule.chunks();
-        Ok(Moved { any, done: made && self.streams.iter().all(over) })
+        let done = self.reducing.chunk >= self.schedule.chunks() && self.streams.iter().all(over);
+        if done {
+            peers.scratch.store = std::mem::take(&mut self.store);
+        }
+        Ok(Moved { any, done })
     }
 }
