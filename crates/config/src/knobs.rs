@@ -169,6 +169,8 @@ knobs! {
     tcp_streams: u64 = "1", "TCP_STREAMS", None, true;
     /// TCP's congestion control between hosts, where the system has and allows it; empty takes the system's own.
     tcp_congestion: String = "cubic", "TCP_CONGESTION", None, true;
+    /// How allreduces are done: `auto`, or `direct`, `doubling`, `pipeline` or `hierarchy`, or several with the most bytes each is for, as in `direct:4096,doubling:65536,hierarchy`. The same on all ranks.
+    allreduce_algorithm: String = "auto", "ALLREDUCE_ALGORITHM", None, true;
     /// Busy-waiting before a waiting thread sleeps.
     spin: Duration = "1ms", "SPIN", None, true;
     /// Turns the stall check off.
