@@ -41,6 +41,8 @@ macro_rules! knobs {
         #[derive(Clone, Debug, PartialEq)]
         pub struct Config {
             $( $(#[doc = $doc])+ pub $key: $type, )+
+            /// Keys of the knobs that somebody set.
+            pub given: Vec<&'static str>,
         }
 
         /// Every knob, in the order of the reference page.
@@ -66,10 +68,20 @@ macro_rules! knobs {
                 }
                 Ok(Self {
                     $( $key: one::<$type>(stringify!($key), $name, $default, &lookup, arguments)?, )+
+                    given: KNOBS.iter().filter(|knob| is_given(knob, &lookup, arguments)).map(|knob| knob.key).collect(),
                 })
             }
         }
     };
+}
+
+fn is_given(
+    knob: &Knob,
+    lookup: &impl Fn(&str) -> Option<String>,
+    arguments: &BTreeMap<String, String>,
+) -> bool {
+    let named = |prefix: &str| lookup(&format!("{prefix}{}", knob.name)).is_some();
+    arguments.contains_key(knob.key) || named(PREFIX) || named(HOROVOD_PREFIX)
 }
 
 fn one<T: Value>(
@@ -183,6 +195,18 @@ knobs! {
     timeline: String = "", "TIMELINE", Some("--timeline-filename"), true;
     /// Marks every negotiation round in the timeline.
     timeline_mark_cycles: bool = "0", "TIMELINE_MARK_CYCLES", Some("--timeline-mark-cycles"), true;
+    /// Tunes the fusion threshold in the first steps, unless it is set.
+    autotune: bool = "0", "AUTOTUNE", Some("--autotune"), true;
+    /// CSV file for the samples of autotune, written by rank 0.
+    autotune_log: String = "", "AUTOTUNE_LOG", Some("--autotune-log-file"), true;
+    /// Samples of autotune at the beginning that do not count.
+    autotune_warmup_samples: u64 = "3", "AUTOTUNE_WARMUP_SAMPLES", Some("--autotune-warmup-samples"), true;
+    /// Steps of each of the five scores whose median is a sample.
+    autotune_steps_per_sample: u64 = "10", "AUTOTUNE_STEPS_PER_SAMPLE", Some("--autotune-steps-per-sample"), true;
+    /// Samples after which autotune stops, keeping the best.
+    autotune_samples: u64 = "20", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", Some("--autotune-bayes-opt-max-samples"), true;
+    /// Accepted and not used: the search has no Gaussian process.
+    autotune_noise: String = "0.8", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", Some("--autotune-gaussian-process-noise"), true;
     /// No ranges for NVIDIA's profilers, even where their library is found.
     disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
 }
@@ -216,7 +240,8 @@ mod tests {
     fn our_name_wins_over_horovods() {
         let both = read(&[("FARANDOLE_CACHE_CAPACITY", "1"), ("HOROVOD_CACHE_CAPACITY", "2")]);
         assert_eq!(both.unwrap().cache_capacity, 1);
-        assert_eq!(read(&[("HOROVOD_CACHE_CAPACITY", "2")]).unwrap().cache_capacity, 2);
+        let one = read(&[("HOROVOD_CACHE_CAPACITY", "2")]).unwrap();
+        assert_eq!((one.cache_capacity, &*one.given), (2, &["cache_capacity"][..]));
     }
 
     #[test]

@@ -51,6 +51,7 @@ mod stall;
 mod tally;
 mod timeline;
 mod tree;
+mod tune;
 mod wire;
 
 /// The control plane of large worlds, simulated.
@@ -67,3 +68,4 @@ pub use request::{Change, Completion, Handle, Kind, Request};
 pub use stall::{Absentee, Answer, Observer, Silent, Stack, Stall, StallReport, Wait};
 pub use timeline::RANK_PLACEHOLDER;
 pub use tree::control_peers;
+pub use tune::Tune;

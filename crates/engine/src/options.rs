@@ -11,7 +11,7 @@ use farandole_config::Config;
 use farandole_transport::Link;
 use farandole_world::{ProcessSetId, Rank, World};
 
-use crate::Observer;
+use crate::{Observer, Tune};
 
 /// How the one thread that drives sleeps until a peer or a local thread has something for it.
 ///
@@ -59,6 +59,8 @@ pub struct Settings {
     pub stall_shutdown: Option<Duration>,
     /// Ranges for NVIDIA's profilers, where their library can be loaded.
     pub nvtx: bool,
+    /// Searches for the fusion threshold.
+    pub tune: Option<Tune>,
 }
 
 impl From<&Config> for Settings {
@@ -76,6 +78,12 @@ impl From<&Config> for Settings {
                 (!limit.is_zero() && limit >= check).then_some(limit)
             }),
             nvtx: !config.disable_nvtx_ranges,
+            tune: (config.autotune && !config.given.contains(&"fusion_threshold")).then(|| Tune {
+                warmup_samples: u32::try_from(config.autotune_warmup_samples).unwrap_or(u32::MAX),
+                steps_per_score: u32::try_from(config.autotune_steps_per_sample).unwrap_or(u32::MAX),
+                most_samples: u32::try_from(config.autotune_samples).unwrap_or(u32::MAX),
+                log: config.autotune_log.clone(),
+            }),
         }
     }
 }

@@ -34,6 +34,7 @@ fn options(id: u32) -> EngineOptions {
             stall_check: None,
             stall_shutdown: None,
             nvtx: false,
+            tune: None,
         },
         host: Arc::new(Awake),
         sets: vec![SetOptions {

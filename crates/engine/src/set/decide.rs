@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::{Finished, ProcessSet, Step, kind};
 use crate::cache::{Agreed, CacheId};
@@ -12,6 +13,7 @@ use crate::hash::Map;
 use crate::set::list::{self, Item};
 use crate::signature::{Call, Signature};
 use crate::tally::{Wish, verdict};
+use crate::tune::Tuner;
 
 /// A tensor all ranks want.
 #[derive(Debug)]
@@ -119,7 +121,11 @@ impl ProcessSet {
         }
         let decisions = std::mem::take(&mut self.coordinator.decisions);
         let settings = &self.options.settings;
-        let plan = fuse(decisions, settings.fusion_threshold, settings.group_fusion);
+        let threshold = self.tuner.as_ref().map_or(settings.fusion_threshold, Tuner::threshold);
+        if let Some(tuner) = &mut self.tuner {
+            observe(tuner, &decisions);
+        }
+        let plan = fuse(decisions, threshold, settings.group_fusion);
         let mut frame = std::mem::take(&mut self.scratch);
         frame.clear();
         let number = self.lists + 1;
@@ -128,6 +134,18 @@ impl ProcessSet {
         self.scratch = frame;
         self.apply(number, items, finished)?;
         Ok(true)
+    }
+}
+
+/// Shows autotune what goes out.
+fn observe(tuner: &mut Tuner, decisions: &[Decision]) {
+    let now = Instant::now();
+    for decision in decisions {
+        if let Decision::Run(ready) = decision
+            && matches!(ready.agreed.signature.call, Call::Allreduce { .. })
+        {
+            tuner.observe(&ready.agreed.name, bytes(&ready.agreed), now);
+        }
     }
 }
 

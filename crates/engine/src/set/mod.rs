@@ -24,7 +24,7 @@ use std::time::Instant;
 
 use farandole_collectives::{Buffer, Device, Event};
 use farandole_transport::{FrameReceiver, FrameSender, frames};
-use farandole_world::{Rank, World};
+use farandole_world::{ProcessSetId, Rank, World};
 
 use crate::cache::Cache;
 use crate::hash::Map;
@@ -32,6 +32,7 @@ use crate::signature::Signature;
 use crate::tally::Tally;
 use crate::timeline::Tracer;
 use crate::tree::Tree;
+use crate::tune::Tuner;
 use crate::wire::Malformed;
 use crate::{Cause, Completion, Error, Handle, Observer, Result, SetOptions, Settings, Statistics};
 
@@ -92,6 +93,11 @@ pub(crate) struct Finished {
     pub(crate) result: Result<Completion>,
 }
 
+fn tuner(settings: &Settings) -> Option<Tuner> {
+    let tune = settings.tune.clone()?;
+    Some(Tuner::new(tune, settings.fusion_threshold, settings.cache_capacity > 0))
+}
+
 /// The control link to a neighbour in the tree.
 struct Neighbour {
     sender: FrameSender,
@@ -124,6 +130,8 @@ pub(crate) struct ProcessSet {
     execution: execute::Execution,
     watch: watch::Watch,
     inquiries: inquiry::Inquiries,
+    /// At the coordinator of the global set, while autotune is on.
+    tuner: Option<Tuner>,
     leaving: Option<leave::Leaving>,
     /// Until when it lives on after it was removed.
     retired: Option<Instant>,
@@ -178,6 +186,7 @@ impl ProcessSet {
         Ok(Self {
             watch: watch::Watch::new(id, &shared.settings),
             inquiries: inquiry::Inquiries::default(),
+            tuner: tuner(&shared.settings).filter(|_| id == ProcessSetId::GLOBAL && tree.parent.is_none()),
             coordinator: decide::Coordinator::default(),
             execution: execute::Execution::new(communicator),
             cache: Cache::new(shared.settings.cache_capacity),

@@ -177,6 +177,7 @@ fn settings(capacity: usize) -> Settings {
         stall_check: None,
         stall_shutdown: None,
         nvtx: false,
+        tune: None,
     }
 }
 

@@ -82,6 +82,7 @@ pub(crate) fn settings() -> Settings {
         stall_check: None,
         stall_shutdown: None,
         nvtx: false,
+        tune: None,
     }
 }
 
