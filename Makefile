@@ -8,14 +8,29 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-storage tensorflow-ops test-faults lint bench wheel install tools deny docs clean
+.PHONY: demo test test-storage tensorflow-ops test-faults loom fuzz sanitize lint bench wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
 
-test: install
+test: install loom
 	cargo test --release --workspace --exclude farandole-python
 	$(BIN)/python -m pytest tests -m "not slow"
+
+# Every order of what two sides of shared memory may do and see.
+loom:
+	RUSTFLAGS="--cfg loom" cargo test --release --target-dir target/loom -p farandole-shm --lib loom_
+
+# Garbage for a minute a target; `make test` takes a second each.
+fuzz:
+	FARANDOLE_FUZZ_SECONDS=$${FARANDOLE_FUZZ_SECONDS:-60} cargo test --release -p farandole-fuzz
+
+# The rooms with unsafe code under valgrind's memcheck.
+sanitize:
+	@command -v valgrind >/dev/null || { echo "sanitize: needs valgrind (Debian: apt-get install valgrind)"; exit 1; }
+	CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
+	cargo test --target-dir target/sanitize -p farandole-shm --lib --tests
 
 # Stores against real services: S3 as in `test`, besides GCS, Azure and HDFS, which this installs below .tools.
 test-storage: install .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath

@@ -6,6 +6,8 @@
 use clap::{Arg, ArgAction, Command, value_parser};
 use farandole::config::{KNOBS, Knob, PREFIX, Value};
 
+use crate::bench;
+
 /// The whole command.
 pub(crate) fn command() -> Command {
     Command::new("farandole")
@@ -14,6 +16,7 @@ pub(crate) fn command() -> Command {
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommand(run())
+        .subcommand(bench::command())
         .subcommand(
             Command::new("doctor")
                 .about("Says what is installed, which links and devices work, and what is wrong."),
@@ -62,6 +65,10 @@ pub(crate) fn is_switch(knob: &Knob) -> bool {
 
 /// `-np` as Horovod's scripts have it becomes `--num-proc`, as long as it is ours and not the program's.
 pub(crate) fn normalized(argv: &[String]) -> Vec<String> {
+    if argv.get(1).is_some_and(|word| word == "bench") {
+        // There is no other program whose words these could be.
+        return argv.iter().map(|word| if word == "-np" { "--num-proc" } else { word }.to_owned()).collect();
+    }
     let takes_value = |word: &str| {
         matches!(word, "-np" | "-n" | "--num-proc")
             || flags().any(|knob| knob.flag == Some(word) && !is_switch(knob))
@@ -108,6 +115,16 @@ mod tests {
         assert_eq!(run.get_one::<u32>("num_proc"), Some(&2));
         let program: Vec<&String> = run.get_many("command").unwrap().collect();
         assert_eq!(program, ["mpirun", "-np", "4", "a.out"]);
+    }
+
+    #[test]
+    fn np_of_a_bench_may_stand_anywhere() {
+        let line = words("farandole bench allreduce --sizes 4,1K -np 2 --json");
+        let matches = command().try_get_matches_from(normalized(&line)).unwrap();
+        let (_, bench) = matches.subcommand().unwrap();
+        assert_eq!(bench.get_one::<u32>("num_proc"), Some(&2));
+        assert_eq!(bench.get_many::<u64>("sizes").unwrap().copied().collect::<Vec<_>>(), [4, 1024]);
+        assert!(command().try_get_matches_from(words("farandole bench sum -n 2")).is_err());
     }
 
     #[test]

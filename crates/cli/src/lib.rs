@@ -3,7 +3,8 @@
 
 //! The farandole command.
 //!
-//! Owns the command line: `run` starts a program on several processes of this host, `doctor` says what works here.
+//! Owns the command line: `run` starts a program on several processes of this host, `bench` times collectives on them,
+//! `doctor` says what works here.
 //! Refuses logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which lends
 //! it an interpreter through [`Surroundings`]; there is no second binary.
 //!
@@ -14,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 mod arguments;
+mod bench;
 mod doctor;
 mod run;
 mod surroundings;
@@ -34,6 +36,7 @@ pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
     };
     let ended = match matches.subcommand() {
         Some(("run", matches)) => run::run(matches, surroundings),
+        Some(("bench", matches)) => bench::bench(matches, surroundings),
         Some(("doctor", _)) => doctor::doctor(surroundings),
         other => Err(anyhow::anyhow!("no such command: {other:?}")),
     };

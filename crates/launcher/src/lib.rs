@@ -34,4 +34,4 @@ mod worker;
 
 pub use agent::{Agent, Outcome, Output, Task};
 pub use error::{Error, Result};
-pub use local::{Local, Report, run_local};
+pub use local::{Local, Report, run_local, run_local_into};

@@ -90,6 +90,14 @@ impl Sink for Prefixed {
 /// # Errors
 /// `Usage` for no process or an empty command, `Registrar`, `Spawn`, `System`.
 pub fn run_local(local: &Local, interrupted: &dyn Fn() -> bool) -> Result<Report> {
+    run_local_into(local, &(Arc::new(Prefixed) as Arc<dyn Sink>), interrupted)
+}
+
+/// As [`run_local`]; lines go to `sink`.
+///
+/// # Errors
+/// As [`run_local`].
+pub fn run_local_into(local: &Local, sink: &Arc<dyn Sink>, interrupted: &dyn Fn() -> bool) -> Result<Report> {
     let options =
         Options { host: Some("127.0.0.1".to_owned()), ..Options::from_config(local.num_proc, &local.config) };
     if local.num_proc == 0 {
@@ -97,7 +105,6 @@ pub fn run_local(local: &Local, interrupted: &dyn Fn() -> bool) -> Result<Report
     }
     let registrar = Registrar::start(options)
         .map_err(|source| Error::Registrar { task: TaskId(0), source: Box::new(source) })?;
-    let sink: Arc<dyn Sink> = Arc::new(Prefixed);
     let start = |task: u32| {
         Agent::start(Task {
             ticket: registrar.ticket().clone(),
@@ -108,7 +115,7 @@ pub fn run_local(local: &Local, interrupted: &dyn Fn() -> bool) -> Result<Report
             environment: local.environment.clone(),
             payload: None,
             collect_result: false,
-            output: Output::Sink(Arc::clone(&sink)),
+            output: Output::Sink(Arc::clone(sink)),
             start_timeout: local.config.start_timeout,
             peer_timeout: local.config.peer_timeout,
         })

@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
@@ -14,15 +14,13 @@ use rustix::io::{read, write};
 use crate::fork::Guard;
 use crate::memory::{Mapping, Shared, page};
 use crate::segment::{sealed, verify};
+use crate::signals::{Line, Parked};
 use crate::{Error, Result};
-
-#[repr(C, align(128))]
-struct Line<T>(T);
 
 #[repr(C)]
 struct Page {
     /// 1: the owner sleeps or is about to; whoever resets it rings.
-    parked: Line<AtomicU32>,
+    parked: Line<Parked>,
     /// Grows as long as the owner runs.
     heartbeat: Line<AtomicU64>,
     /// 1: the owner left in order.
@@ -79,18 +77,17 @@ impl Bell {
 
     /// Owner: asks to be rung. Poll every ring once more before sleeping (`SHM-4`).
     pub fn park(&self) {
-        self.page().parked.0.store(1, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
+        self.page().parked.0.park();
     }
 
     /// Owner: no longer asks to be rung.
     pub fn unpark(&self) {
-        self.page().parked.0.store(0, Ordering::SeqCst);
+        self.page().parked.0.unpark();
     }
 
     /// Whether the owner asks to be rung.
     pub fn parked(&self) -> bool {
-        self.page().parked.0.load(Ordering::SeqCst) != 0
+        self.page().parked.0.is_set()
     }
 
     /// Rings if the owner asked for it; call after publishing what it should see. One of many callers rings.
@@ -98,14 +95,7 @@ impl Bell {
     /// # Errors
     /// `System` when the eventfd refuses.
     pub fn ring_if_parked(&self) -> Result<()> {
-        // Pairs with the fence in `park`: either we see the flag, or the owner's next poll sees what we published.
-        fence(Ordering::SeqCst);
-        let parked = &self.page().parked.0;
-        if parked.load(Ordering::Relaxed) != 0 && parked.swap(0, Ordering::AcqRel) != 0 {
-            self.ring()
-        } else {
-            Ok(())
-        }
+        if self.page().parked.0.to_ring() { self.ring() } else { Ok(()) }
     }
 
     /// Rings.

@@ -35,6 +35,8 @@ pub mod handover;
 mod memory;
 mod ring;
 mod segment;
+mod signals;
+mod sync;
 
 pub use bell::Bell;
 pub use error::{Error, Result};

@@ -10,27 +10,19 @@
 
 use std::slice;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::fork::Guard;
 use crate::memory::{Mapping, Shared};
+use crate::signals::{Cursors, Line};
 use crate::{Error, Result, Segment};
 
 const _: () = assert!(size_of::<usize>() == 8, "the layout of control pages is that of 64-bit machines");
 
-/// A value on cache lines of its own: two, because processors prefetch lines in pairs.
-#[repr(C, align(128))]
-struct Line<T>(T);
-
 /// First page of a ring.
 #[repr(C)]
 struct Control {
-    /// Bytes ever committed; written by the producer.
-    tail: Line<AtomicUsize>,
-    /// Bytes ever released; written by the consumer.
-    head: Line<AtomicUsize>,
-    /// The producer saw a ring that was not empty and would like to hear of space; cleared by the consumer.
-    wanted: Line<AtomicU32>,
+    cursors: Cursors,
     /// Rarely written: whether each half is taken, and whether it was dropped.
     halves: Line<[Half; 2]>,
 }
@@ -62,6 +54,10 @@ impl Ring {
 
     fn control(&self) -> &Control {
         self.mapping.head()
+    }
+
+    fn cursors(&self) -> &Cursors {
+        &self.control().cursors
     }
 
     fn half(&self, half: usize) -> &Half {
@@ -142,13 +138,10 @@ impl Producer {
     /// `Corrupt`, `Forked`.
     pub fn window(&mut self) -> Result<&mut [u8]> {
         self.ring.guard.check()?;
-        let control = self.ring.control();
-        let mut used = self.ring.used(self.tail, control.head.0.load(Ordering::Acquire))?;
+        let cursors = self.ring.cursors();
+        let mut used = self.ring.used(self.tail, cursors.released())?;
         if used > 0 {
-            control.wanted.0.store(1, Ordering::Relaxed);
-            // Pairs with the fence in `Consumer::release`: either it sees `wanted`, or we see its new head.
-            fence(Ordering::SeqCst);
-            used = self.ring.used(self.tail, control.head.0.load(Ordering::Acquire))?;
+            used = self.ring.used(self.tail, cursors.want())?;
         }
         self.granted = self.ring.capacity - used;
         // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled data of the mapping,
@@ -168,7 +161,7 @@ impl Producer {
             self.granted.checked_sub(bytes).ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
         self.tail = self.tail.wrapping_add(bytes);
         self.offset = self.ring.advanced(self.offset, bytes);
-        self.ring.control().tail.0.store(self.tail, Ordering::Release);
+        self.ring.cursors().commit(self.tail);
         Ok(())
     }
 
@@ -177,7 +170,7 @@ impl Producer {
     /// # Errors
     /// `Corrupt`.
     pub fn used(&self) -> Result<usize> {
-        self.ring.used(self.tail, self.ring.control().head.0.load(Ordering::Acquire))
+        self.ring.used(self.tail, self.ring.cursors().released())
     }
 
     /// Whether the consumer was dropped.
@@ -229,7 +222,7 @@ impl Consumer {
     /// `Corrupt`, `Forked`.
     pub fn window(&mut self) -> Result<&[u8]> {
         self.ring.guard.check()?;
-        self.granted = self.ring.used(self.ring.control().tail.0.load(Ordering::Acquire), self.head)?;
+        self.granted = self.ring.used(self.ring.cursors().committed(), self.head)?;
         // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled data of the mapping,
         // which lives as long as `self`. The producer writes only beyond the published tail until we release, and
         // there is one consumer (SHM-2).
@@ -246,11 +239,7 @@ impl Consumer {
             self.granted.checked_sub(bytes).ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
         self.head = self.head.wrapping_add(bytes);
         self.offset = self.ring.advanced(self.offset, bytes);
-        let control = self.ring.control();
-        control.head.0.store(self.head, Ordering::Release);
-        // Pairs with the fence in `Producer::window`.
-        fence(Ordering::SeqCst);
-        Ok(control.wanted.0.load(Ordering::Relaxed) != 0 && control.wanted.0.swap(0, Ordering::AcqRel) != 0)
+        Ok(self.ring.cursors().release(self.head))
     }
 
     /// Bytes that are committed and not released.
@@ -258,7 +247,7 @@ impl Consumer {
     /// # Errors
     /// `Corrupt`.
     pub fn used(&self) -> Result<usize> {
-        self.ring.used(self.ring.control().tail.0.load(Ordering::Acquire), self.head)
+        self.ring.used(self.ring.cursors().committed(), self.head)
     }
 
     /// Whether the producer was dropped; what it had committed is still there.
@@ -297,9 +286,9 @@ mod tests {
     #[test]
     fn shm_3_positions_that_cannot_be_are_refused() {
         let (mut producer, mut consumer) = private(4096).unwrap();
-        producer.ring.control().tail.0.store(4097, Ordering::Release);
+        producer.ring.cursors().commit(4097);
         assert_eq!(consumer.window().unwrap_err(), Error::Corrupt { capacity: 4096, used: 4097 });
-        producer.ring.control().head.0.store(1, Ordering::Release);
+        producer.ring.cursors().release(1);
         assert!(producer.window().is_err());
     }
 

@@ -148,7 +148,7 @@ fn finish(
     if hello.carrier == Carrier::SharedMemory {
         let Some(Adopted { arrival, bell, pidfd }) = adopt(hello, peer, descriptors) else {
             // The dialer takes another way.
-            drop(handover::send(&socket, &transcript.accept(Status::NoSharedMemory), &[]));
+            let _ = handover::send(&socket, &transcript.accept(Status::NoSharedMemory), &[]);
             return Progress::Linked;
         };
         let own: Vec<_> = (shared.parker.bell().descriptors().into_iter())

@@ -53,6 +53,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     // Development only: testkit may see what it plays, xtask what it generates from.
     ("testkit", &["world", "config", "shm", "transport", "collectives", "engine"]),
     ("xtask", &["config"]),
+    ("fuzz", &["config"]),
 ];
 
 /// Fails on the first edge that the table does not have. Dev-dependencies are free, except on xtask.

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole bench`: how long one collective takes on several processes of this host.
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+use farandole::config::{Config, environment};
+use farandole::launcher::{Local, run_local_into};
+use farandole::telemetry::{Record, Sink, Stream};
+
+use crate::surroundings::Surroundings;
+
+/// What a rank runs.
+const WORKER: [&str; 2] = ["-m", "farandole.runner.bench"];
+/// Begins the line that rank 0 prints for each size; seconds follow.
+const ROW: &str = "bench-row ";
+
+const OPERATIONS: [&str; 5] = ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"];
+const DTYPES: [&str; 8] = ["uint8", "int8", "int32", "int64", "float16", "float32", "float64", "bfloat16"];
+const SIZES: &str = "4,1K,64K,256K,4M,64M";
+
+/// The command line.
+pub(crate) fn command() -> Command {
+    Command::new("bench")
+        .about("Times a collective on several processes of this host; `-np N` may be written for `--num-proc N`.")
+        .override_usage("farandole bench <OPERATION> -np <N> [OPTIONS]")
+        .arg(Arg::new("operation").required(true).value_parser(OPERATIONS).help("What to time"))
+        .arg(
+            Arg::new("num_proc")
+                .long("num-proc")
+                .short('n')
+                .value_name("N")
+                .required(true)
+                .value_parser(value_parser!(u32).range(1..))
+                .help("Number of processes"),
+        )
+        .arg(
+            Arg::new("sizes")
+                .long("sizes")
+                .default_value(SIZES)
+                .value_delimiter(',')
+                .value_parser(bytes)
+                .help(
+                    "Bytes of the whole tensor, such as 4,1K,4M: what every rank ends with, or for reducescatter \
+                     and alltoall begins with",
+                ),
+        )
+        .arg(
+            Arg::new("dtype")
+                .long("dtype")
+                .default_value("float32")
+                .value_parser(DTYPES)
+                .help("Type of the elements"),
+        )
+        .arg(
+            Arg::new("iterations")
+                .long("iterations")
+                .default_value("0")
+                .value_parser(value_parser!(u32))
+                .help("Operations of each size; 0 takes as many as a second holds"),
+        )
+        .arg(
+            Arg::new("json")
+                .long("json")
+                .action(ArgAction::SetTrue)
+                .help("Print one JSON object a line instead of a table"),
+        )
+}
+
+/// Runs it; the exit status is that of the first failure.
+pub(crate) fn bench(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
+    let text = |name: &str| matches.get_one::<String>(name).cloned().unwrap_or_default();
+    let num_proc = matches.get_one("num_proc").copied().unwrap_or_default();
+    let iterations: u32 = matches.get_one("iterations").copied().unwrap_or_default();
+    let sizes = matches.get_many::<u64>("sizes").unwrap_or_default();
+    let mut command = vec![surroundings.python().executable];
+    command.extend(WORKER.map(str::to_owned));
+    command.extend([text("operation"), text("dtype"), iterations.to_string()]);
+    command.extend(sizes.map(u64::to_string));
+    let local = Local {
+        num_proc,
+        command,
+        environment: BTreeMap::new(),
+        config: Config::read(environment, &BTreeMap::new())?,
+    };
+    let table = Arc::new(Table {
+        operation: text("operation"),
+        dtype: text("dtype"),
+        ranks: num_proc,
+        json: matches.get_flag("json"),
+        rows: AtomicUsize::new(0),
+    });
+    table.head();
+    let sink: Arc<dyn Sink> = Arc::clone(&table) as Arc<dyn Sink>;
+    let report = run_local_into(&local, &sink, &|| surroundings.interrupted())?;
+    if let Some(reason) = report.reason() {
+        bail!("{reason}");
+    }
+    if table.rows.load(Ordering::Relaxed) == 0 {
+        bail!("rank 0 measured nothing");
+    }
+    Ok(report.exit_code())
+}
+
+/// Bytes with `K`, `M` or `G` for powers of 1024.
+fn bytes(text: &str) -> Result<u64> {
+    let text = text.trim();
+    let upper = text.to_ascii_uppercase();
+    let (digits, shift) = [("K", 10), ("M", 20), ("G", 30)]
+        .iter()
+        .find_map(|(unit, shift)| upper.strip_suffix(unit).map(|digits| (digits, *shift)))
+        .unwrap_or((&upper, 0));
+    let number: u64 = digits.parse().with_context(|| format!("not a size: {text}"))?;
+    number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).with_context(|| format!("not a size: {text}"))
+}
+
+/// What rank 0 measured at one size.
+#[derive(Debug, PartialEq)]
+struct Row {
+    bytes: u64,
+    iterations: u64,
+    /// Seconds.
+    p50: f64,
+    p90: f64,
+}
+
+impl Row {
+    fn parse(line: &str) -> Option<Self> {
+        let mut fields = line.strip_prefix(ROW)?.split(' ');
+        Some(Self {
+            bytes: fields.next()?.parse().ok()?,
+            iterations: fields.next()?.parse().ok()?,
+            p50: fields.next()?.parse().ok()?,
+            p90: fields.next()?.parse().ok()?,
+        })
+    }
+}
+
+/// Prints rows as they come, and what ranks complain of.
+struct Table {
+    operation: String,
+    dtype: String,
+    ranks: u32,
+    json: bool,
+    rows: AtomicUsize,
+}
+
+impl Table {
+    fn head(&self) {
+        if !self.json {
+            out(&format!("{} of {} on {} processes", self.operation, self.dtype, self.ranks));
+            out(&format!(
+                "{:>12} {:>7} {:>12} {:>12} {:>10} {:>10}",
+                "bytes", "calls", "median us", "p90 us", "alg GB/s", "bus GB/s"
+            ));
+        }
+    }
+
+    /// Bytes that cross each rank's slowest link, for one byte of the tensor.
+    fn bus_factor(&self) -> f64 {
+        let ranks = f64::from(self.ranks);
+        match self.operation.as_str() {
+            "allreduce" => 2.0 * (ranks - 1.0) / ranks,
+            "broadcast" => 1.0,
+            _ => (ranks - 1.0) / ranks,
+        }
+    }
+
+    fn row(&self, row: &Row) {
+        #[expect(clippy::cast_precision_loss, reason = "a bandwidth of three digits")]
+        let speed = row.bytes as f64 / row.p50.max(1e-12) / 1e9;
+        let (p50, p90, bus) = (row.p50 * 1e6, row.p90 * 1e6, speed * self.bus_factor());
+        let Row { bytes, iterations, .. } = row;
+        out(&if self.json {
+            let Self { operation, dtype, ranks, .. } = self;
+            format!(
+                "{{\"operation\": \"{operation}\", \"dtype\": \"{dtype}\", \"ranks\": {ranks}, \"bytes\": {bytes}, \
+                 \"iterations\": {iterations}, \"p50_us\": {p50:.3}, \"p90_us\": {p90:.3}, \"alg_gbps\": {speed:.4}, \
+                 \"bus_gbps\": {bus:.4}}}"
+            )
+        } else {
+            format!("{bytes:>12} {iterations:>7} {p50:>12.1} {p90:>12.1} {speed:>10.2} {bus:>10.2}")
+        });
+    }
+}
+
+impl Sink for Table {
+    fn accept(&self, record: Record) {
+        let Record::Log(line) = record else { return };
+        match Row::parse(&line.text).filter(|_| line.stream == Stream::Stdout) {
+            Some(row) => {
+                self.rows.fetch_add(1, Ordering::Relaxed);
+                self.row(&row);
+            }
+            None => drop(writeln!(std::io::stderr(), "{}", line.text)),
+        }
+    }
+}
+
+fn out(line: &str) {
+    // A reader that went away (`| head`) does not end the measurement.
+    drop(writeln!(std::io::stdout(), "{line}"));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table(operation: &str, ranks: u32) -> Table {
+        let (operation, dtype) = (operation.to_owned(), "float32".to_owned());
+        Table { operation, dtype, ranks, json: false, rows: AtomicUsize::new(0) }
+    }
+
+    #[test]
+    fn sizes_have_units_of_1024() {
+        assert_eq!(["4", "1K", "4m", "2G"].map(|text| bytes(text).unwrap()), [4, 1024, 4 << 20, 2 << 30]);
+        for wrong in ["", "K", "0", "-4", "1T", "99999999999999999999", "18446744073709551615K"] {
+            assert!(bytes(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn only_rank_zeros_own_line_is_a_row() {
+        let row = Row { bytes: 4, iterations: 7, p50: 0.5, p90: 1.5 };
+        assert_eq!(Row::parse("bench-row 4 7 0.5 1.5"), Some(row));
+        assert_eq!(Row::parse("bench-row 4 7 0.5"), None);
+        assert_eq!(Row::parse("4 7 0.5 1.5"), None);
+    }
+
+    #[test]
+    fn bus_bandwidth_is_what_links_carry() {
+        assert!((table("allreduce", 4).bus_factor() - 1.5).abs() < 1e-9);
+        assert!((table("alltoall", 4).bus_factor() - 0.75).abs() < 1e-9);
+        assert!((table("broadcast", 4).bus_factor() - 1.0).abs() < 1e-9);
+    }
+}

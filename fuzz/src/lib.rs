@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Garbage for everything that reads bytes of others: a few seconds in tests, longer by `make fuzz`.
+//!
+//! Each target is a test that runs cases until its budget is spent. `FARANDOLE_FUZZ_SECONDS` is the budget,
+//! `FARANDOLE_FUZZ_SEED` the first case; a failing case names its seed, which repeats it.
+
+#![forbid(unsafe_code)]
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use farandole_config::environment;
+
+/// Seconds of a target that nobody gave a budget.
+const QUICK: u64 = 1;
+
+/// Numbers that depend on the seed alone.
+#[derive(Clone, Debug)]
+pub struct Random(u64);
+
+impl Random {
+    /// The numbers of a seed.
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next number.
+    pub fn word(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number below `end`; 0 for no such number.
+    pub fn below(&mut self, end: usize) -> usize {
+        usize::try_from(self.word() % (end.max(1) as u64)).unwrap_or(0)
+    }
+
+    /// A byte.
+    pub fn byte(&mut self) -> u8 {
+        self.word().to_le_bytes()[7]
+    }
+
+    /// Up to `most` bytes.
+    pub fn bytes(&mut self, most: usize) -> Vec<u8> {
+        (0..self.below(most + 1)).map(|_| self.byte()).collect()
+    }
+
+    /// Something like `seed`: bits flipped, bytes replaced, cut short, prolonged, or repeated.
+    pub fn mutated(&mut self, seed: &[u8]) -> Vec<u8> {
+        let mut bytes = seed.to_vec();
+        for _ in 0..=self.below(4) {
+            let at = self.below(bytes.len());
+            match self.below(6) {
+                0 => bytes.truncate(at),
+                1 => bytes.extend(self.bytes(40)),
+                2 => bytes.extend_from_within(..at),
+                3 => bytes.iter_mut().skip(at).take(1).for_each(|byte| *byte ^= 1 << (at % 8)),
+                4 => bytes.iter_mut().skip(at).take(8).for_each(|byte| *byte = 0xff),
+                _ => {
+                    let new = self.byte();
+                    bytes.iter_mut().skip(at).take(1).for_each(|byte| *byte = new);
+                }
+            }
+        }
+        bytes
+    }
+}
+
+/// Runs `case` with fresh numbers until the budget is spent; prints the seed of a case that panics.
+pub fn cases(mut case: impl FnMut(&mut Random)) {
+    let number = |name: &str| environment(name).and_then(|text| text.trim().parse::<u64>().ok());
+    let budget = Duration::from_secs(number("FARANDOLE_FUZZ_SECONDS").unwrap_or(QUICK));
+    let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let first = number("FARANDOLE_FUZZ_SEED").unwrap_or_else(clock);
+    let end = Instant::now() + budget;
+    for seed in (0..u64::MAX).map(|count| first.wrapping_add(count)) {
+        let told = Told(seed);
+        case(&mut Random::new(seed));
+        drop(told);
+        if Instant::now() >= end {
+            return;
+        }
+    }
+}
+
+/// Names the case while a panic passes by.
+struct Told(u64);
+
+impl Drop for Told {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("this was case FARANDOLE_FUZZ_SEED={}", self.0);
+        }
+    }
+}

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`farandole bench`: tables, JSON, and as many ranks as a large host has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+LIMIT = 100.0
+
+
+def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    command = [sys.executable, "-m", "farandole", "bench", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"])
+def test_every_operation_is_timed_at_every_size(operation: str) -> None:
+    done = bench(operation, "-np", 2, "--sizes", "4,100K", "--iterations", 3, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    # Parts of ranks are whole elements.
+    least = 4 if operation in ("allreduce", "broadcast") else 8
+    assert [row["bytes"] for row in rows] == [least, 100 << 10]
+    for row in rows:
+        assert (row["operation"], row["ranks"], row["iterations"]) == (operation, 2, 3)
+        assert 0 < row["p50_us"] <= row["p90_us"]
+        factor = 0.5 if least == 8 else 1.0
+        assert row["bus_gbps"] == pytest.approx(row["alg_gbps"] * factor, abs=1e-3)
+
+
+def test_a_table_has_a_line_for_each_size() -> None:
+    done = bench("allreduce", "-np", 2, "--sizes", "1K", "--dtype", "bfloat16", "--iterations", 5)
+    assert done.returncode == 0, done.stderr
+    title, head, row = done.stdout.splitlines()
+    assert title == "allreduce of bfloat16 on 2 processes"
+    assert head.split()[:2] == ["bytes", "calls"]
+    assert row.split()[:2] == ["1024", "5"]
+
+
+def test_what_cannot_be_timed_is_refused() -> None:
+    for wrong in (["sum", "-np", 2], ["allreduce"], ["allreduce", "-np", 2, "--sizes", "4X"]):
+        done = bench(*wrong)
+        assert done.returncode == 2
+        assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_64_ranks_of_one_host_share_memory_with_all_others() -> None:
+    done = bench("allreduce", "-np", 64, "--sizes", "4,1K", "--iterations", 3, "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    assert "TCP" not in done.stderr
