@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Lossy forms of vectors of float32 given by address.
+
+This is the low door under `farandole.torch.compress`: whoever calls it keeps the memory valid during the call, and
+lets no two arguments overlap.
+"""
+
+from typing import Self, final
+
+@final
+class Codec:
+    """A compressor; without state, so it may be used from any thread."""
+
+    @staticmethod
+    def fp16() -> Self:
+        """Halves of IEEE."""
+    @staticmethod
+    def bf16() -> Self:
+        """Brain floats."""
+    @staticmethod
+    def int8(block: int, /) -> Self:
+        """8-bit codes with a scale for each block of numbers."""
+    @staticmethod
+    def top_k(share: float, /) -> Self:
+        """The largest numbers, as many as this share of all."""
+    def payload_bytes(self, values: int, /) -> int:
+        """Bytes of the payload for so many numbers."""
+    def encode(self, values: int, count: int, residual: int | None, payload: int, /) -> None:
+        """Writes the payload of `count` numbers.
+
+        With a residual, the payload is that of the numbers and the residual, which then holds what was lost.
+        """
+    def accumulate(self, payload: int, length: int, into: int, count: int, /) -> None:
+        """Adds what the payload says to `count` numbers.
+
+        Raises:
+            ValueError: When it is no payload for so many numbers.
+        """

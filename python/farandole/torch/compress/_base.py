@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a compressor is: how gradients are made smaller, reduced in that form, and restored."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from farandole.torch.compress._exchange import Exchange, Waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Named: TypeAlias = Sequence[tuple[str, torch.Tensor]]
+"""Gradients of one unit with names that stay the same from step to step."""
+Reducing: TypeAlias = Generator[Waiting, Any, list[torch.Tensor]]
+"""A reduction that yields each operation it has started, is sent its result, and returns the reduced gradients."""
+
+
+class Compressor(ABC):
+    """Reduces gradients over all ranks in some smaller form. Has a state; each optimizer or model needs its own.
+
+    Whoever writes one overrides `reduce`, or `encode` and `add` of `VectorCompressor`.
+    """
+
+    def rounds(self, size: int) -> int:
+        """How many operations `reduce` yields at most among `size` ranks."""
+        del size
+        return 1
+
+    @abstractmethod
+    def reduce(self, gradients: Named, exchange: Exchange) -> Reducing:
+        """Sums gradients over all ranks.
+
+        A generator: yields each operation it has started, gets the operation's result, and returns the sums, tensors
+        of the shapes and dtypes it was given. It must not change what it was given, except in the result.
+
+        Args:
+            gradients: Dense gradients of one unit, the same names and shapes in the same order on all ranks.
+            exchange: The ranks.
+        """
+        yield from ()
+        raise NotImplementedError
+
+    def start(self, gradients: Named, exchange: Exchange, average: bool) -> Callable[[], list[torch.Tensor]]:
+        """Starts a reduction.
+
+        Args:
+            gradients: As for `reduce`.
+            exchange: The ranks.
+            average: Whether the sums are divided by the number of ranks.
+
+        Returns:
+            What waits for it and returns the reduced gradients; once.
+        """
+        running = self.reduce(gradients, exchange)
+        first, done = _advance(running, None)
+
+        def finish() -> list[torch.Tensor]:
+            waiting, result = first, done
+            while waiting is not None:
+                waiting, result = _advance(running, waiting.wait())
+            if average:
+                for tensor in result:
+                    tensor.div_(exchange.size)
+            return result
+
+        return finish
+
+
+def _advance(running: Reducing, outcome: Any) -> tuple[Waiting | None, list[torch.Tensor]]:
+    """Goes on to the next operation, or to the end."""
+    try:
+        return running.send(outcome), []
+    except StopIteration as end:
+        return None, end.value
+
+
+class VectorCompressor(Compressor):
+    """A compressor of flat vectors of float32, whose payloads are decoded and summed in the order of ranks.
+
+    With more than two ranks each rank sums one part of the vector and sends the sum, encoded again, to all, if the
+    payload of a part can be had from that part alone (`splits`); else everybody sends everything to everybody.
+
+    Args:
+        error_feedback: Whether what a payload has lost is added to the next gradient.
+    """
+
+    splits = True
+    """Whether the payload of a vector's part depends on nothing else."""
+    alignment = 1
+    """Numbers a part of a vector is a multiple of."""
+
+    def __init__(self, *, error_feedback: bool = True) -> None:
+        self._feeds_back = error_feedback
+        self._residuals: dict[str, torch.Tensor] = {}
+
+    def rounds(self, size: int) -> int:
+        """How many operations a reduction takes."""
+        return 2 if self._parts(size) > 1 else 1
+
+    def _parts(self, size: int) -> int:
+        """Parts of a vector that are summed by one rank each; of two ranks each sums all."""
+        return size if self.splits and size > 2 else 1  # noqa: PLR2004
+
+    @abstractmethod
+    def encode(self, vector: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """The payload of a flat, contiguous vector of float32: a flat tensor whose length depends on the vector's.
+
+        With a residual, the payload is that of the vector and the residual, which then holds what was lost.
+        """
+
+    @abstractmethod
+    def add(self, payload: torch.Tensor, into: torch.Tensor) -> None:
+        """Adds what a payload says to a flat vector of float32."""
+
+    def reduce(self, gradients: Named, exchange: Exchange) -> Reducing:
+        """Sums gradients over all ranks, all as one vector."""
+        parts = self._parts(exchange.size)
+        vector, starts = _join(gradients, parts * self.alignment)
+        width = vector.numel() // parts
+        name = gradients[0][0]
+        payloads = [
+            self.encode(part, self._residual(f"{name}/{i}", part)) for i, part in enumerate(vector.split(width or 1))
+        ]
+        if not payloads:
+            return [gradient.clone() for _, gradient in gradients]
+        if parts == 1:
+            received = yield exchange.allgather(payloads[0])
+            total = self._sum(received, width, vector.device)
+        else:
+            received = yield exchange.alltoall(torch.stack(payloads))
+            mine = self._sum(received, width, vector.device)
+            residual = self._residual(f"{name}/sum", mine)
+            sums = yield exchange.allgather(self.encode(mine, residual))
+            total = torch.zeros_like(vector)
+            for payload, part in zip(sums, total.split(width), strict=True):
+                self.add(payload, part)
+        return [
+            total[start : start + gradient.numel()].view(gradient.shape).to(gradient.dtype)
+            for (_, gradient), start in zip(gradients, starts, strict=True)
+        ]
+
+    def _sum(self, payloads: torch.Tensor, width: int, device: torch.device) -> torch.Tensor:
+        total = torch.zeros(width, dtype=torch.float32, device=device)
+        for payload in payloads:
+            self.add(payload, total)
+        return total
+
+    def _residual(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
+        if not self._feeds_back:
+            return None
+        residual = self._residuals.get(name)
+        if residual is None or residual.shape != like.shape or residual.device != like.device:
+            residual = self._residuals[name] = torch.zeros_like(like)
+        return residual
+
+
+def _join(gradients: Named, multiple: int) -> tuple[torch.Tensor, list[int]]:
+    """All gradients end to end as float32, padded by zeros to a multiple, and where each begins."""
+    starts, end = [], 0
+    for _, gradient in gradients:
+        starts.append(end)
+        end += gradient.numel()
+    vector = torch.zeros(-(-end // multiple) * multiple, dtype=torch.float32, device=gradients[0][1].device)
+    for start, (_, gradient) in zip(starts, gradients, strict=True):
+        vector[start : start + gradient.numel()].view(gradient.shape).copy_(gradient)
+    return vector, starts

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""How compressors reach the other ranks: by Farandole's engine, or by a group of torch.distributed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole._native import engine
+from farandole.common import basics
+from farandole.common.handles import members_of, set_number
+from farandole.common.util import Sum
+from farandole.torch._handles import DTYPES, host_input, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from farandole.common.process_sets import ProcessSet
+
+
+class Waiting:
+    """An operation under way.
+
+    Args:
+        wait: Waits for it and returns its result.
+        future: Makes a future that is done when it is, if there can be one.
+    """
+
+    def __init__(self, wait: Callable[[], Any], future: Callable[[], Any] | None = None) -> None:
+        self._wait = wait
+        self.future = future
+
+    def wait(self) -> Any:
+        """Waits for the operation and returns its result; once."""
+        return self._wait()
+
+
+class Exchange(ABC):
+    """Some ranks that reduce gradients together, seen from one of them.
+
+    Attributes:
+        size: Number of ranks.
+        rank: This one's number among them.
+    """
+
+    size: int
+    rank: int
+
+    @abstractmethod
+    def allreduce(self, tensor: torch.Tensor) -> Waiting:
+        """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor."""
+
+    @abstractmethod
+    def allgather(self, tensor: torch.Tensor) -> Waiting:
+        """Starts sending a flat tensor to all; the result is a matrix with a row from each rank."""
+
+    @abstractmethod
+    def alltoall(self, rows: torch.Tensor) -> Waiting:
+        """Starts sending a row of a contiguous matrix to each rank; the result has a row from each."""
+
+
+class EngineExchange(Exchange):
+    """The ranks of a process set.
+
+    Args:
+        name: Names the operations across ranks.
+        process_set: The ranks.
+    """
+
+    def __init__(self, name: str, process_set: ProcessSet) -> None:
+        members = members_of(process_set)
+        self.size, self.rank = len(members), members.index(basics.rank())
+        self._set = set_number(process_set)
+        self._name = name
+        self._round = 0
+
+    def _described(self, tensor: torch.Tensor) -> tuple[str, int, tuple[int, ...], int]:
+        self._round += 1
+        name = f"compress.{self._name}.{self._round}"
+        return name, DTYPES[tensor.dtype], tensor.shape, tensor.data_ptr()
+
+    def allreduce(self, tensor: torch.Tensor) -> Waiting:
+        """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor."""
+        source = host_input(tensor)
+        address = source.data_ptr()
+        handle = engine.allreduce(*self._described(source), address, Sum, 1.0, 1.0, self._set, False)
+
+        def finish(_: list[Any]) -> torch.Tensor:
+            return tensor if source is tensor else tensor.copy_(source)
+
+        return self._waiting(handle, source, finish)
+
+    def allgather(self, tensor: torch.Tensor) -> Waiting:
+        """Starts sending a flat tensor to all; the result is a matrix with a row from each rank."""
+        source = host_input(tensor)
+        handle = engine.allgather(*self._described(source), self._set, False)
+        return self._waiting(handle, source, self._rows(tensor))
+
+    def alltoall(self, rows: torch.Tensor) -> Waiting:
+        """Starts sending a row of a contiguous matrix to each rank; the result has a row from each."""
+        source = host_input(rows)
+        handle = engine.alltoall(*self._described(source), None, self._set, False)
+        return self._waiting(handle, source, self._rows(rows))
+
+    def _rows(self, like: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
+        def finish(outcomes: list[Any]) -> torch.Tensor:
+            (outcome,) = outcomes
+            if outcome is None or len(outcome) == 0:
+                return torch.empty((self.size, 0), dtype=like.dtype, device=like.device)
+            return torch.frombuffer(outcome, dtype=like.dtype).view(self.size, -1).to(like.device)
+
+        return finish
+
+    def _waiting(self, handle: int, keep: Any, finish: Callable[[list[Any]], torch.Tensor]) -> Waiting:
+        number = table.track([handle], keep, finish)
+        return Waiting(lambda: table.synchronize(number))
+
+
+class GroupExchange(Exchange):
+    """The ranks of a group of torch.distributed, whatever its backend.
+
+    Args:
+        group: The group; the default one when `None`.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        import torch.distributed as dist  # noqa: PLC0415 - slow to import, and only for those who use it
+
+        self._dist = dist
+        self.group: Any = dist.group.WORLD if group is None else group
+        self.size, self.rank = self.group.size(), self.group.rank()
+
+    def allreduce(self, tensor: torch.Tensor) -> Waiting:
+        """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor."""
+        return self._waiting(self._dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+
+    def allgather(self, tensor: torch.Tensor) -> Waiting:
+        """Starts sending a flat tensor to all; the result is a matrix with a row from each rank."""
+        rows = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+        work = self._dist.all_gather_into_tensor(rows.view(-1), tensor, group=self.group, async_op=True)
+        return self._waiting(work, rows)
+
+    def alltoall(self, rows: torch.Tensor) -> Waiting:
+        """Starts sending a row of a contiguous matrix to each rank; the result has a row from each."""
+        received = torch.empty_like(rows)
+        return self._waiting(self._dist.all_to_all_single(received, rows, group=self.group, async_op=True), received)
+
+    def _waiting(self, work: Any, result: torch.Tensor) -> Waiting:
+        def wait() -> torch.Tensor:
+            work.wait()
+            return result
+
+        return Waiting(wait, work.get_future)

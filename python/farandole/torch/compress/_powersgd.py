@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""PowerSGD: gradients as products of two thin matrices (Vogels, Karimireddy, Jaggi, 2019)."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from farandole.torch.compress._base import Compressor, Named, Reducing
+
+if TYPE_CHECKING:
+    from farandole.torch.compress._exchange import Exchange
+
+
+class PowerSGD(Compressor):
+    """Low-rank approximation of matrices by one step of the power method, with error feedback.
+
+    A gradient of shape (n, ...) is a matrix M of n rows and m columns. With the last step's right factor Q, all ranks
+    sum M Q and orthogonalise it to P, then sum transpose(M) P to the next Q; the result is P transpose(Q). What the
+    product lacks is added to the next gradient. Vectors, and matrices that would not become smaller, travel as they
+    are. Ranks get the same bits as long as their processors multiply matrices alike.
+
+    Args:
+        rank: Columns of the factors.
+        error_feedback: Whether what the product lacks is added to the next gradient.
+        warm_start: Whether a step begins with the last step's Q instead of a random one.
+        min_compression: How many times smaller the factors of a matrix must be together.
+    """
+
+    def __init__(
+        self, rank: int = 4, *, error_feedback: bool = True, warm_start: bool = True, min_compression: float = 2.0
+    ) -> None:
+        if rank < 1:
+            raise ValueError(f"rank must be positive: {rank!r}")
+        self._rank = rank
+        self._feeds_back = error_feedback
+        self._warm = warm_start
+        self._least = min_compression
+        self._residuals: dict[str, torch.Tensor] = {}
+        self._rights: dict[str, torch.Tensor] = {}
+        self._steps: dict[str, int] = {}
+
+    def rounds(self, size: int) -> int:
+        """How many operations a reduction takes at most."""
+        del size
+        return 2
+
+    def reduce(self, gradients: Named, exchange: Exchange) -> Reducing:
+        """Sums gradients over all ranks."""
+        matrices = {name: self._matrix(name, gradient) for name, gradient in gradients if self._pays(gradient)}
+        others = [(name, gradient) for name, gradient in gradients if name not in matrices]
+        rights = {name: self._right(name, matrix) for name, matrix in matrices.items()}
+        lefts = [matrix @ rights[name] for name, matrix in matrices.items()]
+        plain = [gradient.reshape(-1).float() for _, gradient in others]
+        # One operation for all: the left factors, and what is not compressed.
+        total = yield exchange.allreduce(torch.cat([part.reshape(-1) for part in (*lefts, *plain)]))
+        parts = iter(total.split([part.numel() for part in (*lefts, *plain)]))
+        orthogonal = [_orthogonalise(next(parts).view_as(left)) for left in lefts]
+        results = {name: next(parts).view(gradient.shape).to(gradient.dtype, copy=True) for name, gradient in others}
+        if matrices:
+            factors = [matrix.T @ left for matrix, left in zip(matrices.values(), orthogonal, strict=True)]
+            summed = yield exchange.allreduce(torch.cat([factor.reshape(-1) for factor in factors]))
+            news = summed.split([factor.numel() for factor in factors])
+            shapes = dict(gradients)
+            for (name, matrix), left, flat, own in zip(matrices.items(), orthogonal, news, factors, strict=True):
+                right = flat.view_as(own)
+                if self._feeds_back:
+                    # Each rank keeps what its own part of the sum lacks.
+                    lost = torch.sub(matrix, left @ own.T)
+                    self._residuals[name] = torch.nan_to_num_(lost, 0.0, 0.0, 0.0)
+                self._rights[name] = right.clone()
+                results[name] = (left @ right.T).view(shapes[name].shape).to(shapes[name].dtype)
+        return [results[name] for name, _ in gradients]
+
+    def _pays(self, gradient: torch.Tensor) -> bool:
+        """Whether the factors are small enough beside the matrix."""
+        if gradient.dim() < 2 or gradient.numel() == 0:  # noqa: PLR2004 - a matrix has two
+            return False
+        rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
+        return (rows + columns) * min(self._rank, rows, columns) * self._least < gradient.numel()
+
+    def _matrix(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        matrix = gradient.reshape(gradient.shape[0], -1).float()
+        residual = self._residuals.get(name)
+        if residual is None or residual.shape != matrix.shape:
+            return matrix
+        return matrix + residual
+
+    def _right(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
+        columns = matrix.shape[1]
+        rank = min(self._rank, *matrix.shape)
+        last = self._rights.get(name)
+        if last is not None and self._warm and last.shape == (columns, rank):
+            last = _orthogonalise(last)
+            if last.any(0).all():
+                return last
+        # A column that has become zero would stay so: begin anew. The same on all ranks: seeded by the name and the
+        # step, not by the process's generator.
+        step = self._steps[name] = self._steps.get(name, 0) + 1
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{step}".encode()))
+        return torch.randn(columns, rank, generator=generator).to(matrix.device)
+
+
+def _orthogonalise(columns: torch.Tensor) -> torch.Tensor:
+    """Makes columns orthonormal, each by what the ones before leave of it; what is left of dependent ones is zero."""
+    columns = columns.clone()
+    for i in range(columns.shape[1]):
+        column = columns[:, i]
+        length = column.norm()
+        for _ in range(2):  # once more for what rounding has left
+            if i:
+                before = columns[:, :i]
+                column -= before @ (before.T @ column)
+        left = column.norm()
+        if left > length * 1e-6:
+            column /= left
+        else:
+            column.zero_()
+    return columns

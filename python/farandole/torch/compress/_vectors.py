@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Compressors of flat vectors: 8-bit codes, and the largest numbers only."""
+
+from __future__ import annotations
+
+import torch
+
+from farandole._native.compress import Codec
+from farandole.torch.compress._base import VectorCompressor
+
+
+class _Coded(VectorCompressor):
+    """A compressor whose codec is native; vectors on a GPU go through host memory."""
+
+    def __init__(self, codec: Codec, *, error_feedback: bool) -> None:
+        super().__init__(error_feedback=error_feedback)
+        self._codec = codec
+
+    def encode(self, vector: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """The payload of a flat vector: bytes on the host."""
+        count = vector.numel()
+        payload = torch.empty(self._codec.payload_bytes(count), dtype=torch.uint8)
+        source, left = vector.cpu(), None if residual is None else residual.cpu()
+        address = None if left is None else left.data_ptr()
+        self._codec.encode(source.data_ptr(), count, address, payload.data_ptr())
+        if residual is not None and left is not None and left is not residual:
+            residual.copy_(left)
+        return payload
+
+    def add(self, payload: torch.Tensor, into: torch.Tensor) -> None:
+        """Adds what a payload says to a flat vector."""
+        payload = payload.contiguous()
+        target = into.cpu()
+        self._codec.accumulate(payload.data_ptr(), payload.numel(), target.data_ptr(), target.numel())
+        if not into.is_cpu:
+            into.copy_(target)
+
+
+class Int8(_Coded):
+    """8-bit codes in blocks, each with a scale of its own: a quarter of the bytes of float32.
+
+    Codes are never summed: each rank decodes what it gets and sums in float32.
+
+    Args:
+        block: Numbers that share a scale.
+        error_feedback: Whether what a payload has lost is added to the next gradient.
+    """
+
+    def __init__(self, block: int = 256, *, error_feedback: bool = True) -> None:
+        if block < 1:
+            raise ValueError(f"a block has at least one number: {block!r}")
+        super().__init__(Codec.int8(block), error_feedback=error_feedback)
+        self.alignment = block
+
+
+class TopK(_Coded):
+    """The numbers of largest magnitude with their places; the others wait in the residual until they have grown.
+
+    Args:
+        share: The share of numbers that is sent, 8 bytes each.
+        error_feedback: Whether what was not sent is added to the next gradient.
+    """
+
+    splits = False
+
+    def __init__(self, share: float = 0.01, *, error_feedback: bool = True) -> None:
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"share must be above 0 and at most 1: {share!r}")
+        super().__init__(Codec.top_k(share), error_feedback=error_feedback)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Communication hooks for `DistributedDataParallel`: gradients that travel in a smaller form.
+
+They work over a group of any backend: Farandole's, Gloo's, NCCL's.
+
+Example:
+    from farandole.torch.ddp_comm_hook import PowerSGDState, power_sgd_hook
+
+    model = DistributedDataParallel(model)
+    model.register_comm_hook(PowerSGDState(rank=4), power_sgd_hook)
+"""
+
+# No postponed annotations: DDP looks at those of a hook.
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from farandole.torch.compress import Compressor, GroupExchange, PowerSGD, Waiting
+
+
+def fp16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages gradients as float16; the state is the group, or `None` for the default one."""
+    return _cast_and_average(process_group, bucket, torch.float16)
+
+
+def bf16_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages gradients as bfloat16; the state is the group, or `None` for the default one."""
+    return _cast_and_average(process_group, bucket, torch.bfloat16)
+
+
+def _cast_and_average(
+    group: dist.ProcessGroup | None, bucket: GradBucket, dtype: torch.dtype
+) -> torch.futures.Future[torch.Tensor]:
+    group = dist.group.WORLD if group is None else group
+    assert group is not None  # noqa: S101 - DDP needs a default group
+    buffer = bucket.buffer()
+    # Divided first: a sum of halves may overflow where the average does not.
+    narrow = (buffer / group.size()).to(dtype)
+    future = dist.all_reduce(narrow, group=group, async_op=True).get_future()
+
+    def restore(_: Any) -> torch.Tensor:
+        return buffer.copy_(narrow)
+
+    return future.then(restore)
+
+
+class CompressorState:
+    """What `compressor_hook` keeps from step to step.
+
+    Args:
+        compressor: Makes gradients smaller; one for each model.
+        process_group: The ranks; the default group when `None`.
+        start_step: Steps that are averaged as they are before compression begins. At least 2 lets DDP settle its
+            buckets first, which spares the states of gradients that change their company.
+    """
+
+    def __init__(
+        self, compressor: Compressor, process_group: dist.ProcessGroup | None = None, start_step: int = 2
+    ) -> None:
+        self.compressor = compressor
+        self.process_group = process_group
+        self.start_step = start_step
+        self.step = 0
+        """Steps completed."""
+        self._exchange: GroupExchange | None = None
+        self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    @property
+    def exchange(self) -> GroupExchange:
+        """The ranks, once the group is there."""
+        if self._exchange is None:
+            self._exchange = GroupExchange(self.process_group)
+        return self._exchange
+
+    def name(self, parameter: torch.Tensor) -> str:
+        """Names a parameter, the same on all ranks: DDP hands out buckets in one order."""
+        name = self._names.get(parameter)
+        if name is None:
+            name = self._names[parameter] = str(len(self._names))
+        return name
+
+
+def compressor_hook(state: CompressorState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages gradients by a compressor.
+
+    A compressor of several rounds waits here for all but the last: rounds that began in callbacks would begin in
+    different orders on different ranks.
+    """
+    exchange, buffer = state.exchange, bucket.buffer()
+    step = state.step
+    if bucket.is_last():
+        state.step += 1
+    if step < state.start_step:
+        buffer.div_(exchange.size)
+        work = dist.all_reduce(buffer, group=exchange.group, async_op=True)
+        return work.get_future().then(lambda _: buffer)
+    gradients = [
+        (state.name(parameter), gradient)
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
+    running = state.compressor.reduce(gradients, exchange)
+
+    def store(results: list[torch.Tensor]) -> torch.Tensor:
+        for (_, gradient), result in zip(gradients, results, strict=True):
+            gradient.copy_(result)
+        return buffer.div_(exchange.size)
+
+    try:
+        waiting: Waiting = next(running)
+        for _ in range(state.compressor.rounds(exchange.size) - 1):
+            waiting = running.send(waiting.wait())
+    except StopIteration as end:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(store(end.value))
+        return done
+
+    def finish(_: Any) -> torch.Tensor:
+        try:
+            running.send(waiting.wait())
+        except StopIteration as end:
+            return store(end.value)
+        raise RuntimeError(f"{type(state.compressor).__name__} has more rounds than it says")
+
+    assert waiting.future is not None  # noqa: S101 - operations of a group have one
+    return waiting.future().then(finish)
+
+
+class PowerSGDState(CompressorState):
+    """What `power_sgd_hook` keeps from step to step.
+
+    Args:
+        rank: Columns of the factors.
+        process_group: The ranks; the default group when `None`.
+        start_step: As for `CompressorState`.
+        error_feedback: Whether what the product lacks is added to the next gradient.
+        warm_start: Whether a step begins with the last step's factor instead of a random one.
+        min_compression: How many times smaller the factors of a matrix must be together.
+    """
+
+    def __init__(
+        self,
+        rank: int = 4,
+        process_group: dist.ProcessGroup | None = None,
+        start_step: int = 2,
+        *,
+        error_feedback: bool = True,
+        warm_start: bool = True,
+        min_compression: float = 2.0,
+    ) -> None:
+        compressor = PowerSGD(
+            rank, error_feedback=error_feedback, warm_start=warm_start, min_compression=min_compression
+        )
+        super().__init__(compressor, process_group, start_step)
+
+
+def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages gradients by PowerSGD of some rank, with error feedback."""
+    return compressor_hook(state, bucket)
