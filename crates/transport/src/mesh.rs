@@ -355,7 +355,9 @@ impl Mesh {
             rustix::net::sockopt::set_tcp_user_timeout(socket, timeout).map_err(Error::of("setsockopt"))?;
         }
         let parker = self.shared.parker.clone();
-        tcp::link(sockets, Arc::clone(peer), parker, capacity, &self.options.congestion)
+        let (link, below) = tcp::link(sockets, Arc::clone(peer), parker, capacity, &self.options.congestion)?;
+        self.shared.follow(&below);
+        Ok(link)
     }
 
     /// `None` where shared memory is not to be had; TCP then serves. Once the peer may have taken its end, it must not:

@@ -10,15 +10,17 @@ use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
+use rustix::net::sockopt;
 
 use crate::incoming::{Incoming, Progress};
 use crate::shared::Shared;
+use crate::tcp::Connection;
 use crate::watch::{Verdict, Watch};
 use crate::{Error, Result};
 
@@ -46,6 +48,8 @@ pub(crate) struct Service {
     /// By ascending age of their tokens: the first is the oldest.
     incoming: BTreeMap<u64, Incoming>,
     watched: BTreeMap<u64, Watch>,
+    /// Connections of links, by number, until they break or are gone. Their data is no concern of this thread.
+    paths: BTreeMap<u64, (Weak<Connection>, usize)>,
     next: u64,
     interval: Duration,
 }
@@ -61,8 +65,8 @@ impl Service {
             add(&epoll, unix, UNIX)?;
         }
         let interval = (shared.peer_timeout / 10).clamp(Duration::from_millis(5), Duration::from_millis(500));
-        let (incoming, watched) = (BTreeMap::new(), BTreeMap::new());
-        Ok(Self { shared, listeners, epoll, incoming, watched, next: FIRST, interval })
+        let (incoming, watched, paths) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        Ok(Self { shared, listeners, epoll, incoming, watched, paths, next: FIRST, interval })
     }
 
     /// Serves until stopped.
@@ -103,6 +107,9 @@ impl Service {
                 for watch in self.shared.take_watches() {
                     self.watch(watch);
                 }
+                for path in self.shared.take_paths() {
+                    self.follow(&path);
+                }
             }
             TCP => self.accept(false),
             UNIX => self.accept(true),
@@ -113,8 +120,32 @@ impl Service {
                     self.advance(token, incoming);
                 } else if let Some(verdict) = self.watched.get_mut(&token).map(Watch::news) {
                     self.settle(token, verdict);
+                } else if let Some((path, number)) = self.paths.remove(&token) {
+                    self.broke(&path, number);
                 }
             }
+        }
+    }
+
+    /// Waits for nothing but an error, and for that once: who uses the link hears of its end by himself.
+    fn follow(&mut self, path: &Weak<Connection>) {
+        let Some(connection) = path.upgrade() else { return };
+        for (number, socket) in connection.sockets().iter().enumerate() {
+            let token = self.token();
+            let flags = epoll::EventFlags::ONESHOT;
+            // One that cannot be waited for is still noticed by whoever uses it.
+            if epoll::add(&self.epoll, socket, epoll::EventData::new_u64(token), flags).is_ok() {
+                self.paths.insert(token, (Weak::clone(path), number));
+            }
+        }
+    }
+
+    fn broke(&self, path: &Weak<Connection>, number: usize) {
+        if let Some(connection) = path.upgrade()
+            && let Some(socket) = connection.sockets().get(number)
+            && let Ok(Err(error)) = sockopt::socket_error(socket)
+        {
+            self.shared.lose(connection.peer(), format!("its connection broke: {error}"), false);
         }
     }
 
@@ -204,6 +235,7 @@ impl Service {
         for (token, verdict) in verdicts {
             self.settle(token, verdict);
         }
+        self.paths.retain(|_, (path, _)| path.strong_count() > 0);
         let now = Instant::now();
         while let Some(oldest) = self.incoming.first_entry().filter(|oldest| oldest.get().deadline <= now) {
             let oldest = oldest.remove();

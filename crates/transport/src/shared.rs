@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use farandole_shm::{Bell, Consumer, Guard, Producer};
@@ -16,6 +16,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::handshake::Key;
 use crate::peer::Peer;
+use crate::tcp::Connection;
 use crate::watch::{End, Watch};
 use crate::{Error, Parker, Result};
 
@@ -54,6 +55,8 @@ pub(crate) struct Shared {
     arrived: Condvar,
     /// For the service thread to take. Lock order: as above.
     watches: Mutex<Vec<Watch>>,
+    /// For the service thread to take. Lock order: as above.
+    paths: Mutex<Vec<Weak<Connection>>>,
     first_loss: OnceLock<Error>,
 }
 
@@ -91,6 +94,7 @@ impl Shared {
             arrivals: Mutex::new(HashMap::new()),
             arrived: Condvar::new(),
             watches: Mutex::new(Vec::new()),
+            paths: Mutex::new(Vec::new()),
             first_loss: OnceLock::new(),
         })
     }
@@ -146,6 +150,16 @@ impl Shared {
 
     pub(crate) fn take_watches(&self) -> Vec<Watch> {
         std::mem::take(&mut *self.watches.lock())
+    }
+
+    /// Has the service thread hear of a connection that breaks, also while nobody uses its link.
+    pub(crate) fn follow(&self, connection: &Arc<Connection>) {
+        self.paths.lock().push(Arc::downgrade(connection));
+        self.nudge();
+    }
+
+    pub(crate) fn take_paths(&self) -> Vec<Weak<Connection>> {
+        std::mem::take(&mut *self.paths.lock())
     }
 
     /// A peer is gone; everybody who waits for anything looks again.

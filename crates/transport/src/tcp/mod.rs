@@ -36,7 +36,7 @@ use stripes::Stripes;
 const CLOSED: &str = "it closed the connection";
 
 /// What both halves share.
-struct Connection {
+pub(crate) struct Connection {
     sockets: Vec<OwnedFd>,
     peer: Arc<Peer>,
     parker: Parker,
@@ -56,6 +56,14 @@ impl Drop for Connection {
 }
 
 impl Connection {
+    pub(crate) fn peer(&self) -> &Arc<Peer> {
+        &self.peer
+    }
+
+    pub(crate) fn sockets(&self) -> &[OwnedFd] {
+        &self.sockets
+    }
+
     /// Sends what the sockets take.
     fn pump(&self, outgoing: &mut Outgoing) -> Result<()> {
         let moved = outgoing.pump(&self.sockets, &self.peer);
@@ -117,14 +125,15 @@ fn within(base: u64, position: u64) -> usize {
     usize::try_from(position.saturating_sub(base)).unwrap_or(usize::MAX)
 }
 
-/// A link over connected sockets, in the order of their numbers. `congestion` names the algorithm to ask for.
+/// A link over connected sockets, in the order of their numbers, and what lies under it. `congestion` names the algorithm
+/// to ask for.
 pub(crate) fn link(
     sockets: Vec<OwnedFd>,
     peer: Arc<Peer>,
     parker: Parker,
     capacity: usize,
     congestion: &str,
-) -> Result<Link> {
+) -> Result<(Link, Arc<Connection>)> {
     for socket in &sockets {
         rustix::io::ioctl_fionbio(socket, true).map_err(Error::of("ioctl"))?;
         sockopt::set_tcp_nodelay(socket, true).map_err(Error::of("setsockopt"))?;
@@ -147,13 +156,15 @@ pub(crate) fn link(
         outgoing: Mutex::new(Outgoing { pending, stripes: stripes.clone(), broken: None }),
         unsent: AtomicBool::new(false),
     });
-    Ok(Link {
+    let below = Arc::clone(&connection);
+    let link = Link {
         peer: rank,
         kind: LinkKind::Tcp,
         capacity: outgoing.capacity(),
         sender: Box::new(TcpSender { connection: Arc::clone(&connection), outgoing }),
         receiver: Box::new(TcpReceiver { connection, arriving, incoming, stripes, ended, full: false }),
-    })
+    };
+    Ok((link, below))
 }
 
 struct TcpSender {
