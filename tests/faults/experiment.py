@@ -176,7 +176,7 @@ class _Trial:
     def deadline(self, rank: int) -> float:
         if self.fault.silent:
             return self.peer_timeout
-        if self.fault.kind in ("death", "leave"):
+        if self.fault.kind == "end":
             near = self.cell.hosts[rank] == self.cell.hosts[self.cell.victim]
             return ON_ITS_HOST if near else ELSEWHERE
         return ELSEWHERE
@@ -200,7 +200,7 @@ class _Trial:
         """How the processes ended: by themselves, but for the one that was killed."""
         for rank, outcome in enumerate(outcomes):
             expected: tuple[int | None, int | None] = (0, None)
-            if rank == self.cell.victim and self.fault.kind == "death":
+            if rank == self.cell.victim and self.fault.name in ("kill", "orphan"):
                 expected = (None, signal.SIGKILL)
             if rank == self.cell.victim and self.fault.name == "exception":
                 expected = (1, None)

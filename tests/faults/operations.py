@@ -104,6 +104,25 @@ def _allgather(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attemp
     return Attempt([handle], check, source)
 
 
+def _grouped_allgather(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
+    world = engine.world()
+    sources = [Block.of(world.rank + step + part, count) for part in range(3)]
+    shape = (count if dtype == FLOAT32 else count // 2,)
+    tensors = [(f"{name}.{part}", dtype, shape, source.address) for part, source in enumerate(sources)]
+    handles = engine.grouped_allgather(tensors, 0)
+
+    def check(results: list[Any]) -> bool:
+        for part, result in enumerate(results):
+            expected = array("f")
+            for rank in range(world.size):
+                expected.extend(Block.of(rank + step + part, count).values)
+            if _floats(result) != expected:
+                return False
+        return True
+
+    return Attempt(handles, check, sources)
+
+
 def _alltoall(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
     world = engine.world()
     part = -(-count // world.size)
@@ -135,6 +154,27 @@ def _reducescatter(name: str, step: int, count: int, dtype: int = FLOAT32) -> At
     return Attempt([handle], lambda _: target.values[:own] == Block.of(total, own).values, source, target)
 
 
+def _grouped_reducescatter(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
+    world = engine.world()
+    rows = count + 1
+    own = rows // world.size + (world.rank < rows % world.size)
+    sources = [Block.of(world.rank + step + part, rows) for part in range(3)]
+    targets = [Block.of(-1, own + 4) for _ in sources]
+    shape = (rows if dtype == FLOAT32 else rows // 2,)
+    tensors = [
+        (f"{name}.{part}", dtype, shape, source.address, target.address)
+        for part, (source, target) in enumerate(zip(sources, targets, strict=True))
+    ]
+    handles = engine.grouped_reducescatter(tensors, SUM, 1.0, 1.0, 0)
+
+    def check(_: list[Any]) -> bool:
+        ranks = world.size * (world.size - 1) / 2
+        expected = [Block.of(ranks + world.size * (step + part), own).values for part in range(3)]
+        return [target.values[:own] for target in targets] == expected
+
+    return Attempt(handles, check, sources, targets)
+
+
 def _broadcast(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
     world = engine.world()
     root = step % world.size
@@ -155,9 +195,11 @@ OPERATIONS: Final[dict[str, Callable[..., Attempt]]] = {
     "allreduce": _allreduce,
     "grouped_allreduce": _grouped_allreduce,
     "allgather": _allgather,
+    "grouped_allgather": _grouped_allgather,
     "broadcast": _broadcast,
     "alltoall": _alltoall,
     "reducescatter": _reducescatter,
+    "grouped_reducescatter": _grouped_reducescatter,
     "barrier": _barrier,
 }
 """Every operation: starts `step` under `name` on `count` elements; another dtype makes a mismatch."""

@@ -32,6 +32,7 @@ Not meaningful, and no cells:
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Final
@@ -53,7 +54,7 @@ class Fault:
 
     name: str
     kind: str
-    """Faults of one kind are handled by the same code."""
+    """The end of a rank, a break between ranks, ranks that disagree, or what nobody should notice."""
     inside: bool = False
     """The rank does it to itself, when it is told."""
     survivable: bool = False
@@ -66,14 +67,14 @@ class Fault:
 FAULTS: Final = {
     fault.name: fault
     for fault in (
-        Fault("kill", "death"),
-        Fault("orphan", "death", inside=True),
-        Fault("exception", "leave", inside=True),
-        Fault("shutdown", "leave", inside=True),
-        Fault("stop", "silence", silent=True),
-        Fault("partition", "cut", link=True, silent=True),
-        Fault("drop", "cut", link=True, silent=True),
-        Fault("reset", "cut", link=True),
+        Fault("kill", "end"),
+        Fault("orphan", "end", inside=True),
+        Fault("exception", "end", inside=True),
+        Fault("shutdown", "end", inside=True),
+        Fault("stop", "break", silent=True),
+        Fault("partition", "break", link=True, silent=True),
+        Fault("drop", "break", link=True, silent=True),
+        Fault("reset", "break", link=True),
         Fault("mismatch", "mismatch", inside=True),
         Fault("slow", "survivable", inside=True, survivable=True),
         Fault("double init", "survivable", inside=True, survivable=True),
@@ -138,15 +139,20 @@ def _pairs(cell: Cell) -> Iterator[tuple[str, object, str, object]]:
 
 def pairwise(cells: Sequence[Cell]) -> list[Cell]:
     """Cells of which some cover every pair that any of `cells` covers: greedily, so few, and always the same ones."""
-    missing = {pair for cell in cells for pair in _pairs(cell)}
+    numbers: dict[tuple[str, object, str, object], int] = {}
+    covers = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(cell)) for cell in cells]
+    missing = (1 << len(numbers)) - 1
+    met: Counter[str] = Counter()
     chosen: list[Cell] = []
+
+    def worth(place: int) -> tuple[int, int]:
+        cell = cells[place]
+        # Among equals, what was met least.
+        return (covers[place] & missing).bit_count(), -met[cell.fault] - met[cell.operation]
+
     while missing:
-        best = max(cells, key=lambda cell: (sum(pair in missing for pair in _pairs(cell)), -_uses(chosen, cell)))
-        chosen.append(best)
-        missing.difference_update(_pairs(best))
+        best = max(range(len(cells)), key=worth)
+        chosen.append(cells[best])
+        met.update((cells[best].fault, cells[best].operation))
+        missing &= ~covers[best]
     return chosen
-
-
-def _uses(chosen: Sequence[Cell], cell: Cell) -> int:
-    """How often operation and fault were met already: among equals, the one that was met least is taken."""
-    return sum((one.fault == cell.fault) + (one.operation == cell.operation) for one in chosen)

@@ -14,30 +14,30 @@ from tests.faults.table import FAULTS, RANKS, TRANSPORTS, Cell, every_cell, pair
 
 MOST = 60
 """Cells of a short run."""
+GRID = every_cell()
+FEW = pairwise(GRID)
 
 
 def test_few_cells_cover_every_pair() -> None:
-    grid = every_cell()
-    few = pairwise(grid)
-    assert len(few) <= MOST
-    assert few == pairwise(grid), "another run would try other cells"
-    assert {cell.operation for cell in grid} == {cell.operation for cell in few}
+    assert len(FEW) <= MOST
+    assert pairwise(GRID) == FEW, "another run would try other cells"
+    assert {cell.operation for cell in GRID} == {cell.operation for cell in FEW}
     for fault in FAULTS:
-        reached = {(cell.transport, cell.ranks) for cell in grid if cell.fault == fault}
-        tried = [cell for cell in few if cell.fault == fault]
+        reached = {(cell.transport, cell.ranks) for cell in GRID if cell.fault == fault}
+        tried = [cell for cell in FEW if cell.fault == fault]
         assert {cell.transport for cell in tried} == {transport for transport, _ in reached}
         assert {cell.ranks for cell in tried} == {ranks for _, ranks in reached} == set(RANKS)
-    assert {(cell.transport, cell.ranks) for cell in few} == {(cell.transport, cell.ranks) for cell in grid}
+    assert {(cell.transport, cell.ranks) for cell in FEW} == {(cell.transport, cell.ranks) for cell in GRID}
 
 
-@pytest.mark.parametrize("cell", pairwise(every_cell()), ids=str)
+@pytest.mark.parametrize("cell", FEW, ids=str)
 def test_a_fault_is_survived_or_told_in_time(cell: Cell) -> None:
     experiment.run(cell)
 
 
 @pytest.mark.slow
 @pytest.mark.faults
-@pytest.mark.parametrize("cell", every_cell(), ids=str)
+@pytest.mark.parametrize("cell", GRID, ids=str)
 def test_every_fault_is_survived_or_told_in_time(cell: Cell) -> None:
     experiment.run(cell)
 

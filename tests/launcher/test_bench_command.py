@@ -50,7 +50,6 @@ def test_what_cannot_be_timed_is_refused() -> None:
         assert done.stdout == ""
 
 
-@pytest.mark.slow
 def test_64_ranks_of_one_host_share_memory_with_all_others() -> None:
     done = bench("allreduce", "-np", 64, "--sizes", "4,1K", "--iterations", 3, "--json")
     assert done.returncode == 0, done.stderr

@@ -167,3 +167,31 @@ def test_control_c_ends_a_run_whose_output_nobody_takes(script: Write) -> None:
         assert run.stdout.readline() == "[0]<stdout>:up\n"
         run.send_signal(signal.SIGINT)
         assert run.wait(20) == 128 + signal.SIGINT
+
+
+def test_a_child_with_its_parents_variables_is_refused_the_rank_and_the_parent_goes_on(
+    launch: Start, script: Write
+) -> None:
+    text = """
+import subprocess
+from farandole._native import engine
+from farandole.common import basics
+
+def child(env):
+    code = "from farandole.common import basics; basics.init(); print(basics.size())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+
+basics.init()
+heir = child(None)
+told = heir.stderr.splitlines()[-1]
+expected = ["ValueError", f"rank {rank} ", f"process {os.getpid()}", "FARANDOLE_JOB"]
+print("heir", heir.returncode, *[text for text in expected if text not in told])
+alone = child({name: value for name, value in os.environ.items() if name != "FARANDOLE_JOB"})
+print("alone", alone.returncode, alone.stdout.strip())
+engine.wait(engine.barrier("on", 0))
+print("on")
+"""
+    run = launch("-np", 2, sys.executable, script(text))
+    assert run.wait() == 0, run.err.read_text()
+    told = ("alone 0 1", "heir 1", "on")
+    assert run.lines() == [f"[{rank}]<stdout>:{line}" for rank in (0, 1) for line in told]
