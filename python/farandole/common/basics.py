@@ -32,27 +32,36 @@ def init(
     interpreter exits.
 
     Args:
-        comm: `None`, or all global ranks in ascending order. Worlds of part of the ranks are not offered.
-        process_sets: `None` or empty. Sets besides the global one are not offered in this version.
+        comm: `None`, or the ranks of the launched world that form this one, numbered anew in ascending order.
+        process_sets: Sets to register, the same in the same order on all ranks; or `"dynamic"`, so that sets may be
+            added and removed later.
 
     Raises:
-        ValueError: When an argument asks for what is not offered, or this process was forked from an initialized one.
+        ValueError: When an argument is wrong, ranks ask for different sets, or this process was forked from an
+            initialized one.
         FarandoleEnvironmentError: When the ticket, the registrar or a host refuses.
         FarandoleInternalError: When a peer failed while the world formed.
     """
-    if process_sets:
-        raise ValueError(f"process sets other than the global one are not offered in this version: {process_sets!r}")
-    if not engine.init():
+    from farandole.common.process_sets import register  # noqa: PLC0415 - it imports this module
+
+    if hasattr(comm, "Get_rank"):
+        raise ValueError("comm must be a list of ranks, not an MPI communicator: there is no MPI")
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise ValueError(f'process_sets must be a list of process sets or "dynamic": {process_sets!r}')
+    sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+    ranks = [process_set.ranks or [] for process_set in sets]
+    for index, members in enumerate(ranks):
+        if members in ranks[:index]:
+            raise ValueError(f"process_sets[{index}] has the same ranks as an earlier one: {members}")
+    if not engine.init(None if comm is None else list(comm), ranks, process_sets == "dynamic"):
         return
     stacks.start()
     for reset in _on_init:
         reset()
+    for number, process_set in enumerate(sets, start=1):
+        register(process_set, number)
     atexit.unregister(shutdown)
     atexit.register(shutdown)
-    if comm is not None and list(comm) != list(range(size())):
-        world = size()
-        shutdown()
-        raise ValueError(f"comm must be None or all {world} ranks in ascending order: {comm!r}")
 
 
 def shutdown() -> None:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Process sets: the ranks that take part in an operation.
-
-Operations run over the global set in this version; `init(process_sets=...)` refuses anything else.
-"""
+"""Process sets: the ranks that take part in an operation."""
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
+from farandole._native import engine
 from farandole.common import basics
 
 if TYPE_CHECKING:
@@ -25,14 +24,19 @@ class ProcessSet:
         ValueError: When an entry is no rank, or appears twice.
     """
 
+    mpi_comm = None
+    """For Horovod's sake: there is no MPI, and so no communicator."""
+
     def __init__(self, ranks: Sequence[int]) -> None:
+        if hasattr(ranks, "Get_rank"):
+            raise ValueError("a process set is made of ranks, not of an MPI communicator: there is no MPI")
         if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
             raise ValueError(f"a process set is made of ranks, which are whole numbers from 0: {list(ranks)!r}")
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"a process set names each rank once: {list(ranks)!r}")
         self._ranks: list[int] | None = sorted(ranks)
         self.process_set_id: int | None = None
-        """Number of the set once it is registered."""
+        """Number of the set while it is registered."""
 
     @property
     def ranks(self) -> list[int] | None:
@@ -57,7 +61,7 @@ class ProcessSet:
         return self.ranks.index(rank)
 
     def included(self) -> bool | None:
-        """Whether this process is a member."""
+        """Whether this process is a member, also before the set is registered."""
         return None if self.ranks is None else basics.rank() in self.ranks
 
     def __repr__(self) -> str:
@@ -81,12 +85,65 @@ class _GlobalProcessSet(ProcessSet):
 global_process_set: ProcessSet = _GlobalProcessSet()
 """All ranks."""
 
+_registered: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
 
-def require_global(process_set: ProcessSet) -> None:
-    """Refuses an operation over anything but all ranks.
+
+def _forget_all() -> None:
+    """Sets do not outlive the world they were registered in."""
+    for process_set in _registered:
+        process_set.process_set_id = None
+    _registered.clear()
+
+
+basics.on_init(_forget_all)
+
+
+def register(process_set: ProcessSet, number: int) -> None:
+    """Notes the engine's number of a set."""
+    process_set.process_set_id = number
+    _registered.add(process_set)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Registers a process set while the world runs; every rank calls it, members or not, in the same order.
+
+    Needs `init(process_sets="dynamic")` or `FARANDOLE_DYNAMIC_PROCESS_SETS=1`. Waits until all ranks have called it.
+
+    Args:
+        process_set: The set, or its global ranks.
+
+    Returns:
+        The set, registered.
 
     Raises:
-        ValueError: When `process_set` is not the global one.
+        ValueError: When sets are fixed, a rank is unknown, or a set of these ranks is registered already.
+        FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    if process_set is not global_process_set:
-        raise ValueError(f"operations run over the global process set only in this version: {process_set!r}")
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    if process_set.process_set_id is not None:
+        raise ValueError(f"process set is registered already: {process_set!r}")
+    register(process_set, engine.add_process_set(process_set.ranks or []))
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Ends a process set; every rank calls it, members or not, in the same order, and waits until all have.
+
+    Args:
+        process_set: A registered set.
+
+    Returns:
+        False, at once, when it is the global set or is not registered.
+
+    Raises:
+        ValueError: When sets are fixed.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    if process_set is global_process_set or process_set.process_set_id is None:
+        return False
+    if not engine.remove_process_set(process_set.process_set_id):
+        return False
+    process_set.process_set_id = None
+    _registered.discard(process_set)
+    return True

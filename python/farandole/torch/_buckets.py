@@ -10,8 +10,10 @@ import torch
 
 from farandole._native import engine
 from farandole.common.util import Average, Sum
-from farandole.torch._handles import describe, host_input, needs_copy, table
+from farandole.torch._handles import DTYPES, describe, host_input, table
 from farandole.torch._sparse import sparse_allreduce_async
+from farandole.torch.compress._base import Compressor as StatefulCompressor
+from farandole.torch.compress._exchange import EngineExchange
 from farandole.torch.compression import Compression
 
 if TYPE_CHECKING:
@@ -27,11 +29,26 @@ ALIGNMENT = 64
 class Slot:
     """One parameter's gradient on its way."""
 
-    __slots__ = ("__weakref__", "bucket", "left", "name", "parameter", "sparse_dim")
+    __slots__ = (
+        "__weakref__",
+        "bucket",
+        "dtype",
+        "left",
+        "name",
+        "number",
+        "operation",
+        "parameter",
+        "shape",
+        "sparse_dim",
+    )
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
         self.parameter = parameter
         self.name = name
+        self.operation = f"allreduce.{name}"
+        self.dtype = parameter.dtype if parameter.dtype in DTYPES else None
+        self.number = DTYPES.get(parameter.dtype, -1)
+        self.shape = tuple(parameter.shape)
         self.left = 0
         """Backward passes still to come before the gradient is whole."""
         self.sparse_dim = 0
@@ -43,12 +60,12 @@ class Options(NamedTuple):
     """How gradients are reduced."""
 
     reduction: Reduction
-    compression: type[Compressor]
+    compression: type[Compressor] | StatefulCompressor
     sparse_as_dense: bool
 
 
 class _Flight(NamedTuple):
-    """A dense gradient under way."""
+    """A dense gradient under way in other memory, dtype or layout than its own."""
 
     slot: Slot
     grad: torch.Tensor
@@ -64,6 +81,9 @@ class Bucket:
         options: How gradients are reduced.
     """
 
+    views = False
+    """Whether gradients are views of the bucket's memory."""
+
     def __init__(self, slots: list[Slot], options: Options) -> None:
         self.slots = slots
         self.options = options
@@ -71,8 +91,16 @@ class Bucket:
         """Gradients still to come."""
         self.started = False
         self._handle: int | None = None
+        self._direct: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._flights: list[_Flight] = []
         self._sparse: list[tuple[Slot, Callable[[], torch.Tensor]]] = []
+        self._finish: Callable[[], list[torch.Tensor]] | None = None
+        self._stateful: StatefulCompressor | None = None
+        self._cast: type[Compressor] = Compression.none
+        if isinstance(options.compression, StatefulCompressor):
+            self._stateful = options.compression
+        else:
+            self._cast = options.compression
         for slot in slots:
             slot.bucket = self
 
@@ -83,8 +111,8 @@ class Bucket:
             slot.left = passes
             if slot.parameter.requires_grad:
                 self.waiting += 1
-        self.started, self._handle = False, None
-        self._flights, self._sparse = [], []
+        self.started, self._handle, self._finish = False, None, None
+        self._direct, self._flights, self._sparse = [], [], []
 
     def adopt(self, slot: Slot) -> None:
         """Takes a gradient as autograd has left it."""
@@ -97,36 +125,61 @@ class Bucket:
             FarandoleInternalError: When the world is broken already.
         """
         self.started = True
+        straight = self.options.compression is Compression.none
+        members: list[tuple[str, int, tuple[int, ...], int, int]] = []
         for slot in self.slots:
-            if not slot.parameter.requires_grad:
+            parameter = slot.parameter
+            if not parameter.requires_grad:
                 continue
-            grad = slot.parameter.grad
-            if grad is None:
-                grad = _nothing(slot)
-            if grad.layout == torch.strided:
-                self._flights.append(self._board(slot, grad))
-            elif self.options.sparse_as_dense:
-                self._flights.append(self._board(slot, grad.to_dense()))
-            else:
-                self._start_sparse(slot, grad)
-        if not self._flights:
+            grad = parameter.grad
+            # What nearly every gradient is, and so the shortest way: memory that the engine can work on.
+            if (
+                straight
+                and grad is not None
+                and grad.layout is torch.strided
+                and grad.is_cpu
+                and grad.is_contiguous()
+                and grad.dtype is slot.dtype
+                and not grad.is_neg()
+                and not grad.is_conj()
+            ):
+                address = grad.data_ptr()
+                members.append((slot.operation, slot.number, slot.shape, address, address))
+                self._direct.append((parameter, grad))
+                continue
+            flight = self._board(slot, _nothing(slot) if grad is None else grad)
+            if flight is not None:
+                self._flights.append(flight)
+                if self._stateful is None:
+                    members.append((*describe(slot.operation, flight.wire), flight.wire.data_ptr()))
+        if self._stateful is not None and self._flights:
+            self._compress(self._stateful, [(flight.slot.name, flight.wire) for flight in self._flights])
+        if not members:
             return
-        members = [
-            (*describe(f"allreduce.{flight.slot.name}", flight.wire), flight.wire.data_ptr())
-            for flight in self._flights
-        ]
         arguments = self.options.reduction.arguments
         if len(members) == 1:
             handles = [engine.allreduce(*members[0], *arguments, False)]
         else:
             handles = engine.grouped_allreduce(members, *arguments)
-        self._handle = table.track(handles, self._flights, len)
+        self._handle = table.track(handles, (self._direct, self._flights), len)
 
-    def _board(self, slot: Slot, grad: torch.Tensor) -> _Flight:
-        wire, ctx = grad.detach() if grad.requires_grad else grad, None
-        if self.options.compression is not Compression.none:
-            wire, ctx = self.options.compression.compress(wire)
-        return _Flight(slot, grad, host_input(wire) if needs_copy(wire) else wire, ctx)
+    def _board(self, slot: Slot, grad: torch.Tensor) -> _Flight | None:
+        """Makes a gradient what the engine can work on; a sparse one is gathered instead."""
+        if grad.layout != torch.strided:
+            if not self.options.sparse_as_dense:
+                self._start_sparse(slot, grad)
+                return None
+            grad = grad.to_dense()
+        if self._stateful is not None:
+            return _Flight(slot, grad, grad.detach(), None)
+        wire, ctx = self._cast.compress(grad.detach())
+        return _Flight(slot, grad, host_input(wire), ctx)
+
+    def _compress(self, compressor: StatefulCompressor, gradients: list[tuple[str, torch.Tensor]]) -> None:
+        """Starts a reduction in the compressor's own form."""
+        reduction = self.options.reduction
+        exchange = EngineExchange(gradients[0][0], reduction.process_set)
+        self._finish = compressor.start(gradients, exchange, reduction.op == Average)
 
     def _start_sparse(self, slot: Slot, grad: torch.Tensor) -> None:
         reduction = self.options.reduction
@@ -143,23 +196,30 @@ class Bucket:
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
+        if self._finish is not None:
+            for flight, reduced in zip(self._flights, self._finish(), strict=True):
+                _put(flight.slot.parameter, reduced, flight.slot.sparse_dim)
         if self._handle is not None:
             table.synchronize(self._handle)
-        for flight in self._flights:
-            current = flight.slot.parameter.grad
-            if flight.wire is not flight.grad or current is not flight.grad:
-                self._put(flight, current)
+            for parameter, grad in self._direct:
+                if parameter.grad is not grad:
+                    _put(parameter, grad, 0)
+            for slot, grad, wire, ctx in self._flights:
+                reduced = self._cast.decompress(wire.to(grad.device), ctx)
+                _put(slot.parameter, reduced, slot.sparse_dim)
         for slot, result in self._sparse:
             slot.parameter.grad = result()
 
-    def _put(self, flight: _Flight, current: torch.Tensor | None) -> None:
-        """Brings a result from the wire's memory, dtype and layout to the parameter's gradient."""
-        reduced = self.options.compression.decompress(flight.wire.to(flight.grad.device), flight.ctx)
-        if current is not None and current.layout == torch.strided:
-            current.detach().copy_(reduced)
-        else:
-            dim = flight.slot.sparse_dim if current is None else current.sparse_dim()
-            flight.slot.parameter.grad = reduced.to_sparse(dim) if dim else reduced
+
+def _put(parameter: torch.Tensor, reduced: torch.Tensor, sparse_dim: int) -> None:
+    """Makes a result the parameter's gradient, in the layout that it has, or would have."""
+    current = parameter.grad
+    if current is not None and current.layout == torch.strided:
+        current.detach().copy_(reduced)
+        return
+    if current is not None:
+        sparse_dim = current.sparse_dim()
+    parameter.grad = reduced.to_sparse(sparse_dim) if sparse_dim else reduced
 
 
 def _nothing(slot: Slot) -> torch.Tensor:
@@ -181,6 +241,8 @@ class ViewBucket(Bucket):
         slots: The parameters, of one dtype on one device, in the same order on all ranks.
         options: How gradients are reduced.
     """
+
+    views = True
 
     def __init__(self, slots: list[Slot], options: Options) -> None:
         super().__init__(slots, options)
@@ -236,7 +298,10 @@ class ViewBucket(Bucket):
             self.adopt(slot)
         if not live:
             return
-        wire, self._ctx = self.options.compression.compress(self._memory)
+        if self._stateful is not None:
+            self._compress(self._stateful, [(slot.name, self._views[slot]) for slot in self.slots])
+            return
+        wire, self._ctx = self._cast.compress(self._memory)
         self._wire = host_input(wire)
         described = describe(self._name, self._wire)
         handle = engine.allreduce(*described, self._wire.data_ptr(), *self.options.reduction.arguments, False)
@@ -249,19 +314,23 @@ class ViewBucket(Bucket):
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
-        if self._handle is None or self._wire is None:
+        if self._finish is not None:
+            for slot, reduced in zip(self.slots, self._finish(), strict=True):
+                self._views[slot].copy_(reduced)
+        elif self._handle is None or self._wire is None:
             return
-        table.synchronize(self._handle)
-        if self._wire is not self._memory:
-            reduced = self.options.compression.decompress(self._wire.to(self._memory.device), self._ctx)
-            self._memory.copy_(reduced)
+        else:
+            table.synchronize(self._handle)
+            if self._wire is not self._memory:
+                reduced = self._cast.decompress(self._wire.to(self._memory.device), self._ctx)
+                self._memory.copy_(reduced)
         for slot in self.slots:
             if slot.parameter.requires_grad and slot.parameter.grad is not self._views[slot]:
                 slot.parameter.grad = self._views[slot]
 
 
 def _memory(count: int, like: torch.Tensor) -> torch.Tensor:
-    """Zeros for `count` numbers: on the host in memory that the engine of every rank of the host can reach."""
+    """Zeros for `count` numbers; on the host in memory that the engine knows to stay where it is."""
     if like.device.type != "cpu":
         return torch.zeros(count, dtype=like.dtype, device=like.device)
     return torch.frombuffer(engine.mapped(count * like.element_size()), dtype=like.dtype, count=count).zero_()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from farandole._native import engine
 from farandole.common.util import Max
 from farandole.torch._allreduce import allreduce_
 from farandole.torch._buckets import Bucket, Options, Slot, ViewBucket
@@ -50,7 +51,7 @@ class GradientReducer:
         self._slots: dict[torch.Tensor, Slot] = {}
         self._known = 0
         self._frozen: list[torch.Tensor] = []
-        self._agreed = False
+        self._agreed = -1
         hooks: list[Any] = []
         self._hooks = hooks
         weakref.finalize(self, _unhook, hooks).atexit = False
@@ -92,8 +93,9 @@ class GradientReducer:
             self.reset()
 
     def _agree(self) -> None:
-        """Once, all ranks tell each other which gradients are sparse: a rank without one must take part likewise."""
-        if self._agreed or self._as_view:
+        """Once a world, ranks tell each other which gradients are sparse: who has none must take part likewise."""
+        generation = engine.world().generation
+        if self._agreed == generation or self._as_view:
             return
         slots = list(self._slots.values())
         kinds = torch.tensor([_sparse_dim(slot.parameter.grad) for slot in slots], dtype=torch.int8)
@@ -101,7 +103,7 @@ class GradientReducer:
         allreduce_(kinds, name=name, op=Max, process_set=self._options.reduction.process_set)
         for slot, kind in zip(slots, kinds.tolist(), strict=True):
             slot.sparse_dim = kind
-        self._agreed = True
+        self._agreed = generation
 
     def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
         slots = [Slot(parameter, self._names[parameter]) for parameter in parameters]
@@ -121,7 +123,8 @@ class GradientReducer:
             if slot is None or reducer is None:
                 return
             bucket = slot.bucket
-            bucket.adopt(slot)
+            if bucket.views:
+                bucket.adopt(slot)
             if reducer.paused:
                 return
             slot.left -= 1

@@ -27,7 +27,7 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
-from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, gpu_available, num_rank_is_power_2
 from farandole.common.util import choose_op as handle_average_backwards_compatibility
@@ -62,6 +62,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -105,6 +106,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
@@ -119,6 +121,7 @@ _also = (gpu_available, handle_average_backwards_compatibility, num_rank_is_powe
 
 _basics = SimpleNamespace(
     **{name: value for module in (basics, util) for name, value in vars(module).items() if not name.startswith("_")},
+    ProcessSet=ProcessSet,
     start_timeline=start_timeline,
     stop_timeline=stop_timeline,
 )

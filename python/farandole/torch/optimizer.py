@@ -14,12 +14,13 @@ import torch
 from farandole.common import basics
 from farandole.common.handles import members_of
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Adasum, Average, choose_op
+from farandole.common.util import Adasum, Average, Sum, choose_op
 from farandole.torch._buckets import Options
 from farandole.torch._names import group_parameters, name_parameters
 from farandole.torch._reduce import Reduction
 from farandole.torch._reducer import GradientReducer
 from farandole.torch.adasum import _DistributedAdasumOptimizer
+from farandole.torch.compress._base import Compressor as StatefulCompressor
 from farandole.torch.compression import Compression, Compressor
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         Then all ranks find the same infinities and skip the same steps.
         """
-        if self._reducer is not None and not self._skips and not self._settled():
+        if self._reducer is not None and not self._skips and self._reducer.is_touched():
             self.synchronize()
             self._scaled = True
         return self.__dict__.get("_step_supports_amp_scaling", False)
@@ -153,6 +154,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._reducer is not None and self._reducer.is_busy():
             raise AssertionError("zero_grad() came before step() or synchronize() while gradients are being reduced")
+        self._synchronized = False
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -189,7 +191,7 @@ def _wrap(optimizer: torch.optim.Optimizer, mixin: type, attributes: dict[str, A
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | StatefulCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -212,7 +214,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: Any optimizer but `LBFGS`, whose line search would take different turns on different ranks.
         named_parameters: Such as `model.named_parameters()`; names the gradients across ranks. Must name every
             parameter of the optimizer, if given.
-        compression: Makes gradients smaller on the wire, e.g. `Compression.bf16`.
+        compression: Makes gradients smaller on the wire, e.g. `Compression.bf16`, or a compressor of
+            `farandole.torch.compress` of this optimizer's own.
         backward_passes_per_step: Backward passes whose gradients are summed up before one reduction.
         op: `Average`, `Sum`, `Adasum`, `Min`, `Max` or `Product`.
         gradient_predivide_factor: Splits the averaging: gradients are divided by it before the sum and multiplied
@@ -236,6 +239,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     members = members_of(process_set)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor needs op=Average")
+    if isinstance(compression, StatefulCompressor) and op not in (Average, Sum):
+        raise ValueError(f"{type(compression).__name__} needs op=Average or op=Sum")
     _require_positive(backward_passes_per_step)
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
