@@ -68,7 +68,7 @@ fn output(completion: &Completion) -> Output {
         owner,
         rows: completion.rows.as_ptr(),
         row_count: completion.rows.len(),
-        number: -1,
+        number: completion.last.map_or(-1, |rank| i64::from(rank.0)),
     }
 }
 

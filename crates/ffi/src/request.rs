@@ -62,6 +62,13 @@ unsafe fn one(call: &Call, request: &farandole_door::Request) -> Result<Request,
     let length = bytes(shape)?;
     // SAFETY: the caller keeps `input` valid for its shape until `done` has run (DO-4); inputs are only read.
     let input = unsafe { Buffer::from_raw(request.input.cast_mut().cast(), length, Place::Host) };
+    if matches!(kind, Kind::Barrier | Kind::Join { .. }) {
+        return Ok(Request {
+            kind,
+            process_set: ProcessSetId(call.process_set),
+            ..Request::barrier(name, ProcessSetId::GLOBAL)
+        });
+    }
     let output = (!request.output.is_null()).then(|| {
         // SAFETY: as for `input`, and nobody else touches the output meanwhile.
         unsafe { Buffer::from_raw(request.output.cast(), request.output_bytes, Place::Host) }
@@ -94,7 +101,7 @@ fn kind(call: &Call, splits: Option<&[u64]>) -> Result<Kind, Failure> {
         Operation::Barrier => Kind::Barrier,
         Operation::Alltoall => Kind::Alltoall { splits: splits.map(<[u64]>::to_vec) },
         Operation::Reducescatter => Kind::Reducescatter { op: reduction()?, prescale, postscale },
-        Operation::Join => return Err(refused()),
+        Operation::Join => Kind::Join { allow_gather: false },
     })
 }
 

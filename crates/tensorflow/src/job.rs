@@ -229,8 +229,7 @@ unsafe fn finish(
                     *first = rows.iter().map(|rows| rows.cast_signed()).sum();
                 }
                 // SAFETY: the output's memory goes to the tensor.
-                let tensor = unsafe { owned(door, context, index, (pair.dtype, &dims), output) }?;
-                context.set_output(index, &tensor)?;
+                unsafe { give(door, context, index, (pair.dtype, &dims), output) }?;
                 all_rows.extend_from_slice(rows);
             }
             // SAFETY: nothing came along, for the request had an output.
@@ -244,25 +243,26 @@ unsafe fn finish(
     }
 }
 
-/// A tensor on the engine's memory, which it frees at its end.
+/// Makes an output of the engine's memory, which the tensor frees at its end.
 ///
 /// # Safety
 /// `output` is the door's and was not freed.
-unsafe fn owned(
+unsafe fn give(
     door: &'static Door,
     context: Context,
     index: c_int,
     (dtype, dims): (c_int, &[i64]),
     output: &Output,
-) -> Result<Tensor, Failure> {
+) -> Result<(), Failure> {
     if output.bytes == 0 || output.owner.is_null() {
         // SAFETY: given up here.
         unsafe { (door.free)(output.owner) };
-        return context.allocate(index, dtype, dims, 0);
+        return context.allocate(index, dtype, dims, 0).map(drop);
     }
     let memory = (output.address, output.bytes);
     // SAFETY: the memory is valid until its owner is freed, which `release` does.
-    Ok(unsafe { Tensor::over(context.api, dtype, dims, memory, (release, output.owner)) })
+    let tensor = unsafe { Tensor::over(context.api, dtype, dims, memory, (release, output.owner)) };
+    context.set_output(index, &tensor)
 }
 
 unsafe extern "C" fn release(_data: *mut c_void, _length: usize, owner: *mut c_void) {

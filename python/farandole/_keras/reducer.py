@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
@@ -32,6 +33,10 @@ class Reducer(Protocol):
         ...
 
 
+_numbers = itertools.count()
+"""Tells the reducers of a process apart; ranks make theirs in the same order."""
+
+
 class _Reducer:
     """Groups, factors, local variables and compression, on any backend."""
 
@@ -51,6 +56,7 @@ class _Reducer:
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
         self.local: set[int] = set()
+        self.number = next(_numbers)
 
     def register_local(self, variable: Any) -> None:
         self.local.add(id(variable))
@@ -68,27 +74,29 @@ class _Reducer:
                 results[index] = grad / (self.process_set.size() or 1) if self.scale_local_gradients else grad
             else:
                 shared.append(index)
-        for group in partition(shared, keys, self.groups):
+        for part, group in enumerate(partition(shared, keys, self.groups)):
             pairs = [self.compression.compress(results[index]) for index in group]
-            reduced = self._reduce([pair[0] for pair in pairs], self.op, self.factors)
+            name = f"keras.{self.number}.gradients.{part}"
+            reduced = self._reduce([pair[0] for pair in pairs], self.op, self.factors, name)
             for index, grad, (_, ctx) in zip(group, reduced, pairs, strict=True):
                 results[index] = self.compression.decompress(grad, ctx)
         return results
 
-    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float]) -> list[Any]:
+    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], name: str) -> list[Any]:
         raise NotImplementedError
 
     def agree(self, flag: Any) -> Any:
         if not self.process_set.included():
             return flag
         number = keras.ops.cast(flag, "int32")
-        return keras.ops.cast(self._reduce([number], Min, (1.0, 1.0))[0], "bool")
+        name = f"keras.{self.number}.finite"
+        return keras.ops.cast(self._reduce([number], Min, (1.0, 1.0), name)[0], "bool")
 
 
 class _TorchReducer(_Reducer):
     """Reduces in place of the backward pass's results, which nobody else reads."""
 
-    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float]) -> list[Any]:
+    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], name: str) -> list[Any]:
         import torch  # noqa: PLC0415 - the backend
 
         from farandole.torch import grouped_allreduce  # noqa: PLC0415
@@ -97,6 +105,7 @@ class _TorchReducer(_Reducer):
         def reduce() -> list[Any]:
             return grouped_allreduce(
                 [grad.detach().contiguous() for grad in grads],
+                name=name,
                 op=op,
                 prescale_factor=factors[0],
                 postscale_factor=factors[1],
@@ -107,9 +116,9 @@ class _TorchReducer(_Reducer):
 
 
 class _JaxReducer(_Reducer):
-    """Calls out of the compiled step, once for every unit."""
+    """Calls out of the compiled step, once for every unit, in the same order on every rank."""
 
-    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float]) -> list[Any]:
+    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], name: str) -> list[Any]:
         import jax  # noqa: PLC0415 - the backend
         import numpy as np  # noqa: PLC0415
         from jax.experimental import io_callback  # noqa: PLC0415
@@ -119,6 +128,7 @@ class _JaxReducer(_Reducer):
         def reduce(*arrays: Any) -> list[Any]:
             return grouped_allreduce(
                 [np.asarray(array) for array in arrays],
+                name=name,
                 op=op,
                 prescale_factor=factors[0],
                 postscale_factor=factors[1],
@@ -128,7 +138,7 @@ class _JaxReducer(_Reducer):
         if not any(isinstance(grad, jax.core.Tracer) for grad in grads):
             return [jax.numpy.asarray(array) for array in reduce(*grads)]
         shapes = [jax.ShapeDtypeStruct(grad.shape, grad.dtype) for grad in grads]
-        return list(io_callback(reduce, shapes, *grads, ordered=False))
+        return list(io_callback(reduce, shapes, *grads, ordered=True))
 
 
 def make_reducer(
