@@ -119,9 +119,10 @@ def compressor_hook(state: CompressorState, bucket: GradBucket) -> torch.futures
         done.set_result(store(end.value))
         return done
 
-    def finish(_: Any) -> torch.Tensor:
+    def finish(future: Any) -> torch.Tensor:
+        future.value()  # raises what went wrong; Gloo's own wait would wait for this callback
         try:
-            running.send(waiting.wait())
+            running.send(waiting.result)
         except StopIteration as end:
             return store(end.value)
         raise RuntimeError(f"{type(state.compressor).__name__} has more rounds than it says")

@@ -27,11 +27,15 @@ class Waiting:
     Args:
         wait: Waits for it and returns its result.
         future: Makes a future that is done when it is, if there can be one.
+        result: The result, for those who waited for the future.
     """
 
-    def __init__(self, wait: Callable[[], Any], future: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, wait: Callable[[], Any], future: Callable[[], Any] | None = None, result: torch.Tensor | None = None
+    ) -> None:
         self._wait = wait
         self.future = future
+        self.result = result
 
     def wait(self) -> Any:
         """Waits for the operation and returns its result; once."""
@@ -153,4 +157,4 @@ class GroupExchange(Exchange):
             work.wait()
             return result
 
-        return Waiting(wait, work.get_future)
+        return Waiting(wait, work.get_future, result)
