@@ -9,6 +9,7 @@ done with it, also when the caller drops everything or Ctrl-C ends a wait.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -41,20 +42,24 @@ class HandleTable:
     def __init__(self, family: str) -> None:
         self._family = family
         self._entries: dict[int, _Entry] = {}
-        self._numbers = itertools.count()
+        self._numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
         basics.on_init(self._reset)
 
     def _reset(self) -> None:
         self._entries.clear()
-        self._numbers = itertools.count()
+        self._numbers.clear()
 
-    def name(self, operation: str, name: str | None) -> str:
+    def name(self, operation: str, name: str | None, process_set: ProcessSet | None = None) -> str:
         """The name ranks agree on: the user's, or a number that counts the unnamed operations of this module.
 
-        Ranks issue unnamed operations in the same order, so the numbers agree. Call this after all checks: a refused
-        operation must not use up a number.
+        Members of a set issue its unnamed operations in the same order, so the numbers agree; every set has its own,
+        since ranks are members of different ones. Call this after all checks: a refused operation must not use up a
+        number.
         """
-        return f"{operation}.{name}" if name is not None else f"{operation}.{self._family}.{next(self._numbers)}"
+        if name is not None:
+            return f"{operation}.{name}"
+        ranks = () if process_set is None or process_set.process_set_id == 0 else tuple(process_set.ranks or ())
+        return f"{operation}.{self._family}.{next(self._numbers[ranks])}"
 
     def track(self, members: Sequence[int], keep: Any, finish: Finish) -> int:
         """Keeps `keep` alive until the returned handle is consumed; `finish` makes its result.

@@ -46,7 +46,7 @@ def _start_one(
     require_dimension("allgather", tensor)
     number = set_number(process_set)
     source = host_input(tensor)
-    handle = engine.allgather(*describe(table.name("allgather", name), source), number, attended)
+    handle = engine.allgather(*describe(table.name("allgather", name, process_set), source), number, attended)
     return start(handle, source, lambda gathered: result(_rows(gathered, source, tensor)))
 
 
@@ -58,7 +58,7 @@ def _start_group(
         require_dimension("allgather", tensor)
     number = set_number(process_set)
     sources = [host_input(tensor) for tensor in tensors]
-    names = member_names("grouped_allgather", name, len(tensors))
+    names = member_names("grouped_allgather", name, len(tensors), process_set)
     members = [describe(member, source) for member, source in zip(names, sources, strict=True)]
     handles = engine.grouped_allgather(members, number)
     return table.track(

@@ -58,7 +58,7 @@ def _start(tensor: torch.Tensor, splits: Splits, name: str | None, process_set: 
     counts = _row_counts(tensor, splits, process_set)
     number = set_number(process_set)
     source = host_input(tensor)
-    handle = engine.alltoall(*describe(table.name("alltoall", name), source), counts, number, attended)
+    handle = engine.alltoall(*describe(table.name("alltoall", name, process_set), source), counts, number, attended)
 
     def finish(received: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rows = received.rows if received is not None else []

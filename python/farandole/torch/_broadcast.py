@@ -38,7 +38,7 @@ def _start(
     source = host_input(tensor)
     # A private copy serves as its own result.
     target = torch.empty_like(source) if source is tensor and not in_place else source
-    described = describe(table.name("broadcast", name), source)
+    described = describe(table.name("broadcast", name, process_set), source)
     handle = engine.broadcast(*described, target.data_ptr(), root_rank, number, attended)
     if in_place:
         return start(handle, source, lambda _: copy_back(tensor, source))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from farandole._native import engine
+    from farandole.common.process_sets import ProcessSet
 
 DTYPES: dict[torch.dtype, int] = {
     torch.uint8: 0,
@@ -46,7 +47,7 @@ def describe(name: str, source: torch.Tensor) -> Described:
     return name, DTYPES[source.dtype], source.shape, source.data_ptr()
 
 
-def member_names(operation: str, name: str | None, count: int) -> list[str]:
+def member_names(operation: str, name: str | None, count: int, process_set: ProcessSet) -> list[str]:
     """The names of a group's members.
 
     Raises:
@@ -54,7 +55,7 @@ def member_names(operation: str, name: str | None, count: int) -> list[str]:
     """
     if count == 0:
         raise ValueError("a group has at least one tensor")
-    base = table.name(operation, name)
+    base = table.name(operation, name, process_set)
     return [f"{base}_{i}of{count}" for i in range(1, count + 1)]
 
 

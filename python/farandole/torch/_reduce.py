@@ -54,7 +54,7 @@ def start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, in_p
     source = host_input(tensor)
     # A private copy serves as its own result.
     target = torch.empty_like(source) if source is tensor and not in_place else source
-    described = describe(table.name("allreduce", name), source)
+    described = describe(table.name("allreduce", name, reduction.process_set), source)
     handle = engine.allreduce(*described, target.data_ptr(), *arguments, attended)
     if in_place:
         return start(handle, source, lambda _: copy_back(tensor, source))
@@ -72,7 +72,7 @@ def start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Re
         torch.empty_like(source) if source is tensor and not in_place else source
         for source, tensor in zip(sources, tensors, strict=True)
     ]
-    names = member_names("grouped_allreduce", name, len(tensors))
+    names = member_names("grouped_allreduce", name, len(tensors), reduction.process_set)
     members = [
         (*describe(member, source), target.data_ptr())
         for member, source, target in zip(names, sources, targets, strict=True)

@@ -14,7 +14,6 @@ from farandole._native import engine
 from farandole.common.util import Max
 from farandole.torch._allreduce import allreduce_
 from farandole.torch._buckets import Bucket, Options, Slot, ViewBucket
-from farandole.torch._handles import table
 from farandole.torch._names import batch
 
 if TYPE_CHECKING:
@@ -99,8 +98,7 @@ class GradientReducer:
             return
         slots = list(self._slots.values())
         kinds = torch.tensor([_sparse_dim(slot.parameter.grad) for slot in slots], dtype=torch.int8)
-        name = table.name("optimizer", None)
-        allreduce_(kinds, name=name, op=Max, process_set=self._options.reduction.process_set)
+        allreduce_(kinds, op=Max, process_set=self._options.reduction.process_set)
         for slot, kind in zip(slots, kinds.tolist(), strict=True):
             slot.sparse_dim = kind
         self._agreed = generation

@@ -48,7 +48,7 @@ def _prepare(tensor: torch.Tensor, process_set: ProcessSet) -> tuple[torch.Tenso
 def _start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, attended: bool) -> int:
     arguments = reduction.arguments
     source, target = _prepare(tensor, reduction.process_set)
-    described = describe(table.name("reducescatter", name), source)
+    described = describe(table.name("reducescatter", name, reduction.process_set), source)
     handle = engine.reducescatter(*described, target.data_ptr(), *arguments, attended)
     return start(handle, (source, target), lambda _: target.to(tensor.device))
 
@@ -56,7 +56,7 @@ def _start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, att
 def _start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction) -> int:
     arguments = reduction.arguments
     pairs = [_prepare(tensor, reduction.process_set) for tensor in tensors]
-    names = member_names("grouped_reducescatter", name, len(tensors))
+    names = member_names("grouped_reducescatter", name, len(tensors), reduction.process_set)
     members = [
         (*describe(member, source), target.data_ptr()) for member, (source, target) in zip(names, pairs, strict=True)
     ]

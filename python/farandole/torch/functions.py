@@ -79,7 +79,7 @@ def broadcast_object(
         ValueError: When an argument is wrong.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    name = table.name("object", name)
+    name = table.name("object", name, process_set)
     is_root = basics.rank() == root_rank
     data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8) if is_root else None
     size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64)
@@ -105,7 +105,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
-    whole, rows = gather_rows(data, table.name("object", name), process_set)
+    whole, rows = gather_rows(data, table.name("object", name, process_set), process_set)
     return [_load(part) for part in torch.split(whole, rows)]
 
 
