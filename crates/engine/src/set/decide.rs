@@ -2,6 +2,12 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! The coordinator: judges tensors that everybody announced, keeps groups together, fuses.
+//!
+//! Nothing is held back for a fuller operation: what becomes ready while a list is executed makes the next one. That is
+//! all the plan a training loop needs. Two ranks that submit 100 tensors at once take 1.2 to 1.7 lists a step, whether
+//! of 4 KiB or 64 KiB each; holding every list until nothing new has come for 20 us took 1.1 to 1.7, and 69 us instead
+//! of 52 us for a synchronous operation of 4 bytes. Tensors that come 50 us apart, as out of a backward pass, go in 6 to
+//! 11 lists, each of what came during the one before, and there a fuller list only leaves the links idle.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

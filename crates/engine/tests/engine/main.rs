@@ -15,3 +15,4 @@ mod rows;
 mod schedules;
 mod stalls;
 mod threads;
+mod tuning;
