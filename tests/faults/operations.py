@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 FLOAT32: Final = 7
 FLOAT64: Final = 8
 SUM: Final = 1
+SET: Final = 1
+"""The process set that every worker asks for: all ranks but the last."""
 SIZES: Final = (16, 1 << 18)
 """Elements: a message that is one packet, and one that is cut into many."""
 
@@ -191,6 +193,20 @@ def _barrier(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
     return Attempt([engine.barrier(name, 0)], lambda _: True)
 
 
+def _in_a_set(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
+    """An allreduce of all ranks but the last, beside a barrier of all."""
+    world = engine.world()
+    others = world.size - 1
+    handles = [engine.barrier(f"{name}.all", 0)]
+    source, target = Block.of(world.rank + step, count), Block.of(-1, count)
+    expected = target
+    if world.rank < others:
+        shape = (count if dtype == FLOAT32 else count // 2,)
+        handles.append(engine.allreduce(name, dtype, shape, source.address, target.address, SUM, 1.0, 1.0, SET, False))
+        expected = Block.of(others * (others - 1) / 2 + others * step, count)
+    return Attempt(handles, lambda _: target.values == expected.values, source, target)
+
+
 OPERATIONS: Final[dict[str, Callable[..., Attempt]]] = {
     "allreduce": _allreduce,
     "grouped_allreduce": _grouped_allreduce,
@@ -201,6 +217,7 @@ OPERATIONS: Final[dict[str, Callable[..., Attempt]]] = {
     "reducescatter": _reducescatter,
     "grouped_reducescatter": _grouped_reducescatter,
     "barrier": _barrier,
+    "in a set": _in_a_set,
 }
 """Every operation: starts `step` under `name` on `count` elements; another dtype makes a mismatch."""
 

@@ -24,10 +24,8 @@ Not meaningful, and no cells:
 - both transports at once with fewer than two ranks on each host.
 - partition, drop and reset in shared memory: there is no connection between two ranks whose packets could vanish, and
   memory that both have mapped cannot be taken away from outside; what can end such a link is the end of a process.
-- mismatch of a barrier has nothing that could differ but its kind, and of a join not even that: nothing is submitted
-  under a name. The barrier's is a broadcast under its name; the join's is left out.
-- a join ends with the rank that comes last: a slow rank is what it is for, all other faults hit it while some ranks
-  have joined and the others still work.
+- a barrier has nothing that could differ but its kind: its mismatch is a broadcast under its name.
+- a mismatch in a set is that of an allreduce, which the rank outside of the set has no part in.
 """
 
 from __future__ import annotations
@@ -115,7 +113,7 @@ def is_meaningful(cell: Cell) -> bool:
         return False
     if cell.transport == "both" and cell.ranks < 4:
         return False
-    return not (cell.fault == "mismatch" and cell.operation == "join")
+    return not (cell.fault == "mismatch" and cell.operation == "in a set")
 
 
 def every_cell() -> list[Cell]:

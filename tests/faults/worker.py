@@ -22,6 +22,7 @@ from tests.faults.operations import FLOAT32, FLOAT64, OPERATIONS, SIZES, vote
 
 from farandole._native import engine
 from farandole.common import basics
+from farandole.common.process_sets import ProcessSet
 
 if TYPE_CHECKING:
     from tests.faults.operations import Attempt
@@ -188,7 +189,8 @@ def main() -> None:
     """One life."""
     # The registrar ends a world whose first rank has failed; here every rank is to see its own error first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    basics.init()
+    size = int(os.environ["WORLD_SIZE"])
+    basics.init(process_sets=[ProcessSet(range(size - 1))] if size > 1 else None)
     with socket.socket(socket.AF_UNIX) as door, door.makefile("r") as lines:
         door.connect(os.environ[DOOR])
         tell(door, "up", rank=basics.rank(), pid=os.getpid())
