@@ -63,6 +63,7 @@ class LocalGradientAggregationHelper:
         self.name = name
         self.counter: Any = None
         self.sums: dict[int, Any] = {}
+        self._due: Any = None
         self._local: set[Any] = set()
 
     def register_local_var(self, var: Any) -> None:
@@ -108,7 +109,8 @@ class LocalGradientAggregationHelper:
             count = self.counter.assign_add(1)
         with tf.control_dependencies([count]):
             values = [self.sums[index].read_value() for index in present]
-        due = tf.equal(count, self.backward_passes_per_step)
+        # Asked once: in a graph without automatic control dependencies a second look could come too early.
+        self._due = due = tf.equal(count, self.backward_passes_per_step)
 
         def reduce() -> list[Any]:
             scale = self.backward_passes_per_step if self.average_aggregated_gradients else 1
@@ -151,6 +153,9 @@ class LocalGradientAggregationHelper:
 
         Returns:
             The op to run in a graph.
+
+        Raises:
+            ValueError: When `compute_gradients` was not called before.
         """
         del optimizer, args, kwargs
         if self.backward_passes_per_step == 1:
@@ -164,5 +169,7 @@ class LocalGradientAggregationHelper:
                 with tf.control_dependencies([entry for entry in cleared if entry is not None]):
                     return tf.constant(True)
 
-        due = tf.equal(self.counter.read_value(), self.backward_passes_per_step)
+        if self._due is None:
+            raise ValueError("compute_gradients comes before apply_gradients")
+        due, self._due = self._due, None
         return tf.cond(due, apply, lambda: tf.constant(False))
