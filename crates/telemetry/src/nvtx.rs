@@ -144,9 +144,9 @@ mod tests {
             (folder.path().join("fake.c"), folder.path().join("fake.so"), folder.path().join("calls"));
         std::fs::write(&source, FAKE).unwrap();
         let define = format!("-DOUT=\"{}\"", calls.display());
-        let built =
-            Command::new("cc").arg("-shared").arg("-fPIC").arg(define).arg("-o").arg(&library).arg(&source);
-        assert!(built.status().unwrap().success(), "this test needs a C compiler, as linking does");
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-fPIC", &define, "-o"]).args([&library, &source]);
+        assert!(compiler.status().unwrap().success(), "this test needs a C compiler, as linking does");
         let name = CString::new(library.to_str().unwrap()).unwrap();
         let nvtx = Nvtx::from_library(&name).unwrap();
         let range = nvtx.start("ALLREDUCE gradient");
