@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 import farandole.numpy as arrays
-from farandole._keras.values import broadcast_variables
+from farandole._keras.values import as_array, broadcast_variables
 from farandole.common import basics
 
 if TYPE_CHECKING:
@@ -52,11 +52,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts if there is something to."""
         del logs
-        if not self.model.built:
+        model: Any = self.model
+        if not model.built:
             return
-        optimizer = getattr(self.model, "optimizer", None)
+        optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
+            optimizer.build(model.trainable_variables)
         self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -69,8 +70,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         if self.broadcast_done:
             return
-        optimizer = getattr(self.model, "optimizer", None)
-        variables = list(self.model.weights) + ([] if optimizer is None else list(optimizer.variables))
+        model: Any = self.model
+        optimizer = getattr(model, "optimizer", None)
+        variables = list(model.weights) + ([] if optimizer is None else list(optimizer.variables))
         broadcast_variables([entry for entry in variables if id(entry) not in self._local], self.root_rank)
         self.broadcast_done = True
 
@@ -179,14 +181,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = self._rate()
 
     def _rate(self) -> float:
-        in_step(self.model)
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        model: Any = self.model
+        in_step(model)
+        return float(as_array(model.optimizer.learning_rate))
 
     def _adjust(self, epoch: float) -> None:
         old, new = self._rate(), self.initial_lr * self.multiplier(epoch)
         if math.isclose(old, new, rel_tol=1e-9):
             return
-        optimizer = self.model.optimizer
+        model: Any = self.model
+        optimizer = model.optimizer
         optimizer.learning_rate = new
         # A velocity has the rates of past steps in it. Scaling it once is what multiplying the momentum for one
         # batch is, and works in compiled steps, too.
@@ -259,6 +263,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     ) -> None:
         # Keras checks the file's ending here; the estimator sets the path later.
         placeholder = "best.weights.h5" if save_weights_only else "best.keras"
+        options: dict[str, Any] = {"save_freq": save_freq}
         super().__init__(
             filepath=placeholder,
             monitor=monitor,
@@ -266,6 +271,6 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             save_best_only=True,
             save_weights_only=save_weights_only,
             mode=mode,
-            save_freq=save_freq,
+            **options,
         )
         self.filepath: Any = None

@@ -48,7 +48,7 @@ def _keep_from_xla() -> None:
     from farandole._keras.optimizer import is_distributed  # noqa: PLC0415 - imports this module
 
     try:
-        trainer = importlib.import_module("keras.src.trainers.trainer")
+        trainer: Any = importlib.import_module("keras.src.trainers.trainer")
         supports = trainer.model_supports_jit
     except (ImportError, AttributeError):
         # A Keras that asks elsewhere: its users set jit_compile=False themselves.

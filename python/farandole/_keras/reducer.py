@@ -101,7 +101,6 @@ class _TorchReducer(_Reducer):
 
         from farandole.torch import grouped_allreduce  # noqa: PLC0415
 
-        @torch.compiler.disable
         def reduce() -> list[Any]:
             return grouped_allreduce(
                 [grad.detach().contiguous() for grad in grads],
@@ -112,7 +111,9 @@ class _TorchReducer(_Reducer):
                 process_set=self.process_set,
             )
 
-        return reduce()
+        # No part of a compiled graph.
+        disable: Any = torch.compiler.disable
+        return disable(reduce)()
 
 
 class _JaxReducer(_Reducer):
@@ -121,6 +122,7 @@ class _JaxReducer(_Reducer):
     def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], name: str) -> list[Any]:
         import jax  # noqa: PLC0415 - the backend
         import numpy as np  # noqa: PLC0415
+        from jax.core import Tracer  # noqa: PLC0415
         from jax.experimental import io_callback  # noqa: PLC0415
 
         from farandole.numpy import grouped_allreduce  # noqa: PLC0415
@@ -135,7 +137,7 @@ class _JaxReducer(_Reducer):
                 process_set=self.process_set,
             )
 
-        if not any(isinstance(grad, jax.core.Tracer) for grad in grads):
+        if not any(isinstance(grad, Tracer) for grad in grads):
             return [jax.numpy.asarray(array) for array in reduce(*grads)]
         shapes = [jax.ShapeDtypeStruct(grad.shape, grad.dtype) for grad in grads]
         return list(io_callback(reduce, shapes, *grads, ordered=True))

@@ -51,7 +51,7 @@ def load_model(
     """
     del legacy_opts
     objects = {kind.__name__: kind for kind in custom_optimizers or []}
-    model = keras.saving.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
+    model: Any = keras.saving.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not is_distributed(optimizer):
         model.optimizer = distribute(

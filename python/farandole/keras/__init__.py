@@ -42,14 +42,18 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
-from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.reduction import choose_groups
+from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Sum, choose_op
 
 if TYPE_CHECKING or keras.backend.backend() != "tensorflow":
     from farandole._keras.compression import Compression
 else:
     from farandole.tensorflow.compression import Compression
+
+if TYPE_CHECKING:
+    from farandole.keras import callbacks, elastic
 
 __all__ = [
     "Adasum",
@@ -94,20 +98,11 @@ __all__ = [
     "stop_timeline",
 ]
 
-_LATER = {
-    "add_process_set": "farandole.common.process_sets",
-    "remove_process_set": "farandole.common.process_sets",
-    "start_timeline": "farandole.common.basics",
-    "stop_timeline": "farandole.common.basics",
-}
-
 
 def __getattr__(name: str) -> Any:
     """Loads what is asked for."""
     if name in ("callbacks", "elastic"):
         return importlib.import_module(f"farandole.keras.{name}")
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

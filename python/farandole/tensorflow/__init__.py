@@ -21,7 +21,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from farandole.common.exceptions import FarandoleInternalError, HorovodInternalError
-from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.tensorflow._collectives import (
     allreduce,
     grouped_allreduce,
@@ -160,10 +161,6 @@ __all__ = [
 ]
 
 _LATER = {
-    "add_process_set": ("farandole.common.process_sets", "add_process_set"),
-    "remove_process_set": ("farandole.common.process_sets", "remove_process_set"),
-    "start_timeline": ("farandole.common.basics", "start_timeline"),
-    "stop_timeline": ("farandole.common.basics", "stop_timeline"),
     "SyncBatchNormalization": ("farandole.tensorflow.sync_batch_norm", "SyncBatchNormalization"),
 }
 

@@ -132,7 +132,7 @@ class _AdasumOptimizer(_Wrapped):
     def _make(self, variables: list[Any]) -> None:
         if self._count is not None:
             return
-        make = tf.Variable if tf.executing_eagerly() or tf.inside_function() else tf.compat.v1.Variable
+        make: Any = tf.Variable if tf.executing_eagerly() or tf.inside_function() else tf.compat.v1.Variable
         with tf.init_scope() if tf.inside_function() else tf.name_scope(self._name):
             self._count = make(0, trainable=False, dtype=tf.int64, name="calls")
             self._starts = [

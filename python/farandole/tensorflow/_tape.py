@@ -23,7 +23,7 @@ class _Distributed(tf.GradientTape):
 
     _reducer: GradientReducer
 
-    def gradient(
+    def gradient(  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's order
         self,
         target: Any,
         sources: Any,

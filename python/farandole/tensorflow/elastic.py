@@ -82,7 +82,7 @@ class TensorFlowState(ObjectState):
             if tf.executing_eagerly():
                 raise ValueError("there are no global variables in eager mode: pass variables")
             variables = tf.compat.v1.global_variables()
-        self.variables = list(variables)
+        self.variables: list[Any] = list(variables or [])
         self.session = session
         self._kept: list[Any] = []
         self._spread: Any = None

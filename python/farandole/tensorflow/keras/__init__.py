@@ -13,7 +13,7 @@ Example:
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farandole._keras import distribute, make_reducer
 from farandole._keras import values as _values
@@ -40,10 +40,14 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
-from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.reduction import choose_groups
+from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Average, Sum, choose_op
 from farandole.tensorflow.compression import Compression
+
+if TYPE_CHECKING:
+    from farandole.tensorflow.keras import callbacks, elastic
 
 __all__ = [
     "Average",
@@ -86,20 +90,11 @@ __all__ = [
     "stop_timeline",
 ]
 
-_LATER = {
-    "add_process_set": "farandole.common.process_sets",
-    "remove_process_set": "farandole.common.process_sets",
-    "start_timeline": "farandole.common.basics",
-    "stop_timeline": "farandole.common.basics",
-}
-
 
 def __getattr__(name: str) -> Any:
     """Loads what is asked for."""
     if name in ("callbacks", "elastic"):
         return importlib.import_module(f"farandole.tensorflow.keras.{name}")
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
