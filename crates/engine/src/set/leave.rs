@@ -16,7 +16,10 @@ use super::{Finished, ProcessSet, Step, Stop, kind};
 use crate::Cause;
 use crate::wire::{Malformed, Reader, Writer};
 
-/// How long a lost link may be followed by the news that its peer left in order.
+/// How long a lost link may be followed by the reason: its peer's farewell, its report of what it stopped for, or the
+/// word of whoever watches the processes. A peer that closed a link is most often not the one to blame.
+const HEARSAY: Duration = Duration::from_millis(500);
+/// How long the loss of a process elsewhere may be followed by its farewell.
 const GRACE: Duration = Duration::from_millis(20);
 
 /// Why the set takes no new requests, and up to which list it still executes.
@@ -195,7 +198,7 @@ impl ProcessSet {
         if let Some((at, cause)) = self.suspect.take()
             && !self.has_left(&cause)
         {
-            if now.saturating_duration_since(at) >= GRACE {
+            if now.saturating_duration_since(at) >= HEARSAY {
                 return Err(cause);
             }
             self.suspect = Some((at, cause));
@@ -216,13 +219,26 @@ impl ProcessSet {
         if self.is_coordinator() { self.on_clear() } else { self.send(0, kind::DONE, &[]) }
     }
 
-    /// A peer is gone. If the news that it left in order does not come soon, that is a failure.
+    /// A process is gone: that is first-hand, and weighs more than a lost link. If the news that it left in order does not
+    /// come soon, it is a failure.
     pub(crate) fn suspect(&mut self, error: farandole_transport::Error, now: Instant) {
         let cause = Cause::Transport(error);
         let concerns = lost(&cause).is_none_or(|rank| self.members.contains(&rank));
         if concerns && !self.has_left(&cause) {
-            self.suspect.get_or_insert((now, cause));
+            // What a process of this host has said lies here: one more look at the links is enough. From elsewhere its
+            // last words may still be on their way.
+            let near = lost(&cause).is_some_and(|rank| self.is_near(rank));
+            let waited = if near { HEARSAY } else { HEARSAY - GRACE };
+            let since = now.checked_sub(waited).unwrap_or(now);
+            if self.suspect.as_ref().is_none_or(|(at, _)| since < *at) {
+                self.suspect = Some((since, cause));
+            }
         }
+    }
+
+    fn is_near(&self, rank: Rank) -> bool {
+        let world = &self.options.world;
+        world.seats.get(rank.index()).is_some_and(|seat| seat.host == world.seat().host)
     }
 
     /// Whether a loss is that of a rank that left in order, or comes when there is nothing left to lose.
