@@ -204,3 +204,69 @@ def one_name_in_two_frameworks_is_one_operation():
 
 def test_one_name_in_two_frameworks_is_one_operation(pair):
     assert pair.run(one_name_in_two_frameworks_is_one_operation) == [[2.0] * 3] * 2
+
+
+def every_other_operation_equals_one_process():
+    size, rank = hvd.size(), hvd.rank()
+    for dtype in map(dtype_of, ["float32", "int64", "bfloat16", ">f8"]):
+        rows = 2 * size + 1
+        arrays = [(np.arange(rows * 2).reshape(rows, 2) % 5 + r).astype(dtype) for r in range(size)]
+        whole = sum(array.astype(np.float64) for array in arrays)
+        parts = np.array_split(whole, size)
+        assert np.array_equal(hvd.reducescatter(arrays[rank], op=hvd.Sum), parts[rank])
+        first, second = hvd.grouped_reducescatter([arrays[rank], arrays[rank][:1]], op=hvd.Sum)
+        assert np.array_equal(first, parts[rank])
+        assert np.array_equal(second, whole[:1] if rank == 0 else whole[:0])
+        gathered = hvd.grouped_allgather([arrays[rank][: rank + 1], arrays[rank][:0]])
+        assert np.array_equal(gathered[0], np.concatenate([array[: r + 1] for r, array in enumerate(arrays)]))
+        assert gathered[1].shape == (0, 2)
+        # Rank r sends one row to rank 0, two to rank 1, ...
+        splits = [to + 1 if to < size - 1 else rows - sum(range(size)) for to in range(size)]
+        received, counts = hvd.alltoall(arrays[rank], splits)
+        start = sum(splits[:rank])
+        expected = np.concatenate([array[start : start + splits[rank]] for array in arrays])
+        assert np.array_equal(received, expected)
+        assert counts.tolist() == [splits[rank]] * size
+        assert counts.dtype == np.int32
+        even = hvd.alltoall(arrays[rank][: 2 * size])
+        assert np.array_equal(even, np.concatenate([array[2 * rank : 2 * rank + 2] for array in arrays]))
+    handle = hvd.alltoall_async(np.ones((size, 1)))
+    assert hvd.synchronize(handle)[0].shape == (size, 1)
+    with pytest.raises(ValueError, match="splits"):
+        hvd.alltoall(np.ones(4), [5] * size)
+    # A rank without data takes part with nothing until all have joined.
+    for step in range(rank):
+        assert hvd.allreduce(np.ones(3), name=f"left.{step}", op=hvd.Min).tolist() == [1.0] * 3
+    last = hvd.join()
+    assert hvd.allgather_object(last) == [last] * size
+
+
+def test_every_other_operation_equals_one_process(trio):
+    pytest.importorskip("ml_dtypes")
+    trio.run(every_other_operation_equals_one_process)
+
+
+def process_sets_work_apart():
+    import farandole.common.process_sets as sets
+
+    rank = hvd.rank()
+    first, second = sets.add_process_set([0, 2]), sets.add_process_set([1, 2])
+    for members in (first, second):
+        if not members.included():
+            with pytest.raises(ValueError, match="member"):
+                hvd.allreduce(np.ones(1), process_set=members)
+            continue
+        assert hvd.allreduce(np.full(2, rank), op=hvd.Sum, process_set=members).tolist() == [sum(members.ranks)] * 2
+        assert hvd.allgather(np.full(1, rank), process_set=members).tolist() == members.ranks
+        assert hvd.broadcast(np.full(1, rank), 2, process_set=members).tolist() == [2]
+        assert hvd.allgather_object(rank, process_set=members) == members.ranks
+        assert len(hvd.reducescatter(np.ones(3), process_set=members)) == 2 - members.rank()
+        with pytest.raises(ValueError, match="root_rank"):
+            hvd.broadcast(np.ones(1), 1 - members.ranks[0], process_set=members)
+        hvd.barrier(members)
+    assert sets.remove_process_set(first)
+    hvd.barrier()
+
+
+def test_process_sets_work_apart(fresh_world):
+    fresh_world(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}).run(process_sets_work_apart)

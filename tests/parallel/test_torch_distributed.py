@@ -183,3 +183,61 @@ def ddp_equals_one_process_with_all_data():
 
 def test_ddp_equals_one_process_with_all_data(pair):
     pair.run(ddp_equals_one_process_with_all_data)
+
+
+def groups_are_process_sets():
+    rank, size = begin()
+    pairs = [dist.new_group([a, b]) for a, b in [(0, 1), (1, 2), (0, 1)]]
+    everyone = dist.new_group()
+    for group, members in zip(pairs, [(0, 1), (1, 2), (0, 1)], strict=True):
+        if rank not in members:
+            continue
+        tensor = torch.full((3,), float(rank))
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, torch.full((3,), float(sum(members))))
+        dist.broadcast(tensor.fill_(rank), members[1], group=group)
+        assert torch.equal(tensor, torch.full((3,), float(members[1])))
+        gathered = [None] * 2
+        dist.all_gather_object(gathered, rank, group=group)
+        assert gathered == list(members)
+        dist.barrier(group=group)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=everyone)
+    assert torch.equal(tensor, torch.full((2,), float(size)))
+    half = dist.split_group(split_ranks=[[0, 2], [1]])
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=half)
+    assert tensor.item() == (1 if rank == 1 else 2)
+    if rank == 0:
+        with pytest.raises(ValueError, match="use_local_synchronization"):
+            dist.new_group([0], use_local_synchronization=True)
+    if rank in (0, 1):
+        dist.destroy_process_group(pairs[0])
+    dist.destroy_process_group()
+
+
+def test_groups_are_process_sets(fresh_world):
+    fresh_world(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}).run(groups_are_process_sets)
+
+
+def fully_sharded_training_equals_one_process():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, size = begin()
+    model, batches, labels = model_and_data(size)
+    expected = train(model, batches, labels, torch.optim.SGD(model.parameters(), 0.5))
+    model, batches, labels = model_and_data(size)
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    own = slice(4 * rank, 4 * rank + 4)
+    train(model, batches[:, own], labels[:, own], torch.optim.SGD(model.parameters(), 0.5))
+    found = [parameter.full_tensor() for parameter in model.parameters()]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+    dist.destroy_process_group()
+
+
+def test_fully_sharded_training_equals_one_process(pair):
+    pair.run(fully_sharded_training_equals_one_process)

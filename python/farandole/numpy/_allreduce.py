@@ -36,7 +36,7 @@ def _start(value: Any, name: str | None, op: int, factors: Factors, process_set:
     number = set_number(process_set)
     source, target = as_input_and_output(value)
     handle = engine.allreduce(
-        table.name("allreduce", name),
+        table.name("allreduce", name, process_set),
         number_of(source.dtype),
         source.shape,
         address_of(source),
@@ -58,7 +58,7 @@ def _start_in_place(
     work = as_input(array)
     address = address_of(work)
     handle = engine.allreduce(
-        table.name("allreduce", name),
+        table.name("allreduce", name, process_set),
         number_of(work.dtype),
         work.shape,
         address,
@@ -177,7 +177,7 @@ def _submit(
         for value in values:
             require_in_place(value)
     pairs = [(as_input(value),) * 2 if in_place else as_input_and_output(value) for value in values]
-    base = table.name("grouped_allreduce", name)
+    base = table.name("grouped_allreduce", name, process_set)
     members = [
         (f"{base}_{i}of{len(pairs)}", number_of(source.dtype), source.shape, address_of(source), address_of(target))
         for i, (source, target) in enumerate(pairs, start=1)

@@ -49,7 +49,12 @@ def _start_allgather(
     number = set_number(process_set)
     source = _rows_of(value, "allgather")
     handle = engine.allgather(
-        table.name("allgather", name), number_of(source.dtype), source.shape, address_of(source), number, attended
+        table.name("allgather", name, process_set),
+        number_of(source.dtype),
+        source.shape,
+        address_of(source),
+        number,
+        attended,
     )
     return table.track([handle], source, lambda outcomes: finish(*adopt(outcomes[0], source.dtype, source.shape[1:])))
 
@@ -104,7 +109,7 @@ def grouped_allgather_async(
     if not tensors:
         raise ValueError("a group has at least one array")
     sources = [_rows_of(tensor, "allgather") for tensor in tensors]
-    base = table.name("grouped_allgather", name)
+    base = table.name("grouped_allgather", name, process_set)
     members = [
         (f"{base}_{i}of{len(sources)}", number_of(source.dtype), source.shape, address_of(source))
         for i, source in enumerate(sources, start=1)
@@ -136,7 +141,7 @@ def _start_broadcast(value: Any, root_rank: int, name: str | None, process_set: 
     _require_root(root_rank, process_set)
     source, target = as_input_and_output(value)
     handle = engine.broadcast(
-        table.name("broadcast", name),
+        table.name("broadcast", name, process_set),
         number_of(source.dtype),
         source.shape,
         address_of(source),
@@ -158,7 +163,7 @@ def _start_broadcast_in_place(
     work = as_input(array)
     address = address_of(work)
     handle = engine.broadcast(
-        table.name("broadcast", name),
+        table.name("broadcast", name, process_set),
         number_of(work.dtype),
         work.shape,
         address,
@@ -234,7 +239,13 @@ def _start_alltoall(
     source = _rows_of(value, "alltoall")
     rows = None if splits is None else _split_rows(splits)
     handle = engine.alltoall(
-        table.name("alltoall", name), number_of(source.dtype), source.shape, address_of(source), rows, number, attended
+        table.name("alltoall", name, process_set),
+        number_of(source.dtype),
+        source.shape,
+        address_of(source),
+        rows,
+        number,
+        attended,
     )
 
     def finish(outcomes: list[Any]) -> tuple[Array, Array]:

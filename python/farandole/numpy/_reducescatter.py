@@ -49,7 +49,7 @@ def _start(
     number = set_number(process_set)
     source, target = _prepare(value, process_set)
     handle = engine.reducescatter(
-        table.name("reducescatter", name),
+        table.name("reducescatter", name, process_set),
         number_of(source.dtype),
         source.shape,
         address_of(source),
@@ -134,7 +134,7 @@ def grouped_reducescatter_async(
     if not tensors:
         raise ValueError("a group has at least one array")
     pairs = [_prepare(tensor, process_set) for tensor in tensors]
-    base = table.name("grouped_reducescatter", name)
+    base = table.name("grouped_reducescatter", name, process_set)
     members = [
         (f"{base}_{i}of{len(pairs)}", number_of(source.dtype), source.shape, address_of(source), address_of(target))
         for i, (source, target) in enumerate(pairs, start=1)

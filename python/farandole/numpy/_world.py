@@ -21,7 +21,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     number = set_number(process_set)
-    synchronize(table.track([engine.barrier(table.name("barrier", None), number)], None, lambda _: None))
+    synchronize(table.track([engine.barrier(table.name("barrier", None, process_set), number)], None, lambda _: None))
 
 
 def join(allow_gather: bool = False) -> int:

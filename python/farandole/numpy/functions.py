@@ -35,7 +35,7 @@ def broadcast_object(
     """
     is_root = basics.rank() == root_rank
     data = _dump(obj) if is_root else None
-    name = table.name("object", name)
+    name = table.name("object", name, process_set)
     size = np.array([0 if data is None else data.size], dtype=np.int64)
     broadcast_(size, root_rank, f"{name}.size", process_set)
     if data is None:
@@ -59,7 +59,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     data = _dump(obj)
-    whole, rows = gather_with_rows(data, table.name("object", name), process_set)
+    whole, rows = gather_with_rows(data, table.name("object", name, process_set), process_set)
     ends = np.cumsum(rows)
     return [_load(whole[end - count : end]) for end, count in zip(ends, rows, strict=True)]
 

@@ -87,6 +87,7 @@ class FarandoleBackend(Backend):
         self._set = set_number(process_set)
         self._members = process_set.ranks or list(range(size))
         self._name = f"torch.distributed.{name}"
+        self._options = Backend.Options("farandole")
         self._numbers = itertools.count()
         self._completer = Completer()
 
@@ -109,6 +110,11 @@ class FarandoleBackend(Backend):
     def supports_coalescing(self) -> bool:
         """No: torch's coalescing manager has nothing to win, operations fuse by themselves."""
         return False
+
+    @property
+    def options(self) -> Backend.Options:
+        """What torch hands on to a group that is split from this one."""
+        return self._options
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Takes part in making a group this process is no member of."""
