@@ -28,6 +28,14 @@ pub enum Error {
         /// Bytes found.
         actual: u64,
     },
+    /// Another process has something else than was announced, or what was announced is in another namespace.
+    #[error("descriptor {descriptor} of process {pid} is not the region that was announced")]
+    AnotherRegion {
+        /// The process.
+        pid: u32,
+        /// The descriptor.
+        descriptor: u32,
+    },
     /// Somebody already holds this half of the ring.
     #[error("the {half} of ring {ring} is already taken")]
     Taken {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! memfd segments, mirrored rings, doorbells and the hand-over of descriptors between processes.
+//! memfd segments, mirrored rings, regions, doorbells and the hand-over of descriptors between processes.
 //!
 //! Owns everything that touches raw memory shared between ranks of one host, behind types that are safe to use.
 //! Refuses to know ranks, keys or protocols: who may have a segment is decided by `transport`.
@@ -9,6 +9,7 @@
 //! ```text
 //! segment (memfd)     | control 0 | control 1 | data 0 ......... | data 1 ......... |
 //! one ring, mapped    | control | data ......... | data again ... |   every window is contiguous
+//! region (memfd)      | nonce, retired? | data ......... |          one process's memory, which others work in
 //! bell (memfd + eventfd)  parked? heartbeat, closed                 one per process, handed to each local peer
 //! ```
 //!
@@ -24,6 +25,7 @@
 //! - `SHM-2`: a ring has at most one producer and one consumer, over all processes.
 //! - `SHM-3`: a window never exceeds the capacity, whatever the control page says.
 //! - `SHM-4`: after `Bell::park` a commit either is seen by the next poll of the ring or rings the bell.
+//! - `SHM-6`: a region is mapped only by who finds its nonce in it; what is detached from it is its owner's alone.
 //! - `SHM-5`: in a forked child every operation fails and no drop changes shared memory.
 
 #![deny(unsafe_code)]
@@ -33,6 +35,7 @@ mod error;
 mod fork;
 pub mod handover;
 mod memory;
+mod region;
 mod ring;
 mod segment;
 mod signals;
@@ -41,5 +44,6 @@ mod sync;
 pub use bell::Bell;
 pub use error::{Error, Result};
 pub use fork::Guard;
+pub use region::{Region, RegionCard};
 pub use ring::{Consumer, Producer, private, rewind};
 pub use segment::Segment;

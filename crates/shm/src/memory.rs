@@ -9,7 +9,9 @@ use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use rustix::mm::{
+    Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap_fixed, munmap,
+};
 
 use crate::{Error, Result};
 
@@ -95,7 +97,24 @@ impl Mapping {
         unsafe { self.base.cast::<T>().as_ref() }
     }
 
-    /// Address of a byte of the data of a mirrored mapping.
+    /// Puts private copies in the place of all pages but the first. Nobody may write to them meanwhile.
+    pub(crate) fn privatize(&self) -> Result<()> {
+        let len = self.len - page();
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
+        let base = unsafe { mmap_anonymous(ptr::null_mut(), len, protection, MapFlags::PRIVATE) };
+        let copy = owned(base.map_err(Error::of("mmap"))?, len)?;
+        // SAFETY: `len` bytes of this mapping follow its first page, the other one has as many and is new.
+        unsafe { ptr::copy_nonoverlapping(self.data(0), copy.base.as_ptr(), len) };
+        let (from, to) = (copy.base.as_ptr().cast(), self.data(0).cast());
+        // SAFETY: replaces pages of this mapping by others with the same bytes, in one step; from the place they come
+        // from they are gone.
+        unsafe { mremap_fixed(from, len, len, MremapFlags::MAYMOVE, to) }.map_err(Error::of("mremap"))?;
+        std::mem::forget(copy);
+        Ok(())
+    }
+
+    /// Address of a byte of the data of a mirrored mapping, or behind the first page of any other.
     pub(crate) fn data(&self, offset: usize) -> *mut u8 {
         self.base.as_ptr().wrapping_add(page() + offset)
     }
