@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The examples of TensorFlow and Keras, as a stranger runs them; each asserts its accuracy."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS = {
+    "keras_digits.py": "tensorflow",
+    "keras_torch_backend.py": "keras",
+    "tensorflow2_digits.py": "tensorflow",
+    "tensorflow_v1_digits.py": "tensorflow",
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_example_trains_on_two_processes(name):
+    if find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
+    command = [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"test accuracy 0\.9\d+ with 2 processes", done.stdout), done.stdout
