@@ -87,8 +87,7 @@ fn pair(node: &Node, context: Context, index: c_int) -> Result<Pair, Failure> {
             };
             let whole = usize::try_from(*rows).unwrap_or(0);
             *rows = part(node.call.process_set, *rows)?;
-            let bytes =
-                if whole == 0 { 0 } else { input.bytes() / whole * usize::try_from(*rows).unwrap_or(0) };
+            let bytes = input.bytes().checked_div(whole).unwrap_or(0) * usize::try_from(*rows).unwrap_or(0);
             pair.output = Some(context.allocate(index, dtype, &share, bytes)?);
             pair.input = Some(input);
         }
