@@ -1,6 +1,7 @@
 # Every command of the project. `make demo` and `make test` set up everything they need.
 PYTHON ?= python3
 VENV := .venv
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 BIN := $(VENV)/bin
 SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.toml -o -name '*.proto') Cargo.toml Cargo.lock pyproject.toml
 # One interpreter for every build of the extension, so that wheel, tests and lints share what cargo built.
@@ -25,12 +26,16 @@ loom:
 fuzz:
 	FARANDOLE_FUZZ_SECONDS=$${FARANDOLE_FUZZ_SECONDS:-60} cargo test --release -p farandole-fuzz
 
-# The rooms with unsafe code under valgrind's memcheck.
+# The rooms with unsafe code: shared memory under valgrind, which does not know `mremap` of a detached range nor AVX-512,
+# and all under AddressSanitizer, which needs a nightly toolchain.
 sanitize:
 	@command -v valgrind >/dev/null || { echo "sanitize: needs valgrind (Debian: apt-get install valgrind)"; exit 1; }
-	CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
-	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
-	cargo test --target-dir target/sanitize -p farandole-shm --lib --tests
+	@cargo +nightly --version >/dev/null 2>&1 || { echo "sanitize: needs rustup toolchain install nightly"; exit 1; }
+	RUSTFLAGS="--cfg rustix_use_libc" CARGO_BUILD_TARGET=$(HOST) \
+	CARGO_TARGET_$(shell echo $(HOST) | tr a-z- A-Z_)_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
+	cargo test --target-dir target/valgrind -p farandole-shm --lib --tests -- --skip shm_6
+	RUSTFLAGS="-Zsanitizer=address" cargo +nightly test --release --target $(HOST) --target-dir target/asan \
+	-p farandole-shm -p farandole-transport -p farandole-collectives --lib --tests
 
 # Stores against real services: S3 as in `test`, besides GCS, Azure and HDFS, which this installs below .tools.
 test-storage: install .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath

@@ -25,7 +25,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from allreduce import RESULTS, human, summary, turn
 
@@ -62,7 +62,7 @@ class Host:
         own = ["unshare", "--net", "--ipc", "--uts", "--", sys.executable, __file__, "--agent", str(number)]
         self.process = subprocess.Popen([*own, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         # Its first line says that it is in its namespaces.
-        if self.lines().__next__() != "ready":
+        if next(self.lines(), "") != "ready":
             sys.exit("netns: no namespace for a host")
         near, far = f"port{number}", f"eth{number}"
         command("ip", "link", "add", near, "type", "veth", "peer", "name", far)
@@ -81,10 +81,12 @@ class Host:
         assert self.process.stdout is not None
         return (line.rstrip("\n") for line in self.process.stdout)
 
-    def __enter__(self) -> Host:
+    def __enter__(self) -> Self:
+        """As it is."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Ends the process, and with it its namespaces."""
         self.process.kill()
         self.process.wait()
         # The other end goes with its namespace, which the kernel ends at its leisure.
@@ -209,9 +211,8 @@ def show(row: dict[str, Any]) -> None:
         numbers = " ".join(f"{times[key]:>9.1f}" for key in ("min", "p50", "p99"))
         speed = row["bytes"] / times["p50"] / 1e3
         tail = f"  {row['ratio']:.3f} x gloo" if library == "farandole" else ""
-        print(
-            f"{human(row['bytes']):>8}  {library:<9} {times['count']:>6} {numbers} {times['cpu_ms']:>8.2f} {speed:>6.2f}{tail}"
-        )
+        count = f"{human(row['bytes']):>8}  {library:<9} {times['count']:>6}"
+        print(f"{count} {numbers} {times['cpu_ms']:>8.2f} {speed:>6.2f}{tail}")
 
 
 def commit() -> str:

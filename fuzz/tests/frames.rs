@@ -2,7 +2,6 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Frames: what was sent arrives, and garbage ends in an error or in waiting, with little memory.
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 use farandole_fuzz::cases;
 use farandole_transport::{Error, Frame, frames, loopback};

@@ -2,7 +2,6 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! A communicator among peers that send garbage: it fails or waits, and never completes an operation by it.
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 use farandole_collectives::{Communicator, HostCommunicator, Operation, Token};
 use farandole_fuzz::cases;
