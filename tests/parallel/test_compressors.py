@@ -15,8 +15,8 @@ MAKERS = {
     "top_k": lambda: compress.TopK(0.05),
     "power_sgd": lambda: compress.PowerSGD(4),
 }
-TOLERANCES = {"fp16": 0.005, "bf16": 0.01, "int8": 0.01, "top_k": 0.1, "power_sgd": 0.05}
-"""How much larger the loss after training may be than without compression, where it is about 0.05."""
+TOLERANCES = {"fp16": 0.005, "bf16": 0.01, "int8": 0.01, "top_k": 0.05, "power_sgd": 0.02}
+"""How much larger the loss after training may be than without compression, where it is about 0.1."""
 
 
 def digits():
@@ -116,7 +116,7 @@ def what_is_lost_is_sent_later():
         gradient = torch.randn(30, 20, generator=generator)
         truth = hvd.allreduce(gradient, op=hvd.Sum)
         total = torch.zeros_like(gradient)
-        steps = 60
+        steps = 100
         for _ in range(steps):
             total += compressor.start([("g", gradient)], exchange, False)()[0]
         distance = (total / steps - truth).norm() / truth.norm()
@@ -148,9 +148,8 @@ def own_compressors_and_mistakes():
     assert result.tolist() == [1.0, -1.0]
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    optimizer = hvd.DistributedOptimizer(optimizer, compression=compress.Int8(), op=hvd.Max)
     with pytest.raises(ValueError, match="needs op=Average or op=Sum"):
-        parameter.sum().backward()
+        hvd.DistributedOptimizer(optimizer, compression=compress.Int8(), op=hvd.Max)
     for wrong in (lambda: compress.TopK(0.0), lambda: compress.Int8(0), lambda: compress.PowerSGD(0)):
         with pytest.raises(ValueError, match=": 0"):
             wrong()
