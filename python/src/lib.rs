@@ -5,6 +5,7 @@
 
 mod arrow;
 mod cli;
+mod compress;
 mod door;
 mod engine;
 mod error;
@@ -26,6 +27,7 @@ type Register = fn(&Bound<'_, PyModule>) -> PyResult<()>;
 /// Every submodule: its name below `farandole._native`, and the function that fills it. Append yours.
 const SUBMODULES: &[(&str, Register)] = &[
     ("cli", cli::register),
+    ("compress", compress::register),
     ("door", door::register),
     ("engine", engine::register),
     ("launcher", launcher::register),

@@ -32,49 +32,43 @@ pub(crate) fn buffer(address: usize, dtype: DataType, shape: &[u64]) -> PyResult
     Ok(unsafe { Buffer::from_raw(address, bytes, Place::Host) })
 }
 
-/// Numbers to read, under the contract of [`buffer`] for the time of a call.
+/// Values to read, under the contract of [`buffer`] for the time of a call.
 ///
 /// # Errors
 /// `ValueError` when nothing is at the address, or it is not aligned.
-pub(crate) fn floats<'a>(address: usize, count: usize) -> PyResult<&'a [f32]> {
-    Ok(floats_mut(address, count)?)
+pub(crate) fn slice<'a, T: Plain>(address: usize, count: usize) -> PyResult<&'a [T]> {
+    if count == 0 {
+        return Ok(&[]);
+    }
+    // SAFETY: `farandole.torch.compress` passes addresses of live tensors with their own lengths; any bits are a `T`; no
+    // argument overlaps one that is written, and nobody else writes to it during the call.
+    Ok(unsafe { std::slice::from_raw_parts(place(address, count)?, count) })
 }
 
-/// As [`floats`], to write to.
+/// As [`slice`], to write to.
 ///
 /// # Errors
-/// As [`floats`].
-pub(crate) fn floats_mut<'a>(address: usize, count: usize) -> PyResult<&'a mut [f32]> {
-    slice_mut(address, count)
-}
-
-/// Bytes to read, under the contract of [`buffer`] for the time of a call.
-///
-/// # Errors
-/// `ValueError` when nothing is at the address.
-pub(crate) fn bytes<'a>(address: usize, count: usize) -> PyResult<&'a [u8]> {
-    Ok(bytes_mut(address, count)?)
-}
-
-/// As [`bytes`], to write to.
-///
-/// # Errors
-/// As [`bytes`].
-pub(crate) fn bytes_mut<'a>(address: usize, count: usize) -> PyResult<&'a mut [u8]> {
-    slice_mut(address, count)
-}
-
-fn slice_mut<'a, T>(address: usize, count: usize) -> PyResult<&'a mut [T]> {
+/// As [`slice`].
+pub(crate) fn slice_mut<'a, T: Plain>(address: usize, count: usize) -> PyResult<&'a mut [T]> {
     if count == 0 {
         return Ok(&mut []);
     }
+    // SAFETY: as in `slice`, and no two arguments of a call overlap.
+    Ok(unsafe { std::slice::from_raw_parts_mut(place(address, count)?, count) })
+}
+
+/// Types of which any bits are a value.
+pub(crate) trait Plain {}
+
+impl Plain for f32 {}
+impl Plain for u8 {}
+
+fn place<T>(address: usize, count: usize) -> PyResult<*mut T> {
     let pointer = std::ptr::with_exposed_provenance_mut::<T>(address);
     if pointer.is_null() || !pointer.is_aligned() {
-        return Err(PyValueError::new_err(format!("no memory for {count} numbers is at: {address:#x}")));
+        return Err(PyValueError::new_err(format!("no memory for {count} values is at: {address:#x}")));
     }
-    // SAFETY: `farandole.torch.compress` passes addresses of live tensors with their own lengths, of `f32` or bytes, which
-    // any bits are; no two arguments of a call overlap, and nobody else writes to them during the call.
-    Ok(unsafe { std::slice::from_raw_parts_mut(pointer, count) })
+    Ok(pointer)
 }
 
 /// The dtype with this number.
