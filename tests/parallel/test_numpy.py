@@ -2,6 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """farandole.numpy on real processes, against what one process computes."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -270,3 +273,9 @@ def process_sets_work_apart():
 
 def test_process_sets_work_apart(fresh_world):
     fresh_world(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}).run(process_sets_work_apart)
+
+
+def test_numpy_alone_is_enough():
+    code = "import sys, farandole.numpy; print(sorted({'torch', 'jax', 'tensorflow', 'ml_dtypes'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "[]\n"
