@@ -11,7 +11,7 @@ use farandole_world::{ProcessSetId, Rank};
 
 use crate::set::{Entry, share_of};
 use crate::signature::{Call, Signature};
-use crate::{Change, Error, Handle, Kind, Request, Result};
+use crate::{Error, Handle, Kind, Request, Result};
 
 /// Who asks.
 pub(crate) struct Place<'a> {
@@ -59,13 +59,15 @@ pub(crate) fn check(
             (Call::Reducescatter { op, prescale, postscale }, Vec::new())
         }
         Kind::Barrier => (Call::Barrier, Vec::new()),
-        Kind::Change(Change::Add(ranks)) => {
-            shape = ranks.iter().map(|rank| rank.0.into()).collect();
-            (Call::AddSet, Vec::new())
+        // Not in a group: it waits for the end of all others.
+        Kind::Join { .. } if group_size > 0 => {
+            return Err(Error::Group { members: group_size as usize, sets: 1 });
         }
-        Kind::Change(Change::Remove(set)) => {
-            shape = vec![set.0.into()];
-            (Call::RemoveSet, Vec::new())
+        Kind::Join { allow_gather } => (Call::Join { gather: allow_gather }, Vec::new()),
+        Kind::Change(change) => {
+            let (topic, numbers) = change.spell();
+            shape = numbers;
+            (Call::Change(topic), Vec::new())
         }
     };
     let signature = Signature { call, dtype, shape, device, group, group_size };

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::callbacks::{Call, Callback};
 use crate::hash::{Map, Set};
 use crate::set::{Entry, Finished};
-use crate::signature::Signature;
+use crate::signature::{Call as Signed, Signature};
 use crate::{Cause, Completion, Error, Handle, Result};
 
 /// A request that passed the local checks.
@@ -29,6 +29,8 @@ enum State {
 struct Names {
     in_flight: Set<Arc<str>>,
     left: Option<Arc<Cause>>,
+    /// This rank's join in flight: nothing else may be submitted.
+    joined: Option<Handle>,
 }
 
 /// Guarded by one lock, held for a few dozen instructions at a time and never while another lock is taken.
@@ -55,6 +57,11 @@ impl Desk {
         }
     }
 
+    /// Whether this rank has joined in the set.
+    pub(crate) fn has_joined(&self, set: usize) -> bool {
+        self.sets.get(&set).is_some_and(|names| names.joined.is_some())
+    }
+
     /// Whether a name is taken.
     pub(crate) fn is_in_flight(&self, set: usize, name: &str) -> bool {
         self.sets.get(&set).is_some_and(|names| names.in_flight.contains(name))
@@ -65,7 +72,11 @@ impl Desk {
         self.next += 1;
         let handle = Handle(self.next);
         submission.entry.handle = handle;
-        self.sets.entry(submission.set).or_default().in_flight.insert(Arc::clone(&submission.entry.name));
+        let names = self.sets.entry(submission.set).or_default();
+        names.in_flight.insert(Arc::clone(&submission.entry.name));
+        if matches!(submission.signature.call, Signed::Join { .. }) {
+            names.joined = Some(handle);
+        }
         self.handles.insert(handle.0, callback.map_or(State::Pending, State::Called));
         self.queue.push_back(submission);
         handle
@@ -108,7 +119,7 @@ impl Desk {
     /// Stores results; callbacks that are due are handed out instead.
     pub(crate) fn post(&mut self, set: usize, finished: &mut Vec<Finished>, calls: &mut Vec<Call>) {
         for Finished { handle, name, result } in finished.drain(..) {
-            self.free(set, &name);
+            self.free(set, handle, &name);
             self.finish(handle, result, calls);
         }
     }
@@ -131,9 +142,10 @@ impl Desk {
         names.left.get_or_insert_with(|| Arc::clone(cause));
     }
 
-    fn free(&mut self, set: usize, name: &Arc<str>) {
+    fn free(&mut self, set: usize, handle: Handle, name: &Arc<str>) {
         if let Some(names) = self.sets.get_mut(&set) {
             names.in_flight.remove(name);
+            names.joined.take_if(|joined| *joined == handle);
         }
     }
 
@@ -148,7 +160,7 @@ impl Desk {
         let cause = Arc::clone(self.stopped.get_or_insert(cause));
         for Submission { set, entry, .. } in intake.drain(..).chain(std::mem::take(&mut self.queue)) {
             let (operation, tensor) = (entry.operation, Arc::clone(&entry.name));
-            self.free(set, &tensor);
+            self.free(set, entry.handle, &tensor);
             self.finish(
                 entry.handle,
                 Err(Error::Failed { operation, tensor, cause: Arc::clone(&cause) }),

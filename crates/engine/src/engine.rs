@@ -217,6 +217,9 @@ impl Engine {
         for (at, submission) in submissions.iter().enumerate() {
             let name = &submission.entry.name;
             let again = submissions[..at].iter().any(|other| other.entry.name == *name);
+            if desk.has_joined(key) {
+                return Err(Error::Joined { set, tensor: Arc::clone(name) });
+            }
             if again || desk.is_in_flight(key, name) {
                 return Err(Error::DuplicateName { set, tensor: Arc::clone(name) });
             }
@@ -322,6 +325,9 @@ impl Engine {
         let submission = self.check(request, (0, 0), Instant::now())?;
         let mut desk = self.inner.desk.lock();
         desk.open(submission.set)?;
+        if desk.has_joined(submission.set) {
+            return Err(Error::Joined { set, tensor: Arc::clone(&submission.entry.name) });
+        }
         if desk.is_in_flight(submission.set, &submission.entry.name) {
             return Err(Error::DuplicateName { set, tensor: Arc::clone(&submission.entry.name) });
         }

@@ -49,6 +49,14 @@ pub enum Error {
         /// The process set.
         set: ProcessSetId,
     },
+    /// This rank has joined, and not all others have.
+    #[error("this rank has joined in process set {set}: {tensor} must wait until all ranks have")]
+    Joined {
+        /// The process set.
+        set: ProcessSetId,
+        /// The tensor.
+        tensor: Arc<str>,
+    },
     /// A buffer is smaller or larger than its shape.
     #[error("{which} of {tensor} must have {expected} bytes: {actual}")]
     BufferSize {
@@ -255,6 +263,7 @@ impl Error {
             | Self::NotAMember { .. }
             | Self::RootNotInSet { .. }
             | Self::BufferSize { .. }
+            | Self::Joined { .. }
             | Self::Scalar { .. }
             | Self::Reduction { .. }
             | Self::Splits { .. }

@@ -8,6 +8,8 @@ use std::fmt;
 use farandole_collectives::{Buffer, DataType, Event, Memory, ReduceOp};
 use farandole_world::{ProcessSetId, Rank};
 
+use crate::signature::Topic;
+
 /// Names a submitted request until its result is taken. Numbers grow and are never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Handle(pub u64);
@@ -54,6 +56,12 @@ pub enum Kind {
     },
     /// Nothing but the meeting.
     Barrier,
+    /// This rank has nothing more to do until all ranks have joined: meanwhile it takes part in their reductions without
+    /// changing the results, though averages count it. It may submit nothing else.
+    Join {
+        /// Also in gathers, with no rows, and in broadcasts from ranks that have not joined.
+        allow_gather: bool,
+    },
     /// A meeting about a change of the process sets: it fails on all ranks when they do not ask for the same.
     Change(Change),
 }
@@ -65,6 +73,29 @@ pub enum Change {
     Add(Vec<Rank>),
     /// No set of this number any more.
     Remove(ProcessSetId),
+    /// Sets from the start: how many, and whether there may be others later.
+    Begin {
+        /// How many.
+        sets: usize,
+        /// Whether there may be others later.
+        dynamic: bool,
+    },
+    /// How a change agreed on before went here: nothing, or the reason why it failed.
+    Outcome(Option<String>),
+}
+
+impl Change {
+    pub(crate) fn spell(&self) -> (Topic, Vec<u64>) {
+        match self {
+            Self::Add(ranks) => (Topic::Add, ranks.iter().map(|rank| rank.0.into()).collect()),
+            Self::Remove(set) => (Topic::Remove, vec![set.0.into()]),
+            Self::Begin { sets, dynamic } => (Topic::Begin, vec![*sets as u64, u64::from(*dynamic)]),
+            Self::Outcome(reason) => {
+                let text = reason.as_deref().unwrap_or_default();
+                (Topic::Outcome, text.bytes().map(u64::from).collect())
+            }
+        }
+    }
 }
 
 impl Kind {
@@ -77,6 +108,7 @@ impl Kind {
             Self::Alltoall { .. } => "alltoall",
             Self::Reducescatter { .. } => "reducescatter",
             Self::Barrier => "barrier",
+            Self::Join { .. } => "join",
             Self::Change(_) => "process set change",
         }
     }
@@ -108,9 +140,14 @@ impl Request {
         Self::meeting(name.into(), Kind::Barrier, process_set)
     }
 
-    /// An agreement of all ranks on a change of the process sets. One at a time.
-    pub fn change(change: Change) -> Self {
-        Self::meeting("farandole.process_set".to_owned(), Kind::Change(change), ProcessSetId::GLOBAL)
+    /// An agreement of all ranks on a change of the process sets.
+    pub fn change(name: impl Into<String>, change: Change) -> Self {
+        Self::meeting(name.into(), Kind::Change(change), ProcessSetId::GLOBAL)
+    }
+
+    /// See [`Kind::Join`].
+    pub fn join(name: impl Into<String>, allow_gather: bool) -> Self {
+        Self::meeting(name.into(), Kind::Join { allow_gather }, ProcessSetId::GLOBAL)
     }
 
     fn meeting(name: String, kind: Kind, process_set: ProcessSetId) -> Self {
@@ -148,4 +185,6 @@ pub struct Completion {
     /// Allgather: first dimension of each member's input, in set order. Alltoall: rows received from each member.
     /// Empty otherwise.
     pub rows: Vec<u64>,
+    /// Join: the rank that came last, the same on all ranks.
+    pub last: Option<Rank>,
 }

@@ -31,10 +31,46 @@ pub(crate) enum Call {
         postscale: u64,
     },
     Barrier,
-    /// Of the ranks in the shape.
-    AddSet,
-    /// Of the number in the shape.
-    RemoveSet,
+    /// An agreement; the shape says on what.
+    Change(Topic),
+    /// Travels on a way of its own.
+    Join {
+        gather: bool,
+    },
+}
+
+/// What an agreement is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Topic {
+    /// A process set of the ranks in the shape.
+    Add,
+    /// The end of the process set in the shape.
+    Remove,
+    /// As many process sets, and whether there may be others later.
+    Begin,
+    /// Nothing when the change succeeded, else bytes of the reason.
+    Outcome,
+}
+
+impl Topic {
+    const ALL: [Self; 4] = [Self::Add, Self::Remove, Self::Begin, Self::Outcome];
+
+    fn show(self, shape: &[u64], f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let number = |at: usize| shape.get(at).copied().unwrap_or_default();
+        match self {
+            Self::Add => write!(f, "an addition of process set {shape:?}"),
+            Self::Remove => write!(f, "a removal of process set {}", number(0)),
+            Self::Begin => {
+                let how = if number(1) == 0 { "fixed" } else { "dynamic" };
+                write!(f, "{} process sets, {how}", number(0))
+            }
+            Self::Outcome if shape.is_empty() => f.write_str("a success"),
+            Self::Outcome => {
+                let bytes: Vec<u8> = shape.iter().filter_map(|byte| u8::try_from(*byte).ok()).collect();
+                write!(f, "a failure ({})", String::from_utf8_lossy(&bytes))
+            }
+        }
+    }
 }
 
 impl Call {
@@ -46,7 +82,8 @@ impl Call {
             Self::Alltoall { .. } => "alltoall",
             Self::Reducescatter { .. } => "reducescatter",
             Self::Barrier => "barrier",
-            Self::AddSet | Self::RemoveSet => "process set change",
+            Self::Change(_) => "process set change",
+            Self::Join { .. } => "join",
         }
     }
 
@@ -61,7 +98,7 @@ impl Call {
 
     /// Whether no data moves.
     pub(crate) const fn is_meeting(&self) -> bool {
-        matches!(self, Self::Barrier | Self::AddSet | Self::RemoveSet)
+        matches!(self, Self::Barrier | Self::Change(_) | Self::Join { .. })
     }
 
     /// Reduction and factors.
@@ -121,8 +158,14 @@ impl Signature {
             }
             Call::Allgather => writer.byte(2),
             Call::Barrier => writer.byte(3),
-            Call::AddSet => writer.byte(6),
-            Call::RemoveSet => writer.byte(7),
+            Call::Join { gather } => {
+                writer.byte(7);
+                writer.byte(gather.into());
+            }
+            Call::Change(topic) => {
+                writer.byte(6);
+                writer.byte(topic as u8);
+            }
             Call::Alltoall { members } => {
                 writer.byte(4);
                 writer.number(members.into());
@@ -157,8 +200,11 @@ impl Signature {
                 let op = reduce_op(reader)?;
                 Call::Reducescatter { op, prescale: reader.fixed()?, postscale: reader.fixed()? }
             }
-            6 => Call::AddSet,
-            7 => Call::RemoveSet,
+            6 => {
+                let topic = reader.byte()?;
+                Call::Change(*Topic::ALL.get(usize::from(topic)).ok_or(Malformed::Tag(topic))?)
+            }
+            7 => Call::Join { gather: reader.byte()? != 0 },
             other => return Err(Malformed::Tag(other)),
         };
         let dtype = reader.byte()?;
@@ -179,14 +225,10 @@ fn reduce_op(reader: &mut Reader<'_>) -> Read<ReduceOp> {
 /// `allreduce Sum of float32 [2, 3] on the host`; a first dimension that may differ is shown as `..`.
 impl fmt::Display for Signature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.call {
-            Call::AddSet => return write!(f, "an addition of process set {:?}", self.shape),
-            Call::RemoveSet => {
-                let set = self.shape.first().copied().unwrap_or_default();
-                return write!(f, "a removal of process set {set}");
-            }
-            _ => f.write_str(self.call.name())?,
+        if let Call::Change(topic) = self.call {
+            return topic.show(&self.shape, f);
         }
+        f.write_str(self.call.name())?;
         if let Some((op, ..)) = self.call.reduction() {
             write!(f, " {op:?}")?;
         }
@@ -237,14 +279,15 @@ pub(crate) mod tests {
     proptest! {
         #[test]
         fn signatures_survive_the_wire(shape in prop::collection::vec(any::<u64>(), 0..6), root: u32, device: bool,
-            group: u64, group_size in 0u32..3, dtype in 0usize..15, which in 0u8..8, factor: u64) {
+            group: u64, group_size in 0u32..3, dtype in 0usize..15, which in 0u8..9, factor: u64) {
             let call = match which {
                 0 => Call::Allreduce { op: ReduceOp::Max, prescale: factor, postscale: !factor },
                 1 => Call::Broadcast { root },
                 2 => Call::Allgather,
                 3 => Call::Alltoall { members: root },
-                5 => Call::AddSet,
-                6 => Call::RemoveSet,
+                5 => Call::Change(Topic::Remove),
+                6 => Call::Change(Topic::Outcome),
+                7 => Call::Join { gather: device },
                 4 => Call::Reducescatter { op: ReduceOp::Sum, prescale: !factor, postscale: factor },
                 _ => Call::Barrier,
             };
@@ -261,7 +304,10 @@ pub(crate) mod tests {
         assert_eq!(plain(&[2, 3]).to_string(), "allreduce Sum of float32 [2, 3] on the host");
         let gathered = Signature { call: Call::Allgather, shape: vec![0, 4], ..plain(&[]) };
         assert_eq!(gathered.to_string(), "allgather of float32 [.., 4] on the host");
-        let added = Signature { call: Call::AddSet, shape: vec![0, 4], ..plain(&[]) };
-        assert_eq!(added.to_string(), "an addition of process set [0, 4]");
+        let change = |topic, shape: &[u64]| Signature { call: Call::Change(topic), ..plain(shape) };
+        assert_eq!(change(Topic::Add, &[0, 4]).to_string(), "an addition of process set [0, 4]");
+        assert_eq!(change(Topic::Begin, &[2, 1]).to_string(), "2 process sets, dynamic");
+        assert_eq!(change(Topic::Outcome, &[]).to_string(), "a success");
+        assert_eq!(change(Topic::Outcome, &[110, 111]).to_string(), "a failure (no)");
     }
 }

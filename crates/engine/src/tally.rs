@@ -23,8 +23,8 @@ pub(crate) struct Variant {
 /// What one source (this member, or everybody below one child) wants.
 #[derive(Clone, Debug)]
 pub(crate) enum Wish {
-    /// Exactly what was agreed on before.
-    Known(CacheId, Arc<Agreed>),
+    /// Exactly what was agreed on before, by all but some that have joined.
+    Known(CacheId, Arc<Agreed>, Vec<u32>),
     /// This; more than one entry when they disagree.
     Told(Vec<Variant>),
 }
@@ -49,7 +49,10 @@ impl Tally {
     pub(crate) fn add(&mut self, source: u32, wish: Wish, members: &[u32], others: impl Fn(u32) -> Vec<u32>) {
         self.wish = Some(match (self.wish.take(), wish) {
             (None, wish) => wish,
-            (Some(Wish::Known(id, entry)), Wish::Known(other, _)) if id == other => Wish::Known(id, entry),
+            (Some(Wish::Known(id, entry, mut absent)), Wish::Known(other, _, more)) if id == other => {
+                absent.extend(more);
+                Wish::Known(id, entry, absent)
+            }
             (Some(before), wish) => {
                 let came: Vec<u32> = self.sources.iter().flat_map(|source| others(*source)).collect();
                 let mut variants = before.told(&came);
@@ -74,7 +77,7 @@ impl Tally {
     /// Groups anybody put this tensor into.
     pub(crate) fn in_group(&self, groups: &[u64]) -> bool {
         match &self.wish {
-            Some(Wish::Known(_, entry)) => groups.contains(&entry.signature.group),
+            Some(Wish::Known(_, entry, _)) => groups.contains(&entry.signature.group),
             Some(Wish::Told(variants)) => {
                 variants.iter().any(|variant| groups.contains(&variant.signature.group))
             }
@@ -97,7 +100,7 @@ impl Wish {
     /// The collective, of the first who came where they differ.
     pub(crate) fn call(&self) -> Option<Call> {
         match self {
-            Self::Known(_, agreed) => Some(agreed.signature.call),
+            Self::Known(_, agreed, _) => Some(agreed.signature.call),
             Self::Told(variants) => variants.first().map(|variant| variant.signature.call),
         }
     }
@@ -106,9 +109,11 @@ impl Wish {
     pub(crate) fn told(self, members: &[u32]) -> Vec<Variant> {
         match self {
             Self::Told(variants) => variants,
-            Self::Known(_, entry) => {
+            Self::Known(_, entry, absent) => {
+                let members: Vec<u32> =
+                    members.iter().copied().filter(|member| !absent.contains(member)).collect();
                 let rows = members.iter().flat_map(|member| entry.counts_of(*member)).copied().collect();
-                vec![Variant { signature: entry.signature.clone(), members: members.to_vec(), rows }]
+                vec![Variant { signature: entry.signature.clone(), members, rows }]
             }
         }
     }
@@ -116,10 +121,13 @@ impl Wish {
     /// Writes it on behalf of `subtree`.
     pub(crate) fn encode(&self, name: &str, subtree: &[u32], writer: &mut Writer<'_>) {
         match self {
-            Self::Known(id, _) => {
-                writer.byte(0);
+            Self::Known(id, _, absent) => {
+                writer.byte(if absent.is_empty() { 0 } else { 3 });
                 writer.number(id.slot.into());
                 writer.number(id.version.into());
+                if !absent.is_empty() {
+                    writer.numbers(absent.iter().map(|member| u64::from(*member)));
+                }
             }
             Self::Told(variants) => {
                 writer.byte(1);
@@ -239,8 +247,9 @@ type Rule = (&'static str, fn(&Signature) -> Part);
 /// In the order in which they are looked at; `{}` stands for the operation.
 const RULES: [Rule; 9] = [
     ("changes of process sets", |signature| match signature.call {
-        Call::AddSet => Part::List(signature.shape.clone()),
-        Call::RemoveSet => Part::Pair(1, signature.shape.first().copied().unwrap_or_default()),
+        Call::Change(topic) => {
+            Part::List([topic as u64].into_iter().chain(signature.shape.iter().copied()).collect())
+        }
         _ => Part::Number(0),
     }),
     ("data types", |signature| Part::Number(signature.dtype as u64)),
@@ -286,6 +295,7 @@ mod tests {
     use farandole_collectives::DataType;
 
     use super::*;
+    use crate::signature::Topic;
     use crate::signature::tests::plain;
 
     fn variant(signature: Signature, members: &[u32]) -> Variant {
@@ -329,7 +339,7 @@ mod tests {
         );
         assert!(of(plain(&[2]), grouped).starts_with("Mismatched groups: "));
         assert_eq!(
-            of(change(Call::AddSet, &[0, 2]), change(Call::RemoveSet, &[2])),
+            of(change(Call::Change(Topic::Add), &[0, 2]), change(Call::Change(Topic::Remove), &[2])),
             "Mismatched changes of process sets: tensor t: rank 0 submitted an addition of process set [0, 2]; \
              rank 1 submitted a removal of process set 2"
         );
@@ -348,7 +358,7 @@ mod tests {
         let entry = Arc::new(Agreed { name: "t".into(), signature: call.clone(), rows: vec![5, 6, 7] });
         let mut tally = Tally::new(Instant::now());
         let of = |source: u32| vec![source];
-        let known = Wish::Known(CacheId { slot: 0, version: 0 }, entry);
+        let known = Wish::Known(CacheId { slot: 0, version: 0 }, entry, Vec::new());
         tally.add(2, known.clone(), &[2], of);
         tally.add(0, known, &[0], of);
         let told = Wish::Told(vec![Variant { signature: call, members: vec![1], rows: vec![9] }]);

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use farandole_world::Fault;
+use farandole_world::{Fault, ProcessSetId, Rank};
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -29,6 +29,70 @@ pub enum Error {
         pid: u32,
         /// The process whose session it is.
         parent: u32,
+    },
+    /// Ranks that a set or a world cannot be made of.
+    #[error("{what} must be at least one rank of 0 to {last}, each once: {ranks:?}", last = .size.saturating_sub(1))]
+    Ranks {
+        /// What they are for.
+        what: String,
+        /// Ranks of the world.
+        size: usize,
+        /// The ranks.
+        ranks: Vec<u32>,
+    },
+    /// `init` was asked for a world without the calling rank.
+    #[error("rank {rank} is not among the ranks that init was asked for: {}", list(.ranks))]
+    NotAmong {
+        /// The calling rank.
+        rank: Rank,
+        /// The ranks of that world.
+        ranks: Vec<Rank>,
+    },
+    /// Ranks asked `init` for different worlds.
+    #[error("ranks must ask init for the same world: rank {rank} asked for {theirs}, rank {own} for {ours}")]
+    Worlds {
+        /// The rank that asked for another one.
+        rank: Rank,
+        /// That one.
+        theirs: String,
+        /// The calling rank.
+        own: Rank,
+        /// What it asked for.
+        ours: String,
+    },
+    /// Another process has this rank.
+    #[error(
+        "rank {rank} is already {holder}: a process that a worker starts is no worker; remove FARANDOLE_JOB from its environment to have it form a world of its own"
+    )]
+    Taken {
+        /// The rank.
+        rank: Rank,
+        /// The process that has it.
+        holder: String,
+    },
+    /// Process sets may not be changed.
+    #[error(
+        "process sets are fixed: call init(process_sets=\"dynamic\") or set FARANDOLE_DYNAMIC_PROCESS_SETS=1 on all ranks"
+    )]
+    Fixed,
+    /// There is a set of these ranks.
+    #[error("{what} has the ranks of process set {set}: {}", list(.ranks))]
+    SetExists {
+        /// What was asked for.
+        what: String,
+        /// The set there is.
+        set: ProcessSetId,
+        /// The ranks of both.
+        ranks: Vec<Rank>,
+    },
+    /// There is no such set to be removed.
+    #[error("no such process set, or it is the global one: {0}")]
+    NoSuchSet(ProcessSetId),
+    /// A change of the process sets was interrupted here and is still asked for.
+    #[error("{pending} was interrupted and still waits for other ranks: finish it first")]
+    Unfinished {
+        /// What is asked for.
+        pending: String,
     },
     /// A knob does not parse.
     #[error(transparent)]
@@ -69,7 +133,17 @@ impl Error {
     pub fn fault(&self) -> Fault {
         use farandole_transport::Error as Transport;
         match self {
-            Self::NotInitialized | Self::Forked { .. } | Self::Config(_) => Fault::Usage,
+            Self::NotInitialized
+            | Self::Forked { .. }
+            | Self::Config(_)
+            | Self::Ranks { .. }
+            | Self::NotAmong { .. }
+            | Self::Worlds { .. }
+            | Self::Taken { .. }
+            | Self::Fixed
+            | Self::SetExists { .. }
+            | Self::NoSuchSet(_)
+            | Self::Unfinished { .. } => Fault::Usage,
             Self::Interrupted => Fault::Environment,
             Self::Registrar(error) => error.fault(),
             Self::Transport(Transport::PeerLost { .. } | Transport::Timeout { .. }) => Fault::Peer,
@@ -79,4 +153,9 @@ impl Error {
             Self::Timeout { .. } => Fault::Peer,
         }
     }
+}
+
+/// `0, 2, 5`.
+fn list(ranks: &[Rank]) -> String {
+    ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }

@@ -6,8 +6,8 @@
 //! Owns the one session of this process and the order in which it comes up and goes down:
 //!
 //! ```text
-//! Client::of_process -> await_assignment -> Mesh::join -> links -> HostCommunicator -> Engine -> first barrier
-//!      registrar            World           rendezvous     control and data                     all links are up
+//! Client::of_process -> await_assignment -> claim -> Mesh::join -> links -> HostCommunicator -> Engine -> sets
+//!      registrar            World         one holder  rendezvous   control and data                 all agree
 //! ```
 //!
 //! Refuses policy: who gets which rank is the registrar's, when to form a new world the trainer's. A process that
@@ -18,19 +18,25 @@
 //! - `SE-2`: when `init` returns, every rank has joined and every link works.
 //! - `SE-3`: no wait is longer than its deadline, and each gives up within seconds when asked to.
 //! - `SE-4`: a forked child sees the world but neither uses nor ends its parent's session.
+//! - `SE-5`: a rank belongs to one process; process sets have the same numbers and members on all ranks.
 
 #![forbid(unsafe_code)]
 
+mod claim;
 mod error;
 mod form;
 mod links;
 mod meeting;
+mod memory;
 mod process;
 mod rest;
 mod session;
+mod sets;
 mod stalls;
+mod wishes;
 
 pub use error::{Error, Result};
-pub use process::{current, init, is_initialized, shutdown};
+pub use process::{begin, current, init, is_initialized, shutdown};
 pub use session::Session;
 pub use stalls::Stacks;
+pub use wishes::Wishes;

@@ -3,6 +3,9 @@
 
 //! How large the rings between ranks are.
 
+use farandole_collectives::{Crossover, HostCommunicator, Result};
+use farandole_config::Config;
+use farandole_transport::Link;
 use farandole_world::{Rank, World};
 
 /// Channel of the engine's negotiation.
@@ -25,6 +28,43 @@ pub(crate) fn data_capacity(world: &World, budget: u64) -> usize {
     // The control link that a process dials comes out of the same share; without this the last data link had no room.
     let fair = (budget.saturating_sub(local * CONTROL_CAPACITY as u64) / rings).clamp(LEAST, MOST);
     usize::try_from(fair.next_power_of_two() >> u32::from(!fair.is_power_of_two())).unwrap_or(1 << 20)
+}
+
+/// Most bytes of each ring between two ranks of a process set besides the world.
+const MOST_OF_SET: usize = 1 << 20;
+
+/// As [`data_capacity`], in a process set besides the world.
+pub(crate) fn set_capacity(world: &World, budget: u64) -> usize {
+    data_capacity(world, budget).min(MOST_OF_SET)
+}
+
+/// How allreduces are to be done.
+///
+/// # Errors
+/// The knob's value is none.
+pub(crate) fn crossover(config: &Config) -> Result<Crossover, farandole_config::Error> {
+    config.allreduce_algorithm.parse().map_err(|_| farandole_config::Error {
+        name: "FARANDOLE_ALLREDUCE_ALGORITHM".to_owned(),
+        expected: "auto or rules such as direct:4096,doubling:65536,hierarchy",
+        value: config.allreduce_algorithm.clone(),
+    })
+}
+
+/// Moves data among some ranks, which knows which of them share a host.
+pub(crate) fn communicator(
+    world: &World,
+    members: &[Rank],
+    data: Vec<Link>,
+    crossover: Crossover,
+) -> Result<HostCommunicator> {
+    let all = world.hosts();
+    let host = |rank: &Rank| {
+        let seat = world.seats.get(rank.index());
+        let place = seat.and_then(|seat| all.iter().position(|host| *host == seat.host));
+        u32::try_from(place.unwrap_or_default()).unwrap_or(u32::MAX)
+    };
+    let hosts: Vec<u32> = members.iter().map(host).collect();
+    Ok(HostCommunicator::over(world.rank, data, &hosts)?.with_crossover(crossover))
 }
 
 /// What one process may take of its host's `budget`.

@@ -7,7 +7,10 @@ use std::time::{Duration, Instant};
 
 use farandole_registrar::{Client, Error as RegistrarError};
 use farandole_transport::{Error, Rendezvous, Result};
+use farandole_world::Rank;
 use parking_lot::Mutex;
+
+use crate::{Error as Fail, claim};
 
 /// The longest time between two questions whether to give up.
 pub(crate) const SLICE: Duration = Duration::from_millis(250);
@@ -20,28 +23,40 @@ pub(crate) type Interrupted<'a> = dyn FnMut() -> bool + Send + 'a;
 pub(crate) struct Meeting<'a, 'b> {
     client: &'a Client,
     session: u64,
-    failure: Mutex<Option<RegistrarError>>,
+    /// This rank in the launched world, and the lowest of those it forms a world with, if that is not all.
+    place: (Rank, Option<Rank>),
+    failure: Mutex<Option<Fail>>,
     interrupted: Mutex<&'a mut Interrupted<'b>>,
 }
 
 impl<'a, 'b> Meeting<'a, 'b> {
-    pub(crate) fn new(client: &'a Client, session: u64, interrupted: &'a mut Interrupted<'b>) -> Self {
-        Self { client, session, failure: Mutex::new(None), interrupted: Mutex::new(interrupted) }
+    pub(crate) fn new(
+        client: &'a Client,
+        session: u64,
+        place: (Rank, Option<Rank>),
+        interrupted: &'a mut Interrupted<'b>,
+    ) -> Self {
+        Self { client, session, place, failure: Mutex::new(None), interrupted: Mutex::new(interrupted) }
     }
 
-    /// What the registrar said, if it was the registrar that failed.
-    pub(crate) fn failure(self) -> Option<RegistrarError> {
+    /// What the registrar said, if it was that which failed.
+    pub(crate) fn failure(self) -> Option<Fail> {
         self.failure.into_inner()
     }
 
-    fn failed(&self, key: &str, error: RegistrarError) -> Error {
+    fn failed(&self, key: &str, error: impl Into<Fail>) -> Error {
+        let error = error.into();
         let reason = error.to_string();
         *self.failure.lock() = Some(error);
         Error::Rendezvous { key: key.to_owned(), reason }
     }
 
     fn key(&self, key: &str) -> String {
-        format!("session/{}/{key}", self.session)
+        match self.place.1 {
+            None => format!("session/{}/{key}", self.session),
+            // Disjoint parts have different lowest ranks.
+            Some(lowest) => format!("session/{}/from/{lowest}/{key}", self.session),
+        }
     }
 }
 
@@ -58,6 +73,10 @@ impl Rendezvous for Meeting<'_, '_> {
                 Ok(value) => return Ok(value),
                 Err(RegistrarError::Timeout { .. }) if Instant::now() >= deadline => {
                     return Err(Error::Timeout { what: format!("key {key}"), elapsed: started.elapsed() });
+                }
+                Err(RegistrarError::Timeout { .. }) if self.place.1.is_none() => {
+                    claim::contradiction(self.client, self.session, self.place.0)
+                        .map_err(|error| self.failed(key, error))?;
                 }
                 Err(RegistrarError::Timeout { .. }) => {}
                 Err(error) => return Err(self.failed(key, error)),

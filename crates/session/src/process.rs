@@ -9,14 +9,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 
-use crate::{Error, Result, Session, form};
+use crate::{Error, Result, Session, Wishes, form};
 
 /// Held while a session comes up or goes down. Taken before `SESSION`.
 static CHANGE: Mutex<()> = Mutex::new(());
-/// Sessions that were begun here: ranks that begin anew together have the same number.
+/// Worlds that formed here: ranks that begin anew together have the same number.
 static BEGUN: AtomicU64 = AtomicU64::new(0);
 /// Read by every operation; written only under `CHANGE`, for a moment.
 static SESSION: RwLock<Option<Arc<Session>>> = RwLock::new(None);
+
+/// As [`begin`], asking for nothing in particular.
+///
+/// # Errors
+/// Those of [`begin`].
+pub fn init(interrupted: &mut (dyn FnMut() -> bool + Send)) -> Result<bool> {
+    begin(&Wishes::default(), interrupted)
+}
 
 /// Joins the world this process was launched into, or a world of one. True when this call began the session.
 ///
@@ -25,7 +33,7 @@ static SESSION: RwLock<Option<Arc<Session>>> = RwLock::new(None);
 ///
 /// # Errors
 /// `Forked` in a child of a process with a session, `Interrupted`, and whatever keeps the world from forming.
-pub fn init(interrupted: &mut (dyn FnMut() -> bool + Send)) -> Result<bool> {
+pub fn begin(wishes: &Wishes, interrupted: &mut (dyn FnMut() -> bool + Send)) -> Result<bool> {
     if let Some(session) = SESSION.read().as_ref() {
         return session.check_process().map(|()| false);
     }
@@ -33,10 +41,14 @@ pub fn init(interrupted: &mut (dyn FnMut() -> bool + Send)) -> Result<bool> {
     if SESSION.read().is_some() {
         return Ok(false);
     }
-    let session = Arc::new(form::form(BEGUN.load(Ordering::Relaxed), interrupted)?);
-    BEGUN.fetch_add(1, Ordering::Relaxed);
+    let session = Arc::new(form::form(BEGUN.load(Ordering::Relaxed), wishes, interrupted)?);
     *SESSION.write() = Some(session);
     Ok(true)
+}
+
+/// A world has formed, for good or to end at once: what is left of it at the registrar must not be met again.
+pub(crate) fn count() {
+    BEGUN.fetch_add(1, Ordering::Relaxed);
 }
 
 /// Leaves the world: operations under way fail, here and at the peers. Does nothing without a session. In a forked

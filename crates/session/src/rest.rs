@@ -22,6 +22,11 @@ impl Rest {
         Self { unparker: parker.unparker(), parker, mesh: Some(mesh) }
     }
 
+    /// What connects this process with its peers; none in a world of one.
+    pub(crate) fn mesh(&self) -> Option<&Mesh> {
+        self.mesh.as_ref()
+    }
+
     /// For a world of one.
     pub(crate) fn alone() -> Result<Self> {
         let parker = Parker::new()?;

@@ -6,10 +6,13 @@
 use std::process;
 use std::sync::Arc;
 
+use farandole_config::Config;
 use farandole_engine::Engine;
 use farandole_registrar::Client;
 use farandole_world::World;
 
+use crate::rest::Rest;
+use crate::sets::Sets;
 use crate::stalls::Stacks;
 use crate::{Error, Result};
 
@@ -20,6 +23,10 @@ pub struct Session {
     world: Arc<World>,
     process: u32,
     stacks: Arc<Stacks>,
+    /// Whether processes of one host may share memory.
+    pub(crate) shares_memory: bool,
+    pub(crate) rest: Arc<Rest>,
+    pub(crate) sets: Sets,
 }
 
 impl Session {
@@ -27,8 +34,12 @@ impl Session {
         (engine, stacks): (Engine, Arc<Stacks>),
         client: Option<Client>,
         world: Arc<World>,
+        rest: Arc<Rest>,
+        config: &Config,
     ) -> Self {
-        Self { engine, client, world, process: process::id(), stacks }
+        let sets = Sets::new(&world, config);
+        let shares_memory = config.shared_memory;
+        Self { engine, client, world, process: process::id(), stacks, shares_memory, rest, sets }
     }
 
     /// Where this process sits.

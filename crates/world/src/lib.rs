@@ -15,6 +15,7 @@ mod assign;
 mod fault;
 mod host;
 mod ids;
+mod part;
 mod topology;
 
 pub use assign::{TaskPlace, assign};

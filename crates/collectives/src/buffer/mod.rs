@@ -5,12 +5,16 @@
 #![expect(unsafe_code, reason = "the one place where addresses become slices")]
 
 mod flat;
+mod shared;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use farandole_shm::Region;
+
 pub(crate) use flat::Flat;
+pub(crate) use shared::home;
 
 /// Where a buffer's bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -113,15 +117,21 @@ impl Buffer {
     }
 }
 
-/// Host memory of ours, aligned to a cache line, shared by reference counting.
+/// Host memory of ours or of a peer, aligned to a cache line, shared by reference counting.
 #[derive(Clone, Debug)]
 pub struct Memory(Arc<Allocation>);
 
 #[derive(Debug)]
 struct Allocation {
     address: NonNull<u8>,
-    layout: Layout,
     bytes: usize,
+    store: Store,
+}
+
+#[derive(Debug)]
+enum Store {
+    Heap(Layout),
+    Region(Region),
 }
 
 // SAFETY: plain memory, freed once by the last owner.
@@ -131,8 +141,11 @@ unsafe impl Sync for Allocation {}
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout in `Memory::new` and freed only here.
-        unsafe { dealloc(self.address.as_ptr(), self.layout) }
+        match &self.store {
+            // SAFETY: allocated with this layout in `Memory::new` and freed only here.
+            Store::Heap(layout) => unsafe { dealloc(self.address.as_ptr(), *layout) },
+            Store::Region(_) => shared::forget(self.address),
+        }
     }
 }
 
@@ -144,7 +157,21 @@ impl Memory {
         // SAFETY: the layout's size is not zero.
         let address = unsafe { alloc_zeroed(layout) };
         let Some(address) = NonNull::new(address) else { handle_alloc_error(layout) };
-        Self(Arc::new(Allocation { address, layout, bytes }))
+        Self(Arc::new(Allocation { address, bytes, store: Store::Heap(layout) }))
+    }
+
+    /// Memory filled with one element again and again, the last one cut off where it must be.
+    pub fn repeating(bytes: usize, element: &[u8]) -> Self {
+        let memory = Self::new(bytes);
+        if element.iter().any(|byte| *byte != 0) {
+            let buffer = memory.buffer();
+            // SAFETY: nobody else knows this memory yet, and the slice ends here.
+            let all = unsafe { buffer.bytes_mut() };
+            for cell in all.chunks_mut(element.len()) {
+                cell.copy_from_slice(&element[..cell.len()]);
+            }
+        }
+        memory
     }
 
     /// Length in bytes.

@@ -3,7 +3,9 @@
 
 //! Upward: a tensor is passed on when the whole subtree has announced it, merged into one item where all agree.
 //!
-//! Frame: lists seen, then items until the end: `0 slot version`, or `1 name count variant...` (see [`Variant`]).
+//! Frame: lists seen, then items until the end: `0 slot version`, `3 slot version absent` where members below have
+//! joined, `1 name count variant...` (see [`Variant`]), `2 member gather` for a member that
+//! joins, or `4` when all below have and nothing more comes of them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -23,7 +25,7 @@ impl ProcessSet {
             && agreed.counts_of(me) == entry.rows
         {
             self.statistics.cache_hits += 1;
-            return Wish::Known(id, Arc::clone(agreed));
+            return Wish::Known(id, Arc::clone(agreed), Vec::new());
         }
         Wish::Told(vec![Variant { signature, members: vec![me], rows: entry.rows.clone() }])
     }
@@ -42,7 +44,7 @@ impl ProcessSet {
         }
         let children = self.tree.children.len();
         if children == 0 {
-            return self.complete(name, wish);
+            return self.complete(name, wish, &[source]);
         }
         let (me, below) = ([self.tree.me], &self.tree.below);
         let tally = self.pending.entry(Arc::clone(name)).or_insert_with(|| Tally::new(since));
@@ -50,30 +52,47 @@ impl ProcessSet {
             None => me.to_vec(),
             Some(child) => below[child].clone(),
         });
-        if tally.sources.len() <= children {
+        if tally.sources.len() + self.joins.gone(&tally.sources) <= children {
             return Ok(());
         }
-        match self.pending.remove(name) {
-            Some(tally) => self.complete(name, tally.wish()),
-            None => Ok(()),
-        }
+        self.complete_pending(name)
     }
 
-    fn complete(&mut self, name: &Arc<str>, wish: Wish) -> Step {
+    /// Everybody came for this tensor who will come.
+    pub(super) fn complete_pending(&mut self, name: &Arc<str>) -> Step {
+        let Some(mut tally) = self.pending.remove(name) else { return Ok(()) };
+        let sources = std::mem::take(&mut tally.sources);
+        self.complete(name, tally.wish(), &sources)
+    }
+
+    fn complete(&mut self, name: &Arc<str>, mut wish: Wish, sources: &[u32]) -> Step {
+        if let Wish::Known(_, _, absent) = &mut wish
+            && self.joins.any()
+        {
+            let children = u32::try_from(self.tree.children.len()).unwrap_or(u32::MAX);
+            let silent = (0..=children).filter(|source| !sources.contains(source));
+            absent.extend(silent.flat_map(|source| self.stands_for(source)));
+        }
         if self.is_coordinator() {
             self.decide(name, wish);
             return Ok(());
         }
         let wish = match wish {
-            Wish::Known(id, _) if !self.cache.holds(id) => Wish::Told(wish.told(&self.tree.subtree)),
+            Wish::Known(id, ..) if !self.cache.holds(id) => Wish::Told(wish.told(&self.tree.subtree)),
             wish => wish,
         };
+        let (mut writer, subtree) = self.upward();
+        wish.encode(name, subtree, &mut writer);
+        Ok(())
+    }
+
+    /// The announcement under construction, and for whom it is.
+    pub(super) fn upward(&mut self) -> (Writer<'_>, &[u32]) {
         let mut writer = Writer(&mut self.upward);
         if writer.0.is_empty() {
             writer.number(self.lists);
         }
-        wish.encode(name, &self.tree.subtree, &mut writer);
-        Ok(())
+        (writer, &self.tree.subtree)
     }
 
     /// Everything that became complete since the last poll travels in one frame.
@@ -93,10 +112,9 @@ impl ProcessSet {
         let source = u32::try_from(child + 1).map_err(|_| Malformed::Overlong)?;
         let mut reader = Reader(frame);
         self.neighbours[from].seen = reader.number()?;
-        let below = std::mem::take(&mut self.tree.below[child]);
-        let read = self.items(source, &mut reader, &below, now);
-        self.tree.below[child] = below;
-        read?;
+        // A copy: a join among the items asks the tree for whom the child speaks.
+        let below = self.tree.below[child].clone();
+        self.items(source, &mut reader, &below, now)?;
         let children = &self.neighbours[self.first_child()..];
         let seen = children.iter().map(|child| child.seen).min().unwrap_or(u64::MAX);
         self.cache.forget_until(seen);
@@ -112,10 +130,21 @@ impl ProcessSet {
     ) -> Result<(), Stop> {
         while !reader.is_empty() {
             let (name, wish) = match reader.byte()? {
-                0 => {
+                tag @ (0 | 3) => {
                     let id = CacheId { slot: reader.small()?, version: reader.small()? };
+                    let absent = if tag == 3 { some_of(reader.numbers()?, below)? } else { Vec::new() };
                     let agreed = self.cache.resolve(id).ok_or(Malformed::Cache(id.slot.into()))?;
-                    (Arc::clone(&agreed.name), Wish::Known(id, Arc::clone(agreed)))
+                    (Arc::clone(&agreed.name), Wish::Known(id, Arc::clone(agreed), absent))
+                }
+                2 => {
+                    let member = some_of(vec![reader.number()?], below)?;
+                    let gather = reader.byte()? != 0;
+                    member.into_iter().for_each(|member| self.joined(member, gather));
+                    continue;
+                }
+                4 => {
+                    self.gone(source)?;
+                    continue;
                 }
                 1 => {
                     let name = Arc::from(reader.text()?);
@@ -134,4 +163,10 @@ impl ProcessSet {
         }
         Ok(())
     }
+}
+
+/// Members that must be among those below the sender.
+fn some_of(numbers: Vec<u64>, below: &[u32]) -> Result<Vec<u32>, Malformed> {
+    let known = |number: u64| u32::try_from(number).ok().filter(|member| below.contains(member));
+    numbers.into_iter().map(|number| known(number).ok_or(Malformed::Member(number))).collect()
 }

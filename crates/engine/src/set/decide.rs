@@ -18,7 +18,7 @@ use crate::cache::{Agreed, CacheId};
 use crate::hash::Map;
 use crate::set::list::{self, Item};
 use crate::signature::{Call, Signature};
-use crate::tally::{Wish, verdict};
+use crate::tally::{Variant, Wish, verdict};
 use crate::tune::Tuner;
 
 /// A tensor all ranks want.
@@ -42,6 +42,8 @@ pub(super) struct Refusal {
 enum Decision {
     Run(Ready),
     Refuse(Refusal),
+    /// All have joined; the last member was this.
+    Joined(u32),
 }
 
 /// A step of the next list.
@@ -50,6 +52,7 @@ pub(super) enum Planned {
     /// One operation over these.
     Run(Vec<Ready>),
     Refuse(Refusal),
+    Joined(u32),
 }
 
 #[derive(Default)]
@@ -66,6 +69,10 @@ impl Coordinator {
 
     pub(super) fn clear(&mut self) {
         *self = Self::default();
+    }
+
+    pub(super) fn all_joined(&mut self, last: u32) {
+        self.decisions.push(Decision::Joined(last));
     }
 
     fn agree(&mut self, ready: Ready) {
@@ -89,23 +96,63 @@ impl ProcessSet {
         self.watch.forget(name);
         self.inquiries.forget(name);
         let variants = match wish {
-            Wish::Known(id, agreed) => {
+            Wish::Known(id, agreed, absent) if absent.is_empty() => {
                 let known = self.cache.holds(id).then_some(id);
                 return self.coordinator.agree(Ready { agreed, known });
             }
+            Wish::Known(id, agreed, absent) => return self.agree_without(agreed, Some(id), &absent),
             Wish::Told(variants) => variants,
         };
+        let absent = if self.joins.any() { self.absent_of(&variants) } else { Vec::new() };
         let mut groups: Vec<u64> = variants.iter().map(|variant| variant.signature.group).collect();
         match verdict(name, variants, &self.members) {
-            Ok(agreed) => self.coordinator.agree(Ready { agreed: Arc::new(agreed), known: None }),
+            Ok(agreed) if absent.is_empty() => {
+                self.coordinator.agree(Ready { agreed: Arc::new(agreed), known: None });
+            }
+            Ok(agreed) => self.agree_without(Arc::new(agreed), None, &absent),
             Err(text) => {
                 groups.retain(|group| *group != 0);
-                groups.iter().for_each(|group| drop(self.coordinator.groups.remove(group)));
-                self.forget_groups(&groups);
-                let refusal = Refusal { name: Arc::clone(name), groups, text };
-                self.coordinator.decisions.push(Decision::Refuse(refusal));
+                self.decide_against(name, groups, text);
             }
         }
+    }
+
+    /// Members none of these is from.
+    fn absent_of(&self, variants: &[Variant]) -> Vec<u32> {
+        let came = |member: &u32| variants.iter().any(|variant| variant.members.contains(member));
+        (0u32..).take(self.members.len()).filter(|member| !came(member)).collect()
+    }
+
+    /// All agree but members that have joined: can it be done with those standing in?
+    fn agree_without(&mut self, agreed: Arc<Agreed>, known: Option<CacheId>, absent: &[u32]) {
+        if let Err(why) = self.joins.suffices(&agreed.signature.call, absent, &self.members) {
+            let groups = Some(agreed.signature.group).filter(|group| *group != 0);
+            let operation = agreed.signature.call.name();
+            let text =
+                format!("{operation} of {} is not possible while ranks have joined: {why}", agreed.name);
+            return self.decide_against(&agreed.name, groups.into_iter().collect(), text);
+        }
+        let known = known.filter(|id| self.cache.holds(*id));
+        if agreed.signature.call != Call::Allgather
+            || absent.iter().all(|member| agreed.counts_of(*member) == [0])
+        {
+            return self.coordinator.agree(Ready { agreed, known });
+        }
+        // What was agreed on before had rows of members that bring none now.
+        let mut rows = agreed.rows.clone();
+        absent
+            .iter()
+            .filter_map(|member| rows.get_mut(*member as usize).map(|rows| *rows = 0))
+            .for_each(drop);
+        let agreed = Agreed { name: Arc::clone(&agreed.name), signature: agreed.signature.clone(), rows };
+        self.coordinator.agree(Ready { agreed: Arc::new(agreed), known: None });
+    }
+
+    fn decide_against(&mut self, name: &Arc<str>, groups: Vec<u64>, text: String) {
+        groups.iter().for_each(|group| drop(self.coordinator.groups.remove(group)));
+        self.forget_groups(&groups);
+        let refusal = Refusal { name: Arc::clone(name), groups, text };
+        self.coordinator.decisions.push(Decision::Refuse(refusal));
     }
 
     /// Members of a refused group are announced by everybody or by nobody who is still waiting: drop their tallies.
@@ -190,6 +237,10 @@ fn fuse(decisions: Vec<Decision>, threshold: u64, across: bool) -> Vec<Planned> 
                 plan.push(Planned::Refuse(refusal));
                 continue;
             }
+            Decision::Joined(last) => {
+                plan.push(Planned::Joined(last));
+                continue;
+            }
         };
         let (bytes, next) = (bytes(&ready.agreed), plan.len());
         let kind = kinds.iter_mut().find(|open| match open.front().and_then(|(index, _)| plan.get(*index)) {
@@ -238,6 +289,7 @@ mod tests {
         let name = |step: &Planned| match step {
             Planned::Run(operation) => operation.iter().map(|ready| &*ready.agreed.name).collect(),
             Planned::Refuse(refusal) => refusal.text.clone(),
+            Planned::Joined(last) => last.to_string(),
         };
         plan.iter().map(name).collect()
     }

@@ -13,6 +13,7 @@ use farandole_collectives::{
 };
 use farandole_world::Rank;
 
+use super::join::NOBODY;
 use super::trace::Span;
 use super::{Entry, Finished, ProcessSet, Shared, Step};
 use crate::cache::Agreed;
@@ -113,10 +114,13 @@ impl Execution {
         self.communicator = None;
     }
 
-    /// Fails the batches. The communicator makes no more progress, so nobody touches their buffers any more.
+    /// Fails the batches. The communicator gives them up, so nobody touches their buffers any more.
     pub(super) fn fail(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
         self.broken = true;
         self.started = 0;
+        if let Some(communicator) = &mut self.communicator {
+            communicator.abandon();
+        }
         for part in self.batches.drain(..).flat_map(|batch| batch.parts) {
             let result = Err(part.entry.failed(cause));
             finished.push(Finished { handle: part.entry.handle, name: part.entry.name, result });
@@ -196,7 +200,8 @@ impl Execution {
             if batch.store(shared)? {
                 moved = true;
                 batch.state = State::Done;
-                finished.extend(batch.parts.drain(..).map(|part| part.completed(me)));
+                let completed = batch.parts.drain(..).map(|part| part.completed(me));
+                finished.extend(completed.filter(|done| done.handle != NOBODY));
                 if let Some(span) = batch.span.take() {
                     span.complete();
                 }
@@ -305,7 +310,7 @@ impl Batch {
                     segments,
                 }
             }
-            Call::Barrier | Call::AddSet | Call::RemoveSet => Operation::Barrier,
+            Call::Barrier | Call::Change(_) | Call::Join { .. } => Operation::Barrier,
         }
     }
 
@@ -439,7 +444,7 @@ impl Part {
         };
         let result = match self.misfit {
             Some(error) => Err(error),
-            None => Ok(Completion { output: self.allocated.filter(|_| output.is_none()), rows }),
+            None => Ok(Completion { output: self.allocated.filter(|_| output.is_none()), rows, last: None }),
         };
         Finished { handle, name, result }
     }

@@ -177,7 +177,8 @@ impl ProcessSet {
     }
 
     fn fail_local(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
-        for entry in self.local.drain().map(|(_, entry)| entry) {
+        let joined = std::mem::take(&mut self.joins).into_own();
+        for entry in self.local.drain().map(|(_, entry)| entry).chain(joined) {
             let result = Err(entry.failed(cause));
             finished.push(Finished { handle: entry.handle, name: entry.name, result });
         }

@@ -4,11 +4,12 @@
 //! Downward: lists of operations that every member executes in the same order, changing its cache on the way.
 //!
 //! Frame: number, then items until the end. `0 count tensor...` executes one operation over the tensors, each either
-//! `slot * 2` or `1 name signature rows`. `1 name groups text` refuses a name and groups.
+//! `slot * 2` or `1 name signature rows`. `1 name groups text` refuses a name and groups. `2 member` ends a join.
 
 use std::sync::Arc;
 
 use super::decide::{Planned, Ready, Refusal};
+use super::join::stand_in;
 use super::{Finished, ProcessSet, Step, Stop, kind};
 use crate::cache::{Agreed, Cache};
 use crate::signature::Signature;
@@ -20,6 +21,8 @@ use crate::{Cause, Error};
 pub(super) enum Item {
     Run(Vec<Arc<Agreed>>),
     Refuse(Refusal),
+    /// All have joined; the last member was this.
+    Joined(u32),
 }
 
 /// Writes a list and makes its changes to the coordinator's cache, item by item as the readers will.
@@ -45,6 +48,11 @@ pub(super) fn encode(number: u64, plan: Vec<Planned>, cache: &mut Cache, frame: 
                 writer.text(&refusal.text);
                 cache.remove(&refusal.name, number);
                 items.push(Item::Refuse(refusal));
+            }
+            Planned::Joined(last) => {
+                writer.byte(2);
+                writer.number(last.into());
+                items.push(Item::Joined(last));
             }
         }
     }
@@ -98,6 +106,7 @@ pub(super) fn decode(frame: &[u8], cache: &mut Cache) -> Result<(u64, Vec<Item>)
                 let (groups, text) = (reader.numbers()?, reader.text()?.to_owned());
                 Item::Refuse(Refusal { name, groups, text })
             }
+            2 => Item::Joined(reader.small()?),
             other => return Err(Malformed::Tag(other)),
         });
     }
@@ -119,6 +128,7 @@ impl ProcessSet {
     /// Starts what a list says.
     pub(super) fn apply(&mut self, number: u64, items: Vec<Item>, finished: &mut Vec<Finished>) -> Step {
         self.lists = number;
+        self.joins.goes_on();
         self.options.tracer.timeline.cycle();
         self.statistics.lists += 1;
         if self.leaving.as_ref().is_some_and(|leaving| number > leaving.executed) {
@@ -128,6 +138,7 @@ impl ProcessSet {
             match item {
                 Item::Run(tensors) => self.run(number, tensors)?,
                 Item::Refuse(refusal) => self.refuse(refusal, finished),
+                Item::Joined(last) => self.all_joined(last, finished),
             }
         }
         if self.tree.children.is_empty() {
@@ -142,6 +153,7 @@ impl ProcessSet {
         for agreed in tensors {
             match self.local.remove(&agreed.name) {
                 Some(entry) => entries.push((entry, agreed)),
+                None if self.joins.own().is_some() => entries.push((stand_in(&agreed), agreed)),
                 None => unknown = Some(agreed),
             }
         }

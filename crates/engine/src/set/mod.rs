@@ -7,6 +7,7 @@ mod announce;
 mod decide;
 mod execute;
 mod inquiry;
+mod join;
 mod leave;
 mod list;
 #[cfg(any(test, feature = "_test-harness"))]
@@ -28,7 +29,7 @@ use farandole_world::{ProcessSetId, Rank, World};
 
 use crate::cache::Cache;
 use crate::hash::Map;
-use crate::signature::Signature;
+use crate::signature::{Call, Signature};
 use crate::tally::Tally;
 use crate::timeline::Tracer;
 use crate::tree::Tree;
@@ -132,6 +133,7 @@ pub(crate) struct ProcessSet {
     inquiries: inquiry::Inquiries,
     /// At the coordinator of the global set, while autotune is on.
     tuner: Option<Tuner>,
+    joins: join::Joins,
     leaving: Option<leave::Leaving>,
     /// Until when it lives on after it was removed.
     retired: Option<Instant>,
@@ -187,6 +189,7 @@ impl ProcessSet {
             watch: watch::Watch::new(id, &shared.settings),
             inquiries: inquiry::Inquiries::default(),
             tuner: tuner(&shared.settings).filter(|_| id == ProcessSetId::GLOBAL && tree.parent.is_none()),
+            joins: join::Joins::default(),
             coordinator: decide::Coordinator::default(),
             execution: execute::Execution::new(communicator),
             cache: Cache::new(shared.settings.cache_capacity),
@@ -218,6 +221,9 @@ impl ProcessSet {
             let result = Err(entry.failed(&leaving.cause));
             finished.push(Finished { handle: entry.handle, name: entry.name, result });
             return Ok(());
+        }
+        if let Call::Join { gather } = signature.call {
+            return self.join(entry, gather);
         }
         let (name, since) = (Arc::clone(&entry.name), entry.since);
         let wish = self.wish_of(&entry, signature);
@@ -254,6 +260,7 @@ impl ProcessSet {
     /// Whether something is under way that a poll could move.
     pub(crate) fn is_busy(&self) -> bool {
         !self.local.is_empty()
+            || self.joins.own().is_some()
             || !self.execution.is_idle()
             || self.suspect.is_some()
             || self.is_unsettled()

@@ -287,4 +287,55 @@ proptest! {
             prop_assert!(world.sets.iter().all(|set| !set.is_busy() && set.pending.is_empty()));
         }
     }
+
+    /// EN-2, EN-4: ranks that run out of work join, in the middle of everything, twice.
+    #[test]
+    fn ranks_that_join_keep_nobody_waiting(
+        hosts in prop::collection::vec(1u32..4, 1..5),
+        capacity in 0usize..5,
+        seed: u64,
+    ) {
+        let mut world = Simulation::new(&hosts, settings(capacity));
+        let size = world.sets.len();
+        let mut state = seed | 1;
+        let mut random = move |below: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            usize::try_from(state >> 33).unwrap() % below
+        };
+        for _ in 0..3 {
+            let work: Vec<u64> = (0..size).map(|_| random(7) as u64).collect();
+            let mut left: Vec<Vec<u64>> = work.iter().map(|work| (0..*work).collect()).collect();
+            let mut joined = vec![false; size];
+            while joined.contains(&false) {
+                let rank = random(size);
+                if random(2) == 0 || joined[rank] {
+                    world.poll(rank);
+                } else if left[rank].is_empty() {
+                    let call = crate::signature::Call::Join { gather: true };
+                    world.submit(rank, "join", Signature { call, ..plain(&[0]) }, 0);
+                    joined[rank] = true;
+                } else {
+                    let at = random(left[rank].len());
+                    let name = left[rank].swap_remove(at);
+                    let signature = match name {
+                        5 => Signature { call: crate::signature::Call::Allgather, ..plain(&[0]) },
+                        _ => plain(&[usize::try_from(name).unwrap() as u64]),
+                    };
+                    world.submit(rank, &format!("t{name}"), signature, 1 + rank as u64);
+                }
+            }
+            world.settle();
+            let mut lasts = Vec::new();
+            for (finished, work) in world.take().into_iter().zip(work) {
+                prop_assert_eq!(finished.len() as u64, work + 1);
+                for Finished { name, result, .. } in finished {
+                    let last = result.unwrap().last;
+                    prop_assert_eq!(last.is_some(), &*name == "join");
+                    lasts.extend(last);
+                }
+            }
+            prop_assert!(lasts.windows(2).all(|pair| pair[0] == pair[1]));
+            prop_assert!(world.sets.iter().all(|set| !set.is_busy() && set.pending.is_empty() && !set.joins.any()));
+        }
+    }
 }

@@ -115,7 +115,7 @@ impl ProcessSet {
     }
 
     /// Members a source of tallies stands for.
-    fn stands_for(&self, source: u32) -> Vec<u32> {
+    pub(super) fn stands_for(&self, source: u32) -> Vec<u32> {
         match (source as usize).checked_sub(1) {
             None => vec![self.tree.me],
             Some(child) => self.tree.below[child].clone(),
@@ -147,6 +147,8 @@ impl ProcessSet {
             let sources = tally.sources.clone();
             case.came.extend(sources.iter().flat_map(|source| self.stands_for(*source)));
         }
+        // Nobody waits for those that have joined.
+        case.came.extend(self.joins.members());
         case.came.sort_unstable();
         case.came.dedup();
         let mut frame = Vec::new();
@@ -175,7 +177,7 @@ impl ProcessSet {
 
     fn check_deadlines(&self, now: Instant) -> Step {
         let limit = self.options.settings.collective_timeout;
-        let waiting = self.local.values().min_by_key(|entry| entry.since);
+        let waiting = self.local.values().chain(self.joins.own()).min_by_key(|entry| entry.since);
         let running = self.execution.oldest();
         let known = waiting.map(|entry| (entry, Some(entry.missing.clone().unwrap_or_default())));
         for (entry, missing) in known.into_iter().chain(running.map(|entry| (entry, None))) {

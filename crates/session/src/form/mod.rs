@@ -6,9 +6,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::HostCommunicator;
 use farandole_config::Config;
-use farandole_engine::{Engine, EngineOptions, Request, SetOptions, control_peers};
+use farandole_engine::{Engine, EngineOptions, SetOptions, control_peers};
 use farandole_registrar::{Client, Error as RegistrarError, host};
 use farandole_transport::{Link, Mesh, MeshOptions};
 use farandole_world::{ProcessSetId, Rank, World};
@@ -16,21 +15,22 @@ use farandole_world::{ProcessSetId, Rank, World};
 use crate::meeting::{Interrupted, Meeting, SLICE};
 use crate::rest::Rest;
 use crate::stalls::{Stacks, Stderr, contradiction};
-use crate::{Error, Result, Session, links};
+use crate::{Error, Result, Session, Wishes, claim, links, process};
 
 /// The longest one attempt to reach the registrar takes before `interrupted` is asked.
 const DIAL: Duration = Duration::from_secs(2);
 
 /// Forms the `number`th session of this process.
-pub(crate) fn form(number: u64, interrupted: &mut Interrupted<'_>) -> Result<Session> {
-    let config = Config::from_env()?;
+pub(crate) fn form(number: u64, wishes: &Wishes, interrupted: &mut Interrupted<'_>) -> Result<Session> {
+    let mut config = Config::from_env()?;
+    config.dynamic_process_sets |= wishes.dynamic;
     let deadline = Instant::now() + config.start_timeout;
     match connect(&config, deadline, interrupted)? {
-        Some(client) => launched(&config, client, number, deadline, interrupted),
+        Some(client) => launched(&config, client, number, wishes, deadline, interrupted),
         None => {
             let world = World::alone(host::facts().hash());
-            let engine = start(&config, &world, Rest::alone()?, Vec::new(), Vec::new())?;
-            Ok(Session::new(engine, None, Arc::new(world)))
+            wishes.part_of(&world)?;
+            alone(&config, world, None, wishes, deadline, interrupted)
         }
     }
 }
@@ -40,15 +40,25 @@ fn launched(
     config: &Config,
     client: Client,
     number: u64,
+    wishes: &Wishes,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
-    let world = await_assignment(&client, deadline, interrupted)?;
+    let whole = await_assignment(&client, deadline, interrupted)?;
+    let part = wishes.part_of(&whole)?;
+    claim::take(&client, number, &whole, part.as_deref())?;
+    let world = match &part {
+        None => whole.clone(),
+        Some(part) => {
+            claim::compare(&client, number, &whole, part, deadline, interrupted)?;
+            whole.part(part).map_err(|_| Error::NotAmong { rank: whole.rank, ranks: part.clone() })?
+        }
+    };
     if world.size() == 1 {
-        let engine = start(config, &world, Rest::alone()?, Vec::new(), Vec::new())?;
-        return Ok(Session::new(engine, Some(client), Arc::new(world)));
+        return alone(config, world, Some(client), wishes, deadline, interrupted);
     }
-    let mesh = join(config, &client, &world, number, deadline, interrupted)?;
+    let place = (whole.rank, part.and_then(|part| part.first().copied()));
+    let mesh = join(config, &client, &world, number, place, deadline, interrupted)?;
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
     let mut open =
         |channel, peers: &[Rank], capacity| mesh.open_until(channel, peers, capacity, deadline, interrupted);
@@ -58,9 +68,35 @@ fn launched(
     if let Some(warning) = links::fallbacks(&mesh.fallbacks()) {
         eprintln!("farandole: warning: {warning}");
     }
-    let engine = start(config, &world, Rest::among(mesh), control, data)?;
-    let session = Session::new(engine, Some(client), Arc::new(world));
-    first_barrier(&session, deadline, interrupted).inspect_err(|_| session.shutdown())?;
+    let rest = Arc::new(Rest::among(mesh));
+    let engine = start(config, &world, &rest, control, data)?;
+    let session = Session::new(engine, Some(client), Arc::new(world), rest, config);
+    begin(session, wishes, deadline, interrupted)
+}
+
+/// Forms a world of one.
+fn alone(
+    config: &Config,
+    world: World,
+    client: Option<Client>,
+    wishes: &Wishes,
+    deadline: Instant,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<Session> {
+    let rest = Arc::new(Rest::alone()?);
+    let engine = start(config, &world, &rest, Vec::new(), Vec::new())?;
+    begin(Session::new(engine, client, Arc::new(world), rest, config), wishes, deadline, interrupted)
+}
+
+/// Returns when everybody's engine runs and has all process sets (SE-2).
+fn begin(
+    session: Session,
+    wishes: &Wishes,
+    deadline: Instant,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<Session> {
+    process::count();
+    session.begin_sets(&wishes.process_sets, deadline, interrupted).inspect_err(|_| session.shutdown())?;
     Ok(session)
 }
 
@@ -89,6 +125,7 @@ fn join(
     client: &Client,
     world: &World,
     number: u64,
+    place: (Rank, Option<Rank>),
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Mesh> {
@@ -110,11 +147,11 @@ fn join(
         given_up = interrupted();
         given_up
     };
-    let meeting = Meeting::new(client, number, &mut ask);
+    let meeting = Meeting::new(client, number, place, &mut ask);
     let joined = Mesh::join(options, &meeting);
     match (meeting.failure(), given_up) {
         (_, true) => Err(Error::Interrupted),
-        (Some(failure), _) => Err(failure.into()),
+        (Some(failure), _) => Err(failure),
         (None, false) => Ok(joined?),
     }
 }
@@ -122,7 +159,7 @@ fn join(
 fn start(
     config: &Config,
     world: &World,
-    rest: Rest,
+    rest: &Arc<Rest>,
     control: Vec<Link>,
     data: Vec<Link>,
 ) -> Result<(Engine, Arc<Stacks>)> {
@@ -130,17 +167,18 @@ fn start(
         eprintln!("farandole: warning: {warning}");
     }
     let stacks = Arc::new(Stacks::default());
-    let everybody = SetOptions {
+    let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
+    let all = SetOptions {
         id: ProcessSetId::GLOBAL,
-        members: (0u32..).take(world.size()).map(Rank).collect(),
+        communicator: Box::new(links::communicator(world, &everybody, data, links::crossover(config)?)?),
+        members: everybody,
         control,
-        communicator: Box::new(HostCommunicator::new(world.rank, data)?),
     };
     let engine = Engine::start(EngineOptions {
         world: world.clone(),
         settings: config.into(),
-        host: Arc::new(rest),
-        sets: vec![everybody],
+        host: Arc::clone(rest) as _,
+        sets: vec![all],
         foreign: Vec::new(),
         devices: Vec::new(),
         observer: Arc::new(Stderr(Arc::clone(&stacks))),
@@ -149,20 +187,6 @@ fn start(
         engine.start_timeline(&config.timeline, config.timeline_mark_cycles)?;
     }
     Ok((engine, stacks))
-}
-
-/// Returns when everybody's engine runs (SE-2).
-fn first_barrier(session: &Session, deadline: Instant, interrupted: &mut Interrupted<'_>) -> Result<()> {
-    let started = Instant::now();
-    let engine = session.engine();
-    let handle = engine.submit_attended(Request::barrier("farandole.init", ProcessSetId::GLOBAL))?;
-    while engine.wait(handle, SLICE)?.is_none() {
-        give_up_if(interrupted)?;
-        if Instant::now() >= deadline {
-            return Err(Error::Timeout { size: session.world().size(), elapsed: started.elapsed() });
-        }
-    }
-    Ok(())
 }
 
 fn give_up_if(interrupted: &mut Interrupted<'_>) -> Result<()> {

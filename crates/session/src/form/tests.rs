@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use farandole_collectives::{DataType, ReduceOp};
-use farandole_engine::Kind;
+use farandole_engine::{Kind, Request};
 use farandole_registrar::{Options, Registrar};
 use farandole_testkit::{contents, filled};
 use farandole_world::{HostFacts, TaskId};
@@ -72,7 +72,8 @@ fn ranks_of_one_host_form_a_world_and_reduce() {
         3,
         |_| "a".to_owned(),
         |client, deadline| {
-            let session = launched(&config(), client, 0, deadline, &mut || false).unwrap();
+            let session =
+                launched(&config(), client, 0, &Wishes::default(), deadline, &mut || false).unwrap();
             sum(&session, &[session.world().rank.0 as f32, 1.0])
         },
     );
@@ -85,7 +86,8 @@ fn ranks_of_several_hosts_form_a_world_over_tcp() {
         4,
         |task| (task % 2).to_string(),
         |client, deadline| {
-            let session = launched(&config(), client, 0, deadline, &mut || false).unwrap();
+            let session =
+                launched(&config(), client, 0, &Wishes::default(), deadline, &mut || false).unwrap();
             assert_eq!((session.world().seat().local_size, session.world().seat().cross_size), (2, 2));
             sum(&session, &vec![1.0; 100_000]).iter().sum::<f32>()
         },
@@ -101,8 +103,15 @@ fn a_world_can_form_again_after_all_have_left() {
         |client, deadline| {
             (0..3)
                 .map(|number| {
-                    let session =
-                        launched(&config(), client.clone(), number, deadline, &mut || false).unwrap();
+                    let session = launched(
+                        &config(),
+                        client.clone(),
+                        number,
+                        &Wishes::default(),
+                        deadline,
+                        &mut || false,
+                    )
+                    .unwrap();
                     let sum = sum(&session, &[1.0])[0];
                     session.shutdown();
                     sum
@@ -121,7 +130,7 @@ fn whoever_waits_for_others_gives_up_when_asked_to() {
     let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
     client.register(0, &host::facts(), deadline).unwrap();
     let mut questions = 0;
-    let outcome = launched(&config(), client, 0, deadline, &mut || {
+    let outcome = launched(&config(), client, 0, &Wishes::default(), deadline, &mut || {
         questions += 1;
         questions == 2
     });
@@ -141,17 +150,182 @@ fn whoever_waits_for_the_links_of_a_living_peer_gives_up_when_asked_to() {
             let world = await_assignment(&client, deadline, &mut || false).unwrap();
             if world.rank == Rank(1) {
                 // Joins, and never opens its end of a link.
-                let mesh = join(&config(), &client, &world, 0, deadline, &mut || false);
+                let mesh = join(&config(), &client, &world, 0, (world.rank, None), deadline, &mut || false);
                 joined.store(true, Ordering::Release);
                 end.wait();
                 drop(mesh.unwrap());
             } else {
-                let outcome =
-                    launched(&config(), client, 0, deadline, &mut || joined.load(Ordering::Acquire));
+                let outcome = launched(&config(), client, 0, &Wishes::default(), deadline, &mut || {
+                    joined.load(Ordering::Acquire)
+                });
                 end.wait();
                 assert!(matches!(outcome, Err(Error::Interrupted)));
             }
         },
     );
     assert!(started.elapsed() < LIMIT / 2, "gave up too late");
+}
+
+fn session(client: Client, deadline: Instant, wishes: &Wishes) -> Result<Session> {
+    launched(
+        &Config { dynamic_process_sets: wishes.dynamic, ..config() },
+        client,
+        0,
+        wishes,
+        deadline,
+        &mut || false,
+    )
+}
+
+fn sum_in(session: &Session, set: ProcessSetId) -> f32 {
+    let memory = filled(&1f32.to_ne_bytes());
+    let request = Request {
+        name: "sum".to_owned(),
+        kind: Kind::Allreduce { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 },
+        dtype: DataType::F32,
+        shape: vec![1],
+        input: memory.buffer(),
+        output: None,
+        process_set: set,
+        ready: None,
+    };
+    let handle = session.engine().submit(request).unwrap();
+    let completion = session.engine().wait(handle, LIMIT).unwrap().unwrap();
+    f32::from_ne_bytes(contents(&completion.output.unwrap()).try_into().unwrap())
+}
+
+/// SE-5.
+#[test]
+fn process_sets_from_the_start_are_the_same_everywhere_and_work() {
+    let wishes = Wishes { process_sets: vec![vec![2, 0], vec![1]], ..Wishes::default() };
+    world(
+        3,
+        |task| (task % 2).to_string(),
+        |client, deadline| {
+            let session = session(client, deadline, &wishes).unwrap();
+            let sets = session.process_sets();
+            let sets: Vec<(u32, usize)> = sets.iter().map(|(set, ranks)| (set.0, ranks.len())).collect();
+            assert_eq!(sets, [(0, 3), (1, 2), (2, 1)]);
+            match session.world().rank.0 {
+                1 => assert_eq!(sum_in(&session, ProcessSetId(2)), 1.0),
+                _ => assert_eq!(sum_in(&session, ProcessSetId(1)), 2.0),
+            }
+            assert!(matches!(session.add_process_set(&[0, 1], &mut || false), Err(Error::Fixed)));
+            assert_eq!(sum_in(&session, ProcessSetId::GLOBAL), 3.0);
+        },
+    );
+}
+
+/// SE-5.
+#[test]
+fn process_sets_come_and_go_and_their_numbers_are_used_again_in_order() {
+    let wishes = Wishes { dynamic: true, ..Wishes::default() };
+    world(
+        3,
+        |_| "a".to_owned(),
+        |client, deadline| {
+            let session = session(client, deadline, &wishes).unwrap();
+            let mut never = || false;
+            let rank = session.world().rank.0;
+            let add = |ranks: &[u32], never: &mut Interrupted<'_>| session.add_process_set(ranks, never);
+            for round in 0..3 {
+                let first = add(&[0, 1], &mut never).unwrap();
+                let second = add(&[2, 1], &mut never).unwrap();
+                assert_eq!([first.0, second.0], [[1, 2], [2, 1], [1, 2]][round]);
+                if rank != 2 {
+                    assert_eq!(sum_in(&session, first), 2.0);
+                }
+                if rank != 0 {
+                    assert_eq!(sum_in(&session, second), 2.0);
+                }
+                assert!(matches!(add(&[1, 0], &mut never), Err(Error::SetExists { .. })));
+                session.remove_process_set(second, &mut never).unwrap();
+                session.remove_process_set(first, &mut never).unwrap();
+                let gone = session.remove_process_set(first, &mut never);
+                assert!(matches!(gone, Err(Error::NoSuchSet(_))));
+                assert_eq!(sum_in(&session, ProcessSetId::GLOBAL), 3.0);
+            }
+            assert_eq!(session.process_sets().len(), 1);
+        },
+    );
+}
+
+#[test]
+fn ranks_that_ask_for_different_sets_are_all_told_who_asked_for_what() {
+    let texts = world(
+        3,
+        |_| "a".to_owned(),
+        |client, deadline| {
+            let wishes = Wishes { dynamic: true, ..Wishes::default() };
+            let session = session(client, deadline, &wishes).unwrap();
+            let ranks: &[u32] = if session.world().rank == Rank(2) { &[1, 2] } else { &[0, 1] };
+            let error = session.add_process_set(ranks, &mut || false).unwrap_err();
+            assert_eq!(session.add_process_set(&[0, 2], &mut || false).unwrap(), ProcessSetId(1));
+            error.to_string()
+        },
+    );
+    for text in texts {
+        assert!(text.contains("ranks 0-1 submitted an addition of process set [0, 1]"), "{text}");
+        assert!(text.contains("rank 2 submitted an addition of process set [1, 2]"), "{text}");
+    }
+}
+
+#[test]
+fn ranks_that_begin_with_different_sets_are_told_the_entry() {
+    let texts = world(
+        2,
+        |_| "a".to_owned(),
+        |client, deadline| {
+            let world = await_assignment(&client, deadline, &mut || false).unwrap();
+            let wishes = Wishes { process_sets: vec![vec![0], vec![world.rank.0]], ..Wishes::default() };
+            session(client, deadline, &wishes).err().unwrap().to_string()
+        },
+    );
+    assert!(texts.iter().all(|text| text.contains("process_sets[1]: rank 0 submitted")), "{texts:?}");
+}
+
+#[test]
+fn parts_of_the_launched_world_form_worlds_of_their_own() {
+    world(
+        4,
+        |_| "a".to_owned(),
+        |client, deadline| {
+            let whole = await_assignment(&client, deadline, &mut || false).unwrap();
+            let odd = whole.rank.0 % 2;
+            let wishes = Wishes { ranks: Some(vec![2 + odd, odd]), ..Wishes::default() };
+            let session = session(client, deadline, &wishes).unwrap();
+            assert_eq!((session.world().size(), session.world().rank.0), (2, whole.rank.0 / 2));
+            assert_eq!(sum_in(&session, ProcessSetId::GLOBAL), 2.0);
+        },
+    );
+}
+
+#[test]
+fn ranks_that_ask_for_different_worlds_are_told_at_once() {
+    let texts = world(
+        3,
+        |_| "a".to_owned(),
+        |client, deadline| {
+            let whole = await_assignment(&client, deadline, &mut || false).unwrap();
+            let ranks = [Some(vec![0, 1]), Some(vec![0, 1, 2]), None];
+            let ranks = ranks[whole.rank.index()].clone();
+            session(client, deadline, &Wishes { ranks, ..Wishes::default() }).err().unwrap().to_string()
+        },
+    );
+    let wrong = "ranks must ask init for the same world: rank ";
+    assert!(texts.iter().all(|text| text.starts_with(wrong)), "{texts:?}");
+    assert!(texts[0].contains("rank 1 asked for all ranks, rank 0 for ranks 0, 1"), "{texts:?}");
+    assert!(texts[2].contains("rank 0 asked for ranks 0, 1, rank 2 for all ranks"), "{texts:?}");
+}
+
+/// SE-5.
+#[test]
+fn a_second_process_cannot_take_a_rank() {
+    let registrar = registrar(1);
+    let deadline = Instant::now() + LIMIT;
+    let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
+    client.register(0, &host::facts(), deadline).unwrap();
+    client.put_if_absent("session/0/rank/0", b"process 7 (00)\nall ranks").unwrap();
+    let error = launched(&config(), client, 0, &Wishes::default(), deadline, &mut || false).err().unwrap();
+    assert!(error.to_string().starts_with("rank 0 is already process 7 (00): "), "{error}");
 }

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What `init` is asked for, and what can be told of it without other ranks.
+
+use farandole_world::{Rank, World};
+
+use crate::{Error, Result};
+
+/// What `init` is asked for; all ranks that form a world ask for the same.
+#[derive(Clone, Debug, Default)]
+pub struct Wishes {
+    /// Ranks of the launched world that form this one, numbered anew in their order; `None`: all.
+    pub ranks: Option<Vec<u32>>,
+    /// Process sets from the start, by ranks of the new world. They get the numbers 1, 2 and so on.
+    pub process_sets: Vec<Vec<u32>>,
+    /// Whether process sets may be added and removed later.
+    pub dynamic: bool,
+}
+
+impl Wishes {
+    /// The ranks of this world that form the new one, ascending; `None` when all do.
+    ///
+    /// # Errors
+    /// `Ranks`, and `NotAmong` when the looking one is left out.
+    pub(crate) fn part_of(&self, world: &World) -> Result<Option<Vec<Rank>>> {
+        let Some(ranks) = &self.ranks else { return Ok(None) };
+        let ranks = ascending("the ranks of a world", ranks, world.size())?;
+        match ranks.contains(&world.rank) {
+            _ if ranks.len() == world.size() => Ok(None),
+            true => Ok(Some(ranks)),
+            false => Err(Error::NotAmong { rank: world.rank, ranks }),
+        }
+    }
+}
+
+/// Distinct ranks of a world of `size`, ascending.
+///
+/// # Errors
+/// `Ranks` naming `what`.
+pub(crate) fn ascending(what: &str, ranks: &[u32], size: usize) -> Result<Vec<Rank>> {
+    let mut sorted: Vec<Rank> = ranks.iter().copied().map(Rank).collect();
+    sorted.sort_unstable();
+    sorted.dedup();
+    let known = sorted.last().is_some_and(|last| last.index() < size);
+    if sorted.len() == ranks.len() && known {
+        return Ok(sorted);
+    }
+    Err(Error::Ranks { what: what.to_owned(), size, ranks: ranks.to_vec() })
+}
+
+#[cfg(test)]
+mod tests {
+    use farandole_world::{Generation, HostHash, TaskId, TaskPlace, assign};
+
+    use super::*;
+
+    fn part(rank: u32, ranks: &[u32]) -> Result<Option<Vec<Rank>>> {
+        let place = |task| TaskPlace { task: TaskId(task), host: HostHash("a".to_owned()) };
+        let world = assign(Generation(0), &(0..3).map(place).collect::<Vec<_>>()).unwrap();
+        let wishes = Wishes { ranks: Some(ranks.to_vec()), ..Wishes::default() };
+        wishes.part_of(&world.seen_from(Rank(rank)).unwrap())
+    }
+
+    #[test]
+    fn ranks_are_a_part_in_any_order_or_all() {
+        assert_eq!(part(2, &[2, 0]).unwrap(), Some(vec![Rank(0), Rank(2)]));
+        assert_eq!(part(2, &[2, 0, 1]).unwrap(), None);
+    }
+
+    #[test]
+    fn a_rank_that_is_left_out_and_ranks_that_do_not_exist_are_named() {
+        let message = |rank, ranks: &[u32]| part(rank, ranks).unwrap_err().to_string();
+        assert_eq!(message(1, &[2, 0]), "rank 1 is not among the ranks that init was asked for: 0, 2");
+        let wrong = "the ranks of a world must be at least one rank of 0 to 2, each once: ";
+        assert_eq!(message(0, &[0, 3]), format!("{wrong}[0, 3]"));
+        assert_eq!(message(0, &[0, 0]), format!("{wrong}[0, 0]"));
+        assert_eq!(message(0, &[]), format!("{wrong}[]"));
+    }
+}

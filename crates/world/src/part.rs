@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! A world made of some ranks of another.
+
+use crate::{Error, Rank, TaskId, TaskPlace, World, assign};
+
+impl World {
+    /// The world of these ranks alone, numbered anew in their old order, seen from the same process.
+    ///
+    /// # Errors
+    /// `RankOutOfRange` for a rank that this world does not have, and when the looking one is not among them;
+    /// `DuplicateTask` when one is named twice.
+    pub fn part(&self, ranks: &[Rank]) -> Result<Self, Error> {
+        let size = self.size();
+        // By old ranks instead of tasks: that is the order to keep.
+        let place = |rank: &Rank| {
+            let seat = self.seats.get(rank.index()).ok_or(Error::RankOutOfRange { rank: *rank, size })?;
+            Ok(TaskPlace { task: TaskId(rank.0), host: seat.host.clone() })
+        };
+        if !ranks.contains(&self.rank) {
+            return Err(Error::RankOutOfRange { rank: self.rank, size: ranks.len() });
+        }
+        let places = ranks.iter().map(place).collect::<Result<Vec<_>, Error>>()?;
+        let mut part = assign(self.generation, &places)?;
+        for (rank, seat) in (0u32..).zip(&mut part.seats) {
+            let old = Rank(seat.task.0);
+            seat.task = self.seats[old.index()].task;
+            if old == self.rank {
+                part.rank = Rank(rank);
+            }
+        }
+        Ok(part)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Error, Generation, HostHash, Rank, TaskId, TaskPlace, World, assign};
+
+    /// Hosts a, b, a, b, a: ranks 0 to 2 are on a.
+    fn world(rank: u32) -> World {
+        let place = |task: u32| TaskPlace {
+            task: TaskId(task),
+            host: HostHash(["a", "b"][task as usize % 2].into()),
+        };
+        let places: Vec<TaskPlace> = (0..5).map(place).collect();
+        assign(Generation(3), &places).unwrap().seen_from(Rank(rank)).unwrap()
+    }
+
+    #[test]
+    fn ranks_keep_their_order_and_seats_are_counted_anew() {
+        let part = world(2).part(&[Rank(4), Rank(2), Rank(1)]).unwrap();
+        assert_eq!((part.size(), part.rank, part.generation), (3, Rank(1), Generation(3)));
+        let tasks: Vec<u32> = part.seats.iter().map(|seat| seat.task.0).collect();
+        assert_eq!(tasks, [2, 4, 3]);
+        assert_eq!((part.seat().local_size, part.seat().local_rank.0, part.seat().cross_size), (2, 1, 1));
+        assert_eq!(part.seats[2].cross_rank.0, 1);
+    }
+
+    #[test]
+    fn a_part_needs_the_looking_rank_and_only_ranks_that_exist_once_each() {
+        let of = |ranks: &[u32]| world(0).part(&ranks.iter().copied().map(Rank).collect::<Vec<_>>());
+        assert_eq!(of(&[1, 2]), Err(Error::RankOutOfRange { rank: Rank(0), size: 2 }));
+        assert_eq!(of(&[0, 9]), Err(Error::RankOutOfRange { rank: Rank(9), size: 5 }));
+        assert!(matches!(of(&[0, 1, 1]), Err(Error::DuplicateTask { .. })));
+    }
+}
