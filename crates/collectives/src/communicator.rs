@@ -98,6 +98,10 @@ pub trait Communicator: Send {
     /// The first failure of a link; the communicator is unusable afterwards.
     fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool>;
 
+    /// For an owner that makes no more progress: nobody touches the memory of what was submitted any more. All later
+    /// calls fail.
+    fn abandon(&mut self) {}
+
     /// Operations not completed.
     fn pending(&self) -> usize;
 }

@@ -14,6 +14,7 @@
 //!   Allreduce   direct: everybody sends all to everybody            1 step,  (P - 1) * N bytes sent by each
 //!               doubling: first members of hosts swap partials      2 + log H steps of N
 //!               pipeline: post | reduce | fetch by chunks           2 steps, 2 * (P - 1) / P * N
+//!               in place: everybody reduces a part of all      2 rounds of a unit, memory the members share, one host
 //!               hierarchy: in the host | across | back, by chunks   4 steps, 2 * (H - 1) / H * N / L to other hosts
 //!               adasum: halves of vectors, doubling distances       log P * (log P + 5) / 2 swaps
 //!   Reducescatter   everybody sends everybody's part to it          1 step,  N - n

@@ -15,6 +15,14 @@ pub fn filled(bytes: &[u8]) -> Memory {
     memory
 }
 
+/// Writes bytes from `at` on, as far as the memory goes.
+pub fn fill(memory: &Memory, at: usize, bytes: &[u8]) {
+    let buffer = memory.buffer().slice(at, bytes.len());
+    // SAFETY: tests call this before they submit or after completion: nobody else has it.
+    let place = unsafe { buffer.bytes_mut() };
+    place.copy_from_slice(&bytes[..place.len()]);
+}
+
 /// The bytes in a memory no operation is using.
 pub fn contents(memory: &Memory) -> Vec<u8> {
     let buffer = memory.buffer();

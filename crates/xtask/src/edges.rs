@@ -18,7 +18,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("door", &[]),
     ("shm", &["world"]),
     ("transport", &["world", "config", "shm"]),
-    ("collectives", &["world", "transport"]),
+    ("collectives", &["world", "shm", "transport"]),
     ("engine", &["world", "config", "telemetry", "transport", "collectives"]),
     ("registrar", &["world", "config", "telemetry"]),
     ("launcher", &["world", "config", "telemetry", "registrar"]),

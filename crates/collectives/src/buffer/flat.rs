@@ -5,6 +5,9 @@
 
 use super::Buffer;
 
+/// Lists that are visited together without an allocation.
+const FEW: usize = 16;
+
 /// Host buffers of one operation, end to end. The methods are safe because an operation's buffers are, by the promise
 /// made at `Buffer::from_raw`, nobody else's until it completes, and every slice made here ends with its call.
 #[derive(Debug, Default)]
@@ -71,6 +74,34 @@ impl Flat {
         }
     }
 
+    /// As [`visit`](Self::visit), the same places of several lists that are cut alike: one piece of each at a time.
+    pub(crate) fn visit_all(lists: &[Self], at: usize, len: usize, mut see: impl FnMut(usize, &[&[u8]])) {
+        let Some(first) = lists.first() else { return };
+        first.pieces(at, len, |offset, piece| {
+            let mut few: [&[u8]; FEW] = [&[]; FEW];
+            let mut many = Vec::new();
+            let inputs = match few.get_mut(..lists.len()) {
+                Some(few) => few,
+                None => {
+                    many.resize(lists.len(), &[][..]);
+                    &mut many[..]
+                }
+            };
+            for (list, input) in lists.iter().zip(&mut *inputs) {
+                list.pieces(at + offset, piece.len(), |_, buffer| {
+                    // SAFETY: as in `visit`; the memory outlives this call, which `list` keeps alive.
+                    *input = unsafe { std::slice::from_raw_parts(buffer.address(), buffer.len()) };
+                });
+            }
+            see(offset, inputs);
+        });
+    }
+
+    /// Buffers in the list.
+    pub(crate) fn buffers(&self) -> &[Buffer] {
+        &self.buffers
+    }
+
     fn pieces(&self, at: usize, len: usize, mut each: impl FnMut(usize, Buffer)) {
         let mut index = self.ends.partition_point(|end| *end <= at);
         let mut done = 0;
@@ -111,6 +142,25 @@ mod tests {
         let mut pieces = Vec::new();
         list.visit(1, 6, |offset, bytes| pieces.push((offset, bytes.to_vec())));
         assert_eq!(pieces, [(0, vec![2, 30]), (2, vec![40]), (3, vec![50, 6, 7])]);
+    }
+
+    #[test]
+    fn lists_that_are_cut_alike_are_seen_side_by_side() {
+        for count in [1, 3, FEW + 1] {
+            let lists: Vec<_> = (0..count).map(|_| flat(&[3, 0, 4])).collect();
+            let (_memories, lists): (Vec<_>, Vec<Flat>) = lists.into_iter().unzip();
+            for (list, first) in lists.iter().zip(0_u8..) {
+                list.write(0, &[first; 7]);
+            }
+            let mut pieces = Vec::new();
+            Flat::visit_all(&lists, 1, 5, |offset, inputs| {
+                assert_eq!(inputs.len(), count);
+                let alike = |(input, first): (&&[u8], u8)| input.iter().all(|byte| *byte == first);
+                assert!(inputs.iter().zip(0..).all(alike));
+                pieces.push((offset, inputs[0].len()));
+            });
+            assert_eq!(pieces, [(0, 2), (2, 3)]);
+        }
     }
 
     #[test]

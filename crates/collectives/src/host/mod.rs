@@ -12,9 +12,11 @@ mod broadcast;
 mod check;
 mod direct;
 mod doubling;
+mod exchange;
 mod greeting;
 mod hierarchy;
 mod hosts;
+mod in_place;
 mod message;
 mod peers;
 mod pipeline;
@@ -153,6 +155,9 @@ impl Planned {
                     Algorithm::Doubling => {
                         Box::new(doubling::Doubling::new(peers, reducer, &inputs, outputs))
                     }
+                    Algorithm::Pipeline if in_place::is_considered(peers, &outputs) => {
+                        Box::new(in_place::InPlace::new(peers, reducer, inputs, outputs))
+                    }
                     Algorithm::Pipeline => {
                         Box::new(pipeline::Pipeline::new(peers, reducer, inputs, outputs)?)
                     }
@@ -253,11 +258,20 @@ impl Communicator for HostCommunicator {
                 Ok(false) => break,
                 Err(error) => {
                     self.failure = Some(error.clone());
+                    // Others may be at work in the memory of what is running.
+                    self.running = None;
                     return Err(error);
                 }
             }
         }
         Ok(any)
+    }
+
+    fn abandon(&mut self) {
+        let abandoned = || Error::Shape { reason: "the communicator was abandoned".to_owned() };
+        self.failure.get_or_insert_with(abandoned);
+        self.running = None;
+        self.queue.clear();
     }
 
     fn pending(&self) -> usize {

@@ -11,6 +11,7 @@ use farandole_world::Rank;
 
 use super::UNIT;
 use super::hosts::Hosts;
+use super::in_place::Regions;
 use crate::crossover::Shape;
 use crate::kernel::{Orders, Reducer};
 use crate::{Error, Result};
@@ -30,6 +31,8 @@ pub(super) struct Peers {
     pub(super) capacity: usize,
     /// Reused by jobs that pack.
     pub(super) scratch: Scratch,
+    /// Memory of members that others work in.
+    pub(super) regions: Regions,
 }
 
 /// Blocks for operations that pack or keep something.
@@ -83,7 +86,17 @@ impl Peers {
         let hosts = Hosts::new(numbers, member);
         let orders = (hosts.count() > 1).then(|| Arc::new(Orders::new(&hosts.sizes())));
         let shape = Shape { members: size, hosts: hosts.count(), together: hosts.largest() };
-        Ok(Self { member, rank, links, hosts, shape, orders, capacity, scratch: Scratch::default() })
+        Ok(Self {
+            member,
+            rank,
+            links,
+            hosts,
+            shape,
+            orders,
+            capacity,
+            scratch: Scratch::default(),
+            regions: Regions::default(),
+        })
     }
 
     pub(super) fn size(&self) -> usize {

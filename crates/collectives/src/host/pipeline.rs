@@ -235,8 +235,9 @@ impl Pipeline {
     }
 }
 
-impl Job for Pipeline {
-    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+impl Pipeline {
+    /// Sends what links can take before anything is received. True when anything was sent.
+    pub(super) fn post_all(&mut self, peers: &mut Peers) -> Result<bool> {
         let mut any = false;
         let links = &mut peers.links;
         // Everybody begins with its successor, so that no one's ring is everybody's first.
@@ -244,6 +245,14 @@ impl Job for Pipeline {
             let index = (self.member + k) % links.len();
             any |= self.post(index, &mut links[index])?;
         }
+        Ok(any)
+    }
+}
+
+impl Job for Pipeline {
+    fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
+        let mut any = self.post_all(peers)?;
+        let links = &mut peers.links;
         any |= self.reduce(links)?;
         for k in 0..links.len() {
             let index = (self.member + k) % links.len();
