@@ -250,10 +250,8 @@ def test_every_other_operation_equals_one_process(trio):
 
 
 def process_sets_work_apart():
-    import farandole.common.process_sets as sets
-
     rank = hvd.rank()
-    first, second = sets.add_process_set([0, 2]), sets.add_process_set([1, 2])
+    first, second = hvd.add_process_set([0, 2]), hvd.add_process_set([1, 2])
     for members in (first, second):
         if not members.included():
             with pytest.raises(ValueError, match="member"):
@@ -267,7 +265,7 @@ def process_sets_work_apart():
         with pytest.raises(ValueError, match="root_rank"):
             hvd.broadcast(np.ones(1), 1 - members.ranks[0], process_set=members)
         hvd.barrier(members)
-    assert sets.remove_process_set(first)
+    assert hvd.remove_process_set(first)
     hvd.barrier()
 
 

@@ -37,7 +37,7 @@ from farandole.common.basics import (
     size,
 )
 from farandole.common.exceptions import FarandoleInternalError, HorovodInternalError
-from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
 from farandole.jax._operations import (
     allgather,
@@ -69,6 +69,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -91,6 +92,7 @@ __all__ = [
     "local_size",
     "rank",
     "reducescatter",
+    "remove_process_set",
     "shutdown",
     "size",
 ]

@@ -33,7 +33,7 @@ from farandole.common.basics import (
     size,
 )
 from farandole.common.exceptions import FarandoleInternalError, HorovodInternalError
-from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
 from farandole.numpy._allreduce import (
     allreduce,
@@ -77,6 +77,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -113,6 +114,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
     "synchronize",
