@@ -6,23 +6,23 @@ This is the low door under `farandole.torch.compress`: whoever calls it keeps th
 lets no two arguments overlap.
 """
 
-from typing import Self, final
+from typing import final
 
 @final
 class Codec:
     """A compressor; without state, so it may be used from any thread."""
 
     @staticmethod
-    def fp16() -> Self:
+    def fp16() -> Codec:
         """Halves of IEEE."""
     @staticmethod
-    def bf16() -> Self:
+    def bf16() -> Codec:
         """Brain floats."""
     @staticmethod
-    def int8(block: int, /) -> Self:
+    def int8(block: int, /) -> Codec:
         """8-bit codes with a scale for each block of numbers."""
     @staticmethod
-    def top_k(share: float, /) -> Self:
+    def top_k(share: float, /) -> Codec:
         """The largest numbers, as many as this share of all."""
     def payload_bytes(self, values: int, /) -> int:
         """Bytes of the payload for so many numbers."""
