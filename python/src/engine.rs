@@ -5,22 +5,24 @@
 //!
 //! Submitting and polling are short and keep the GIL: giving it up could cost a busy interpreter's switch interval.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use farandole::engine::{Handle, Kind, Request};
-use farandole::session::{self, Session};
+use farandole::session::{self, Session, Wishes};
 use farandole::world::{self, ProcessSetId, Rank};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error::raise;
 use crate::runtime;
-use crate::tensor::{Gathered, buffer, dtype, reduce_op};
+use crate::tensor::{Gathered, Mapped, buffer, dtype, reduce_op};
 
 /// Fills the submodule.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<World>()?;
     module.add_class::<Gathered>()?;
+    module.add_class::<Mapped>()?;
     module.add_function(wrap_pyfunction!(init, module)?)?;
     module.add_function(wrap_pyfunction!(shutdown, module)?)?;
     module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
@@ -34,6 +36,11 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(reducescatter, module)?)?;
     module.add_function(wrap_pyfunction!(grouped_reducescatter, module)?)?;
     module.add_function(wrap_pyfunction!(barrier, module)?)?;
+    module.add_function(wrap_pyfunction!(join, module)?)?;
+    module.add_function(wrap_pyfunction!(process_sets, module)?)?;
+    module.add_function(wrap_pyfunction!(add_process_set, module)?)?;
+    module.add_function(wrap_pyfunction!(remove_process_set, module)?)?;
+    module.add_function(wrap_pyfunction!(mapped, module)?)?;
     module.add_function(wrap_pyfunction!(is_pending, module)?)?;
     module.add_function(wrap_pyfunction!(poll, module)?)?;
     module.add_function(wrap_pyfunction!(wait, module)?)
@@ -88,18 +95,59 @@ impl World {
 
 /// Joins the world; true when this call began the session.
 #[pyfunction]
-fn init(py: Python<'_>) -> PyResult<bool> {
+#[pyo3(signature = (comm, process_sets, dynamic, /))]
+fn init(
+    py: Python<'_>,
+    comm: Option<Vec<u32>>,
+    process_sets: Vec<Vec<u32>>,
+    dynamic: bool,
+) -> PyResult<bool> {
+    let wishes = Wishes { ranks: comm, process_sets, dynamic };
+    interruptible(py, |interrupted| session::begin(&wishes, interrupted))
+}
+
+/// Runs `wait` without the GIL; what a signal handler raises meanwhile is the result.
+fn interruptible<T: Send>(
+    py: Python<'_>,
+    wait: impl FnOnce(&mut (dyn FnMut() -> bool + Send)) -> session::Result<T> + Send,
+) -> PyResult<T> {
     let mut interrupt = None;
-    let begun = py.detach(|| {
-        session::init(&mut || {
+    let waited = py.detach(|| {
+        wait(&mut || {
             interrupt = Python::attach(|py| py.check_signals()).err();
             interrupt.is_some()
         })
     });
-    match (interrupt, begun) {
-        (Some(interrupt), _) => Err(interrupt),
-        (None, begun) => begun.map_err(|error| raise(error.fault(), &error)),
+    match (waited, interrupt) {
+        (Err(session::Error::Interrupted), Some(interrupt)) => Err(interrupt),
+        (waited, _) => waited.map_err(|error| raise(error.fault(), &error)),
     }
+}
+
+/// Every process set: its number and its ranks.
+#[pyfunction]
+fn process_sets() -> PyResult<BTreeMap<u32, Vec<u32>>> {
+    let sets = current()?.process_sets();
+    Ok(sets.into_iter().map(|(set, ranks)| (set.0, ranks.into_iter().map(|rank| rank.0).collect())).collect())
+}
+
+/// Makes a process set together with all ranks; its number.
+#[pyfunction]
+#[pyo3(signature = (ranks, /))]
+fn add_process_set(py: Python<'_>, ranks: Vec<u32>) -> PyResult<u32> {
+    let session = current()?;
+    interruptible(py, |interrupted| session.add_process_set(&ranks, interrupted)).map(|set| set.0)
+}
+
+/// Ends a process set together with all ranks; false, at once, when there is no such set or it is the global one.
+#[pyfunction]
+#[pyo3(signature = (id, /))]
+fn remove_process_set(py: Python<'_>, id: u32) -> PyResult<bool> {
+    let session = current()?;
+    interruptible(py, |interrupted| match session.remove_process_set(ProcessSetId(id), interrupted) {
+        Err(session::Error::NoSuchSet(_)) => Ok(false),
+        removed => removed.map(|()| true),
+    })
 }
 
 /// Leaves the world.
@@ -271,15 +319,27 @@ fn poll(handle: u64) -> PyResult<bool> {
     current()?.engine().poll(Handle(handle)).map_err(|error| raise(error.fault(), &error))
 }
 
-/// Waits for a result and takes it.
+/// This rank has no more data; the handle's result is the rank that joins last.
+#[pyfunction]
+#[pyo3(signature = (allow_gather, /))]
+fn join(allow_gather: bool) -> PyResult<u64> {
+    submit(Request::join("join.noname", allow_gather), true)
+}
+
+/// Waits for a result and takes it: memory the engine filled, the rank that joined last, or nothing.
 #[pyfunction]
 #[pyo3(signature = (handle, /))]
-fn wait(py: Python<'_>, handle: u64) -> PyResult<Option<Gathered>> {
+fn wait(py: Python<'_>, handle: u64) -> PyResult<Option<Py<PyAny>>> {
     let session = current()?;
     let completion = runtime::wait(py, None, |slice| {
         session.engine().wait(Handle(handle), slice).map_err(|error| raise(error.fault(), &error))
     })?;
-    Ok(completion.and_then(Gathered::of))
+    let Some(completion) = completion else { return Ok(None) };
+    if let Some(last) = completion.last {
+        return Ok(Some(last.0.into_pyobject(py)?.into_any().unbind()));
+    }
+    let gathered = Gathered::of(completion).map(|gathered| Py::new(py, gathered)).transpose()?;
+    Ok(gathered.map(Py::into_any))
 }
 
 fn current() -> PyResult<Arc<Session>> {
@@ -330,4 +390,11 @@ fn submit_group<T>(tensors: Vec<T>, request: impl Fn(T) -> PyResult<Request>) ->
     let requests = tensors.into_iter().map(request).collect::<PyResult<Vec<_>>>()?;
     let handles = current()?.engine().submit_group(requests).map_err(|error| raise(error.fault(), &error))?;
     Ok(handles.into_iter().map(|handle| handle.0).collect())
+}
+
+/// Memory for tensors that operations work on again and again: the other ranks of this host work in it, too.
+#[pyfunction]
+#[pyo3(signature = (bytes, /))]
+fn mapped(bytes: usize) -> PyResult<Mapped> {
+    Mapped::new(bytes, session::current().ok().as_deref())
 }

@@ -8,6 +8,7 @@ use std::ffi::{c_int, c_void};
 
 use farandole::collectives::{Buffer, DataType, Memory, Place, ReduceOp};
 use farandole::engine::Completion;
+use farandole::session::Session;
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -117,13 +118,66 @@ impl Gathered {
     /// # Safety
     /// Python calls it with a view to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let memory = &slf.get().memory;
-        let length = ffi::Py_ssize_t::try_from(memory.len())
-            .map_err(|_| PyBufferError::new_err("longer than a buffer can be"))?;
-        let address: *mut c_void = memory.address().cast();
-        // SAFETY: the view comes from Python; the address is valid for `length` bytes as long as `slf` lives, and the
-        // view holds a reference to `slf`.
-        let status = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), address, length, 0, flags) };
-        if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+        // SAFETY: the view comes from Python, and the object keeps its memory.
+        unsafe { export(&slf.get().memory, slf.as_any(), view, flags) }
     }
+}
+
+/// Memory whose place never changes while it lives.
+#[pyclass(frozen, module = "farandole._native.engine")]
+pub(crate) struct Mapped {
+    memory: Memory,
+}
+
+impl Mapped {
+    /// Zeroed memory of this session, or of none.
+    ///
+    /// # Errors
+    /// `ValueError` when no memory is that large.
+    pub(crate) fn new(bytes: usize, session: Option<&Session>) -> PyResult<Self> {
+        if isize::try_from(bytes).is_err() {
+            return Err(PyValueError::new_err(format!("no memory is that large: {bytes} bytes")));
+        }
+        let memory = session.map_or_else(|| Memory::new(bytes), |session| session.memory(bytes));
+        Ok(Self { memory })
+    }
+}
+
+#[pymethods]
+impl Mapped {
+    #[getter]
+    fn address(&self) -> usize {
+        self.memory.address().expose_provenance()
+    }
+
+    fn __len__(&self) -> usize {
+        self.memory.len()
+    }
+
+    /// Exports the memory, writable: tensors share it by intent.
+    ///
+    /// # Safety
+    /// Python calls it with a view to fill.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        // SAFETY: the view comes from Python, and the object keeps its memory.
+        unsafe { export(&slf.get().memory, slf.as_any(), view, flags) }
+    }
+}
+
+/// Fills a view of memory.
+///
+/// # Safety
+/// `view` comes from Python, and `owner` keeps `memory` for as long as it lives.
+unsafe fn export(
+    memory: &Memory,
+    owner: &Bound<'_, PyAny>,
+    view: *mut ffi::Py_buffer,
+    flags: c_int,
+) -> PyResult<()> {
+    let length = ffi::Py_ssize_t::try_from(memory.len())
+        .map_err(|_| PyBufferError::new_err("longer than a buffer can be"))?;
+    let address: *mut c_void = memory.address().cast();
+    // SAFETY: the address is valid for `length` bytes as long as `owner` lives, and the view holds a reference to it.
+    let status = unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), address, length, 0, flags) };
+    if status == 0 { Ok(()) } else { Err(PyErr::fetch(owner.py())) }
 }
