@@ -158,7 +158,7 @@ fn split(url: &str) -> Option<(&str, &str)> {
 
 /// `/dbfs/x` below the directory that stands in for `/dbfs`, if one does.
 fn mounted(path: PathBuf) -> PathBuf {
-    match (std::env::var_os(DBFS_ROOT), path.strip_prefix(DBFS)) {
+    match (farandole_config::environment(DBFS_ROOT), path.strip_prefix(DBFS)) {
         (Some(root), Ok(rest)) if !root.is_empty() => PathBuf::from(root).join(rest),
         _ => path,
     }

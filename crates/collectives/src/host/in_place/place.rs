@@ -4,6 +4,7 @@
 //! Where a member's tensors lie, as it tells the others, and the others' memory as this member has it mapped.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use farandole_shm::{Region, RegionCard};
 
@@ -74,9 +75,9 @@ impl Regions {
 
     /// Maps another member's memory. True when that could be done.
     pub(super) fn map(&mut self, place: &Place) -> bool {
-        if !self.mapped.contains_key(&place.card.nonce) {
+        if let Entry::Vacant(vacant) = self.mapped.entry(place.card.nonce) {
             let Ok(Some(memory)) = Memory::of_peer(&place.card) else { return false };
-            self.mapped.insert(place.card.nonce, memory);
+            vacant.insert(memory);
         }
         true
     }
