@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Allreduces in memory that members share.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use farandole_collectives::{
     Communicator, DataType, Error, HostCommunicator, Memory, Operation, ReduceOp, Segment, Token,

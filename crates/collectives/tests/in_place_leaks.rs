@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Shared memory comes and goes. Alone in its process: it counts what the process has.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Barrier;
 

@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Regions: memory of one process that others work in.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
