@@ -59,6 +59,8 @@ def test_a_world_can_be_left_and_joined_again(fresh_world):
 
 def handles_of_the_last_world_are_gone():
     handle = hvd.allreduce_async(torch.ones(1), name=f"only here {hvd.rank()}")
+    # Who leaves before the other has submitted would refuse it that.
+    hvd.barrier()
     hvd.shutdown()
     hvd.init()
     try:
