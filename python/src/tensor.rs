@@ -123,7 +123,7 @@ impl Gathered {
     }
 }
 
-/// Memory whose place never changes while it lives.
+/// Memory whose place never changes while it lives, and which other ranks of this host can work in.
 #[pyclass(frozen, module = "farandole._native.engine")]
 pub(crate) struct Mapped {
     memory: Memory,

@@ -127,6 +127,51 @@ fn memory_of_one_member_alone_makes_all_go_another_way() {
     }
 }
 
+/// Spoils what tells others that they have found the memory they looked for.
+fn hide(memory: &Memory) {
+    let address = memory.address().addr();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let ranges = maps.lines().filter_map(|line| line.split_once(' ')?.0.split_once('-'));
+    let number = |text| usize::from_str_radix(text, 16).unwrap();
+    let (start, _) = ranges
+        .map(|(start, end)| (number(start), number(end)))
+        .find(|(start, end)| (*start..*end).contains(&address))
+        .unwrap();
+    // SAFETY: the mapping that holds the memory begins with two words that nobody writes any more.
+    unsafe { memory.address().sub(address - start).cast::<[u64; 2]>().write_volatile([0; 2]) }
+}
+
+#[test]
+fn memory_that_one_member_cannot_find_makes_all_go_another_way() {
+    let counts = [large(DataType::F32)];
+    let plain = reduced(&Harness::new(3), DataType::F32, ReduceOp::Sum, &counts, |_| false);
+    Harness::new(3).run(|rank, mut communicator| {
+        let input = inputs(DataType::F32, &counts, rank);
+        let hidden = Tensors::new(&input, 0, true);
+        if rank.0 == 1 {
+            hide(&hidden.memories[0]);
+        }
+        // Judged once, remembered, and no judgement about other memory.
+        for _ in 0..3 {
+            fill(&hidden.memories[0], 0, &input[0]);
+            complete(&mut communicator, hidden.operation(DataType::F32, ReduceOp::Sum)).unwrap();
+            assert!(hidden.results() == plain[rank.index()]);
+        }
+        let found = Tensors::new(&input, 0, true);
+        complete(&mut communicator, found.operation(DataType::F32, ReduceOp::Sum)).unwrap();
+        assert!(found.results() == plain[rank.index()]);
+    });
+    let outcomes = Harness::new(3).cut(0, 1, ROUNDS).run(|rank, mut communicator| {
+        let tensors = Tensors::new(&inputs(DataType::F32, &counts, rank), 0, true);
+        if rank.0 == 2 {
+            hide(&tensors.memories[0]);
+        }
+        complete(&mut communicator, tensors.operation(DataType::F32, ReduceOp::Sum))
+            .and_then(|()| complete(&mut communicator, Operation::Barrier))
+    });
+    assert!(outcomes.iter().all(Result::is_err), "the tensors went over links");
+}
+
 #[test]
 fn both_ways_take_turns_and_an_output_elsewhere_is_no_place_to_work_in() {
     Harness::new(3).run(|rank, mut communicator| {

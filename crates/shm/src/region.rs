@@ -136,6 +136,11 @@ impl Region {
         self.file.is_some() && self.guard.intact() && !self.retired()
     }
 
+    /// Whether this is the process that mapped it, and no child of it.
+    pub fn is_intact(&self) -> bool {
+        self.guard.intact()
+    }
+
     /// Owner: takes the memory away from all others, where it is and with what it holds. What they still write is not
     /// seen here, and what they read does not change any more. Nobody here may write to it meanwhile.
     ///

@@ -44,7 +44,10 @@ class Gathered:
 
 @final
 class Mapped:
-    """Memory whose place never changes while it lives; supports the buffer protocol, writable."""
+    """Memory that other ranks of this host can work in, where there are any; supports the buffer protocol, writable.
+
+    A forked child shares it with its parent: what one writes, both see.
+    """
 
     @property
     def address(self) -> int: ...

@@ -330,7 +330,7 @@ class ViewBucket(Bucket):
 
 
 def _memory(count: int, like: torch.Tensor) -> torch.Tensor:
-    """Zeros for `count` numbers; on the host in memory that the engine knows to stay where it is."""
+    """Zeros for `count` numbers; on the host in memory that the other ranks there can work in."""
     if like.device.type != "cpu":
         return torch.zeros(count, dtype=like.dtype, device=like.device)
     return torch.frombuffer(engine.mapped(count * like.element_size()), dtype=like.dtype, count=count).zero_()

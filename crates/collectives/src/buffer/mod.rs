@@ -144,7 +144,9 @@ impl Drop for Allocation {
         match &self.store {
             // SAFETY: allocated with this layout in `Memory::new` and freed only here.
             Store::Heap(layout) => unsafe { dealloc(self.address.as_ptr(), *layout) },
-            Store::Region(_) => shared::forget(self.address),
+            // A forked child might wait for ever for the table; it has no use for it.
+            Store::Region(region) if region.is_intact() => shared::forget(self.address),
+            Store::Region(_) => {}
         }
     }
 }
