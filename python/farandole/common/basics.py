@@ -55,7 +55,8 @@ def init(
             raise ValueError(f"process_sets[{index}] has the same ranks as an earlier one: {members}")
     if not engine.init(None if comm is None else list(comm), ranks, process_sets == "dynamic"):
         return
-    stacks.start()
+    if engine.world().size > 1:
+        stacks.start()  # alone, nobody asks what this process waits in
     for reset in _on_init:
         reset()
     for number, process_set in enumerate(sets, start=1):
@@ -190,3 +191,40 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """Whether the engine works on ROCm memory: never."""
     return False
+
+
+class HorovodBasics:
+    """The functions of this module as methods, as scripts that reach into Horovod expect them.
+
+    Args:
+        pkg_path: Not used: there is no library to find.
+        *args: Not used.
+    """
+
+    def __init__(self, pkg_path: str | None = None, *args: str) -> None:  # noqa: ARG002 - Horovod's signature
+        for name in _METHODS:
+            setattr(self, name, globals()[name])
+
+
+_METHODS = (
+    "init",
+    "shutdown",
+    "is_initialized",
+    "size",
+    "rank",
+    "local_size",
+    "local_rank",
+    "cross_size",
+    "cross_rank",
+    "is_homogeneous",
+    "mpi_threads_supported",
+    "mpi_enabled",
+    "mpi_built",
+    "gloo_enabled",
+    "gloo_built",
+    "nccl_built",
+    "ddl_built",
+    "ccl_built",
+    "cuda_built",
+    "rocm_built",
+)
