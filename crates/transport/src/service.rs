@@ -144,6 +144,8 @@ impl Service {
         if let Some(connection) = path.upgrade()
             && let Some(socket) = connection.sockets().get(number)
             && let Ok(Err(error)) = sockopt::socket_error(socket)
+            // The peer closed its end of this link, as it may at any time; it is not lost by that.
+            && error != Errno::PIPE
         {
             self.shared.lose(connection.peer(), format!("its connection broke: {error}"), false);
         }
