@@ -34,6 +34,19 @@ def test_ranks_that_run_out_of_data_do_not_change_the_results_of_others(world):
         assert world.run(uneven_steps) == [(world.size - 1, world.size)] * world.size
 
 
+def unnamed_operations_around_a_join():
+    if hvd.rank() > 0:
+        for _ in range(3):
+            hvd.allreduce(torch.ones(1), op=hvd.Sum)
+    hvd.join()
+    handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
+    return hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), hvd.synchronize(handle).item()
+
+
+def test_ranks_number_unnamed_operations_alike_after_a_join(world):
+    assert world.run(unnamed_operations_around_a_join) == [(world.size, world.size)] * world.size
+
+
 def gathers_while_joined(consent):
     if hvd.rank() == 0:
         return hvd.join(allow_gather=consent)

@@ -25,6 +25,32 @@ Finish: TypeAlias = Callable[[list[Outcome]], Any]
 """Turns the outcomes of an operation's members into what the caller gets."""
 
 
+class _Joins:
+    """How often all ranks have joined in this world: ranks that ran out of data gave out fewer numbers than others."""
+
+    count = 0
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.count = 0
+
+
+basics.on_init(_Joins.reset)
+
+
+def joined(last: int) -> int:
+    """Notes that a join has completed, from where on all ranks number unnamed operations alike again.
+
+    Args:
+        last: The rank that joined last.
+
+    Returns:
+        The same.
+    """
+    _Joins.count += 1
+    return last
+
+
 class _Entry(NamedTuple):
     members: list[int]  # not yet waited for
     outcomes: list[Outcome]  # of those that were
@@ -43,11 +69,13 @@ class HandleTable:
         self._family = family
         self._entries: dict[int, _Entry] = {}
         self._numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
+        self._joins = 0
         basics.on_init(self._reset)
 
     def _reset(self) -> None:
         self._entries.clear()
         self._numbers.clear()
+        self._joins = 0
 
     def name(self, operation: str, name: str | None, process_set: ProcessSet | None = None) -> str:
         """The name ranks agree on: the user's, or a number that counts the unnamed operations of this module.
@@ -58,8 +86,12 @@ class HandleTable:
         """
         if name is not None:
             return f"{operation}.{name}"
+        if self._joins != _Joins.count:
+            self._joins = _Joins.count
+            self._numbers.pop((), None)
         ranks = () if process_set is None or process_set.process_set_id == 0 else tuple(process_set.ranks or ())
-        return f"{operation}.{self._family}.{next(self._numbers[ranks])}"
+        family = f"{self._family}.{self._joins}" if self._joins and not ranks else self._family
+        return f"{operation}.{family}.{next(self._numbers[ranks])}"
 
     def track(self, members: Sequence[int], keep: Any, finish: Finish) -> int:
         """Keeps `keep` alive until the returned handle is consumed; `finish` makes its result.

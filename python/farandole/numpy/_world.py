@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from farandole._native import engine
-from farandole.common.handles import set_number
+from farandole.common.handles import joined, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.numpy._arrays import synchronize, table
 
@@ -38,4 +38,4 @@ def join(allow_gather: bool = False) -> int:
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    return synchronize(table.track([engine.join(allow_gather)], None, lambda outcomes: outcomes[0]))
+    return joined(synchronize(table.track([engine.join(allow_gather)], None, lambda outcomes: outcomes[0])))

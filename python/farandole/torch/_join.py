@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from farandole._native import engine
-from farandole.common.handles import set_number
+from farandole.common.handles import joined, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._handles import start, synchronize, table
 
@@ -43,4 +43,4 @@ def join(device: int = -1, allow_gather: bool = False) -> int:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     del device
-    return synchronize(start(engine.join(allow_gather), None, lambda last: last))
+    return joined(synchronize(start(engine.join(allow_gather), None, lambda last: last)))
