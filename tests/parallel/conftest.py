@@ -26,7 +26,7 @@ from farandole._native import launcher, registrar
 # Workers import no test: what they run comes with its module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-LIMIT = 60.0
+LIMIT = 150.0
 """Seconds for starting a world, and for every function it runs."""
 GRACE = 10.0
 """Seconds for the others when a rank failed."""
