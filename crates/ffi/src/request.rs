@@ -24,16 +24,17 @@ pub(crate) unsafe fn all(
     call: &Call,
     requests: &[farandole_door::Request],
 ) -> Result<Vec<Request>, Failure> {
-    let number = if call.numbered != 0 { format!(".{}", names::next(session)) } else { String::new() };
-    requests
-        .iter()
-        .map(|request| {
-            // SAFETY: passed on from the caller.
-            let mut request = unsafe { one(call, request) }?;
-            request.name.push_str(&number);
-            Ok(request)
-        })
-        .collect()
+    // SAFETY: passed on from the caller.
+    let requests = requests.iter().map(|request| unsafe { one(call, request) });
+    let mut requests = requests.collect::<Result<Vec<_>, _>>()?;
+    // A refused operation uses up no number; one in a set that is not there is refused by the engine.
+    if call.numbered != 0
+        && let Ok(members) = session.engine().members(ProcessSetId(call.process_set))
+    {
+        let number = format!(".{}", names::next(session, members));
+        requests.iter_mut().for_each(|request| request.name.push_str(&number));
+    }
+    Ok(requests)
 }
 
 /// # Safety

@@ -6,8 +6,15 @@
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use farandole_shm::{Error, Region, RegionCard};
+
+/// One test counts descriptors: others must not come and go meanwhile.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn put(region: &Region, at: usize, byte: u8) {
     assert!(at < usize::try_from(region.card().bytes).unwrap());
@@ -33,6 +40,7 @@ fn descriptors() -> usize {
 
 #[test]
 fn whoever_has_the_card_maps_the_same_memory_and_keeps_no_descriptor() {
+    let _alone = alone();
     let before = descriptors();
     let owner = Region::create(100_000).unwrap();
     put(&owner, 99_999, 7);
@@ -48,6 +56,7 @@ fn whoever_has_the_card_maps_the_same_memory_and_keeps_no_descriptor() {
 
 #[test]
 fn shm_6_what_is_detached_keeps_its_place_and_bytes_and_is_nobody_elses() {
+    let _alone = alone();
     let owner = Region::create(10_000).unwrap();
     let peer = Region::open(owner.card()).unwrap();
     put(&owner, 9_000, 1);
@@ -65,6 +74,7 @@ fn shm_6_what_is_detached_keeps_its_place_and_bytes_and_is_nobody_elses() {
 
 #[test]
 fn what_its_owner_drops_is_empty_for_the_others_and_they_can_tell() {
+    let _alone = alone();
     let owner = Region::create(10_000).unwrap();
     let peer = Region::open(owner.card()).unwrap();
     put(&owner, 1, 9);
@@ -76,6 +86,7 @@ fn what_its_owner_drops_is_empty_for_the_others_and_they_can_tell() {
 
 #[test]
 fn shm_6_anything_else_at_that_place_is_refused() {
+    let _alone = alone();
     let owner = Region::create(10_000).unwrap();
     let card = *owner.card();
     let other = RegionCard { nonce: [card.nonce[0], !card.nonce[1]], ..card };

@@ -91,12 +91,15 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages what `logs` holds; all ranks must have the same metrics."""
         del epoch
-        if not logs:
-            return
+        logs = {} if logs is None else logs
         names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        for rank, theirs in enumerate(arrays.allgather_object(names, name="keras.metrics.names")):
+            if theirs != names:
+                raise ValueError(f"ranks have different metrics; rank {rank} has {theirs}, this one: {names}")
+        if not names:
+            return
         mine = np.array([float(logs[name]) for name in names], np.float64)
-        # The names are part of the operation's name: ranks with other metrics are told so.
-        average = arrays.allreduce(mine, name=f"keras.metrics.{','.join(names)}")
+        average = arrays.allreduce(mine, name="keras.metrics")
         logs.update(zip(names, average.tolist(), strict=True))
 
 

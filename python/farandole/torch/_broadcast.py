@@ -90,7 +90,12 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         total = reduce_one(grads[0], ctx.backward_name, ctx.reduction)
         # Zeros that still depend on `total`: a second backward pass has to come by here on every rank.
-        return total if ctx.is_root else total.masked_fill(torch.tensor(data=True), 0), None, None, None
+        return (
+            total if ctx.is_root else total.masked_fill(torch.tensor(data=True, device=total.device), 0),
+            None,
+            None,
+            None,
+        )
 
 
 def broadcast(

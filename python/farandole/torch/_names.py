@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 
 def name_parameters(
@@ -82,7 +83,11 @@ def group_parameters(
         bounds = [len(trainable) * i // count for i in range(count + 1)] if count else []
         return [trainable[first:last] for first, last in pairwise(bounds)]
     seen: set[torch.Tensor] = set()
+    if not isinstance(groups, Sequence):
+        raise ValueError(f"groups must be a positive number or a list of lists of parameters: {groups!r}")
     for group in groups:
+        if isinstance(group, torch.Tensor):
+            raise ValueError("groups must be a list of lists of parameters, not a list of parameters")
         for parameter in group:
             if not isinstance(parameter, torch.Tensor):
                 raise ValueError(f"groups must hold parameters: {type(parameter).__name__}")

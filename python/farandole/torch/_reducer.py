@@ -51,6 +51,7 @@ class GradientReducer:
         self._known = 0
         self._frozen: list[torch.Tensor] = []
         self._agreed = -1
+        self._undecided = True
         hooks: list[Any] = []
         self._hooks = hooks
         weakref.finalize(self, _unhook, hooks).atexit = False
@@ -92,16 +93,22 @@ class GradientReducer:
             self.reset()
 
     def _agree(self) -> None:
-        """Once a world, ranks tell each other which gradients are sparse: who has none must take part likewise."""
+        """Ranks tell each other which gradients are sparse: who has none must take part likewise.
+
+        Once a world, and again while some parameter has had no gradient on any rank, or has come new.
+        """
         generation = engine.world().generation
-        if self._agreed == generation or self._as_view:
+        if self._as_view or (self._agreed == generation and not self._undecided):
             return
         slots = list(self._slots.values())
         kinds = torch.tensor([_sparse_dim(slot.parameter.grad) for slot in slots], dtype=torch.int8)
         allreduce_(kinds, op=Max, process_set=self._options.reduction.process_set)
         for slot, kind in zip(slots, kinds.tolist(), strict=True):
-            slot.sparse_dim = kind
+            slot.sparse_dim = max(kind, slot.sparse_dim, 0)
         self._agreed = generation
+        self._undecided = any(
+            kind == _NO_GRADIENT and slot.sparse_dim == 0 for slot, kind in zip(slots, kinds.tolist(), strict=True)
+        )
 
     def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
         slots = [Slot(parameter, self._names[parameter]) for parameter in parameters]
@@ -150,6 +157,7 @@ class GradientReducer:
                 self._names.setdefault(parameter, f"allreduce.noname.{i}.{j}")
                 if parameter.requires_grad and parameter not in self._slots:
                     self._watch([parameter])
+                    self._undecided = True
         self._take_stock()
 
     def _take_stock(self) -> None:
@@ -157,8 +165,13 @@ class GradientReducer:
         self._frozen = [parameter for parameter in self._names if parameter not in self._slots]
 
 
+_NO_GRADIENT = -1
+
+
 def _sparse_dim(grad: torch.Tensor | None) -> int:
-    return 0 if grad is None or grad.layout == torch.strided else grad.sparse_dim()
+    if grad is None:
+        return _NO_GRADIENT
+    return 0 if grad.layout == torch.strided else grad.sparse_dim()
 
 
 def _unhook(hooks: list[Any]) -> None:

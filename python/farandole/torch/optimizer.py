@@ -137,7 +137,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         Then all ranks find the same infinities and skip the same steps.
         """
-        if self._reducer is not None and not self._skips and self._reducer.is_touched():
+        if self._reducer is not None and not self._skips and (not self._synchronized or self._reducer.is_touched()):
             self.synchronize()
             self._scaled = True
         return self.__dict__.get("_step_supports_amp_scaling", False)
@@ -154,7 +154,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._reducer is not None and self._reducer.is_busy():
             raise AssertionError("zero_grad() came before step() or synchronize() while gradients are being reduced")
+        if self._reducer is not None:
+            self._reducer.reset()
         self._synchronized = False
+        self._scaled = False
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -235,6 +238,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS cannot be distributed: its line search would take different turns on different ranks")
+    if isinstance(optimizer, (_DistributedOptimizer, _DistributedAdasumOptimizer)):
+        raise ValueError(f"the optimizer is distributed already: {type(optimizer).__name__}")
     choose_op(op, None)
     members = members_of(process_set)
     if gradient_predivide_factor != 1.0 and op != Average:

@@ -161,6 +161,9 @@ class _Writing(io.BytesIO):
             super().close()
             self._fs.pipe_file(self._path, data)
 
+    def __del__(self) -> None:
+        """A file that nobody closed is not written: it may be half of one."""
+
     def __exit__(self, kind: object, *rest: object) -> None:
         """Writes the file, unless the block failed."""
         if kind is None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 _HADOOP_USER = "hadoop.user.name"
+_SECRET = re.compile(r"://[^/@]*:[^/@]*@|[?&](sig|X-Amz-Signature)=")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
 
 
@@ -243,6 +244,8 @@ class AbstractFilesystemStore(Store):
     ) -> None:
         given = [path for path in (prefix_path, train_path, val_path, test_path, runs_path) if path is not None]
         for path in given:
+            if _scheme(path) != "file" and _SECRET.search(path):
+                raise ValueError("a URL may not carry a password or a signature: pass storage_options")
             self.check_path(path)
         self.prefix_path = self.get_full_path(prefix_path)
         self._options = StorageOptions(tuple(self.get_full_path(path) for path in given), storage_options)
