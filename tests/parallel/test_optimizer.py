@@ -202,6 +202,28 @@ def test_sparse_gradients_train_as_on_one_process_also_where_a_rank_has_none(pai
     pair.run(sparse_gradients, kind, sparse_as_dense)
 
 
+def first_used_late():
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    with torch.no_grad():
+        table.weight.fill_(1.0)
+    head = torch.nn.Linear(2, 1)
+    both = torch.nn.ModuleDict({"table": table, "head": head})
+    hvd.broadcast_parameters(both.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(both.parameters(), lr=1.0), both.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = head(torch.ones(1, 2)).sum()
+        if step == 2 and hvd.rank() == 0:
+            loss = loss + table(torch.tensor([1])).sum()
+        loss.backward()
+        optimizer.step()
+    return table.weight[:, 0].tolist()
+
+
+def test_a_sparse_gradient_that_comes_late_and_on_one_rank_reaches_all(pair):
+    assert pair.run(first_used_late) == [[1.0, 0.5, 1.0, 1.0, 1.0]] * 2
+
+
 def channels_last():
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)

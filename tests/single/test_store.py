@@ -142,3 +142,10 @@ def test_what_cannot_be_written_is_said_with_its_path(tmp_path):
     store = LocalStore(str(tmp_path / "file" / "below"))
     with pytest.raises(OSError, match="file/below"):
         store.check_writable()
+
+
+@pytest.mark.parametrize("url", ["s3://id:hidden@bucket/x", "abfss://c@a.dfs.core.windows.net/x?sig=hidden"])
+def test_a_url_with_a_secret_is_refused_without_repeating_it(url):
+    with pytest.raises(ValueError, match="storage_options") as refused:
+        Store.create(url)
+    assert "hidden" not in str(refused.value)

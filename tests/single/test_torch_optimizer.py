@@ -130,3 +130,22 @@ def test_broadcast_optimizer_state_takes_no_step(hvd):
     assert not optimizer.state
     assert all(parameter.grad is None for parameter in net.parameters())
     assert all(torch.equal(parameter, old) for parameter, old in zip(net.parameters(), before, strict=True))
+
+
+def test_zero_grad_forgets_a_partial_backward_pass(hvd):
+    first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0))
+    first.sum().backward()
+    optimizer.zero_grad()
+    (first + second).sum().backward()
+    optimizer.step()
+    assert (first.item(), second.item()) == (0.0, 0.0)
+
+
+def test_what_is_distributed_already_and_a_flat_list_of_groups_are_refused(hvd):
+    net = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
+    with pytest.raises(ValueError, match="distributed already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ValueError, match="list of lists"):
+        hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), groups=list(net.parameters()))
