@@ -242,6 +242,24 @@ def test_adasum_combines_the_steps_of_the_wrapped_optimizer(pair, kind):
     assert all("not possible with op=Adasum" in message for message in pair.run(adasum_steps, kind))
 
 
+def adasum_with_a_scaler():
+    together = net()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(together.parameters(), lr=0.1), together.named_parameters(), op=hvd.Adasum
+    )
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(together, hvd.rank(), 0)).backward()
+    try:
+        scaler.step(optimizer)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_adasum_refuses_a_scaler_that_skips_steps_by_rank(pair):
+    assert all("GradScaler" in message for message in pair.run(adasum_with_a_scaler))
+
+
 def adasum_of_all():
     rank, size = hvd.rank(), hvd.size()
     # What ranks agree on counts once, what is orthogonal adds up.

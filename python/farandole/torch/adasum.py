@@ -38,6 +38,17 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be positive: {passes!r}")
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler.step asks first: each rank would skip steps of its own, and the others wait."""
+        if self._reduction is not None:
+            raise ValueError("op=Adasum does not go with a GradScaler: train in bfloat16, or reduce with Average")
+        return self.__dict__.get("_step_supports_amp_scaling", False)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, supports: bool) -> None:
+        self.__dict__["_step_supports_amp_scaling"] = supports
+
     def synchronize(self) -> None:
         """Does nothing: not gradients are combined but steps, in `step`."""
 
