@@ -65,6 +65,7 @@ lint: $(VENV)/.packages
 
 bench: install
 	$(BIN)/python bench/allreduce.py
+	$(BIN)/python bench/training.py
 	$(BIN)/python bench/data.py
 
 install: $(VENV)/.wheel
