@@ -31,6 +31,7 @@ LAYERS, WIDTH, BATCH = 160, 400, 8
 STEPS = 10
 """Steps of one turn; one more comes before they count."""
 BURST, BURST_BYTES = 100, 64 << 10
+LARGE = 64 << 20
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -52,6 +53,7 @@ def measure(rounds: int) -> None:
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
     import farandole.torch as hvd  # noqa: PLC0415
+    from farandole._native import engine  # noqa: PLC0415
 
     torch.set_num_threads(1)
     hvd.init()
@@ -98,6 +100,15 @@ def measure(rounds: int) -> None:
             work.wait()
 
     report("100 asynchronous allreduces of 64 KiB", {"farandole": our_burst, "gloo": gloo_burst}, rounds, STEPS * 2)
+    # What bucket views are made of: memory in which the ranks of a host reduce each other's numbers.
+    shared = torch.frombuffer(engine.mapped(LARGE), dtype=torch.float32)
+    private, other = torch.ones(LARGE // 4), torch.ones(LARGE // 4)
+    large = {
+        "farandole": lambda: hvd.allreduce_(private, name="private", op=hvd.Average),
+        "shared": lambda: hvd.allreduce_(shared, name="shared", op=hvd.Average),
+        "gloo": lambda: dist.all_reduce(other),
+    }
+    report("allreduce of 64 MiB", large, rounds, STEPS // 2)
     dist.destroy_process_group()
     hvd.shutdown()
 

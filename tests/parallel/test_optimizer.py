@@ -193,12 +193,9 @@ def sparse_gradients(kind, sparse_as_dense):
     assert_close(together.weight, alone.weight)
 
 
-@pytest.mark.parametrize("sparse_as_dense", [False, True], ids=["gathered", "made dense"])
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
+# SparseAdam moves what is in the gradient, and dense ones hold every row: made dense, it trains otherwise by design.
+@pytest.mark.parametrize(("kind", "sparse_as_dense"), [("sgd", False), ("sgd", True), ("adam", False)])
 def test_sparse_gradients_train_as_on_one_process_also_where_a_rank_has_none(pair, kind, sparse_as_dense):
-    if kind == "adam" and sparse_as_dense:
-        # Adam moves what is in the gradient, and dense ones hold every row.
-        pytest.skip("SparseAdam sees rows that nobody used")
     pair.run(sparse_gradients, kind, sparse_as_dense)
 
 
