@@ -81,6 +81,95 @@ def names(name: str) -> Callable[[Any], list[str]]:
     return convert
 
 
+def features(value: Any) -> list[str | list[str]]:
+    """A list whose items are column names, or lists of names whose columns become one input."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise TypeError(f"feature_cols must be a list of column names, or of lists of them: {value!r}")
+    found = [item if isinstance(item, str) else names("feature_cols")(item) for item in items]
+    names("feature_cols")([name for item in found for name in ([item] if isinstance(item, str) else item)])
+    return found
+
+
+def choice(name: str, *options: str) -> Callable[[Any], str]:
+    """One of a few words."""
+
+    def convert(value: Any) -> str:
+        if value not in options:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}: {value!r}")
+        return value
+
+    return convert
+
+
+def positive(name: str) -> Callable[[Any], float]:
+    """A number above zero."""
+
+    def convert(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number: {value!r}")
+        if not float(value) > 0:
+            raise ValueError(f"{name} must be above 0: {value}")
+        return float(value)
+
+    return convert
+
+
+def function(name: str) -> Callable[[Any], Any]:
+    """Something to call."""
+
+    def convert(value: Any) -> Any:
+        if not callable(value):
+            raise TypeError(f"{name} must be a function: {value!r}")
+        return value
+
+    return convert
+
+
+def listed(name: str) -> Callable[[Any], list[Any]]:
+    """A list of anything; one object alone stands for a list of one."""
+
+    def convert(value: Any) -> list[Any]:
+        if isinstance(value, str | dict):
+            raise TypeError(f"{name} must be a list: {value!r}")
+        return list(value) if isinstance(value, list | tuple) else [value]
+
+    return convert
+
+
+def text_list(name: str) -> Callable[[Any], list[str]]:
+    """A list of names, which may be empty."""
+
+    def convert(value: Any) -> list[str]:
+        return [] if isinstance(value, list | tuple) and not value else names(name)(value)
+
+    return convert
+
+
+def edit_fields(value: Any) -> list[tuple[str, str, tuple[int, ...], bool]]:
+    """A list of (name, NumPy type, shape, whether nulls are allowed), as Petastorm's edit fields."""
+    import numpy as np
+
+    if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 4 for one in value):  # noqa: PLR2004 - four parts
+        raise TypeError(f"transformation_edit_fields must be a list of (name, numpy type, shape, nullable): {value!r}")
+    return [
+        (str(name), np.dtype(kind).name, tuple(int(size) for size in shape or ()), bool(nullable))
+        for name, kind, shape, nullable in value
+    ]
+
+
+def deprecated(name: str, why: str) -> Callable[[Any], Any]:
+    """Any value, with a warning that it does nothing."""
+
+    def convert(value: Any) -> Any:
+        import warnings
+
+        warnings.warn(f"{name} is deprecated and ignored: {why}", DeprecationWarning, stacklevel=2)
+        return value
+
+    return convert
+
+
 def numbers(name: str) -> Callable[[Any], list[float]]:
     """A list of numbers."""
 

@@ -89,7 +89,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
                 raise ValueError(f"{name} is required" if name != "model" else "Model parameter is required")
         if self.getNumProc() is not None and self.getBackend() is not None:
             raise ValueError('At most one of parameters "backend" and "num_proc" may be specified')
-        both = sorted(set(self.getFeatureCols()) & set(self.getLabelCols()))
+        both = sorted(set(self._roles().features) & set(self.getLabelCols()))
         if both:
             raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
         weights = self.getLossWeights()
@@ -109,9 +109,13 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
     def _store(self) -> AbstractFilesystemStore:
         return cast("AbstractFilesystemStore", self.getStore())
 
+    def _inputs(self) -> list[list[str]]:
+        """The columns of each of the model's inputs: `feature_cols=["a", ["b", "c"]]` makes two inputs."""
+        return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureCols()]
+
     def _roles(self) -> Roles:
         return Roles(
-            features=tuple(self.getFeatureCols()),
+            features=tuple(name for columns in self._inputs() for name in columns),
             labels=tuple(self.getLabelCols()),
             weight=self.getSampleWeightCol(),
             validation=self.getValidation(),

@@ -10,6 +10,7 @@ A value is checked when it is set, whatever door it came through: constructor, s
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pyspark.ml.param import Param, Params
@@ -73,7 +74,10 @@ class EstimatorParams(Params):
         "sample_weight_col", "column with the weight of each row in the loss", check.text("sample_weight_col")
     )
     metrics = declare("metrics", "functions of (output, label), averaged over rows", check.callables("metrics"))
-    feature_cols = declare("feature_cols", "columns given to the model, one tensor each", check.names("feature_cols"))
+    feature_cols = declare(
+        "feature_cols", "columns given to the model, one tensor each; a list in the list makes one tensor of several",
+        check.features,
+    )  # fmt: skip
     label_cols = declare("label_cols", "columns the outputs are compared with", check.names("label_cols"))
     validation = declare(
         "validation", "share of rows held out, or a column whose true or positive rows are", check.validation
@@ -108,6 +112,55 @@ class EstimatorParams(Params):
         check.at_least("backward_passes_per_step", 1),
     )
     gradient_compression = declare("gradient_compression", "compression of gradients on the wire", check.anything)
+    callbacks = declare("callbacks", "what is called while the model trains", check.listed("callbacks"))
+    continuous_cols = declare("continuous_cols", "NVTabular's; not used", check.text_list("continuous_cols"))
+    categorical_cols = declare("categorical_cols", "NVTabular's; not used", check.text_list("categorical_cols"))
+    compress_sparse_cols = declare(
+        "compress_sparse_cols", "not used: prepared vectors are dense", check.flag("compress_sparse_cols")
+    )
+    shuffle_buffer_size = declare(
+        "shuffle_buffer_size", "ignored",
+        check.deprecated("shuffle_buffer_size", "the order of an epoch does not depend on a buffer"),
+    )  # fmt: skip
+    transformation_fn = declare(
+        "transformation_fn", "makes other values of each row before the model sees it",
+        check.function("transformation_fn"),
+    )  # fmt: skip
+    transformation_edit_fields = declare(
+        "transformation_edit_fields", "columns that transformation_fn changes or adds", check.edit_fields
+    )
+    transformation_removed_fields = declare(
+        "transformation_removed_fields", "columns that transformation_fn removes",
+        check.text_list("transformation_removed_fields"),
+    )  # fmt: skip
+    train_reader_num_workers = declare(
+        "train_reader_num_workers", "reading threads per process", check.at_least("train_reader_num_workers", 1)
+    )
+    val_reader_num_workers = declare(
+        "val_reader_num_workers", "reading threads per process in validation",
+        check.at_least("val_reader_num_workers", 1),
+    )  # fmt: skip
+    reader_pool_type = declare(
+        "reader_pool_type", "not used: readers are native threads",
+        check.choice("reader_pool_type", "thread", "process", "dummy"),
+    )  # fmt: skip
+    inmemory_cache_all = declare(
+        "inmemory_cache_all", "whether each process keeps its rows in memory", check.flag("inmemory_cache_all")
+    )
+    mp_start_method = declare(
+        "mp_start_method", "how training processes start processes of their own",
+        check.choice("mp_start_method", *multiprocessing.get_all_start_methods()),
+    )  # fmt: skip
+    tensorflow_dataset_prefetch_buffer_size = declare(
+        "tensorflow_dataset_prefetch_buffer_size", "batches that tf.data prepares ahead; 0 leaves it to TensorFlow",
+        check.at_least("tensorflow_dataset_prefetch_buffer_size", 0),
+    )  # fmt: skip
+    on_failure = declare(
+        "on_failure", "what a lost or failed worker leads to: an error, or a restart from the checkpoint",
+        check.choice("on_failure", "raise", "restart"),
+    )  # fmt: skip
+    max_restarts = declare("max_restarts", "most restarts of one fit", check.at_least("max_restarts", 1))
+    mlflow = declare("mlflow", "whether the run is logged to MLflow", check.flag("mlflow"))
 
     setNumProc, getNumProc = accessors("num_proc")
     setModel, getModel = accessors("model")
@@ -135,6 +188,29 @@ class EstimatorParams(Params):
     setUseGpu, getUseGpu = accessors("use_gpu")
     setBackwardPassesPerStep, getBackwardPassesPerStep = accessors("backward_passes_per_step")
     setGradientCompression, getGradientCompression = accessors("gradient_compression")
+    setCallbacks, getCallbacks = accessors("callbacks")
+    setContinuousCols, getContinuousCols = accessors("continuous_cols")
+    setCategoricalCols, getCategoricalCols = accessors("categorical_cols")
+    setCompressSparseCols, getCompressSparseCols = accessors("compress_sparse_cols")
+    setShuffleBufferSize, getShuffleBufferSize = accessors("shuffle_buffer_size")
+    setShufflingBufferSize, getShufflingBufferSize = setShuffleBufferSize, getShuffleBufferSize  # Horovod's names
+    setTransformationFn, getTransformationFn = accessors("transformation_fn")
+    setTransformationEditFields, getTransformationEditFields = accessors("transformation_edit_fields")
+    setTransformationRemovedFields, getTransformationRemovedFields = accessors("transformation_removed_fields")
+    setTrainReaderNumWorkers, getTrainReaderNumWorkers = accessors("train_reader_num_workers")
+    setTrainReaderNumWorker, getTrainReaderNumWorker = setTrainReaderNumWorkers, getTrainReaderNumWorkers
+    setValReaderNumWorkers, getValReaderNumWorkers = accessors("val_reader_num_workers")
+    setValReaderNumWorker, getValReaderNumWorker = setValReaderNumWorkers, getValReaderNumWorkers
+    setReaderPoolType, getReaderPoolType = accessors("reader_pool_type")
+    setInmemoryCacheAll, getInmemoryCacheAll = accessors("inmemory_cache_all")
+    setInMemoryCacheAll, getInMemoryCacheAll = setInmemoryCacheAll, getInmemoryCacheAll
+    setMpStartMethod, getMpStartMethod = accessors("mp_start_method")
+    setTensorflowDatasetPrefetchBufferSize, getTensorflowDatasetPrefetchBufferSize = accessors(
+        "tensorflow_dataset_prefetch_buffer_size"
+    )
+    setOnFailure, getOnFailure = accessors("on_failure")
+    setMaxRestarts, getMaxRestarts = accessors("max_restarts")
+    setMlflow, getMlflow = accessors("mlflow")
 
     def __init__(self) -> None:
         """Gives every parameter its default."""
@@ -145,6 +221,8 @@ class EstimatorParams(Params):
                     "num_proc", "model", "backend", "store", "optimizer", "loss", "loss_weights", "sample_weight_col",
                     "feature_cols", "label_cols", "validation", "val_batch_size", "random_seed", "run_id",
                     "train_steps_per_epoch", "validation_steps_per_epoch", "label_shapes", "gradient_compression",
+                    "continuous_cols", "categorical_cols", "shuffle_buffer_size", "transformation_fn",
+                    "transformation_edit_fields", "transformation_removed_fields", "mp_start_method",
                 )
             ),
             metrics=[],
@@ -155,6 +233,16 @@ class EstimatorParams(Params):
             partitions_per_process=10,
             use_gpu=True,
             backward_passes_per_step=1,
+            callbacks=[],
+            compress_sparse_cols=False,
+            train_reader_num_workers=2,
+            val_reader_num_workers=2,
+            reader_pool_type="thread",
+            inmemory_cache_all=False,
+            tensorflow_dataset_prefetch_buffer_size=0,
+            on_failure="raise",
+            max_restarts=3,
+            mlflow=False,
         )  # fmt: skip
 
     def setParams(self, **params: Any) -> Self:
