@@ -6,68 +6,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from pyspark import keyword_only
-from pyspark.ml.linalg import VectorUDT
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import types
 
 from farandole.spark.common import check
 from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.estimator import FarandoleModel
+from farandole.spark.common.outputs import Output, add_predictions, found_outputs
+from farandole.spark.common.outputs import outputs as outputs_param
 from farandole.spark.common.params import accessors, declare
 from farandole.spark.torch import payload
 from farandole.spark.torch.predict import Predictor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
-    import pyarrow as pa
     import torch
     from pyspark.sql import DataFrame
 
     from farandole.spark.torch.persistence import TorchModelReader, TorchModelWriter
-
-_INTEGERS = {"int8": types.ByteType, "int16": types.ShortType, "int32": types.IntegerType}
-
-
-@dataclass(frozen=True)
-class Output:
-    """One output of a model, and the label it was compared with."""
-
-    label_dtype: str
-    """NumPy's name of the label's element."""
-    label_is_vector: bool
-    size: int
-    """Elements of one row of the output."""
-
-    @property
-    def kind(self) -> str:
-        """What a prediction becomes: `vector`, or NumPy's name of a number.
-
-        As in Horovod a number for an integer label is rounded to an integer, halves to even; one for a boolean label
-        stays a float.
-        """
-        if self.label_is_vector or self.size != 1:
-            return "vector"
-        if self.label_dtype.startswith(("int", "uint")):
-            return self.label_dtype if self.label_dtype in _INTEGERS else "int64"
-        return "float32" if self.label_dtype == "float32" else "float64"
-
-    @property
-    def spark_type(self) -> types.DataType:
-        """The type of the column that `transform` adds."""
-        if self.kind == "vector":
-            return VectorUDT()
-        if self.kind.startswith("int"):
-            return _INTEGERS.get(self.kind, types.LongType)()
-        return types.FloatType() if self.kind == "float32" else types.DoubleType()
-
-
-def _outputs(value: Any) -> list[Output]:
-    return [one if isinstance(one, Output) else Output(**one) for one in value]
 
 
 class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
@@ -99,7 +58,7 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     input_shapes = declare("input_shapes", "shape of each feature's tensor", check.shapes("input_shapes"))
     optimizer = declare("optimizer", "the optimizer after the last step", check.anything)
     loss = declare("loss", "as the model was trained with", check.anything)
-    outputs = declare("outputs", "size and label type of each output", _outputs)
+    outputs = declare("outputs", "size and label type of each output", outputs_param)
 
     setInputShapes, getInputShapes = accessors("input_shapes")
     setOptimizer, getOptimizer = accessors("optimizer")
@@ -160,54 +119,5 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             kinds=(),
             batch_size=self.getBatchSize(),
         )
-        outputs = self.getOrDefault("outputs") or self._find_outputs(dataset, predictor)
-        inner = _numbered(dataset)
-        added = [types.StructField(f"output{index}", one.spark_type) for index, one in enumerate(outputs)]
-        schema = types.StructType([*inner.schema.fields, *added])
-        predicted = inner.mapInArrow(_task(predictor.with_kinds([one.kind for one in outputs])), schema)
-        return predicted.toDF(*dataset.columns, *names)
-
-    def _find_outputs(self, dataset: DataFrame, predictor: Predictor) -> list[Output]:
-        """Predicts one row to see what the model returns."""
-        found = _numbered(dataset.limit(1)).mapInArrow(_probe(predictor), "size int").collect()
-        labels = self.getLabelColumns()
-        if not found:
-            raise ValueError("the outputs of the model are not known and the DataFrame has no row to find them out")
-        schema = {field.name: field.dataType for field in dataset.schema.fields}
-        return [
-            Output(_numpy_name(schema.get(label)), isinstance(schema.get(label), VectorUDT), row.size)
-            for label, row in zip(labels, found, strict=True)
-        ]
-
-
-def _numbered(dataset: DataFrame) -> DataFrame:
-    """The same with numbers for names: mapInArrow takes no names with dots or backticks, and none twice."""
-    return dataset.toDF(*(f"column{index}" for index in range(len(dataset.columns))))
-
-
-def _task(predictor: Predictor) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    def predict(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        return predictor.predict(batches)
-
-    return predict
-
-
-def _probe(predictor: Predictor) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    def probe(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        return predictor.probe(batches)
-
-    return probe
-
-
-def _numpy_name(kind: types.DataType | None) -> str:
-    names = {types.ByteType: "int8", types.ShortType: "int16", types.IntegerType: "int32", types.LongType: "int64"}
-    return names.get(type(kind), "float32" if isinstance(kind, types.FloatType) else "float64")
-
-
-def describe(outputs: list[Output] | None) -> list[dict[str, Any]] | None:
-    """Outputs as plain values, for files.
-
-    Args:
-        outputs: as the model holds them.
-    """
-    return None if outputs is None else [asdict(one) for one in outputs]
+        outputs = self.getOrDefault("outputs") or found_outputs(dataset, self.getLabelColumns(), predictor.probe)
+        return add_predictions(dataset, names, outputs, predictor.with_kinds([one.kind for one in outputs]).predict)

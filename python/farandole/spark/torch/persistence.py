@@ -73,7 +73,7 @@ class TorchModelWriter(MLWriter):
 
     def saveImpl(self, path: str) -> None:
         """Writes the model to a path where nothing is."""
-        from farandole.spark.torch.model import describe
+        from farandole.spark.common.outputs import describe
 
         model = self._instance
         module = model.getModel()

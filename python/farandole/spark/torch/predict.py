@@ -55,6 +55,8 @@ class Predictor:
         """
         import pyarrow as pa
 
+        from farandole.spark.common.outputs import column_of
+
         model = self._load()
         for batch in batches:
             found = self._outputs(model, batch)
@@ -113,20 +115,3 @@ class Predictor:
                 parts.append(outputs_of(value, self.labels))
         whole = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
         return [output.detach().float().reshape(batch.num_rows, -1).numpy() for output in whole]
-
-
-def column_of(values: npt.NDArray[Any], kind: str) -> pa.Array:
-    """Predictions as the column that `transform` adds.
-
-    Args:
-        values: shape (rows, elements).
-        kind: `vector`, or NumPy's name of a number; integers are rounded, halves to even.
-    """
-    import pyarrow as pa
-
-    from farandole.spark.common.arrow import vectors
-
-    if kind == "vector":
-        return vectors(values)
-    single = values.reshape(-1)
-    return pa.array(np.rint(single).astype(kind) if kind.startswith("int") else single.astype(kind))
