@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-storage tensorflow-ops test-faults loom fuzz sanitize lint bench wheel install tools deny docs clean
+.PHONY: demo test test-spark test-storage tensorflow-ops test-faults loom fuzz sanitize lint bench wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -50,10 +50,26 @@ test-storage: install .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/
 jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/farandole/*.java)
 	cd jvm-shim && mvn -q -B test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath -Dmdep.includeScope=test
 
+# Spark for minutes: clusters, executors that are killed, large results; then all of it on older pyspark, each in an
+# environment of its own that sees the other packages of this one.
+test-spark: install .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
+	$(BIN)/python -m pytest tests/spark -m slow
+	for version in 3.5 4.0; do \
+		python=$(CURDIR)/.tools/pyspark-$$version/bin/python; \
+		PYSPARK_PYTHON=$$python $$python -m pytest tests/spark --reruns 1 || exit 1; \
+	done
+
+.tools/pyspark-%/ready: $(VENV)/.packages
+	$(PYTHON) -m venv --without-pip --clear $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python "pyspark==$*.*"
+	ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > `echo $(@D)/lib/python*/site-packages`/shared.pth
+	touch $@
+
 # The whole grid of faults, of which `test` takes a part; what every rank heard, and when, goes to target/faults.jsonl.
 test-faults: install
 	rm -f target/faults.jsonl
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
+	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
 
 lint: $(VENV)/.packages
 	cargo fmt --all --check
@@ -67,6 +83,7 @@ bench: install
 	$(BIN)/python bench/allreduce.py
 	$(BIN)/python bench/training.py
 	$(BIN)/python bench/data.py
+	$(BIN)/python bench/spark_run.py
 
 install: $(VENV)/.wheel
 
@@ -88,7 +105,7 @@ $(VENV)/.wheel: $(SOURCES) $(VENV)/.packages
 $(VENV)/.packages: pyproject.toml | tools
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra torch --extra tensorflow-cpu --extra spark --extra examples --extra dev
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra torch --extra lightning --extra tensorflow-cpu --extra spark --extra examples --extra dev
 	touch $@
 
 tools:
