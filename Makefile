@@ -84,6 +84,7 @@ bench: install
 	$(BIN)/python bench/training.py
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/spark_run.py
+	$(BIN)/python bench/spark.py
 
 install: $(VENV)/.wheel
 
