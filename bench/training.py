@@ -3,8 +3,8 @@
 """A training step of a model with many tensors, and bursts of asynchronous allreduces, next to DDP and Gloo.
 
 Contestants take turns in the same processes, so that all see the same machine. Every step computes the loss, its
-gradients, reduces them and updates: `alone` without reducing, `farandole` by DistributedOptimizer, `bucket view` by
-DistributedOptimizer(gradient_as_bucket_view=True), `ddp` by DistributedDataParallel over Gloo with bucket views.
+gradients, reduces them and updates: `alone` without reducing, `farandole` by DistributedOptimizer, `ddp` by
+DistributedDataParallel over Gloo, and both again with gradients that are views of their buckets.
 
     python bench/training.py [--ranks 2] [--rounds 5]
 """
@@ -80,14 +80,23 @@ def measure(rounds: int) -> None:
         return hvd.DistributedOptimizer(plain(module), named_parameters=module.named_parameters(), **options)
 
     alone, ours, viewed = model(), model(), model()
-    ddp = DistributedDataParallel(model(), gradient_as_bucket_view=True)
-    steps = {
-        "alone": step_of(alone, plain(alone)),
-        "farandole": step_of(ours, reducing(ours)),
-        "bucket view": step_of(viewed, reducing(viewed, gradient_as_bucket_view=True)),
-        "ddp": step_of(ddp, plain(ddp)),
-    }
-    report("training step", steps, rounds, STEPS)
+    ddp, ddp_viewed = DistributedDataParallel(model()), DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    report(
+        {
+            "training step": {
+                "alone": step_of(alone, plain(alone)),
+                "farandole": step_of(ours, reducing(ours)),
+                "ddp": step_of(ddp, plain(ddp)),
+            },
+            "training step, bucket views": {
+                "alone": step_of(alone, plain(alone)),
+                "farandole": step_of(viewed, reducing(viewed, gradient_as_bucket_view=True)),
+                "ddp": step_of(ddp_viewed, plain(ddp_viewed)),
+            },
+        },
+        rounds,
+        STEPS,
+    )
 
     tensors = [torch.ones(BURST_BYTES // 4) for _ in range(BURST)]
 
@@ -99,7 +108,8 @@ def measure(rounds: int) -> None:
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
 
-    report("100 asynchronous allreduces of 64 KiB", {"farandole": our_burst, "gloo": gloo_burst}, rounds, STEPS * 2)
+    burst = {"farandole": our_burst, "gloo": gloo_burst}
+    report({"100 asynchronous allreduces of 64 KiB": burst}, rounds, STEPS * 2)
     # What bucket views are made of: memory in which the ranks of a host reduce each other's numbers.
     shared = torch.frombuffer(engine.mapped(LARGE), dtype=torch.float32)
     private, other = torch.ones(LARGE // 4), torch.ones(LARGE // 4)
@@ -108,23 +118,24 @@ def measure(rounds: int) -> None:
         "shared": lambda: hvd.allreduce_(shared, name="shared", op=hvd.Average),
         "gloo": lambda: dist.all_reduce(other),
     }
-    report("allreduce of 64 MiB", large, rounds, STEPS // 2)
+    report({"allreduce of 64 MiB": large}, rounds, STEPS // 2)
     dist.destroy_process_group()
     hvd.shutdown()
 
 
-def report(what: str, calls: dict[str, Callable[[], object]], rounds: int, count: int) -> None:
-    """Measures the contestants turn by turn."""
+def report(tables: dict[str, dict[str, Callable[[], object]]], rounds: int, count: int) -> None:
+    """Measures the contestants of all tables turn by turn."""
     import farandole.torch as hvd  # noqa: PLC0415
 
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[tuple[str, str], list[float]] = {(what, name): [] for what in tables for name in tables[what]}
     for _ in range(rounds):
-        for name, call in calls.items():
+        for (what, name), taken in times.items():
             hvd.barrier()
-            times[name] += turn(call, count)
-    if hvd.rank() == 0:
-        medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
-        print(json.dumps({"what": what, "ranks": hvd.size(), "milliseconds": medians}), flush=True)
+            taken.extend(turn(tables[what][name], count))
+    for what, calls in tables.items():
+        if hvd.rank() == 0:
+            medians = {name: statistics.median(times[what, name]) * 1e3 for name in calls}
+            print(json.dumps({"what": what, "ranks": hvd.size(), "milliseconds": medians}), flush=True)
 
 
 def main() -> None:

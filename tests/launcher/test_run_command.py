@@ -195,3 +195,16 @@ print("on")
     assert run.wait() == 0, run.err.read_text()
     told = ("alone 0 1", "heir 1", "on")
     assert run.lines() == [f"[{rank}]<stdout>:{line}" for rank in (0, 1) for line in told]
+
+
+def test_workers_keep_the_memory_they_free_unless_told_otherwise(
+    launch: Start, script: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say = "print(os.environ['MALLOC_TRIM_THRESHOLD_'], os.environ['MALLOC_MMAP_THRESHOLD_'])"
+    run = launch("-np", 1, sys.executable, script(say))
+    assert run.wait() == 0
+    assert run.lines() == ["[0]<stdout>:4294967296 33554432"]
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    run = launch("-np", 1, sys.executable, script(say))
+    assert run.wait() == 0
+    assert run.lines() == ["[0]<stdout>:1 33554432"]

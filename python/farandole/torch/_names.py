@@ -13,6 +13,13 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+UNITS = 8
+"""Units that a model's gradients make at least, so that most of them travel while the backward pass still runs."""
+LEAST_BYTES = 1 << 20
+"""Size of a unit below which a call costs more than its earlier start saves."""
+MOST_BYTES = 16 << 20
+"""Size of a unit above which nothing is saved any more."""
+
 
 def name_parameters(
     param_groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, torch.Tensor]] | None
@@ -43,39 +50,42 @@ def name_parameters(
     return {parameter: given[parameter] for parameter in parameters}
 
 
-def batch(parameters: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
+def batch(parameters: Sequence[torch.Tensor], limit: int, least: int | None = None) -> list[list[torch.Tensor]]:
     """Neighbours whose gradients arrive one after the other, the last ones first, up to `limit` bytes together.
 
-    What lies together has one dtype and one device.
+    What lies together has one dtype and one device. With `least` the batches of the second half shrink to it: while
+    the last one travels there is nothing left to compute.
     """
     batches: list[list[torch.Tensor]] = []
     room = 0
+    left = sum(parameter.nbytes for parameter in parameters)
     for parameter in reversed(parameters):
         last = batches[-1][-1] if batches else parameter
         room -= parameter.nbytes
         if not batches or room < 0 or (last.dtype, last.device) != (parameter.dtype, parameter.device):
             batches.append([])
-            room = limit - parameter.nbytes
+            room = (limit if least is None else min(limit, max(least, left // 2))) - parameter.nbytes
         batches[-1].append(parameter)
+        left -= parameter.nbytes
     return batches
 
 
 def group_parameters(
-    names: dict[torch.Tensor, str], groups: int | Sequence[Sequence[torch.Tensor]] | None, limit: int
+    names: dict[torch.Tensor, str], groups: int | Sequence[Sequence[torch.Tensor]] | None
 ) -> list[list[torch.Tensor]]:
-    """The parameters whose gradients are reduced as one unit: small neighbours, consecutive groups, or given ones.
+    """The parameters whose gradients are reduced as one unit: neighbours, consecutive groups, or given ones.
 
     Args:
         names: Every parameter of the optimizer and its name.
         groups: How many groups, or their members; the parameters in none stay alone.
-        limit: Bytes of neighbours that are put together when there are no groups.
 
     Raises:
         ValueError: When the number is not positive, or a list has what is no parameter or one twice.
     """
     trainable = [parameter for parameter in names if parameter.requires_grad]
     if groups is None:
-        return batch(trainable, limit)
+        total = sum(parameter.nbytes for parameter in trainable)
+        return batch(trainable, min(max(total // UNITS, LEAST_BYTES), MOST_BYTES), LEAST_BYTES)
     if isinstance(groups, int):
         if groups <= 0:
             raise ValueError(f"groups must be a positive number or a list of lists of parameters: {groups!r}")

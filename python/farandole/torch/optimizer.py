@@ -26,11 +26,6 @@ from farandole.torch.compression import Compression, Compressor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-BATCH_BYTES = 1 << 20
-"""Gradients up to this many bytes together go to the engine at once: a call for each would cost more than it saves."""
-VIEW_BYTES = 8 << 20
-"""Size of the memories that gradients are views of."""
-
 
 class _DistributedOptimizer(torch.optim.Optimizer):
     """What `DistributedOptimizer` mixes into the class of the optimizer it wraps."""
@@ -251,8 +246,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     names = name_parameters(optimizer.param_groups, named_parameters)
-    limit = VIEW_BYTES if gradient_as_bucket_view else BATCH_BYTES
-    units = group_parameters(names, groups, limit)
+    units = group_parameters(names, groups)
     alone = basics.rank() not in members or (len(members) == 1 and not _is_elastic())
     if op == Adasum:
         attributes = {
