@@ -3,7 +3,8 @@
 """Allreduce from 4 B to 64 MiB through farandole.torch, next to torch.distributed's Gloo in the same processes.
 
 Rows alternate between the two, so that both see the same machine. Prints min, p50, p99 and max in microseconds, the
-bandwidth at the median and the ratio of medians, and writes everything to bench/results/allreduce.json.
+bandwidth at the median and the ratio of medians, and writes everything to bench/results/allreduce.json. Where mpi4py
+and `mpirun` are installed, the same sizes follow through MPI's own Allreduce of NumPy arrays, in processes of its own.
 
     python bench/allreduce.py [--ranks 2 4] [--seconds 1.0]
 """
@@ -11,16 +12,18 @@ bandwidth at the median and the ratio of medians, and writes everything to bench
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,6 +99,40 @@ def measure(seconds: float) -> None:
     hvd.shutdown()
 
 
+def measure_mpi(seconds: float) -> None:
+    """One rank of MPI, as `measure`."""
+    import numpy as np  # noqa: PLC0415 - only ranks need it
+    from mpi4py import MPI  # noqa: PLC0415 - may be missing
+
+    world = MPI.COMM_WORLD
+    for size in SIZES:
+        array = np.ones(size // 4, np.float32)
+
+        def call(array: np.ndarray = array) -> None:
+            world.Allreduce(MPI.IN_PLACE, array)
+
+        once = world.bcast(statistics.median(turn(call, 3)))
+        count = max(3, min(2000, int(seconds / ROUNDS / max(once, 1e-6))))
+        times: list[float] = []
+        for _ in range(ROUNDS):
+            array.fill(1.0)
+            world.Barrier()
+            times += turn(call, count)
+        if world.Get_rank() == 0:
+            print(json.dumps({"bytes": size, "mpi": summary(times)}), flush=True)
+
+
+def run_mpi(ranks: int, seconds: float) -> list[dict[str, dict[str, float]]]:
+    """The rows of MPI, by size; none where it is not installed."""
+    if importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun") is None:
+        print("MPI: not measured, needs mpi4py and mpirun")
+        return []
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks)]
+    command += [sys.executable, __file__, "--mpi-worker", "--seconds", str(seconds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
 def human(size: int) -> str:
     """A size in the largest unit that divides it."""
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -104,12 +141,12 @@ def human(size: int) -> str:
     return f"{size} B"
 
 
-def run(ranks: int, seconds: float) -> list[dict[str, object]]:
+def run(ranks: int, seconds: float) -> list[dict[str, Any]]:
     """Measures in a world of `ranks` and prints the table."""
     command = [sys.executable, "-m", "farandole", "run", "-np", str(ranks)]
     command += [sys.executable, __file__, "--worker", "--seconds", str(seconds)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    rows = []
+    rows: list[dict[str, Any]] = []
     print(f"\nallreduce of float32, {ranks} ranks on {os.cpu_count()} cores (microseconds)")
     columns = f"{'size':>8}  {'library':<9} {'calls':>6} {'min':>9} {'p50':>9} {'p99':>9} {'max':>9} {'GB/s':>7}  ratio"
     print(columns)
@@ -132,6 +169,10 @@ def run(ranks: int, seconds: float) -> list[dict[str, object]]:
                 print(f"{human(row['bytes']):>8}  {library:<9} {times['count']:>6} {numbers} {bandwidth:>7.2f}{tail}")
     if process.returncode != 0:
         sys.exit(f"ranks failed with exit code {process.returncode}")
+    for row, peer in zip(rows, run_mpi(ranks, seconds), strict=False):
+        row["mpi"] = peer["mpi"]
+        theirs, ours = peer["mpi"]["p50"], row["farandole"]["p50"]
+        print(f"{human(row['bytes']):>8}  mpi {theirs:>9.1f} p50  {ours / theirs:.2f} x mpi")
     return rows
 
 
@@ -139,10 +180,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="sizes of the world")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each library at each size")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    for own in ("--worker", "--mpi-worker"):
+        parser.add_argument(own, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        measure(arguments.seconds)
+    if arguments.worker or arguments.mpi_worker:
+        (measure if arguments.worker else measure_mpi)(arguments.seconds)
         return
     rows = [row for ranks in arguments.ranks for row in run(ranks, arguments.seconds)]
     RESULTS.mkdir(exist_ok=True)
