@@ -82,6 +82,7 @@ lint: $(VENV)/.packages
 bench: install
 	$(BIN)/python bench/allreduce.py
 	$(BIN)/python bench/training.py
+	$(BIN)/python bench/failures.py
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/spark_run.py
 	$(BIN)/python bench/spark.py
