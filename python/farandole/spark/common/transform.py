@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`transformation_fn`: values made anew in the training processes, before the model sees them.
+
+As in Horovod the function takes one row, a dict of NumPy values by column, and returns one. A function marked by
+`batched` takes and returns whole batches, a dict of arrays whose first axis is rows, and saves the call per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    Arrays = dict[str, npt.NDArray[Any]]
+
+
+def batched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a `transformation_fn` that takes and returns whole batches.
+
+    Args:
+        function: of a dict of arrays, rows first.
+    """
+    setattr(function, "batched", True)  # noqa: B010 - functions have no such attribute for a type checker
+    return function
+
+
+@dataclass(frozen=True)
+class Transformation:
+    """A user's function, and what it says of the columns it makes."""
+
+    function: Callable[..., Any]
+    edits: Sequence[tuple[str, str, tuple[int, ...], bool]] = ()
+    removed: Sequence[str] = ()
+
+    def __call__(self, arrays: Arrays) -> Arrays:
+        """The batch with the columns that the function made of it.
+
+        Args:
+            arrays: columns by name, rows first; at least one row.
+
+        Raises:
+            ValueError: the function returned something else than rows of one shape, as many as it got.
+        """
+        rows = len(next(iter(arrays.values())))
+        made = self._whole(arrays) if getattr(self.function, "batched", False) else self._by_row(arrays, rows)
+        for name in self.removed:
+            made.pop(name, None)
+        for name, dtype, shape, _ in self.edits:
+            if name not in made:
+                raise ValueError(
+                    f"transformation_fn returns no column {name!r}, which transformation_edit_fields names"
+                )
+            try:
+                made[name] = np.asarray(made[name]).astype(dtype).reshape(rows, *shape)
+            except ValueError as error:
+                raise ValueError(f"column {name!r} of transformation_fn is not {dtype} {shape}: {error}") from None
+        for name, values in made.items():
+            if len(values) != rows:
+                raise ValueError(f"transformation_fn made {len(values)} values of column {name!r} out of {rows} rows")
+        return made
+
+    def _whole(self, arrays: Arrays) -> Arrays:
+        made = self.function(dict(arrays))
+        if not isinstance(made, dict):
+            raise TypeError(f"transformation_fn must return a dict of columns: {type(made).__name__}")
+        return {name: np.asarray(values) for name, values in made.items()}
+
+    def _by_row(self, arrays: Arrays, rows: int) -> Arrays:
+        made: list[dict[str, Any]] = []
+        for row in range(rows):
+            one = self.function({name: values[row] for name, values in arrays.items()})
+            if not isinstance(one, dict):
+                raise TypeError(f"transformation_fn must return a row, a dict by column: {type(one).__name__}")
+            made.append(one)
+        try:
+            return {name: np.stack([np.asarray(one[name]) for one in made]) for name in made[0]}
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"transformation_fn returns rows that differ in columns or shapes: {error}") from None

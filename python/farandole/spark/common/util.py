@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Horovod's helpers around prepared data, for code that prepares by itself and trains by `fit_on_parquet`."""
+
+# ruff: noqa: PLC0415 - what needs Spark is loaded when asked for
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from farandole.spark.common import check
+from farandole.spark.common.columns import Roles, check_present, check_types
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pyspark.sql import DataFrame
+
+    from farandole.spark.common.store import AbstractFilesystemStore
+
+__all__ = [
+    "check_shape_compatibility",
+    "check_validation",
+    "clear_training_cache",
+    "get_dataset_properties",
+    "get_simple_meta_from_parquet",
+    "prepare_data",
+    "to_list",
+]
+
+_PROPERTIES: dict[int | None, tuple[int, int, dict[str, Any], float]] = {}
+
+
+@contextlib.contextmanager
+def prepare_data(
+    num_processes: int,
+    store: AbstractFilesystemStore,
+    df: DataFrame,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str] | None = None,
+    validation: float | str | None = None,
+    sample_weight_col: str | None = None,
+    compress_sparse: bool = False,
+    partitions_per_process: int = 10,
+    verbose: int = 0,
+) -> Iterator[int | None]:
+    """Writes columns of a DataFrame to the store, for training.
+
+    Args:
+        num_processes: training processes.
+        store: where to.
+        df: the rows.
+        label_columns: columns the outputs are compared with.
+        feature_columns: columns for the model; default: all that have no other role.
+        validation: share of rows held out, or a column.
+        sample_weight_col: column with each row's weight.
+        compress_sparse: whether to compress vectors, which are written dense.
+        partitions_per_process: most files per process.
+        verbose: whether to say what was prepared.
+
+    Yields:
+        The number of the data set; nobody writes over it inside the context.
+
+    Raises:
+        ValueError: a column is missing or of no use, or a number is out of range.
+    """
+    from farandole.spark.common import prepare
+
+    check.at_least("num_processes", 1)(num_processes)
+    check.at_least("partitions_per_process", 1)(partitions_per_process)
+    check_validation(validation, df)
+    taken = {*label_columns, sample_weight_col, validation}
+    features = [name for name in df.columns if name not in taken] if feature_columns is None else list(feature_columns)
+    roles = Roles(tuple(features), tuple(check.names("label_columns")(label_columns)), sample_weight_col, validation)
+    check_present(roles, df.columns, "DataFrame")
+    check_types(roles, df.schema)
+    with prepare.prepare_data(
+        num_processes, store, df, roles, 0, partitions_per_process, compress_sparse=compress_sparse
+    ) as prepared:
+        _PROPERTIES[prepared.index] = _properties(store, roles, prepared.index)
+        if verbose:
+            print(f"train_rows={prepared.train_rows} val_rows={prepared.val_rows}")  # noqa: T201 - as asked for
+        yield prepared.index
+
+
+def get_dataset_properties(dataset_idx: int | None) -> tuple[int, int, dict[str, Any], float]:
+    """What `get_simple_meta_from_parquet` says of a data set that this process prepared.
+
+    Args:
+        dataset_idx: as `prepare_data` yielded it.
+    """
+    return _PROPERTIES[dataset_idx]
+
+
+def get_simple_meta_from_parquet(
+    store: AbstractFilesystemStore,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str] | None = None,
+    sample_weight_col: str | None = None,
+    dataset_idx: int | None = None,
+) -> tuple[int, int, dict[str, Any], float]:
+    """What is known of the data set in a store.
+
+    Args:
+        store: where it is.
+        label_columns: columns the outputs are compared with.
+        feature_columns: columns for the model; default: all others.
+        sample_weight_col: column with each row's weight.
+        dataset_idx: its number.
+
+    Returns:
+        Training rows, validation rows, a dict by column (`shape`, `element`), and bytes of a row on the average.
+    """
+    from farandole._native.reader import Dataset
+
+    if feature_columns is None:
+        present = [one.name for one in Dataset.open(store.get_train_data_path(dataset_idx)).columns]
+        feature_columns = [name for name in present if name not in {*label_columns, sample_weight_col}]
+    return _properties(store, Roles(tuple(feature_columns), tuple(label_columns), sample_weight_col), dataset_idx)
+
+
+def _properties(
+    store: AbstractFilesystemStore, roles: Roles, idx: int | None
+) -> tuple[int, int, dict[str, Any], float]:
+    import numpy as np
+
+    from farandole._native import prepare as native
+    from farandole.spark.common.prepare import find_data
+
+    found = find_data(store, roles, idx)
+    metadata = {
+        name: {
+            "shape": column.shape,
+            "max_size": column.size,
+            "element": column.dtype,
+            "intermediate_format": "nochange",
+        }
+        for name, column in found.columns.items()
+        if name in roles.kept
+    }
+    manifest = native.read_manifest(found.train_url)
+    if manifest is not None:
+        size = json.loads(manifest)["bytes"] / max(found.train_rows, 1)
+    else:
+        size = float(sum(one["max_size"] * np.dtype(one["element"]).itemsize for one in metadata.values()))
+    return found.train_rows, found.val_rows, metadata, size
+
+
+def clear_training_cache() -> None:
+    """Forgets which DataFrames have been prepared; their files stay until a later fit takes the place."""
+    from farandole.spark.common import prepare
+
+    _PROPERTIES.clear()
+    prepare.clear_training_cache()
+
+
+def check_validation(validation: Any, df: DataFrame | None = None) -> None:
+    """Refuses what is no validation.
+
+    Args:
+        validation: a share of rows, the name of a column, or `None`.
+        df: where the column must be.
+
+    Raises:
+        ValueError: out of range, of another type, or not in the DataFrame.
+    """
+    if validation is None:
+        return
+    try:
+        value = check.validation(validation)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if isinstance(value, str) and df is not None and value not in df.columns:
+        raise ValueError(f"validation column {value!r} is not in the DataFrame columns: {', '.join(df.columns)}")
+
+
+def check_shape_compatibility(
+    metadata: dict[str, Any],
+    feature_columns: Sequence[str],
+    label_columns: Sequence[str],
+    input_shapes: Sequence[Sequence[int]] | None = None,
+    output_shapes: Sequence[Sequence[int]] | None = None,
+    label_shapes: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Refuses columns that do not fit a model's inputs and outputs.
+
+    Args:
+        metadata: as `get_simple_meta_from_parquet` gives it.
+        feature_columns: columns for the model.
+        label_columns: columns the outputs are compared with.
+        input_shapes: of the model's inputs, -1 for rows.
+        output_shapes: of its outputs.
+        label_shapes: of the labels, instead of the outputs'.
+
+    Raises:
+        ValueError: naming the column, its size and the shape.
+    """
+    if input_shapes is not None:
+        if len(feature_columns) != len(input_shapes):
+            raise ValueError(
+                f"Feature column count {len(feature_columns)} must equal model inputs count {len(input_shapes)}"
+            )
+        for index, (name, shape) in enumerate(zip(feature_columns, input_shapes, strict=True)):
+            size, wanted = metadata[name]["max_size"], abs(math.prod(shape))
+            if size is not None and size != wanted:
+                raise ValueError(
+                    f"Feature column '{name}' with size {size} must equal that of the model input at index {index}: "
+                    f"{wanted}"
+                )
+    wanted_labels = label_shapes if label_shapes is not None else output_shapes
+    if wanted_labels is not None and len(label_columns) != len(wanted_labels):
+        raise ValueError(f"Label column count {len(label_columns)} must equal model outputs count {len(wanted_labels)}")
+
+
+def to_list(value: Any, length: int) -> list[Any] | None:
+    """A list of one thing per column.
+
+    Args:
+        value: `None`, one for all, or a list.
+        length: how many.
+
+    Raises:
+        ValueError: a list of another length.
+    """
+    if value is None:
+        return None
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if len(values) == 1:
+        return values * length
+    if len(values) != length:
+        raise ValueError(f"a list of length {len(values)} does not go with {length} columns")
+    return values
