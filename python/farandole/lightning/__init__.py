@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Lightning on Farandole's engine: once this is imported, `Trainer(strategy="farandole")` trains on all ranks.
+
+Processes come from `farandole run`, a Spark job or whatever else forms a world; each takes one device. Gradients,
+metrics with `sync_dist=True` and torchmetrics go through `torch.distributed` with the backend `"farandole"`. The
+name `"horovod"`, which Lightning itself has given up, means the same.
+
+Example:
+    import lightning
+    import farandole.lightning
+
+    trainer = lightning.Trainer(strategy="farandole", accelerator="cpu", max_epochs=3)
+    trainer.fit(module, loader)
+"""
+
+from importlib.util import find_spec
+
+if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
+    raise ImportError("farandole.lightning needs Lightning: pip install farandole[lightning]", name="lightning")
+
+from farandole.lightning.strategy import FarandoleEnvironment, FarandoleStrategy, register
+
+__all__ = ["FarandoleEnvironment", "FarandoleStrategy", "register"]
+
+register()

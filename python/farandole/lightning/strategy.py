@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The strategy: DistributedDataParallel over the backend `"farandole"`, in processes that somebody else started.
+
+Lightning is one code under two names, `lightning.pytorch` and `pytorch_lightning`, whose classes do not know each
+other. The strategy is made for the first, and for the other one where it is asked for.
+"""
+
+# ruff: noqa: PLC0415 - whichever of the two packages is there
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import farandole.torch as hvd
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy
+
+NAMES = ("farandole", "horovod")
+"""What `Trainer(strategy=...)` takes once the strategy is registered."""
+
+_PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+class _World:
+    """Ranks and sizes as the session has them; it begins when somebody asks."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Processes are there already."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Not used: ranks meet through the session."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """Not used, as the address."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether this process is a rank of some world."""
+        return hvd.is_initialized()
+
+    def world_size(self) -> int:
+        """All ranks."""
+        _begin()
+        return hvd.size()
+
+    def set_world_size(self, size: int) -> None:
+        """Says nothing new."""
+
+    def global_rank(self) -> int:
+        """This rank."""
+        _begin()
+        return hvd.rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Says nothing new."""
+
+    def local_rank(self) -> int:
+        """This rank among those of its host."""
+        _begin()
+        return hvd.local_rank()
+
+    def node_rank(self) -> int:
+        """This host among all."""
+        _begin()
+        return hvd.cross_rank()
+
+
+@cache
+def environment_class(package: str) -> type[Any]:
+    """Lightning's view of Farandole's world, for one of its packages.
+
+    Args:
+        package: `lightning.pytorch` or `pytorch_lightning`.
+    """
+    base = import_module(f"{_PACKAGES[package]}.plugins").ClusterEnvironment
+    return type("FarandoleEnvironment", (_World, base), {"__doc__": _World.__doc__, "__module__": __name__})
+
+
+@cache
+def strategy_class(package: str) -> type[Any]:
+    """The strategy for one of Lightning's packages.
+
+    Args:
+        package: `lightning.pytorch` or `pytorch_lightning`.
+    """
+    base: type[DDPStrategy] = import_module(f"{package}.strategies").DDPStrategy
+    rank_zero = import_module(f"{package}.utilities.rank_zero").rank_zero_only
+
+    class FarandoleStrategy(base):
+        """Trains one model on all ranks of Farandole's world.
+
+        Args:
+            **kwargs: as for Lightning's `DDPStrategy`, such as `find_unused_parameters=True`.
+        """
+
+        strategy_name = "farandole"
+
+        def __init__(self, **kwargs: Any) -> None:
+            kwargs.setdefault("cluster_environment", environment_class(package)())
+            super().__init__(process_group_backend="farandole", **kwargs)
+
+        @property
+        def root_device(self) -> torch.device:
+            """The device of this rank: of several, the one with its local rank."""
+            devices = self.parallel_devices or [torch.device("cpu")]
+            return devices[self.local_rank % len(devices)]
+
+        @property
+        def num_processes(self) -> int:
+            """Ranks of this host."""
+            _begin()
+            return hvd.local_size()
+
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, Any]:
+            """What a sampler needs to know."""
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+        def set_world_ranks(self) -> None:
+            """Tells Lightning's helpers which rank this is."""
+            rank_zero.rank = self.global_rank
+            import_module(f"{_PACKAGES[package]}.utilities.rank_zero").rank_zero_only.rank = self.global_rank
+
+        def _configure_launcher(self) -> None:
+            self._launcher = None
+
+        def setup_distributed(self) -> None:
+            """Has the world begin, and torch.distributed in it."""
+            import torch.distributed as dist
+
+            import farandole.torch.distributed  # noqa: F401 - registers the backend
+
+            _begin()
+            self.set_world_ranks()
+            if not dist.is_initialized():
+                dist.init_process_group("farandole", init_method="farandole://")
+
+    FarandoleStrategy.__qualname__ = "FarandoleStrategy"
+    return FarandoleStrategy
+
+
+def register() -> None:
+    """Registers the strategy under its names with each of Lightning's packages that is installed."""
+    for package in _PACKAGES:
+        if find_spec(package.partition(".")[0]) is None:
+            continue
+        registry = import_module(f"{package}.strategies").StrategyRegistry
+        for name in NAMES:
+            registry.register(
+                name, strategy_class(package), description="one process per rank of Farandole's world", override=True
+            )
+
+
+def _begin() -> None:
+    if not hvd.is_initialized():
+        hvd.init(process_sets="dynamic")
+
+
+_FIRST = next(package for package in _PACKAGES if find_spec(package.partition(".")[0]) is not None)
+
+FarandoleEnvironment = environment_class(_FIRST)
+FarandoleStrategy = strategy_class(_FIRST)
