@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""How columns become what a model takes, in training and in transform alike.
+
+An input whose shape and type the model states gets them; else a vector or list column of `n` elements is `(rows, n)`,
+a scalar column `(rows, 1)`, integers stay integers and the rest is float32. Columns listed together become one array,
+side by side. A model with several inputs gets a tuple, or a dict where it takes one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from farandole.spark.common.columns import Column, row_shape
+from farandole.spark.keras.job import Input, Label, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+def inputs_of(model: Any, groups: Sequence[Sequence[str]], columns: Mapping[str, Column]) -> tuple[Any, Any]:
+    """What each group of feature columns becomes.
+
+    Args:
+        model: may state its inputs.
+        groups: the columns of each input.
+        columns: by name.
+
+    Returns:
+        The inputs, and their names where the model takes a dict.
+
+    Raises:
+        ValueError: the columns do not fit the inputs that the model states.
+    """
+    stated = getattr(model, "inputs", None)
+    sizes = [sum(max(1, columns[name].size) for name in group) for group in groups]
+    if not stated:
+        made = [
+            Input(tuple(group), _dtype([columns[name].dtype for name in group]), (-1, size))
+            for group, size in zip(groups, sizes, strict=True)
+        ]
+        return tuple(made), None
+    if len(stated) != len(groups):
+        hint = ""
+        if len(stated) == 1 and len(groups) > 1:
+            hint = f'; to put columns side by side, list them together: feature_cols=[["{groups[0][0]}", ...]]'
+        raise ValueError(f"Feature column count {len(groups)} must equal model inputs count {len(stated)}{hint}")
+    keys = getattr(model, "_inputs_struct", None)
+    names = tuple(sorted(keys)) if isinstance(keys, dict) else None
+    if names is not None and {tuple(group) for group in groups} == {(name,) for name in names}:
+        order = {name: index for index, name in enumerate(names)}
+        stated = [stated[order[group[0]]] for group in groups]
+        names = tuple(group[0] for group in groups)
+    made = []
+    for index, (group, size, one) in enumerate(zip(groups, sizes, stated, strict=True)):
+        made.append(Input(tuple(group), _stated(str(one.dtype)), (-1, *_fitted(group, size, one.shape[1:], index))))
+    return tuple(made), names
+
+
+def _fitted(group: Sequence[str], size: int, shape: Sequence[int | None], index: int) -> tuple[int, ...]:
+    lengths = [-1 if length is None else int(length) for length in shape]
+    known = math.prod(length for length in lengths if length != -1)
+    fits = known == size if -1 not in lengths else known > 0 and size % known == 0
+    if not fits or lengths.count(-1) > 1:
+        named = repr(group[0]) if len(group) == 1 else f"[{', '.join(group)}]"
+        raise ValueError(
+            f"Feature column {named} with size {size} must equal that of the model input at index {index}, whose shape "
+            f"is {tuple(shape)}"
+        )
+    return tuple(row_shape(lengths, size)) if lengths[:1] != [-1] else (size // known, *lengths[1:])
+
+
+def _dtype(dtypes: Sequence[str]) -> str:
+    return "int64" if all(one in _INTEGERS for one in dtypes) else "float32"
+
+
+def _stated(dtype: str) -> str:
+    return dtype if dtype in (*_INTEGERS, "bool", "float64") else "float32"
+
+
+def reader_casts(shape: Shape, labels: Sequence[Label], weight: str | None) -> dict[str, str | None]:
+    """The columns to read, and what the reader casts them to, if that is anything it can.
+
+    Args:
+        shape: of the model.
+        labels: of the run.
+        weight: column of rows' weights.
+    """
+    casts: dict[str, str | None] = {}
+    for one in shape.inputs:
+        casts |= dict.fromkeys(one.columns, one.dtype if one.dtype in ("float32", "float64", "int64") else None)
+    casts |= {one.column.name: one.dtype for one in labels}
+    return casts | ({} if weight is None else {weight: "float32"})
+
+
+def model_inputs(shape: Shape, columns: Mapping[str, Array], rows: int) -> Any:
+    """The model's argument.
+
+    Args:
+        shape: of the model.
+        columns: arrays by name, rows first.
+        rows: in each.
+    """
+    made: list[Array] = []
+    for one in shape.inputs:
+        if len(one.columns) == 1:
+            values = columns[one.columns[0]]
+        else:
+            values = np.concatenate([columns[name].reshape(rows, -1) for name in one.columns], axis=1)
+        made.append(values.astype(one.dtype, copy=False).reshape(rows, *one.shape[1:]))
+    return argument(made, shape.input_keys)
+
+
+def argument(arrays: Sequence[Array], keys: Sequence[str] | None) -> Any:
+    """Arrays as a model takes them: one alone, several in a tuple, or all in a dict.
+
+    Args:
+        arrays: in order.
+        keys: of the dict, where the model takes one.
+    """
+    if keys is not None:
+        return dict(zip(keys, arrays, strict=True))
+    return arrays[0] if len(arrays) == 1 else tuple(arrays)
+
+
+def model_labels(shape: Shape, labels: Sequence[Label], columns: Mapping[str, Array], rows: int) -> Any:
+    """What the model's outputs are compared with.
+
+    Args:
+        shape: of the model.
+        labels: of the run.
+        columns: arrays by name, rows first.
+        rows: in each.
+    """
+    made = [columns[one.column.name].astype(one.dtype, copy=False).reshape(rows, *one.shape[1:]) for one in labels]
+    return argument(made, shape.output_keys)
+
+
+def zeros(shape: Shape, labels: Sequence[Label], rows: int) -> tuple[Any, Any]:
+    """Inputs and labels of nothing but zeros, to try a model with.
+
+    Args:
+        shape: of the model.
+        labels: of the run.
+        rows: how many.
+    """
+    x = [np.zeros((rows, *one.shape[1:]), one.dtype) for one in shape.inputs]
+    y = [np.zeros((rows, *one.shape[1:]), one.dtype) for one in labels]
+    return argument(x, shape.input_keys), argument(y, shape.output_keys) if y else None
+
+
+def output_keys(value: Any, labels: Sequence[str]) -> tuple[str, ...] | None:
+    """Names of a model's outputs in the order of the labels, for a model that returns a dict.
+
+    Args:
+        value: what it returned.
+        labels: the label columns; outputs of their names are theirs, else they go by the dict's order.
+    """
+    if not isinstance(value, dict):
+        return None
+    keys = tuple(str(key) for key in value)
+    return tuple(labels) if set(keys) == set(labels) else keys
+
+
+def flat_outputs(value: Any, keys: Sequence[str] | None, count: int) -> list[Any]:
+    """A model's outputs as a list, one per label.
+
+    Args:
+        value: what the model returned.
+        keys: of a dict.
+        count: labels.
+
+    Raises:
+        ValueError: there is another number of them.
+    """
+    if keys is not None:
+        found = [value[key] for key in keys]
+    else:
+        found = list(value) if isinstance(value, list | tuple) else [value]
+    if len(found) != count:
+        raise ValueError(f"Label column count {count} must equal model outputs count {len(found)}")
+    return found
+
+
+def label_of(column: Column, output: Sequence[int], stated: Sequence[int] | None) -> Label:
+    """The array of one label column.
+
+    Args:
+        column: of the label.
+        output: shape of one row of the model's output.
+        stated: shape as the user set it.
+    """
+    like_output = column.size == math.prod(output)
+    # What is compared element by element is a number; indices of classes stay integers.
+    dtype = "int64" if column.dtype in _INTEGERS and not like_output else "float32"
+    if stated is not None:
+        return Label(column, dtype, (-1, *row_shape(stated, column.size)))
+    return Label(column, dtype, (-1, *(output if like_output else column.shape)))
+
+
+def told_misfit(shape: Shape, error: Exception) -> str:
+    """What to say when a model does not take its inputs.
+
+    Args:
+        shape: of the model.
+        error: what the model raised.
+    """
+    shapes = ", ".join(f"{one.name} {_shown(one.shape)}" for one in shape.inputs)
+    return f"the model does not take its {len(shape.inputs)} inputs as ({shapes}): {error}"
+
+
+def told_mapping(shape: Shape, labels: Sequence[Label], outputs: Sequence[Sequence[int]]) -> str:
+    """How columns go into the model and come out of it, for the user to see.
+
+    Args:
+        shape: of the model.
+        labels: of the run.
+        outputs: shape of one row of each output.
+    """
+    goes = ", ".join(f"{one.name} -> {one.dtype} {_shown(one.shape)}" for one in shape.inputs)
+    comes = ", ".join(
+        f"{_shown((-1, *output))} with {one.column.name} {one.dtype} {_shown(one.shape)}"
+        for one, output in zip(labels, outputs, strict=True)
+    )
+    return f"the model gets {goes}; it returns {comes}"
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The model that a run trains: a copy of the user's, compiled with what the estimator was given.
+
+What the estimator was not given comes from how the model was compiled; its optimizer then keeps its state. The user's
+own model is built if it was not, and else left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from farandole.spark.keras import payload
+from farandole.spark.keras.arrays import flat_outputs, label_of, output_keys, told_misfit, zeros
+from farandole.spark.keras.job import Shape
+from farandole.spark.keras.objects import custom_objects
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from farandole.spark.common.columns import Column
+    from farandole.spark.keras.job import Label
+
+
+@dataclass
+class Compiled:
+    """A copy of the user's model, ready to travel."""
+
+    model: Any
+    packed: bytes
+    custom_objects: dict[str, Any]
+
+
+def compile_arguments(model: Any) -> dict[str, Any]:
+    """The arguments that a model was compiled with; empty when it was not.
+
+    Args:
+        model: of Keras.
+    """
+    config = getattr(model, "_compile_config", None)
+    return dict(config.config) if config is not None and model.compiled else {}
+
+
+def has_own_step(model: Any) -> bool:
+    """Whether the model trains in a way of its own, which needs no loss.
+
+    Args:
+        model: of Keras.
+    """
+    return type(model).train_step is not keras.Model.train_step
+
+
+def build(model: Any, shape: Shape) -> None:
+    """Builds a model that has not been, by a call.
+
+    Args:
+        model: of the user.
+        shape: of its inputs.
+
+    Raises:
+        ValueError: it does not take them.
+    """
+    if not all(layer.built for layer in model._flatten_layers()):  # noqa: SLF001 - as Keras asks
+        _call(model, shape)
+
+
+def compiled_copy(
+    model: Any, optimizer: Any, given: Mapping[str, Any], custom: Mapping[str, Any], backward_passes: int
+) -> Compiled:
+    """Copies and compiles.
+
+    Args:
+        model: of the user, built.
+        optimizer: the estimator's; `None` takes the model's.
+        given: further arguments of `compile` that the estimator was given.
+        custom: the user's classes and functions by name.
+        backward_passes: batches whose gradients make one step.
+
+    Raises:
+        ValueError: Keras cannot save or load the model; the message says what is missing.
+    """
+    if type(model).compile is not keras.Model.compile and not _restores_itself(model):
+        raise ValueError(
+            f"{type(model).__name__} overrides compile(): it must override get_compile_config() and "
+            f"compile_from_config(), too, so that training processes can compile it"
+        )
+    found = custom_objects(model, custom, optimizer, *given.values())
+    copy = _copied(model, found)
+    arguments = {**compile_arguments(model), **given}
+    if optimizer is not None and optimizer is not getattr(model, "optimizer", None):
+        arguments["optimizer"] = _fresh(optimizer, found, backward_passes)
+    elif backward_passes > 1:
+        arguments["optimizer"] = _fresh(model.optimizer, found, backward_passes)
+    else:
+        arguments["optimizer"] = copy.optimizer if copy.compiled else model.optimizer
+    if type(model).compile is keras.Model.compile:
+        copy.compile(**arguments)
+    if not copy.optimizer.built:
+        copy.optimizer.build(copy.trainable_variables)
+    packed = payload.pack(copy)
+    return Compiled(_loaded(packed, found), packed, found)
+
+
+def try_out(
+    compiled: Compiled,
+    shape: Shape,
+    columns: Sequence[Column],
+    label_shapes: Sequence[Sequence[int]] | None,
+    weighted: bool,
+) -> tuple[Shape, tuple[Label, ...], list[tuple[int, ...]]]:
+    """Calls model, losses and metrics once, on two rows of zeros, so that misfits show before workers start.
+
+    Args:
+        compiled: the copy.
+        shape: of its inputs.
+        columns: of the labels.
+        label_shapes: as the user set them.
+        weighted: whether rows have weights.
+
+    Returns:
+        The shape with the names of outputs, the labels, and the shape of one row of each output.
+
+    Raises:
+        ValueError: something does not fit.
+    """
+    model = compiled.model
+    value = _call(model, shape)
+    names = [column.name for column in columns]
+    keys = output_keys(value, names)
+    outputs = [tuple(output.shape) for output in flat_outputs(value, keys, len(names))]
+    for name, output in zip(names, outputs, strict=True):
+        if output[:1] != (2,):
+            raise ValueError(
+                f"the model must return one row per row of its input: for 2 rows, its output for column {name!r} has "
+                f"shape {output}"
+            )
+    rows = [output[1:] for output in outputs]
+    labels = tuple(
+        label_of(column, output, None if label_shapes is None else label_shapes[index])
+        for index, (column, output) in enumerate(zip(columns, rows, strict=True))
+    )
+    whole = Shape(shape.inputs, shape.input_keys, keys)
+    if not has_own_step(model):
+        _try_losses(model, whole, labels, value, weighted)
+    return whole, labels, rows
+
+
+def _try_losses(model: Any, shape: Shape, labels: Sequence[Label], value: Any, weighted: bool) -> None:
+    x, y = (keras.tree.map_structure(keras.ops.convert_to_tensor, one) for one in zeros(shape, labels, 2))
+    weights = keras.ops.ones((2,)) if weighted else None
+    try:
+        loss = model.compute_loss(x=x, y=y, y_pred=value, sample_weight=weights)
+        model.compute_metrics(x, y, value, weights)
+    except Exception as error:
+        told = ", ".join(f"{one.column.name} {one.dtype} (2, {', '.join(map(str, one.shape[1:]))})" for one in labels)
+        raise ValueError(
+            f"the loss or a metric does not take the model's output and the labels ({told}): {error}"
+        ) from error
+    model.reset_metrics()
+    if tuple(loss.shape):
+        raise ValueError(f"the loss must be one number, a mean over rows: its shape is {tuple(loss.shape)}")
+
+
+def _call(model: Any, shape: Shape) -> Any:
+    x, _ = zeros(shape, (), 2)
+    try:
+        return model(keras.tree.map_structure(keras.ops.convert_to_tensor, x), training=False)
+    except Exception as error:
+        raise ValueError(told_misfit(shape, error)) from error
+
+
+def _copied(model: Any, found: Mapping[str, Any]) -> Any:
+    try:
+        packed = payload.pack(model)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ValueError(f"Keras cannot save the model {model.name!r}, so no process can get it: {error}") from error
+    return _loaded(packed, found)
+
+
+def _loaded(packed: bytes, found: Mapping[str, Any]) -> Any:
+    try:
+        return payload.unpack(packed, found, safe_mode=False)  # made here, of the user's own model
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "the model does not load again; classes and functions that Keras does not know by name go into "
+            f"custom_objects: {error}"
+        ) from error
+
+
+def _restores_itself(model: Any) -> bool:
+    return type(model).compile_from_config is not keras.Model.compile_from_config
+
+
+def _fresh(optimizer: Any, found: Mapping[str, Any], backward_passes: int) -> Any:
+    """The optimizer of a name or configuration, without the state and variables of any model."""
+    known = keras.optimizers.get(optimizer)
+    config: Any = keras.optimizers.serialize(known)
+    if backward_passes > 1:
+        inner = config["config"].get("inner_optimizer", config)
+        if inner["config"].get("gradient_accumulation_steps"):
+            raise ValueError(
+                "give either backward_passes_per_step or an optimizer's gradient_accumulation_steps, not both"
+            )
+        inner["config"]["gradient_accumulation_steps"] = backward_passes
+    return keras.optimizers.deserialize(config, custom_objects=dict(found))

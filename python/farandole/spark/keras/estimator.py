@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`KerasEstimator`: a Keras model fitted data-parallel on a DataFrame."""
+
+# ruff: noqa: ARG002, PLC0415 - keyword_only reads the arguments; cycle with persistence
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+import cloudpickle
+import keras
+from pyspark import keyword_only
+from pyspark.ml.util import MLReadable, MLWritable
+
+from farandole.spark.common.backend import Backend
+from farandole.spark.common.columns import Column, check_sizes
+from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.outputs import Output
+from farandole.spark.common.transform import Transformation
+from farandole.spark.keras import compiled, payload
+from farandole.spark.keras.arrays import inputs_of, told_mapping
+from farandole.spark.keras.job import Data, Job, Objects, Shape
+from farandole.spark.keras.model import KerasModel
+from farandole.spark.keras.objects import travelling
+from farandole.spark.keras.params import KerasParams
+from farandole.spark.keras.remote import train
+from farandole.spark.keras.source import sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from farandole.spark.common.prepare import Prepared
+    from farandole.spark.common.progress import Progress
+    from farandole.spark.common.store import Store
+    from farandole.spark.keras.compiled import Compiled
+    from farandole.spark.keras.job import Trained
+    from farandole.spark.keras.persistence import KerasEstimatorParamsReader, KerasEstimatorParamsWriter
+
+_QUIET_TENSORFLOW = "2"
+
+
+class KerasEstimatorParamsWritable(MLWritable):
+    """Saves an estimator by Spark ML's `write()`."""
+
+    def write(self) -> KerasEstimatorParamsWriter:
+        """The writer; `write().overwrite().save(path)` replaces what is there. Backend and store are not saved."""
+        from farandole.spark.keras.persistence import KerasEstimatorParamsWriter
+
+        return KerasEstimatorParamsWriter(cast("Any", self))
+
+
+class KerasEstimatorParamsReadable(MLReadable["KerasEstimator"]):
+    """Loads an estimator by Spark ML's `read()`."""
+
+    @classmethod
+    def read(cls) -> KerasEstimatorParamsReader:
+        """The reader; loading runs the code that was pickled with the estimator."""
+        from farandole.spark.keras.persistence import KerasEstimatorParamsReader
+
+        return KerasEstimatorParamsReader(cast("Any", cls))
+
+
+class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadable, KerasEstimatorParamsWritable):
+    """Fits a Keras model on a DataFrame, on several processes at once, by Keras's own `fit`.
+
+    The training processes run Keras on the backend of the driver: TensorFlow, torch or JAX (`KERAS_BACKEND`, here or
+    in `backend_env`). The model travels as a `.keras` file; classes and functions of yours that it is made of travel
+    along. What is not given here, optimizer, loss, metrics, is taken from how the model was compiled.
+
+    How columns become arrays: every feature column is one input of the model, in the shape and type that the model
+    states; an input it does not state is `(rows, n)` for vectors and arrays of length n, `(rows, 1)` for numbers,
+    float32, or int64 for integers. Columns listed together, `feature_cols=[["a", "b"], "image"]`, are one input, side
+    by side. A label has the shape of its output where it has as many elements, else that of its column. The model is
+    tried on the driver and the mapping is printed.
+
+    How it learns: gradients are averaged over processes and the learning rate, a schedule too, is multiplied by their
+    number, on a fresh and on a resumed run alike; a rate that a callback sets is the one that counts. Each row of a
+    step counts the same. Every process takes the same number of steps; each row is seen once per epoch. Metrics are
+    those of all rows, whichever process held them, and so are the logs that callbacks see. The moving statistics of
+    batch normalisation are averaged at the end of every epoch. With `random_seed`, the split, the order, and
+    Keras on each rank are seeded; dropout differs between ranks.
+
+    A `run_id` whose checkpoint is in the store is resumed: the run goes on after its last complete epoch, up to
+    `epochs` of them all together.
+
+    Args:
+        num_proc: Training processes; default: Spark's default parallelism.
+        model: A `keras.Model`, compiled or not.
+        backend: Where processes run, instead of `num_proc`: `SparkBackend`, `LocalBackend`.
+        store: Where prepared data, checkpoints and logs live: a `Store`, or a path.
+        custom_objects: Classes and functions by name, where Keras asks for them; those that the model is seen to be
+            made of need not be listed.
+        optimizer: An optimizer of Keras's or its name; default: the compiled model's, with its state.
+        loss: A loss of Keras's, or a list or dict of one per output; default: the compiled model's.
+        loss_weights: Weight of each output's loss.
+        sample_weight_col: Column with each row's weight in the loss and in the model's `weighted_metrics`.
+        metrics: As `compile` takes them; default: the compiled model's.
+        feature_cols: Columns for the model; a list in the list makes one input of several columns.
+        label_cols: Columns to compare the outputs with.
+        validation: Share of rows held out, or a column: true or positive rows are held out.
+        gradient_compression: Such as `farandole.keras.Compression.fp16`.
+        batch_size: Rows per step and process; default 32.
+        val_batch_size: The same for validation; default: `batch_size`.
+        epochs: Times the rows are seen; default 1.
+        verbose: 0 silent, 1 progress, 2 also what workers print; default 1.
+        callbacks: Keras's; they run on every rank and see the scores of all rows. A `TensorBoard` runs on rank 0 and
+            writes into the store.
+        random_seed: Seed of everything.
+        shuffle: Whether each epoch has its own order; default True.
+        partitions_per_process: Most files of prepared data per process; default 10.
+        run_id: Name of the run; default `keras_<time>`.
+        train_steps_per_epoch: Training steps per epoch, fewer or more than one pass over the rows takes.
+        validation_steps_per_epoch: Fewer validation steps per epoch.
+        transformation_fn: Makes other values of each row, a dict by column, in the training processes; marked by
+            `farandole.spark.common.transform.batched`, of whole batches.
+        transformation_edit_fields: Columns it changes: (name, NumPy type, shape, whether nulls are allowed).
+        transformation_removed_fields: Columns it removes.
+        train_reader_num_workers: Reading threads per process; default 2.
+        val_reader_num_workers: The same for validation.
+        reader_pool_type: Accepted for Horovod's sake: readers are native threads.
+        label_shapes: Shape of each label's array, -1 for its rows.
+        checkpoint_callback: A `ModelCheckpoint` such as `farandole.keras.callbacks.BestModelCheckpoint`: `fit` returns
+            the model that it kept, in place of the last one.
+        inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
+        backend_env: Variables to set in the training processes.
+        use_gpu: Train on GPUs where every process sees one; default True.
+        mp_start_method: How training processes start processes of their own.
+        backward_passes_per_step: Batches whose gradients, averaged, make one step; default 1.
+        tensorflow_dataset_prefetch_buffer_size: On TensorFlow, batches prepared ahead; 0, the default, leaves it to
+            Keras.
+        data_module: A class that gives batches instead of the native reader, built with the arguments of Horovod's
+            `DataModule`; its `train_data()` and `val_data()` return what `fit` takes.
+        shuffle_buffer_size: Ignored.
+        compress_sparse_cols: Accepted for Horovod's sake: prepared vectors are dense.
+        continuous_cols: NVTabular's; not used.
+        categorical_cols: NVTabular's; not used.
+        mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
+        on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
+        max_restarts: Most restarts of one fit; default 3.
+    """
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        num_proc: int | None = None,
+        model: keras.Model | None = None,
+        backend: Backend | None = None,
+        store: Store | str | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+        optimizer: keras.optimizers.Optimizer | str | None = None,
+        loss: Any = None,
+        loss_weights: Sequence[float] | None = None,
+        sample_weight_col: str | None = None,
+        metrics: Any = None,
+        feature_cols: Sequence[str | Sequence[str]] | None = None,
+        label_cols: Sequence[str] | None = None,
+        validation: float | str | None = None,
+        gradient_compression: Any = None,
+        batch_size: int | None = None,
+        val_batch_size: int | None = None,
+        epochs: int | None = None,
+        verbose: int | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        random_seed: int | None = None,
+        shuffle_buffer_size: int | None = None,
+        shuffle: bool | None = None,
+        partitions_per_process: int | None = None,
+        run_id: str | None = None,
+        train_steps_per_epoch: int | None = None,
+        validation_steps_per_epoch: int | None = None,
+        transformation_fn: Callable[..., Any] | None = None,
+        transformation_edit_fields: Sequence[Any] | None = None,
+        transformation_removed_fields: Sequence[str] | None = None,
+        train_reader_num_workers: int | None = None,
+        val_reader_num_workers: int | None = None,
+        reader_pool_type: str | None = None,
+        label_shapes: Sequence[Sequence[int]] | None = None,
+        checkpoint_callback: keras.callbacks.ModelCheckpoint | None = None,
+        inmemory_cache_all: bool | None = None,
+        backend_env: Mapping[str, str] | None = None,
+        use_gpu: bool | None = None,
+        mp_start_method: str | None = None,
+        backward_passes_per_step: int | None = None,
+        tensorflow_dataset_prefetch_buffer_size: int | None = None,
+        data_module: type | None = None,
+        compress_sparse_cols: bool | None = None,
+        continuous_cols: Sequence[str] | None = None,
+        categorical_cols: Sequence[str] | None = None,
+        mlflow: bool | None = None,
+        on_failure: str | None = None,
+        max_restarts: int | None = None,
+    ) -> None:
+        super().__init__()
+        # Only what was passed is set: a default in the signature must not win over a param map.
+        given = cast("dict[str, Any]", self._input_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        self.setParams(**{name: value for name, value in given.items() if value is not None})
+
+    def _check(self) -> None:
+        super()._check()
+        model = self.getModel()
+        if not isinstance(model, keras.Model):
+            raise ValueError(f"model must be a keras.Model: {type(model).__name__}")
+        known = compiled.compile_arguments(model)
+        optimizer = self.getOptimizer()
+        if optimizer is None and getattr(model, "optimizer", None) is None:
+            raise ValueError("Optimizer parameter is required for the model to compile, or a compiled model")
+        if optimizer is not None and not isinstance(optimizer, str | keras.optimizers.Optimizer):
+            raise ValueError(f"optimizer must be an optimizer of Keras's or its name: {type(optimizer).__name__}")
+        if self.getLoss() is None and known.get("loss") is None and not compiled.has_own_step(model):
+            raise ValueError("Loss parameter is required for the model to compile, or a compiled model")
+        loss = self.getLoss()
+        if isinstance(loss, list) and len(loss) != len(self.getLabelCols()):
+            raise ValueError(f"loss needs one loss, or one per label column {len(self.getLabelCols())}: {len(loss)}")
+        for callback in self.getCallbacks():
+            if not isinstance(callback, keras.callbacks.Callback):
+                raise TypeError(f"a callback must be a keras.callbacks.Callback: {callback!r}")
+
+    def _backend(self) -> Backend:
+        quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", _QUIET_TENSORFLOW)
+        env = {"KERAS_BACKEND": keras.backend.backend(), "TF_CPP_MIN_LOG_LEVEL": quiet, **self.getBackendEnv()}
+        return _WithEnvironment(super()._backend(), env)
+
+    def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> KerasModel:
+        job, copy, outputs = self._job(prepared)
+        shown.message(told_mapping(job.shape, job.labels, outputs))
+        checkpoint = job.paths().get("checkpoint")
+        if checkpoint is not None and self._store().exists(checkpoint):
+            shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {job.epochs}")
+        with self._tracked(job.run_id) as tracker:
+            trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
+            payload.load_state(copy.model, trained.model)
+            tracker.model(copy.model, "keras")
+        return KerasModel(
+            history=trained.history,
+            model=copy.model,
+            feature_columns=self.getFeatureCols(),
+            label_columns=self.getLabelCols(),
+            custom_objects=copy.custom_objects,
+            run_id=job.run_id,
+            paths=job.paths(),
+            outputs=[
+                Output(one.column.dtype, bool(one.column.shape), _size(output))
+                for one, output in zip(job.labels, outputs, strict=True)
+            ],
+        )
+
+    def _job(self, prepared: Prepared) -> tuple[Job, Compiled, list[tuple[int, ...]]]:
+        """The run's description, a copy of the model that nobody else holds, and the shapes of its outputs' rows."""
+        groups, labels = self._inputs(), self.getLabelCols()
+        raw = self._roles().kept
+        transformation = self._transformation()
+        columns = {name: prepared.columns[name] for name in raw}
+        if transformation is not None:
+            made = sample(prepared.train_url, raw, transformation)
+            columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in made.items()}
+            missing = [name for name in raw if name not in columns]
+            if missing:
+                raise ValueError(f"transformation_fn leaves no column of these names: {', '.join(missing)}")
+        check_sizes(columns, labels, self.getLabelShapes(), "label")
+        model = self.getModel()
+        inputs, keys = inputs_of(model, groups, columns)
+        shape = Shape(inputs, keys, None)
+        compiled.build(model, shape)
+        given = {"loss": self.getLoss(), "loss_weights": self.getLossWeights(), "metrics": self.getMetrics() or None}
+        copy = compiled.compiled_copy(
+            model,
+            self.getOptimizer(),
+            {name: value for name, value in given.items() if value is not None},
+            self.getCustomObjects(),
+            self.getBackwardPassesPerStep(),
+        )
+        weight = self.getSampleWeightCol()
+        label_columns = [columns[name] for name in labels]
+        shape, arrays, outputs = compiled.try_out(copy, shape, label_columns, self.getLabelShapes(), weight is not None)
+        run_id = self.getRunId() or f"keras_{int(time.time())}_{secrets.token_hex(2)}"
+        objects = Objects(
+            custom_objects=copy.custom_objects,
+            callbacks=travelling(self.getCallbacks()),
+            checkpoint_callback=next(iter(travelling([one for one in [self.getCheckpointCallback()] if one])), None),
+            compression=self.getGradientCompression(),
+            transformation=transformation,
+            data_module=self.getDataModule(),
+        )
+        job = Job(
+            model=copy.packed,
+            objects=cloudpickle.dumps(objects),
+            store=self._store().to_remote(run_id, prepared.index),
+            run_id=run_id,
+            data=self._data(prepared, raw),
+            shape=shape,
+            labels=arrays,
+            weight=weight,
+            epochs=self.getEpochs(),
+            random_seed=self.getRandomSeed(),
+            use_gpu=self.getUseGpu(),
+            mp_start_method=self.getMpStartMethod(),
+            floatx=keras.config.floatx(),
+            verbose=self.getVerbose(),
+        )
+        return job, copy, outputs
+
+    def _transformation(self) -> Transformation | None:
+        function = self.getTransformationFn()
+        if function is None:
+            return None
+        edits, removed = self.getTransformationEditFields(), self.getTransformationRemovedFields()
+        return Transformation(function, edits or (), removed or ())
+
+    def _data(self, prepared: Prepared, columns: Sequence[str]) -> Data:
+        seed = self.getRandomSeed()
+        return Data(
+            train_url=prepared.train_url,
+            val_url=prepared.val_url,
+            train_rows=prepared.train_rows,
+            val_rows=prepared.val_rows,
+            columns=tuple(columns),
+            batch_size=self.getBatchSize(),
+            val_batch_size=self.getValBatchSize() or self.getBatchSize(),
+            order_seed=secrets.randbelow(2**31) if seed is None else seed,
+            shuffle=self.getShuffle(),
+            train_steps=self.getTrainStepsPerEpoch(),
+            val_steps=self.getValidationStepsPerEpoch(),
+            train_threads=self.getTrainReaderNumWorkers(),
+            val_threads=self.getValReaderNumWorkers(),
+            in_memory=self.getInmemoryCacheAll(),
+            prefetch=self.getTensorflowDatasetPrefetchBufferSize(),
+        )
+
+
+class _WithEnvironment(Backend):
+    """A backend that sets variables in its processes."""
+
+    def __init__(self, inner: Backend, env: Mapping[str, str]) -> None:
+        self._inner = inner
+        self._env = env
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str | None] | None = None,
+        on_progress: Callable[[int, dict[str, Any]], None] | None = None,
+    ) -> list[Any]:
+        return self._inner.run(fn, args, kwargs, {**self._env, **(env or {})}, on_progress)
+
+    def num_processes(self) -> int:
+        return self._inner.num_processes()
+
+    def check(self) -> None:
+        self._inner.check()
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

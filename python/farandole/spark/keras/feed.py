@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Batches as Keras's `fit` takes them, from a generator: the one form that all its backends take.
+
+Rows of a step weigh the same, whichever process holds them. Where processes have different numbers of rows in a step,
+a batch brings its share along, by which the loss is multiplied just before the backward pass, so that neither metrics
+nor the loss that is shown know of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from farandole.spark.keras.arrays import model_inputs, model_labels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from farandole.spark.keras.job import Job
+    from farandole.spark.keras.source import Rows, Source
+
+
+class Feed:
+    """The batches of one data set.
+
+    Args:
+        source: of rows.
+        job: the run.
+        steps: batches of an epoch; more than a pass has go on with the next pass.
+        trains: whether they are for training, where each brings its share if these differ.
+    """
+
+    def __init__(self, source: Source, job: Job, steps: int, *, trains: bool) -> None:
+        self.source = source
+        self.steps = steps
+        self.rows = source.rows_in(steps)
+        """Of all processes, in an epoch."""
+        self.validates = source.own > 0
+        """Whether this process has rows, and not one that only fills its place."""
+        ends = trains and steps >= source.steps
+        self.shares = ends and not source.is_even
+        self.leaves_out = ends and source.leaves_out
+        """Whether some processes have no row in some steps."""
+        lacks = self.leaves_out and source.own <= (source.steps - 1) * job.data.batch_size
+        self.uncounted = range(source.steps - 1, steps, source.steps) if lacks else range(0)
+        """The steps in which this process has none."""
+        self._job = job
+
+    def epochs(self, first: int, last: int | None = None) -> Iterator[tuple[Any, ...]]:
+        """Batches of one epoch after the other.
+
+        Args:
+            first: number of the epoch to begin with.
+            last: the one to end before; without it there is no end.
+        """
+        passes = -(-self.steps // self.source.steps)
+        epoch = first
+        while last is None or epoch < last:
+            left = self.steps
+            for number in range(epoch * passes, (epoch + 1) * passes):
+                batches = self.source.a_pass(number)
+                try:
+                    for rows in batches:
+                        if left == 0:
+                            break
+                        left -= 1
+                        yield self.batch(rows)
+                finally:
+                    batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            epoch += 1
+
+    def batch(self, rows: Rows) -> tuple[Any, ...]:
+        """A batch as Keras takes it: inputs, labels and, if there are any, weights.
+
+        Args:
+            rows: of the source.
+        """
+        job = self._job
+        x = model_inputs(job.shape, rows.columns, rows.count)
+        y = model_labels(job.shape, job.labels, rows.columns, rows.count)
+        weights = None
+        if job.weight is not None:
+            weights = rows.columns[job.weight].reshape(rows.count).astype(np.float32, copy=False)
+        if self.shares:
+            share = np.full(rows.count, self.source.share(rows), np.float32)
+            return x, y, {"share": share} | ({} if weights is None else {"weights": weights})
+        return (x, y) if weights is None else (x, y, weights)
+
+
+class ModuleFeed:
+    """What a data module of the user's gives, which is what `fit` takes; all its rows count.
+
+    Args:
+        data: makes it.
+        steps: batches of an epoch.
+        rows: of all processes in an epoch.
+    """
+
+    def __init__(self, data: Callable[[], Any], steps: int, rows: int) -> None:
+        self.steps = steps
+        self.rows = rows
+        self.validates = True
+        self.shares = self.leaves_out = False
+        self.uncounted = range(0)
+        self._data = data
+
+    def epochs(self, first: int, last: int | None = None) -> Any:
+        """The batches of all epochs; the module keeps their order."""
+        del first, last
+        return self._data()
+
+
+def prefetched(batches: Any, count: int) -> Any:
+    """Batches that `tf.data` prepares ahead, where Keras runs on TensorFlow and a number was given.
+
+    Args:
+        batches: a generator of batches of one structure; anything else goes as it is.
+        count: how many; 0 leaves the matter to Keras.
+    """
+    if count == 0 or keras.backend.backend() != "tensorflow" or not hasattr(batches, "send"):
+        return batches
+    import tensorflow as tf  # noqa: PLC0415 - the backend
+
+    first = next(batches)
+    signature = keras.tree.map_structure(lambda one: tf.TensorSpec((None, *one.shape[1:]), one.dtype), first)
+    rest = itertools.chain([first], batches)
+    return tf.data.Dataset.from_generator(lambda: rest, output_signature=signature).prefetch(count)
+
+
+def take_shares(model: Any) -> None:
+    """Teaches a model what to do with the shares of its batches: the default `train_step` asks its optimizer to scale.
+
+    Args:
+        model: compiled; only this object changes, and what is saved of it does not.
+    """
+    current: list[Any] = [None]
+    optimizer = model.optimizer
+    plain_step, plain_scale = model.train_step, optimizer.scale_loss
+
+    def train_step(*arguments: Any) -> Any:
+        *state, (x, y, extra) = arguments  # on JAX the model's state comes first
+        current[0] = extra["share"][0]
+        weights = extra.get("weights")
+        return plain_step(*state, (x, y) if weights is None else (x, y, weights))
+
+    def scale_loss(loss: Any) -> Any:
+        return plain_scale(loss * keras.ops.cast(current[0], loss.dtype))
+
+    # Past __setattr__, which tracks what belongs to a model.
+    model.__dict__["train_step"] = train_step
+    optimizer.__dict__["scale_loss"] = scale_loss

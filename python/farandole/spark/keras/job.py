@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a training process is told: plain values, a Keras file, and one pickle of the user's objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farandole.spark.common.columns import Column
+    from farandole.spark.common.store import RemoteStore
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of the model: feature columns side by side, as one array."""
+
+    columns: tuple[str, ...]
+    dtype: str
+    """NumPy's name of the elements that the model gets."""
+    shape: tuple[int, ...]
+    """Shape of one batch, -1 for its rows."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.columns[0] if len(self.columns) == 1 else f"[{', '.join(self.columns)}]"
+
+
+@dataclass(frozen=True)
+class Label:
+    """A label column and the array made of it."""
+
+    column: Column
+    dtype: str
+    shape: tuple[int, ...]
+    """Shape of one batch, -1 for its rows."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a model takes its inputs and gives its outputs."""
+
+    inputs: tuple[Input, ...]
+    input_keys: tuple[str, ...] | None
+    """Names of the inputs, for a model that takes a dict."""
+    output_keys: tuple[str, ...] | None
+    """Names of the outputs, in the order of the labels, for a model that returns a dict."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which rows a process reads, and how."""
+
+    train_url: str
+    val_url: str | None
+    train_rows: int
+    val_rows: int
+    columns: tuple[str, ...]
+    """What is read; after a transformation there may be others."""
+    batch_size: int
+    val_batch_size: int
+    order_seed: int
+    shuffle: bool
+    train_steps: int | None
+    val_steps: int | None
+    train_threads: int
+    val_threads: int
+    in_memory: bool
+    prefetch: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    model: bytes
+    """The compiled model, a `.keras` file."""
+    objects: bytes
+    """Pickled `Objects`."""
+    store: RemoteStore
+    run_id: str
+    data: Data
+    shape: Shape
+    labels: tuple[Label, ...]
+    weight: str | None
+    epochs: int
+    random_seed: int | None
+    use_gpu: bool
+    mp_start_method: str | None
+    floatx: str
+    verbose: int
+
+    def paths(self) -> dict[str, str]:
+        """Where the run's files are: those that it has."""
+        run, name = self.store.checkpoint_path, self.store.checkpoint_filename
+        named = {
+            "training data": self.data.train_url,
+            "validation data": self.data.val_url,
+            "checkpoint": None if run is None else f"{run}/{name}",
+            "logs": self.store.logs_path,
+        }
+        return {what: path for what, path in named.items() if path is not None}
+
+
+@dataclass
+class Objects:
+    """The user's objects, in one pickle."""
+
+    custom_objects: dict[str, Any]
+    callbacks: list[Any]
+    checkpoint_callback: Any = None
+    compression: Any = None
+    transformation: Any = None
+    data_module: Any = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What rank 0 brings back."""
+
+    model: bytes
+    history: dict[str, list[Any]]

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`KerasModel`: a fitted Keras model that transforms DataFrames."""
+
+# ruff: noqa: ARG002, N815, PLC0415 - keyword_only reads the arguments; Spark ML's names; cycle with persistence
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import cloudpickle
+import keras
+from pyspark import keyword_only
+from pyspark.ml.util import MLReadable, MLWritable
+
+from farandole.spark.common import check
+from farandole.spark.common.columns import Roles, check_present, check_types
+from farandole.spark.common.estimator import FarandoleModel
+from farandole.spark.common.outputs import Output, add_predictions, found_outputs
+from farandole.spark.common.outputs import outputs as outputs_param
+from farandole.spark.common.params import accessors, declare
+from farandole.spark.keras import payload
+from farandole.spark.keras.objects import custom_objects
+from farandole.spark.keras.predict import Predictor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pandas as pd
+    from pyspark.sql import DataFrame
+
+    from farandole.spark.keras.persistence import KerasModelReader, KerasModelWriter
+
+
+class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
+    """Adds predictions to DataFrames, by Arrow batches on the executors.
+
+    Every column of the DataFrame is kept; each label gets a column `<label>__output`. A prediction of several elements,
+    or for a vector label, is a dense vector; one element takes the label's type. Columns become arrays as they did in
+    `fit`. Executors predict on CPUs, on the backend of Keras that the driver has.
+
+    Saved by `model.write().overwrite().save(path)` and loaded by `KerasModel.load(path)`, on any file system Spark
+    reaches. The model is a `.keras` file, which Keras loads without running code of it. Classes and functions of yours
+    are a pickle beside it, and loading that runs code: load only what you trust, or pass them yourself to
+    `KerasModel.read().custom_objects({...}).load(path)`, which runs none.
+
+    Args:
+        history: Losses and metrics, a list per name with a number per epoch, as `fit` of Keras gives them.
+        model: The trained model.
+        feature_columns: Columns for the model; a list in the list makes one input of several columns.
+        label_columns: Columns the outputs are named after.
+        custom_objects: Classes and functions by name that loading the model needs.
+        run_id: Name of the run.
+        paths: Where the run left its data, checkpoint and logs.
+        output_cols: Names of the added columns, instead of `<label>__output`.
+        batch_size: Most rows predicted at once; default 4096.
+        outputs: What is known of the outputs; found out when omitted.
+    """
+
+    feature_columns = declare("feature_columns", "columns given to the model", check.features)
+    custom_objects = declare("custom_objects", "classes and functions by name", dict)
+    outputs = declare("outputs", "size and label type of each output", outputs_param)
+
+    setCustomObjects, getCustomObjects = accessors("custom_objects")
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        history: dict[str, list[Any]] | None = None,
+        model: keras.Model | None = None,
+        feature_columns: Sequence[str | Sequence[str]] | None = None,
+        label_columns: Sequence[str] | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
+        paths: dict[str, str] | None = None,
+        output_cols: Sequence[str] | None = None,
+        batch_size: int | None = None,
+        outputs: Sequence[Output] | None = None,
+    ) -> None:
+        super().__init__()
+        self._setDefault(custom_objects={}, outputs=None)
+        given = cast("dict[str, Any]", self._input_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        self.setParams(**{name: value for name, value in given.items() if value is not None})
+
+    def history_frame(self) -> pd.DataFrame:
+        """The history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_` before it."""
+        import pandas as pd
+
+        history = self.getHistory() or {}
+        return pd.DataFrame({"epoch": range(max(map(len, history.values()), default=0)), **history})
+
+    def write(self) -> KerasModelWriter:
+        """The writer; `write().overwrite().save(path)` replaces what is there."""
+        from farandole.spark.keras.persistence import KerasModelWriter
+
+        return KerasModelWriter(self)
+
+    @classmethod
+    def read(cls) -> KerasModelReader:
+        """The reader; `read().custom_objects({...}).load(path)` runs none of the saved code."""
+        from farandole.spark.keras.persistence import KerasModelReader
+
+        return KerasModelReader(cls)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        features, labels, names = self.getFeatureColumns(), self.getLabelColumns(), self.getOutputCols()
+        if self.getModel() is None or not features or not labels:
+            raise ValueError("model, feature_columns and label_columns are required")
+        groups = tuple((one,) if isinstance(one, str) else tuple(one) for one in features)
+        roles = Roles(features=tuple(name for group in groups for name in group), labels=())
+        check_present(roles, dataset.columns, "DataFrame")
+        check_types(roles, dataset.schema)
+        taken = [name for name in names if name in dataset.columns]
+        if taken:
+            raise ValueError(f"the DataFrame already has an output column: {', '.join(taken)}")
+        if len(names) != len(labels):
+            raise ValueError(f"output_cols needs one name per label column {len(labels)}: {names}")
+        predictor = Predictor(
+            model=payload.pack(self.getModel()),
+            custom_objects=cloudpickle.dumps(custom_objects(self.getModel(), self.getCustomObjects())),
+            backend=keras.backend.backend(),
+            columns=tuple(dataset.columns),
+            groups=groups,
+            labels=tuple(labels),
+            kinds=(),
+            batch_size=self.getBatchSize(),
+        )
+        outputs = self.getOrDefault("outputs") or found_outputs(dataset, labels, predictor.probe)
+        return add_predictions(dataset, names, outputs, predictor.with_kinds([one.kind for one in outputs]).predict)

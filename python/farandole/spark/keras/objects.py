@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The user's classes and functions that a model is made of.
+
+A `.keras` file only names them. Those in use are found here, so that users need not list what their notebook defines;
+they travel to training processes and executors in a pickle.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_FOREIGN = ("keras", "tensorflow", "torch", "jax", "numpy", "builtins", "functools", "farandole")
+_DEEPEST = 4
+
+
+def custom_objects(model: Any, given: Mapping[str, Any], *more: Any) -> dict[str, Any]:
+    """Names and objects that loading the model needs.
+
+    Args:
+        model: built.
+        given: by the user; these win.
+        *more: losses, metrics and optimizers, in any structure.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for layer in model._flatten_layers():  # noqa: SLF001 - layers of layers have no public door
+        _add(layer, found, seen, 0)
+    compiled = getattr(model, "_compile_config", None)
+    for one in (*more, getattr(compiled, "config", None)):
+        _add(one, found, seen, 0)
+    return {**found, **given}
+
+
+def travelling(callbacks: list[Any]) -> list[Any]:
+    """Copies of callbacks without the model of an earlier fit, which must not travel along.
+
+    Args:
+        callbacks: of Keras.
+    """
+    copies = [copy.copy(callback) for callback in callbacks]
+    for one in copies:
+        for name in ("_model", "model"):
+            if name in vars(one):
+                vars(one)[name] = None
+    return copies
+
+
+def _add(value: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
+    if depth > _DEEPEST or id(value) in seen or isinstance(value, str | bytes | int | float | None):
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for one in list(value.values()):
+            _add(one, found, seen, depth + 1)
+    elif isinstance(value, list | tuple | set):
+        for one in list(value):
+            _add(one, found, seen, depth + 1)
+    elif inspect.isclass(value) or inspect.isfunction(value):
+        _note(value, found)
+    elif _is_made_of(value):
+        _note(type(value), found)
+        for one in list(vars(value).values()):
+            _add(one, found, seen, depth + 1)
+
+
+def _is_made_of(value: Any) -> bool:
+    """Whether the object is a part that Keras saves by its class: its own attributes may be such parts again."""
+    return hasattr(value, "get_config") and hasattr(value, "__dict__")
+
+
+def _note(value: Any, found: dict[str, Any]) -> None:
+    module = (getattr(value, "__module__", None) or "").partition(".")[0]
+    name = getattr(value, "__name__", "<lambda>")
+    if module not in _FOREIGN and not name.startswith("<"):
+        found.setdefault(name, value)
+        found.setdefault(keras.saving.get_registered_name(value), value)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Models as bytes, in Keras's own format.
+
+A `.keras` file holds the configuration, weights and the optimizer's state, and names classes and functions without
+holding them; only a Python lambda has its code in it, and Keras loads such a file with `safe_mode=False` alone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_METADATA = "metadata.json"
+_NOTE = "farandole"
+
+
+def pack(model: Any) -> bytes:
+    """Serialises a model, compiled or not.
+
+    Args:
+        model: built.
+    """
+    with tempfile.TemporaryDirectory(prefix="farandole-keras-") as directory:
+        path = Path(directory, "model.keras")
+        model.save(path)
+        return path.read_bytes()
+
+
+def unpack(data: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe_mode: bool = True) -> Any:
+    """The inverse of `pack`.
+
+    Args:
+        data: a `.keras` file.
+        custom_objects: classes and functions by name, besides Keras's own and registered ones.
+        safe_mode: whether lambdas are refused; without it the file's code runs.
+    """
+    with tempfile.TemporaryDirectory(prefix="farandole-keras-") as directory:
+        path = Path(directory, "model.keras")
+        path.write_bytes(data)
+        return keras.saving.load_model(path, custom_objects=dict(custom_objects or {}), safe_mode=safe_mode)
+
+
+def load_state(model: Any, data: bytes) -> None:
+    """Takes weights, and the optimizer's state, from a `.keras` file. Runs nothing that is in it.
+
+    Args:
+        model: of the same architecture, compiled with the same optimizer and built.
+        data: what `pack` returned for such a model.
+
+    Raises:
+        ValueError: the file is of another model or optimizer.
+    """
+    with tempfile.TemporaryDirectory(prefix="farandole-keras-") as directory:
+        path = Path(directory, "model.keras")
+        path.write_bytes(data)
+        model.load_weights(path)
+
+
+def annotate(data: bytes, note: Mapping[str, Any]) -> bytes:
+    """Puts plain values among a file's metadata, where Keras leaves them alone.
+
+    Args:
+        data: a `.keras` file.
+        note: what JSON can write.
+    """
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
+        for info in old.infolist():
+            content = old.read(info)
+            if info.filename == _METADATA:
+                content = json.dumps({**json.loads(content), _NOTE: note}).encode()
+            new.writestr(info, content)
+    return out.getvalue()
+
+
+def note_of(data: bytes) -> dict[str, Any]:
+    """What `annotate` put into a file; empty when it did not.
+
+    Args:
+        data: a `.keras` file.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        return json.loads(file.read(_METADATA)).get(_NOTE, {})

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What of Keras's estimator and model is saved, and in which form.
+
+A model has the parts "model", a `.keras` file, and, where it is made of the user's classes and functions,
+"custom_objects", a pickle of these; loading the latter runs code, loading the former does not.
+
+An estimator has the parts "model" and "objects": a pickle of its optimizer, functions, callbacks and the like.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import cloudpickle
+
+from farandole.spark.common.outputs import describe
+from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain, warn_of_code
+from farandole.spark.keras import payload
+from farandole.spark.keras.objects import custom_objects, travelling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from farandole.spark.keras.estimator import KerasEstimator
+    from farandole.spark.keras.model import KerasModel
+
+
+class KerasModelWriter(ParamsWriter):
+    """Writes a `KerasModel`."""
+
+    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """As `ParamsWriter.parts`."""
+        model, given = values.pop("model"), values.pop("custom_objects", {})
+        if "outputs" in values:
+            values["outputs"] = describe(values["outputs"])
+        parts = {"model": payload.pack(model)}
+        objects = custom_objects(model, given)
+        if objects:
+            parts["custom_objects"] = cloudpickle.dumps(objects)
+        return values, parts
+
+
+class KerasModelReader(ParamsReader["KerasModel"]):
+    """Reads a `KerasModel`."""
+
+    def __init__(self, kind: type[KerasModel]) -> None:
+        super().__init__(kind)
+        self._objects: dict[str, Any] | None = None
+        self._safe_mode = True
+
+    def custom_objects(self, objects: Mapping[str, Any]) -> Self:
+        """Takes these classes and functions instead of those that were saved, of which none runs.
+
+        Args:
+            objects: by name.
+        """
+        self._objects = dict(objects)
+        return self
+
+    def safe_mode(self, safe: bool) -> Self:
+        """Whether Keras refuses models with Python lambdas in them, whose code would run; it does unless told so here.
+
+        Args:
+            safe: as in `keras.saving.load_model`.
+        """
+        self._safe_mode = safe
+        return self
+
+    def restore(self, loaded: KerasModel, parts: dict[str, bytes], path: str) -> None:
+        """As `ParamsReader.restore`."""
+        objects = self._objects
+        if objects is None and "custom_objects" in parts:
+            warn_of_code(path, f", or use {self.kind.__name__}.read().custom_objects(...), which runs none")
+            objects = cloudpickle.loads(parts["custom_objects"])
+        try:
+            loaded.setModel(payload.unpack(parts["model"], objects, safe_mode=self._safe_mode))
+        except ValueError as error:
+            if not self._safe_mode:
+                raise
+            raise ValueError(
+                f"{error}\n(to load a model with a lambda in it, which runs its code: "
+                f"{self.kind.__name__}.read().safe_mode(False).load(path))"
+            ) from error
+        if objects:
+            loaded.setCustomObjects(objects)
+
+
+class KerasEstimatorParamsWriter(ParamsWriter):
+    """Writes a `KerasEstimator`; its backend and store are not saved."""
+
+    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """As `ParamsWriter.parts`."""
+        parts: dict[str, bytes] = {}
+        model = values.pop("model", None)
+        plain = {name: value for name, value in values.items() if is_plain(value)}
+        rest = {name: value for name, value in values.items() if name not in plain}
+        if model is not None:
+            parts["model"] = payload.pack(model)
+            given = rest.get("custom_objects", {})
+            rest["custom_objects"] = custom_objects(model, given, rest.get("optimizer"), rest.get("loss"))
+        for name in ("callbacks", "checkpoint_callback"):
+            if name in rest:
+                copies = travelling(rest[name] if isinstance(rest[name], list) else [rest[name]])
+                rest[name] = copies if isinstance(rest[name], list) else copies[0]
+        return plain, {**parts, "objects": cloudpickle.dumps(rest)}
+
+
+class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):
+    """Reads a `KerasEstimator`; its backend and store are unset."""
+
+    def restore(self, loaded: KerasEstimator, parts: dict[str, bytes], path: str) -> None:
+        """As `ParamsReader.restore`."""
+        warn_of_code(path)
+        rest = cloudpickle.loads(parts["objects"])
+        if "model" in parts:
+            loaded.setModel(payload.unpack(parts["model"], rest.get("custom_objects"), safe_mode=False))
+        loaded.setParams(**rest)

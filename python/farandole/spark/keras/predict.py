@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Predictions in Spark's Python workers, one Arrow batch at a time.
+
+The model travels once per task, in the task's function, and is kept by its content, so that the tasks which a worker
+runs one after the other share it. A worker that has not loaded Keras yet loads it with the driver's backend, on CPUs.
+"""
+
+# ruff: noqa: PLC0415 - loaded in tasks, when there are rows
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+    import pyarrow as pa
+
+_KEPT = 2
+_MODELS: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model and how columns go in and out of it."""
+
+    model: bytes
+    custom_objects: bytes
+    backend: str
+    columns: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
+    labels: tuple[str, ...]
+    kinds: tuple[str, ...]
+    batch_size: int
+
+    def with_kinds(self, kinds: Sequence[str]) -> Predictor:
+        """The same, knowing what its predictions become.
+
+        Args:
+            kinds: one per output: `vector`, or NumPy's name of a number.
+        """
+        return replace(self, kinds=tuple(kinds))
+
+    def predict(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Every batch with its predictions appended.
+
+        Args:
+            batches: with the feature columns and any others.
+        """
+        import pyarrow as pa
+
+        from farandole.spark.common.outputs import column_of
+
+        for batch in batches:
+            found = self._outputs(batch)
+            columns = [column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)]
+            added = [f"output{index}" for index in range(len(self.labels))]
+            yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
+
+    def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """How many elements each output has: one row per output, when there is a row to try.
+
+        Args:
+            batches: with the feature columns.
+        """
+        import pyarrow as pa
+
+        found = False
+        for batch in batches:  # to their end, or Spark would not use this worker again
+            if batch.num_rows and not found:
+                found = True
+                sizes = [values[0].size for values in self._outputs(batch.slice(0, 1))]
+                yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
+
+    def _load(self) -> Any:
+        key = hashlib.sha256(self.model).hexdigest()
+        if key not in _MODELS:
+            _prepare(self.backend)
+            import cloudpickle
+
+            from farandole.spark.keras import payload
+
+            while len(_MODELS) >= _KEPT:
+                _MODELS.pop(next(iter(_MODELS)))
+            # The driver's own model, with the driver's own classes.
+            _MODELS[key] = payload.unpack(self.model, cloudpickle.loads(self.custom_objects), safe_mode=False)
+        return _MODELS[key]
+
+    def _outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
+        """Shape (rows, elements) per output."""
+        count = batch.num_rows
+        if count == 0:
+            return [np.empty((0, 1), dtype=np.float32) for _ in self.labels]
+        model = self._load()
+
+        import keras
+
+        from farandole.spark.common.arrow import rows
+        from farandole.spark.common.columns import Column
+        from farandole.spark.keras.arrays import flat_outputs, inputs_of, model_inputs, output_keys, told_misfit
+        from farandole.spark.keras.job import Shape
+
+        names = [name for group in self.groups for name in group]
+        values = {name: rows(batch.column(self.columns.index(name)), name) for name in names}
+        columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()}
+        shape = Shape(*inputs_of(model, self.groups, columns), None)
+        parts: list[list[npt.NDArray[Any]]] = []
+        for start in range(0, count, self.batch_size):
+            some = {name: one[start : start + self.batch_size] for name, one in values.items()}
+            size = min(self.batch_size, count - start)
+            try:
+                with _no_gradients(self.backend):
+                    value = model(model_inputs(shape, some, size), training=False)
+            except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
+                raise ValueError(told_misfit(shape, error)) from None
+            found = flat_outputs(value, output_keys(value, self.labels), len(self.labels))
+            parts.append([np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(one, "float32"))) for one in found])
+        return [np.concatenate(pieces).reshape(count, -1) for pieces in zip(*parts, strict=True)]
+
+
+def _prepare(backend: str) -> None:
+    """Chooses what Keras takes from the environment, where nobody has loaded it."""
+    if "keras" in sys.modules:
+        return
+    os.environ["KERAS_BACKEND"] = backend
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if backend == "tensorflow" and "tensorflow" not in sys.modules:
+        import tensorflow as tf
+
+        tf.config.set_visible_devices([], "GPU")
+        tf.config.threading.set_intra_op_parallelism_threads(1)  # there is one task per core
+    elif backend == "torch":
+        os.environ.setdefault("KERAS_TORCH_DEVICE", "cpu")
+    elif backend == "jax":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _no_gradients(backend: str) -> contextlib.AbstractContextManager[Any]:
+    if backend != "torch":
+        return contextlib.nullcontext()
+    import torch
+
+    return torch.no_grad()

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What rank 0 writes and tells while a run goes on.
+
+<runs>/<run_id>/checkpoint          after the last complete epoch, a `.keras` file; a repeated run goes on from it
+<runs>/<run_id>/checkpoint.best     what `checkpoint_callback` kept, another
+<runs>/<run_id>/logs/               history, and scalars for TensorBoard
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from farandole._keras.callbacks import in_step
+from farandole.spark import task
+from farandole.spark.common.events import scalars
+from farandole.spark.keras import payload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from farandole.spark.keras.job import Job
+    from farandole.spark.keras.rate import Rate
+
+_REPORT_SECONDS = 0.2
+_SECONDS, _ROWS = "seconds", "rows"
+
+
+def entries(history: dict[str, list[Any]], timing: list[dict[str, float]]) -> list[dict[str, Any]]:
+    """A history of Keras's as the entries that estimators of all frameworks show and log.
+
+    Args:
+        history: lists by name.
+        timing: seconds and rows of each epoch.
+    """
+    made: list[dict[str, Any]] = []
+    for epoch, times in enumerate(timing):
+        row = {name: values[epoch] for name, values in history.items() if len(values) == len(timing)}
+        entry: dict[str, Any] = {"epoch": epoch, "train": _scores(row, ""), **times}
+        if "val_loss" in row:
+            entry["validation"] = _scores(row, "val_")
+        made.append(entry)
+    return made
+
+
+def _scores(row: dict[str, Any], prefix: str) -> dict[str, Any]:
+    names = [name for name in row if name.startswith("val_") == bool(prefix) and np.ndim(row[name]) == 0]
+    metrics = [{name.removeprefix(prefix): row[name]} for name in names if name != f"{prefix}loss"]
+    return {"loss": row.get(f"{prefix}loss", float("nan")), "all_metrics": metrics}
+
+
+class Kept(keras.callbacks.Callback):
+    """The user's `checkpoint_callback`, writing where the run wants it, with the learning rate of one process.
+
+    Args:
+        inner: a `ModelCheckpoint`.
+        path: a local file.
+        rate: of the optimizer.
+    """
+
+    def __init__(self, inner: Any, path: Path, rate: Rate) -> None:
+        super().__init__()
+        self.inner = inner
+        self.path = path
+        self._rate = rate
+        inner.filepath = str(path)
+        inner.save_weights_only = False  # the file is a whole model, whatever was asked for
+        self.async_safe = inner.save_freq == "epoch"
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Hands on."""
+        super().set_params(params)
+        self.inner.set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        """Hands on."""
+        super().set_model(model)
+        self.inner.set_model(model)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Hands on."""
+        self.inner.on_epoch_begin(epoch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Hands on, where it may save."""
+        if self.inner.save_freq != "epoch":
+            in_step(self.model)
+            with self._rate.of_one_process():
+                self.inner.on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Hands on."""
+        with self._rate.of_one_process():
+            self.inner.on_epoch_end(epoch, logs)
+
+
+class Publisher(keras.callbacks.Callback):
+    """Keeps history and checkpoints, and reports progress; on rank 0, after all other callbacks.
+
+    Args:
+        job: the run.
+        rate: of the optimizer.
+        note: what a checkpoint said of the epochs before this run.
+        steps: batches of an epoch.
+        rows: of all processes in an epoch.
+        kept: the user's checkpoint callback.
+        board: local directory of the user's TensorBoard callback.
+        model: that is trained.
+    """
+
+    async_safe = True
+
+    def __init__(
+        self,
+        job: Job,
+        rate: Rate,
+        note: dict[str, Any],
+        steps: int,
+        rows: int,
+        kept: Kept | None,
+        board: Path | None,
+        model: Any,
+    ) -> None:
+        super().__init__()
+        self.set_model(model)
+        self._job = job
+        self._rate = rate
+        self._steps = steps
+        self._rows = rows
+        self.kept = kept
+        self._board = board
+        self._sent: dict[str, tuple[int, int]] = {}
+        self.history: dict[str, list[Any]] = note.get("history", {})
+        self.timing: list[dict[str, float]] = note.get("timing", [])
+        self.last: bytes | None = None
+        self._epoch = 0
+        self._started = self._reported = 0.0
+        self._trained: float | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts the clock."""
+        del logs
+        self._epoch, self._started, self._trained = epoch, time.monotonic(), None
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reports now and then."""
+        now = time.monotonic()
+        if now - self._reported < _REPORT_SECONDS:
+            return
+        self._reported = now
+        done = batch + 1
+        speed = self._rows * done / self._steps / max(now - self._started, 1e-9)
+        place = {"epoch": self._epoch, "epochs": self._job.epochs, "step": done, "steps": self._steps}
+        loss = (logs or {}).get("loss", float("nan"))
+        task.report({"kind": "step", **place, "rows_per_second": speed, "loss": float(loss)})
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Notes how long training took, without validation."""
+        del logs
+        self._trained = time.monotonic() - self._started
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Publishes the epoch."""
+        del epoch
+        seconds = time.monotonic() - self._started
+        for name, value in (logs or {}).items():
+            self.history.setdefault(name, []).append(np.asarray(value).tolist())
+        self.timing.append({_SECONDS: seconds, _ROWS: self._rows})
+        self.last = None
+        if self._job.store.saving_runs:
+            self._write(self.checkpoint())
+        entry = entries(self.history, self.timing)[-1]
+        speed = self._rows / max(self._trained or seconds, 1e-9)
+        task.report(
+            {
+                "kind": "epoch",
+                "entry": entry,
+                "epochs": self._job.epochs,
+                "steps": self._steps,
+                "rows_per_second": speed,
+            }
+        )
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Publishes once more: other callbacks may have changed the model, as `restore_best_weights` does."""
+        del logs
+        if self.timing:
+            self.last = None
+            if self._job.store.saving_runs:
+                self._write(self.checkpoint())
+
+    def checkpoint(self) -> bytes:
+        """The model as it is now, with the history of the run."""
+        if self.last is None:
+            best = None if self.kept is None else getattr(self.kept.inner, "best", None)
+            note = {"history": self.history, "timing": self.timing, "best": None if best is None else float(best)}
+            with self._rate.of_one_process():
+                self.last = payload.annotate(payload.pack(self.model), note)
+        return self.last
+
+    def result(self) -> bytes:
+        """What `fit` returns: the model that the user's callback kept, else the last."""
+        if self.kept is not None and self.kept.path.exists():
+            return self.kept.path.read_bytes()
+        return self.checkpoint()
+
+    def _write(self, checkpoint: bytes) -> None:
+        store = self._job.store
+        if self.kept is not None and self._changed(self.kept.path):
+            store.write(f"{store.checkpoint_filename}.best", self.kept.path.read_bytes())
+        store.write(store.checkpoint_filename, checkpoint)
+        told = entries(self.history, self.timing)
+        store.write(f"{store.logs_subdir}/history.jsonl", "".join(json.dumps(one) + "\n" for one in told).encode())
+        if self._board is None:
+            store.write(f"{store.logs_subdir}/events.out.tfevents.farandole", scalars(told))
+            return
+        for path in sorted(self._board.rglob("*")):
+            if path.is_file() and self._changed(path):
+                store.write(f"{store.logs_subdir}/{path.relative_to(self._board).as_posix()}", path.read_bytes())
+
+    def _changed(self, path: Path) -> bool:
+        if not path.exists():
+            return False
+        found = path.stat()
+        mark = (found.st_mtime_ns, found.st_size)
+        known, self._sent[str(path)] = self._sent.get(str(path)), mark
+        return mark != known

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The one rule of learning rates: an optimizer trains with its rate times the number of processes.
+
+Files hold the rate of one process, so that a resumed run and a fresh one are scaled alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from farandole._keras.values import as_array
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class _Scaled(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule times a factor."""
+
+    def __init__(self, schedule: Any, factor: float) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.factor = factor
+
+    def __call__(self, step: Any) -> Any:
+        return self.schedule(step) * self.factor
+
+    def get_config(self) -> dict[str, Any]:
+        return {"schedule": self.schedule, "factor": self.factor}
+
+
+class Rate:
+    """The learning rate of one optimizer.
+
+    Args:
+        optimizer: of the model, distributed or not.
+        size: processes.
+    """
+
+    def __init__(self, optimizer: Any, size: int) -> None:
+        self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        self._size = size
+        rate = self._own
+        self._schedule = None if isinstance(rate, keras.Variable) else rate
+
+    @property
+    def _own(self) -> Any:
+        return self._optimizer._learning_rate  # noqa: SLF001 - `learning_rate` gives no schedule
+
+    def initial(self) -> float | None:
+        """The rate as it is now; `None` for a schedule."""
+        return None if self._schedule is not None else float(as_array(self._own))
+
+    def scale(self) -> None:
+        """Multiplies the rate by the number of processes."""
+        self._set(float(self._size))
+
+    @contextlib.contextmanager
+    def of_one_process(self) -> Iterator[None]:
+        """Inside, the optimizer has the rate of one process; for saving."""
+        if self._size == 1:
+            yield
+            return
+        before = None if self._schedule is not None else as_array(self._own)
+        self._set(1.0 / self._size)
+        try:
+            yield
+        finally:
+            if before is None:
+                self._set(float(self._size))
+            else:
+                self._own.assign(before)
+
+    def _set(self, factor: float) -> None:
+        if self._size == 1:
+            return
+        if self._schedule is None:
+            self._own.assign(as_array(self._own) * factor)
+        else:
+            scaled = factor > 1
+            self._optimizer._learning_rate = _Scaled(self._schedule, factor) if scaled else self._schedule  # noqa: SLF001

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Where a training process begins: devices are chosen before Keras is imported."""
+
+# ruff: noqa: PLC0415 - that is what this module is for
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import farandole.numpy as arrays
+from farandole.common import basics
+
+if TYPE_CHECKING:
+    from farandole.spark.keras.job import Job, Trained
+
+
+def train(job: Job) -> Trained | None:
+    """Trains one rank's part of a run.
+
+    Args:
+        job: what to do, the same on every rank.
+
+    Returns:
+        What rank 0 brings back; `None` from the others.
+    """
+    if job.mp_start_method is not None:
+        multiprocessing.set_start_method(job.mp_start_method, force=True)
+    basics.init()
+    try:
+        prepare_devices(os.environ.get("KERAS_BACKEND", "tensorflow"), job.use_gpu)
+        from farandole.spark.keras.trainer import Trainer
+
+        return Trainer(job).run()
+    finally:
+        basics.shutdown()
+
+
+def prepare_devices(backend: str, wanted: bool) -> None:
+    """Gives this process its share of the cores and, where every process has one, its GPU; a collective call.
+
+    Args:
+        backend: of Keras.
+        wanted: whether GPUs may be used.
+
+    Raises:
+        RuntimeError: some processes see a GPU and some do not.
+    """
+    prepare: dict[str, Any] = {"tensorflow": _tensorflow, "torch": _torch, "jax": _jax}
+    if backend in prepare:
+        prepare[backend](wanted)
+
+
+def _tensorflow(wanted: bool) -> None:
+    import tensorflow as tf
+
+    if not {"TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
+        tf.config.threading.set_intra_op_parallelism_threads(_cores())
+    devices = tf.config.list_physical_devices("GPU")
+    chosen = _chosen(len(devices) if wanted else 0)
+    tf.config.set_visible_devices([] if chosen is None else [devices[chosen]], "GPU")
+    if chosen is not None:
+        tf.config.experimental.set_memory_growth(devices[chosen], enable=True)
+
+
+def _torch(wanted: bool) -> None:
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(_cores())
+    chosen = _chosen(torch.cuda.device_count() if wanted and torch.cuda.is_available() else 0)
+    if chosen is None:
+        os.environ["KERAS_TORCH_DEVICE"] = "cpu"
+    else:
+        torch.cuda.set_device(chosen)
+
+
+def _jax(wanted: bool) -> None:
+    if not wanted:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    devices = [device for device in jax.local_devices() if device.platform == "gpu"] if wanted else []
+    chosen = _chosen(len(devices))
+    if chosen is not None:
+        jax.config.update("jax_default_device", devices[chosen])
+    elif devices:
+        jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
+
+
+def _chosen(count: int) -> int | None:
+    """Number of this process's GPU among those it sees, where every process sees one."""
+    ranks = int(arrays.allreduce(np.array([int(count > 0)], np.int32), op=arrays.Sum, name="farandole.keras.gpus")[0])
+    if ranks not in (0, basics.size()):
+        raise RuntimeError(
+            f"ranks do not all have a GPU: {ranks} of {basics.size()} have; set use_gpu=False to train on CPUs"
+        )
+    return basics.local_rank() % count if ranks else None
+
+
+def _cores() -> int:
+    return max(1, len(os.sched_getaffinity(0)) // basics.local_size())

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""One rank's part of a run: Keras's own `fit` on this rank's rows, with a distributed optimizer.
+
+A run whose checkpoint exists goes on after the last complete epoch, up to `epochs` of them all together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import keras
+import numpy as np
+
+import farandole.keras as hvd
+import farandole.numpy as arrays
+from farandole._keras.callbacks import LearningRateScheduleCallback
+from farandole._keras.values import as_array, broadcast_variables
+from farandole.common import basics
+from farandole.spark.keras import payload
+from farandole.spark.keras.arrays import reader_casts, zeros
+from farandole.spark.keras.feed import Feed, ModuleFeed, prefetched, take_shares
+from farandole.spark.keras.job import Trained
+from farandole.spark.keras.publish import Kept, Publisher
+from farandole.spark.keras.rate import Rate
+from farandole.spark.keras.scores import GlobalScores, OneEnd, UncountedSteps
+from farandole.spark.keras.source import Source
+
+if TYPE_CHECKING:
+    from farandole.spark.keras.job import Job, Objects
+
+_SEEDS = "seed_generator_state"
+
+
+class Trainer:
+    """One rank of a run.
+
+    Args:
+        job: what to do, the same on every rank.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.size, self.rank = basics.size(), basics.rank()
+        keras.config.set_floatx(job.floatx)
+        if job.random_seed is not None:
+            keras.utils.set_random_seed((job.random_seed + self.rank) % 2**32)
+        self.objects: Objects = cloudpickle.loads(job.objects)
+        self.module: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.train, self.val = self._feeds() if self.objects.data_module is None else self._feeds_of_module()
+        self.note: dict[str, Any] = {}
+        self.best: bytes | None = None
+        self.model = self._model()
+
+    def run(self) -> Trained | None:
+        """Trains up to the last epoch."""
+        with tempfile.TemporaryDirectory(prefix="farandole-keras-") as directory, self.module:
+            publisher = self._publisher(Path(directory))
+            done = self.done
+            if done < self.job.epochs:
+                self._fit(publisher, done)
+            return Trained(publisher.result(), publisher.history) if self.rank == 0 else None
+
+    def _fit(self, publisher: Publisher, done: int) -> None:
+        model, train, val = self.model, self.train, self.val
+        batches = train.epochs(done, self.job.epochs)
+        validation = None if val is None else val.epochs(0)
+        try:
+            model.fit(
+                prefetched(batches, self.job.data.prefetch),
+                steps_per_epoch=train.steps,
+                epochs=self.job.epochs,
+                initial_epoch=done,
+                validation_data=validation,
+                validation_steps=None if val is None else val.steps,
+                verbose=2 if self.job.verbose > 1 and self.rank == 0 else 0,
+                callbacks=self._callbacks(publisher),
+            )
+        finally:
+            for generator in (batches, validation):
+                # Keras's prefetching thread may be in it; it ends with the process then.
+                with contextlib.suppress(ValueError):
+                    if inspect.isgenerator(generator):
+                        generator.close()
+
+    def _model(self) -> Any:
+        job, objects = self.job, self.objects
+        model = payload.unpack(job.model, objects.custom_objects, safe_mode=False)  # the driver's own
+        x, y = zeros(job.shape, job.labels, job.data.batch_size)
+        weights = None if job.weight is None else np.ones(job.data.batch_size, np.float32)
+        _build(model, (x, y) if weights is None else (x, y, weights))
+        first = Rate(model.optimizer, self.size).initial()
+        self._resume(model)
+        compression = objects.compression or hvd.Compression.none
+        model.optimizer = hvd.DistributedOptimizer(model.optimizer, compression=compression)
+        model.jit_compile = model.jit_compile  # asked again, now that the optimizer is another one
+        broadcast_variables([*model.weights, *model.optimizer.variables], 0)
+        self._part_seeds(model)
+        self.rate = Rate(model.optimizer, self.size)
+        self.rate.scale()
+        for callback in objects.callbacks:
+            if isinstance(callback, LearningRateScheduleCallback) and first is not None:
+                callback.initial_lr = first * self.size
+        if self.train.shares:
+            take_shares(model)
+        if self.train.leaves_out:
+            model.steps_per_execution = 1
+        return model
+
+    def _resume(self, model: Any) -> None:
+        store = self.job.store
+        done = np.zeros(1, np.int64)
+        if self.rank == 0:
+            found = store.read(store.checkpoint_filename)
+            if found is not None:
+                try:
+                    payload.load_state(model, found)
+                except (ValueError, KeyError) as error:
+                    raise ValueError(
+                        f"the checkpoint of run {self.job.run_id!r} is of another model or optimizer: choose another "
+                        f"run_id, or delete {store.run_path}: {error}"
+                    ) from error
+                self.note = payload.note_of(found)
+                self.best = store.read(f"{store.checkpoint_filename}.best")
+                done[0] = len(self.note.get("timing", []))
+        self.done = int(arrays.broadcast(done, 0, name="farandole.keras.done")[0])
+
+    def _part_seeds(self, model: Any) -> None:
+        """Random layers draw other numbers on every rank, and the same ones in every run of one seed."""
+        for index, variable in enumerate(one for one in model.non_trainable_variables if _SEEDS in one.name):
+            state = np.array(as_array(variable))
+            if self.job.random_seed is not None and self.done == 0:
+                state[0] = (self.job.random_seed + index) % 2**31
+            state[1] = (int(state[1]) + self.rank * 1_000_003) % 2**31
+            variable.assign(state)
+
+    def _callbacks(self, publisher: Publisher) -> list[Any]:
+        callbacks: list[Any] = [GlobalScores(validates=self.val is None or self.val.validates)]
+        if self.train.uncounted:
+            callbacks.append(UncountedSteps(self.train.uncounted))
+        boards = [one for one in self.objects.callbacks if isinstance(one, keras.callbacks.TensorBoard)]
+        callbacks += [one for one in self.objects.callbacks if one not in boards]
+        if self.rank == 0:
+            callbacks += [*boards, *([] if publisher.kept is None else [publisher.kept]), publisher]
+        return [*callbacks, OneEnd()]
+
+    def _publisher(self, directory: Path) -> Publisher:
+        kept = None
+        if self.objects.checkpoint_callback is not None:
+            kept = Kept(self.objects.checkpoint_callback, directory / "best.keras", self.rate)
+            if self.best is not None:
+                kept.path.write_bytes(self.best)
+                kept.inner.best = self.note.get("best", kept.inner.best)
+        board = None
+        for callback in self.objects.callbacks:
+            if isinstance(callback, keras.callbacks.TensorBoard):
+                board = directory / "logs"
+                callback.log_dir = str(board)
+        return Publisher(self.job, self.rate, self.note, self.train.steps, self.train.rows, kept, board, self.model)
+
+    def _feeds(self) -> tuple[Feed, Feed | None]:
+        job, data = self.job, self.job.data
+        train = self._source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)
+        val = None
+        if data.val_url is not None:
+            # In whatever order: sums over rows are the same, and each byte is read once.
+            source = self._source(data.val_url, data.val_batch_size, data.val_threads, shuffle=True)
+            val = Feed(source, job, min(source.own_steps, data.val_steps or source.own_steps), trains=False)
+        return Feed(train, job, data.train_steps or train.steps, trains=True), val
+
+    def _feeds_of_module(self) -> tuple[ModuleFeed, ModuleFeed | None]:
+        job, data, size = self.job, self.job.data, self.size
+        train_steps = data.train_steps or -(-data.train_rows // (data.batch_size * size))
+        val_steps = data.val_steps or max(1, -(-data.val_rows // (data.val_batch_size * size)))
+        module = self.objects.data_module(
+            train_dir=data.train_url,
+            val_dir=data.val_url,
+            num_train_epochs=job.epochs,
+            has_val=data.val_url is not None,
+            train_batch_size=data.batch_size,
+            val_batch_size=data.val_batch_size,
+            shuffle=data.shuffle,
+            transform_fn=self.objects.transformation,
+            inmemory_cache_all=data.in_memory,
+            cur_shard=self.rank,
+            shard_count=size,
+            schema_fields=list(data.columns),
+            storage_options=None,
+            steps_per_epoch_train=train_steps,
+            steps_per_epoch_val=val_steps,
+            verbose=False,
+            random_seed=data.order_seed,
+        )
+        self.module = module
+        train = ModuleFeed(module.train_data, train_steps, train_steps * data.batch_size * size)
+        if data.val_url is None:
+            return train, None
+        return train, ModuleFeed(module.val_data, val_steps, val_steps * data.val_batch_size * size)
+
+    def _source(self, url: str, batch_size: int, threads: int, *, shuffle: bool) -> Source:
+        job, objects = self.job, self.objects
+        casts: dict[str, str | None] = dict.fromkeys(job.data.columns)
+        if objects.transformation is None:
+            casts = reader_casts(job.shape, job.labels, job.weight)
+        return Source(
+            url,
+            casts,
+            batch_size=batch_size,
+            rank=self.rank,
+            size=self.size,
+            seed=job.data.order_seed,
+            shuffle=shuffle,
+            threads=threads,
+            in_memory=job.data.in_memory,
+            transformation=objects.transformation,
+        )
+
+
+def _build(model: Any, example: tuple[Any, ...]) -> None:
+    """Builds what Keras would build from the first batch, which would then be lost on some backends."""
+    model._symbolic_build(data_batch=example)  # noqa: SLF001 - what fit begins with
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Keras in the estimator: what two processes learn, what comes back, what is kept."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import cloudpickle
+import keras
+import numpy as np
+import pandas as pd
+import pytest
+
+from farandole.keras.callbacks import BestModelCheckpoint, LearningRateWarmupCallback
+from farandole.spark.common import Backend, LocalBackend, LocalStore
+from farandole.spark.keras import KerasEstimator, payload
+from farandole.spark.keras.remote import train
+
+pytestmark = pytest.mark.timeout(300)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
+
+
+class Here(Backend):
+    """Trains in this process."""
+
+    def run(self, fn, args=(), *_):
+        return [fn(*args)]
+
+    def num_processes(self):
+        return 1
+
+
+class Told(Exception):
+    """Carries what a training process would have been told."""
+
+    def __init__(self, job):
+        self.job = job
+
+
+class Tells(Here):
+    """Trains nothing."""
+
+    def run(self, _, args=(), *__):
+        raise Told(args[0])
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    # TensorFlow runs in this process already: the number of its threads is what it is.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def rows_of(count, seed=0):
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(count, 3)).astype(np.float32)
+    y = (x.sum(axis=1) > 0).astype(np.int64)
+    return pd.DataFrame({"x": list(x), "a": x[:, 0], "b": x[:, 1], "y": y, "w": random.uniform(0, 2, count)})
+
+
+def store_of(directory, train_rows, val_rows=None):
+    for name, rows in (("train", train_rows), ("val", val_rows)):
+        if rows is not None:
+            (directory / name).mkdir(parents=True)
+            rows.to_parquet(directory / name / "part.parquet")
+    return LocalStore(str(directory), train_path=str(directory / "train"), val_path=str(directory / "val"))
+
+
+def network(seed=0, units=1):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(units, activation="sigmoid")]
+    )
+
+
+def estimator(store, model=None, **params):
+    known = {
+        "backend": Here(),
+        "model": network() if model is None else model,
+        "optimizer": keras.optimizers.SGD(0.1),
+        "loss": "binary_crossentropy",
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 16,
+        "random_seed": 3,
+        "verbose": 0,
+        "store": store,
+    }
+    return KerasEstimator(**known | params)
+
+
+def job_of(estimator):
+    with pytest.raises(Told) as told:
+        estimator.setBackend(Tells()).fit_on_parquet()
+    return told.value.job
+
+
+def scenarios(directory, batch_size, rate):
+    """The same runs for one process and for two."""
+    odd, few = rows_of(101), rows_of(17)
+    val = rows_of(23, seed=1)
+    metrics = [keras.metrics.AUC(num_thresholds=20), "accuracy"]
+    decay = keras.optimizers.schedules.ExponentialDecay(rate, 5, 0.5)
+    normalised = [keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1, activation="sigmoid")]
+    weighted = network()
+    weighted.compile("sgd", "mse", weighted_metrics=["mae"])
+    runs = {
+        "odd": ((odd, val), {"metrics": metrics}),
+        "few": ((few, rows_of(1)), {"metrics": metrics}),
+        "weights": ((odd, val), {"model": weighted, "sample_weight_col": "w"}),
+        "accumulated": ((rows_of(96), None), {"backward_passes_per_step": 2}),
+        "schedule": ((odd, None), {"optimizer": keras.optimizers.SGD(decay)}),
+        "in memory": ((rows_of(96), val), {"inmemory_cache_all": True, "shuffle": False}),
+        "longer": ((odd, val), {"train_steps_per_epoch": 10, "validation_steps_per_epoch": 1}),
+        "layers": ((odd, val), {"model": keras.Sequential(normalised), "metrics": metrics}),
+    }
+    jobs = {}
+    for name, ((rows, held), params) in runs.items():
+        store = store_of(directory / name, rows, held)
+        known = {"optimizer": keras.optimizers.SGD(rate), "batch_size": batch_size, "val_batch_size": batch_size}
+        jobs[name] = job_of(estimator(store, epochs=2, run_id="run", **known | params))
+    return jobs
+
+
+def test_two_processes_learn_what_one_learns(tmp_path):
+    keras.utils.set_random_seed(0)
+    alone = scenarios(tmp_path / "one", 16, 0.2)
+    keras.utils.set_random_seed(0)
+    shared = scenarios(tmp_path / "two", 8, 0.1)
+    together = LocalBackend(2, verbose=0).run(lambda jobs: {name: train(job) for name, job in jobs.items()}, (shared,))
+    assert together[1] == dict.fromkeys(shared)
+    for name, job in alone.items():
+        one, two = train(job), together[0][name]
+        assert list(one.history) == list(two.history), name
+        for score, values in one.history.items():
+            if (name, score) != ("longer", "val_loss"):  # a step of two processes validates on twice the rows
+                np.testing.assert_allclose(two.history[score], values, rtol=2e-5, atol=1e-6, err_msg=f"{name} {score}")
+        for left, right in zip(weights(two.model), weights(one.model), strict=True):
+            np.testing.assert_allclose(left, right, rtol=2e-4, atol=2e-6, err_msg=name)
+        assert rate(two.model) == pytest.approx(rate(one.model) / 2)
+
+
+def weights(model):
+    return payload.unpack(model).get_weights()
+
+
+def rate(model):
+    optimizer = payload.unpack(model).optimizer
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
+def test_one_process_gives_the_history_of_keras_own_fit(tmp_path):
+    rows, held = rows_of(50), rows_of(20, seed=1)
+    x, y = np.stack(rows.x), rows.y.to_numpy()
+    model = network()
+    fitted = estimator(
+        store_of(tmp_path, rows, held), model, shuffle=False, epochs=2, metrics=["accuracy"], batch_size=10
+    ).fit_on_parquet()
+    own = network()
+    own.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", metrics=["accuracy"])
+    told = own.fit(
+        x, y[:, None], 10, 2, verbose=0, shuffle=False, validation_data=(np.stack(held.x), held.y.to_numpy()[:, None])
+    )
+    assert list(fitted.getHistory()) == list(told.history)
+    for name, values in told.history.items():
+        np.testing.assert_allclose(fitted.getHistory()[name], values, rtol=1e-5, err_msg=name)
+    assert list(fitted.history_frame().columns) == ["epoch", *told.history]
+    untouched = network().get_weights()
+    for left, right in zip(model.get_weights(), untouched, strict=True):
+        np.testing.assert_array_equal(left, right)  # the user's own model is left alone
+
+
+def test_a_compiled_model_needs_nothing_else_and_keeps_its_optimizers_state(tmp_path):
+    rows = rows_of(32)
+    model = network()
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    model.fit(np.stack(rows.x), rows.y.to_numpy()[:, None], 16, 3, verbose=0)
+    fitted = estimator(store_of(tmp_path, rows), model, optimizer=None, loss=None).fit_on_parquet()
+    assert list(fitted.getHistory()) == ["loss", "mae"]
+    assert int(fitted.getModel().optimizer.iterations) == int(model.optimizer.iterations) + 2
+    assert isinstance(fitted.getModel().optimizer, keras.optimizers.Adam)
+
+
+def test_a_run_is_resumed_by_its_id_with_the_same_learning_rate(tmp_path):
+    rows, held = rows_of(40), rows_of(20, seed=1)
+    whole = estimator(store_of(tmp_path / "whole", rows, held), epochs=4, run_id="r").fit_on_parquet()
+    store = store_of(tmp_path / "parts", rows, held)
+    first = estimator(store, epochs=2, run_id="r").fit_on_parquet()
+    assert len(first.getHistory()["loss"]) == 2
+    second = estimator(store, epochs=4, run_id="r").fit_on_parquet()
+    for name, values in whole.getHistory().items():
+        np.testing.assert_allclose(second.getHistory()[name], values, rtol=1e-5)
+    for left, right in zip(second.getModel().get_weights(), whole.getModel().get_weights(), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5)
+    assert float(second.getModel().optimizer.learning_rate) == pytest.approx(0.1)
+    again = estimator(store, epochs=4, run_id="r").fit_on_parquet()
+    assert again.getHistory() == second.getHistory()
+    wider = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="checkpoint of run 'r' is of another model"):
+        estimator(store, wider, epochs=9, run_id="r").fit_on_parquet()
+
+
+def test_the_best_model_is_returned_and_the_last_one_resumed(tmp_path):
+    class Worsens(keras.callbacks.Callback):
+        """Leaves nothing of the model after the first epoch."""
+
+        def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002
+            if epoch == 1:
+                self.model.set_weights([weight * 0 - 5 for weight in self.model.get_weights()])
+
+    store = store_of(tmp_path, rows_of(64), rows_of(20, seed=1))
+    params = {"run_id": "r", "checkpoint_callback": BestModelCheckpoint(monitor="val_loss")}
+    fitted = estimator(store, epochs=3, callbacks=[Worsens()], **params).fit_on_parquet()
+    losses = fitted.getHistory()["val_loss"]
+    assert min(losses) == losses[0] < losses[2]
+    held = rows_of(20, seed=1)
+    found = fitted.getModel().evaluate(np.stack(held.x), held.y.to_numpy()[:, None], verbose=0)
+    assert found == pytest.approx(losses[0], rel=1e-5)
+    assert store.exists(f"{store.get_run_path('r')}/checkpoint.best")
+    resumed = estimator(store, epochs=4, **params).fit_on_parquet()
+    assert len(resumed.getHistory()["loss"]) == 4
+    assert resumed.getHistory()["val_loss"][3] > losses[0]
+    for left, right in zip(resumed.getModel().get_weights(), fitted.getModel().get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_callbacks_see_scores_and_end_the_run(tmp_path):
+    seen = tmp_path / "seen"
+
+    class Notes(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with open(seen, "a") as file:
+                file.write(f"{epoch} {sorted(logs)}\n")
+
+    store = store_of(tmp_path / "store", rows_of(64), rows_of(20, seed=1))
+    stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, min_delta=10.0, restore_best_weights=True)
+    fitted = estimator(
+        store, epochs=9, run_id="r", callbacks=[stopping, Notes(), LearningRateWarmupCallback(0.1, 1)]
+    ).fit_on_parquet()
+    assert len(fitted.getHistory()["loss"]) == 2
+    assert seen.read_text().splitlines()[0] == "0 ['loss', 'val_loss']"
+    assert fitted.getHistory()["lr"][-1] == pytest.approx(0.1)
+    events = store.read(f"{store.get_run_path('r')}/logs/events.out.tfevents.farandole")
+    assert b"train/loss" in events
+    assert b"val/loss" in events
+    assert store.read(f"{store.get_run_path('r')}/logs/history.jsonl").count(b"\n") == 2
+
+
+class Board(keras.callbacks.TensorBoard):
+    """Writes its epochs without TensorBoard's package."""
+
+    def set_model(self, model):
+        self._model = model
+
+    def on_train_batch_begin(self, batch, logs=None):
+        pass
+
+    on_train_batch_end = on_train_begin = on_train_end = on_epoch_begin = on_test_begin = on_train_batch_begin
+
+    def on_epoch_end(self, epoch, logs=None):
+        (Path(self.log_dir) / "train").mkdir(parents=True, exist_ok=True)
+        (Path(self.log_dir) / "train" / f"events.{epoch}").write_text(str(sorted(logs)))
+
+
+def test_a_tensorboard_callback_writes_into_the_store(tmp_path):
+    store = store_of(tmp_path / "store", rows_of(32))
+    estimator(store, run_id="r", epochs=2, callbacks=[Board(tmp_path / "elsewhere")]).fit_on_parquet()
+    logs = store.get_logs_path("r")
+    assert [store.read(f"{logs}/train/events.{epoch}") for epoch in (0, 1)] == [b"['loss']"] * 2
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@keras.saving.register_keras_serializable("mine")
+class Doubled(keras.layers.Layer):
+    """A class that workers do not have."""
+
+    def call(self, x):
+        return x * halved(4.0)
+
+
+def halved(value):
+    return value / 2
+
+
+def squares(y, output):
+    return keras.ops.mean(keras.ops.square(y - output), axis=-1)
+
+
+def test_classes_and_functions_of_ones_own_travel_without_being_listed(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), Doubled(), keras.layers.Dense(1, activation=squashed)])
+    fitted = estimator(store_of(tmp_path, rows_of(32)), model, loss=squares, metrics=[squares]).fit_on_parquet()
+    assert list(fitted.getHistory()) == ["loss", "squares"]
+    assert fitted.getHistory()["squares"] == pytest.approx(fitted.getHistory()["loss"])
+    assert fitted.getCustomObjects()["Doubled"] is Doubled
+
+
+def squashed(x):
+    return keras.ops.sigmoid(x)
+
+
+def test_several_inputs_and_labels_by_order_and_by_name(tmp_path):
+    left, right = keras.Input((2,), name="left"), keras.Input((), name="a")
+    joined = keras.layers.Concatenate()([left, keras.layers.Reshape((1,))(right)])
+    outputs = {
+        "y": keras.layers.Dense(1, activation="sigmoid", name="of_y")(joined),
+        "x": keras.layers.Dense(3, name="of_x")(joined),
+    }
+    model = keras.Model({"left": left, "a": right}, outputs)
+    by_name = estimator(
+        store_of(tmp_path, rows_of(32), rows_of(9)),
+        model,
+        feature_cols=["a", ["b", "w"]],  # inputs go by the order of their names: a, left
+        label_cols=["x", "y"],
+        loss={"x": "mse", "y": "binary_crossentropy"},
+    )
+    assert by_name.fit_on_parquet().getHistory()["loss"]
+    with pytest.raises(ValueError, match="model input at index 0"):
+        by_name.setFeatureCols([["b", "w"], "a"]).fit_on_parquet()
+    by_order = by_name.setModel(keras.Model([left, right], [outputs["x"], outputs["y"]]))
+    by_order.setLoss(["mse", "binary_crossentropy"]).setLossWeights([0.5, 2.0])
+    history = by_order.fit_on_parquet().getHistory()
+    total = 0.5 * history["of_x_loss"][0] + 2.0 * history["of_y_loss"][0]
+    assert history["loss"][0] == pytest.approx(total, rel=1e-5)
+
+
+def test_rows_are_transformed_before_the_model_sees_them(tmp_path):
+    def wider(row):
+        return {**row, "x": np.concatenate([row["x"], [row["a"]]]).astype(np.float32)}
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid")])
+    params = {"feature_cols": ["x"], "sample_weight_col": "w", "transformation_fn": wider}
+    store = store_of(tmp_path, rows_of(32))
+    with pytest.raises(ValueError, match="'x' with size 3"):
+        estimator(store, model, **params | {"transformation_fn": None}).fit_on_parquet()
+    with pytest.raises(KeyError, match="'a'"):
+        estimator(store, model, **params).fit_on_parquet()  # only columns that are used are read
+    fitted = estimator(store, model, transformation_fn=lambda row: wider({**row, "a": row["w"]}),
+                       feature_cols=["x"], sample_weight_col="w").fit_on_parquet()  # fmt: skip
+    assert len(fitted.getHistory()["loss"]) == 1
