@@ -62,7 +62,17 @@ test-spark: install .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 .tools/pyspark-%/ready: $(VENV)/.packages
 	$(PYTHON) -m venv --without-pip --clear $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D)/bin/python "pyspark==$*.*"
-	ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > `echo $(@D)/lib/python*/site-packages`/shared.pth
+	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
+	touch $@
+
+# The retired framework in an environment of its own: its last wheel wants a NumPy that nothing else here would take.
+test-mxnet: install .tools/mxnet/bin/mxnet-is-here
+	$(BIN)/uv pip install --quiet --python .tools/mxnet/bin/python --no-deps --reinstall dist/farandole-*.whl
+	.tools/mxnet/bin/python -m pytest tests/retired
+
+.tools/mxnet/bin/mxnet-is-here:
+	$(BIN)/uv venv --quiet --python $(BIN)/python .tools/mxnet
+	$(BIN)/uv pip install --quiet --python .tools/mxnet/bin/python mxnet==1.9.1 numpy==1.23.5 cloudpickle pytest pytest-timeout pytest-rerunfailures
 	touch $@
 
 # The whole grid of faults, of which `test` takes a part; what every rank heard, and when, goes to target/faults.jsonl.
@@ -82,6 +92,7 @@ lint: $(VENV)/.packages
 bench: install
 	$(BIN)/python bench/allreduce.py
 	$(BIN)/python bench/training.py
+	$(BIN)/python bench/tensorflow_training.py
 	$(BIN)/python bench/failures.py
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/spark_run.py

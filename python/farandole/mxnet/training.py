@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Optimizers, Gluon trainers and parameters of several ranks."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import mxnet
+
+from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.reduction import check_predivide
+from farandole.common.util import Average, split_list
+from farandole.mxnet.compression import Compression, Compressor
+from farandole.mxnet.mpi_ops import broadcast_, grouped_allreduce, size
+
+mx: Any = mxnet  # nothing of it is annotated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Gradients:
+    """Reduces gradients in place, by name.
+
+    Args:
+        compression: Makes them smaller on the wire.
+        gradient_predivide_factor: They are divided by it before and multiplied after the sum.
+        process_set: The ranks that take part; others keep theirs.
+    """
+
+    def __init__(
+        self, compression: type[Compressor], gradient_predivide_factor: float, process_set: ProcessSet
+    ) -> None:
+        self.compression = compression
+        self.factors = check_predivide(gradient_predivide_factor, Average)
+        self.process_set = process_set
+
+    def reduce(self, grads: list[Any], name: str) -> None:
+        """Averages several as one unit."""
+        if not self.process_set.included() or self.process_set.size() == 1 or not grads:
+            return
+        pairs = [self.compression.compress(grad) for grad in grads]
+        reduced = grouped_allreduce(
+            [pair[0] for pair in pairs],
+            name=name,
+            prescale_factor=self.factors[0],
+            postscale_factor=self.factors[1],
+            process_set=self.process_set,
+            op=Average,
+        )
+        for grad, value, (_, ctx) in zip(grads, reduced, pairs, strict=True):
+            grad[:] = self.compression.decompress(value, ctx)
+
+
+class DistributedOptimizer(mx.optimizer.Optimizer):
+    """Wraps an optimizer so that it updates by the average of all ranks' gradients.
+
+    Args:
+        optimizer: MXNet's.
+        gradient_predivide_factor: Gradients are divided by it before and multiplied after the sum.
+        num_groups: How many units the gradients of one call are reduced in; 0 for one each.
+        process_set: The ranks that take part; others update by their own.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        # The state stays the wrapped one's: attributes not found here are looked up there.
+        self._optimizer = optimizer
+        self._gradients = _Gradients(Compression.none, gradient_predivide_factor, process_set)
+        self._num_groups = num_groups
+
+    def __getattr__(self, item: str) -> Any:
+        """The wrapped optimizer's."""
+        return getattr(self._optimizer, item)
+
+    def create_state(self, index: Any, weight: Any) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.create_state(index, weight)
+
+    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.create_state_multi_precision(index, weight)
+
+    def _reduce(self, index: Any, grad: Any) -> None:
+        if not isinstance(index, tuple | list):
+            self._gradients.reduce([grad], str(index))
+            return
+        parts = split_list(list(range(len(index))), self._num_groups or len(index))
+        for part in parts:
+            if part:
+                name = f"{index[part[0]]}:{index[part[-1]]}" if self._num_groups else str(index[part[0]])
+                self._gradients.reduce([grad[place] for place in part], name)
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Reduces and updates."""
+        self._reduce(index, grad)
+        self._optimizer.update(index, weight, grad, state)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Reduces and updates."""
+        self._reduce(index, grad)
+        self._optimizer.update_multi_precision(index, weight, grad, state)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """The wrapped optimizer's."""
+        self._optimizer.set_learning_rate(lr)
+
+    def set_lr_mult(self, args_lr_mult: Any) -> None:
+        """The wrapped optimizer's."""
+        self._optimizer.set_lr_mult(args_lr_mult)
+
+    def set_wd_mult(self, args_wd_mult: Any) -> None:
+        """The wrapped optimizer's."""
+        self._optimizer.set_wd_mult(args_wd_mult)
+
+
+class DistributedTrainer(mx.gluon.Trainer):
+    """A Gluon trainer whose gradients are those of all ranks, averaged.
+
+    Args:
+        params: A dictionary of parameters, or a list, which is sorted by name.
+        optimizer: MXNet's, or its name; a `DistributedOptimizer` is unwrapped, with a warning.
+        optimizer_params: Arguments of the optimizer.
+        compression: Makes gradients smaller on the wire.
+        gradient_predivide_factor: Gradients are divided by it before and multiplied after the sum.
+        prefix: Tells several trainers apart; needed when there are several.
+        num_groups: How many units gradients are reduced in, parted by dtype; 0 for one each.
+        process_set: The ranks that take part; others keep their gradients.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: dict[str, Any] | None = None,
+        compression: type[Compressor] = Compression.none,
+        gradient_predivide_factor: float = 1.0,
+        prefix: str | None = None,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            warnings.warn(
+                "DistributedTrainer reduces by itself: it takes the optimizer out of its wrapper", stacklevel=2
+            )
+            optimizer = optimizer._optimizer  # noqa: SLF001 - ours
+        if isinstance(params, list):
+            params = sorted(params, key=lambda param: param.name)
+        self._gradients = _Gradients(compression, gradient_predivide_factor, process_set)
+        self._farandole_prefix = prefix or ""
+        self._num_groups = num_groups
+        super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
+
+    def _allreduce_grads(self) -> None:
+        """What `step` calls before it updates."""
+        places = [place for place, param in enumerate(self._params) if param.grad_req != "null"]
+        for part in self._parts(places):
+            grads = [self._params[place].list_grad()[0] for place in part]
+            ends = f"{part[0]}:{part[-1]}" if self._num_groups else str(part[0])
+            self._gradients.reduce(grads, self._farandole_prefix + ends)
+
+    def _parts(self, places: list[int]) -> list[list[int]]:
+        if not self._num_groups:
+            return [[place] for place in places]
+        parts = []
+        for group in split_list(places, self._num_groups):
+            by_dtype: dict[Any, list[int]] = {}
+            for place in group:
+                by_dtype.setdefault(self._params[place].dtype, []).append(place)
+            parts += by_dtype.values()
+        return parts
+
+
+def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
+    """Overwrites parameters by those of one rank; those that MXNet initializes later, then.
+
+    Args:
+        params: A dictionary of arrays or parameters, as `Module.get_params` and `Block.collect_params` give it.
+        root_rank: The rank whose values count.
+        prefix: Tells several calls apart that are under way together.
+
+    Raises:
+        ValueError: When it is no dictionary.
+    """
+    if size() == 1:
+        return
+    if not isinstance(params, dict | mx.gluon.parameter.ParameterDict):
+        raise ValueError(f"params must be a dictionary of parameters: {type(params).__name__}")
+    for key, value in sorted(params.items()):
+        name = f"{prefix or ''}{key}"
+        if not isinstance(value, mx.gluon.parameter.Parameter):
+            broadcast_(value, root_rank, name)
+            continue
+        try:
+            data = value.data()
+        except mx.gluon.parameter.DeferredInitializationError:
+            value._init_impl = types.MethodType(_then_broadcast(value._init_impl, root_rank, name), value)  # noqa: SLF001
+            continue
+        broadcast_(data, root_rank, name)
+
+
+def _then_broadcast(initialize: Callable[..., None], root_rank: int, name: str) -> Callable[..., None]:
+    def initialized(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(*args, **kwargs)
+        broadcast_(self.data(), root_rank, name)
+
+    return initialized
