@@ -299,6 +299,13 @@ def squashed(x):
     return keras.ops.sigmoid(x)
 
 
+def test_a_loss_keeps_what_keras_does_not_save_of_it(tmp_path):
+    rows = rows_of(16)
+    fitted = estimator(store_of(tmp_path, rows), loss=keras.losses.Huber(0.1), loss_weights=[1.0]).fit_on_parquet()
+    expected = keras.losses.Huber(0.1)(rows.y.to_numpy()[:, None], network()(np.stack(rows.x)))
+    assert fitted.getHistory()["loss"][0] == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_several_inputs_and_labels_by_order_and_by_name(tmp_path):
     left, right = keras.Input((2,), name="left"), keras.Input((), name="a")
     joined = keras.layers.Concatenate()([left, keras.layers.Reshape((1,))(right)])

@@ -32,6 +32,7 @@ class Compiled:
     model: Any
     packed: bytes
     custom_objects: dict[str, Any]
+    loss: Any
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:
@@ -101,7 +102,21 @@ def compiled_copy(
     if not copy.optimizer.built:
         copy.optimizer.build(copy.trainable_variables)
     packed = payload.pack(copy)
-    return Compiled(_loaded(packed, found), packed, found)
+    loaded = _loaded(packed, found)
+    loss = arguments.get("loss")
+    put_loss(loaded, loss)
+    return Compiled(loaded, packed, found, loss)
+
+
+def put_loss(model: Any, loss: Any) -> None:
+    """Gives a model back the loss it was compiled with, which its file has only in part.
+
+    Args:
+        model: as loaded.
+        loss: as the user gave it.
+    """
+    if loss is not None and type(model).compile is keras.Model.compile:
+        model.compile(**{**compile_arguments(model), "loss": loss, "optimizer": model.optimizer})
 
 
 def try_out(

@@ -11,7 +11,6 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-import cloudpickle
 import keras
 from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
@@ -25,7 +24,7 @@ from farandole.spark.keras import compiled, payload
 from farandole.spark.keras.arrays import inputs_of, told_mapping
 from farandole.spark.keras.job import Data, Job, Objects, Shape
 from farandole.spark.keras.model import KerasModel
-from farandole.spark.keras.objects import travelling
+from farandole.spark.keras.objects import dumps, travelling
 from farandole.spark.keras.params import KerasParams
 from farandole.spark.keras.remote import train
 from farandole.spark.keras.source import sample
@@ -280,6 +279,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         run_id = self.getRunId() or f"keras_{int(time.time())}_{secrets.token_hex(2)}"
         objects = Objects(
             custom_objects=copy.custom_objects,
+            loss=copy.loss,
             callbacks=travelling(self.getCallbacks()),
             checkpoint_callback=next(iter(travelling([one for one in [self.getCheckpointCallback()] if one])), None),
             compression=self.getGradientCompression(),
@@ -288,7 +288,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         )
         job = Job(
             model=copy.packed,
-            objects=cloudpickle.dumps(objects),
+            objects=dumps(objects),
             store=self._store().to_remote(run_id, prepared.index),
             run_id=run_id,
             data=self._data(prepared, raw),

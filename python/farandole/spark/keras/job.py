@@ -109,6 +109,7 @@ class Objects:
     """The user's objects, in one pickle."""
 
     custom_objects: dict[str, Any]
+    loss: Any
     callbacks: list[Any]
     checkpoint_callback: Any = None
     compression: Any = None

@@ -9,9 +9,12 @@ they travel to training processes and executors in a pickle.
 from __future__ import annotations
 
 import copy
+import copyreg
 import inspect
+import io
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import keras
 
 if TYPE_CHECKING:
@@ -37,6 +40,24 @@ def custom_objects(model: Any, given: Mapping[str, Any], *more: Any) -> dict[str
     for one in (*more, getattr(compiled, "config", None)):
         _add(one, found, seen, 0)
     return {**found, **given}
+
+
+def dumps(value: Any) -> bytes:
+    """Pickles the user's objects, losses with all they hold: as Keras saves them, `Huber` loses its delta.
+
+    Args:
+        value: anything.
+    """
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, keras.losses.Loss):
+            return copyreg.__newobj__, (type(obj),), vars(obj)  # pyright: ignore[reportAttributeAccessIssue]
+        return super().reducer_override(obj)
 
 
 def travelling(callbacks: list[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ import cloudpickle
 from farandole.spark.common.outputs import describe
 from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain, warn_of_code
 from farandole.spark.keras import payload
-from farandole.spark.keras.objects import custom_objects, travelling
+from farandole.spark.keras.objects import custom_objects, dumps, travelling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,7 +103,7 @@ class KerasEstimatorParamsWriter(ParamsWriter):
             if name in rest:
                 copies = travelling(rest[name] if isinstance(rest[name], list) else [rest[name]])
                 rest[name] = copies if isinstance(rest[name], list) else copies[0]
-        return plain, {**parts, "objects": cloudpickle.dumps(rest)}
+        return plain, {**parts, "objects": dumps(rest)}
 
 
 class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):

@@ -24,6 +24,7 @@ from farandole._keras.values import as_array, broadcast_variables
 from farandole.common import basics
 from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import reader_casts, zeros
+from farandole.spark.keras.compiled import put_loss
 from farandole.spark.keras.feed import Feed, ModuleFeed, prefetched, take_shares
 from farandole.spark.keras.job import Trained
 from farandole.spark.keras.publish import Kept, Publisher
@@ -91,6 +92,7 @@ class Trainer:
     def _model(self) -> Any:
         job, objects = self.job, self.objects
         model = payload.unpack(job.model, objects.custom_objects, safe_mode=False)  # the driver's own
+        put_loss(model, objects.loss)
         x, y = zeros(job.shape, job.labels, job.data.batch_size)
         weights = None if job.weight is None else np.ones(job.data.batch_size, np.float32)
         _build(model, (x, y) if weights is None else (x, y, weights))
