@@ -12,7 +12,21 @@ use pyo3::prelude::*;
 
 /// Fills the submodule.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(capsule, module)?)
+    module.add_function(wrap_pyfunction!(capsule, module)?)?;
+    module.add_function(wrap_pyfunction!(joined, module)?)?;
+    module.add_function(wrap_pyfunction!(joins, module)?)
+}
+
+/// Takes note that all ranks have joined: unnamed operations of the table are numbered anew.
+#[pyfunction]
+fn joined() {
+    farandole_ffi::joined();
+}
+
+/// How often all ranks have joined in this session.
+#[pyfunction]
+fn joins() -> u64 {
+    farandole_ffi::joins()
 }
 
 /// A capsule named `farandole.door` with the table's address, which stays valid until the process ends.

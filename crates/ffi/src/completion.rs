@@ -13,6 +13,7 @@ use farandole_door::{Code, Done, Outcome, Output};
 use parking_lot::Mutex;
 
 use crate::message::Failure;
+use crate::names;
 
 /// Where the outcome goes.
 pub(crate) struct Receiver {
@@ -34,6 +35,10 @@ impl Receiver {
     pub(crate) fn tell(self, results: Result<Vec<Completion>, Failure>) {
         match results {
             Ok(completions) => {
+                if completions.iter().any(|completion| completion.last.is_some()) {
+                    // Before anybody hears of it, and submits what comes next.
+                    names::joined();
+                }
                 let outputs: Vec<Output> = completions.iter().map(output).collect();
                 self.call(Code::Good, c"", &outputs);
             }

@@ -15,4 +15,5 @@ mod request;
 mod table;
 
 pub use farandole_door::CAPSULE;
+pub use names::{joined, joins};
 pub use table::door;

@@ -31,7 +31,7 @@ pub(crate) unsafe fn all(
     if call.numbered != 0
         && let Ok(members) = session.engine().members(ProcessSetId(call.process_set))
     {
-        let number = format!(".{}", names::next(session, members));
+        let number = names::next(session, ProcessSetId(call.process_set), members);
         requests.iter_mut().for_each(|request| request.name.push_str(&number));
     }
     Ok(requests)

@@ -132,6 +132,18 @@ api! {
     shape_concatenate = TF_ShapeInferenceContextConcatenateShapes(Opaque, Opaque, Opaque, Opaque, Opaque);
 }
 
+/// The address of what TensorFlow's libraries export under this name.
+pub(crate) fn symbol(name: &CStr) -> Option<*mut c_void> {
+    LIBRARIES
+        .iter()
+        // SAFETY: only asks for what is loaded already, and names are terminated.
+        .map(|library| unsafe {
+            let handle = dlopen(library.as_ptr(), RTLD_LAZY | RTLD_NOLOAD);
+            if handle.is_null() { handle } else { dlsym(handle, name.as_ptr()) }
+        })
+        .find(|address| !address.is_null())
+}
+
 static API: OnceLock<Result<Api, String>> = OnceLock::new();
 
 /// The API, looked up once.

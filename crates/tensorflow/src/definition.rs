@@ -122,7 +122,7 @@ fn definitions() -> Vec<Definition> {
         name: "FarandoleProbe",
         inputs: &["tensor: int64"],
         outputs: &["output: int64"],
-        attributes: &[],
+        attributes: &[&["delay: int = 2000"]],
         shapes: shapes::same,
         body: Body::Asynchronous(probe::create, probe::compute),
     });

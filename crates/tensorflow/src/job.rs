@@ -6,12 +6,13 @@
 
 use std::ffi::{CStr, c_int, c_void};
 
-use farandole_door::{Door, Operation, Outcome, Output, Request};
+use farandole_door::{Door, Operation, Outcome, Request};
 
 use crate::callback::Callback;
 use crate::context::{Code, Context, Failure, Tensor};
 use crate::exports::{door, place, refused, translated};
 use crate::kernel::Node;
+use crate::output::Brought;
 use crate::world::{INT32, scalar};
 
 /// TensorFlow's number of 64-bit integers.
@@ -163,10 +164,10 @@ fn request(name: &str, shape: &[u64], pair: &Pair) -> Request {
 }
 
 /// An address for outputs of no bytes.
-struct Empty(std::cell::UnsafeCell<[u8; 64]>);
+pub(crate) struct Empty(std::cell::UnsafeCell<[u8; 64]>);
 
 impl Empty {
-    fn get(&self) -> *mut c_void {
+    pub(crate) fn get(&self) -> *mut c_void {
         self.0.get().cast()
     }
 }
@@ -174,7 +175,7 @@ impl Empty {
 // SAFETY: nothing is ever read from or written to it.
 unsafe impl Sync for Empty {}
 
-static EMPTY: Empty = Empty(std::cell::UnsafeCell::new([0; 64]));
+pub(crate) static EMPTY: Empty = Empty(std::cell::UnsafeCell::new([0; 64]));
 
 /// Runs on the engine's completion thread, or on the thread that attended.
 ///
@@ -192,8 +193,8 @@ unsafe extern "C" fn done(context: *mut c_void, outcome: *const Outcome) {
                 Err(Failure { code, text })
             }
             None => {
-                let outputs = slice(outcome.outputs, outcome.output_count);
-                finish(door, node.operation, context, &tensors, outputs)
+                let outputs = Brought::all(door, outcome.outputs, outcome.output_count);
+                finish(node.operation, context, &tensors, outputs)
             }
         }
     };
@@ -202,72 +203,32 @@ unsafe extern "C" fn done(context: *mut c_void, outcome: *const Outcome) {
 }
 
 /// Makes outputs of what the engine brought.
-///
-/// # Safety
-/// `outputs` are the door's, for this call.
-unsafe fn finish(
-    door: &'static Door,
+fn finish(
     operation: Operation,
     context: Context,
     tensors: &[Pair],
-    outputs: &[Output],
+    outputs: Vec<Brought<'_>>,
 ) -> Result<(), Failure> {
     let mut all_rows = Vec::new();
     for (index, (pair, output)) in (0..).zip(tensors.iter().zip(outputs)) {
-        // SAFETY: as the caller promises.
-        let rows = unsafe { slice(output.rows, output.row_count) };
         match operation {
-            Operation::Join => {
-                // SAFETY: whatever came along is freed.
-                unsafe { (door.free)(output.owner) };
-                return scalar(context, 0, i32::try_from(output.number).unwrap_or(-1));
-            }
+            Operation::Join => return scalar(context, 0, i32::try_from(output.number()).unwrap_or(-1)),
             Operation::Allgather | Operation::Alltoall => {
                 let mut dims = pair.shape.clone();
                 if let Some(first) = dims.first_mut() {
-                    *first = rows.iter().map(|rows| rows.cast_signed()).sum();
+                    *first = output.rows().iter().map(|rows| rows.cast_signed()).sum();
                 }
-                // SAFETY: the output's memory goes to the tensor.
-                unsafe { give(door, context, index, (pair.dtype, &dims), output) }?;
-                all_rows.extend_from_slice(rows);
+                all_rows.extend_from_slice(output.rows());
+                output.give(context, index, (pair.dtype, &dims))?;
             }
-            // SAFETY: nothing came along, for the request had an output.
-            _ => unsafe { (door.free)(output.owner) },
+            // The request had an output.
+            _ => {}
         }
     }
     match operation {
         Operation::Allgather => matrix(context, tensors.len(), &all_rows),
         Operation::Alltoall => vector(context, &all_rows),
         _ => Ok(()),
-    }
-}
-
-/// Makes an output of the engine's memory, which the tensor frees at its end.
-///
-/// # Safety
-/// `output` is the door's and was not freed.
-unsafe fn give(
-    door: &'static Door,
-    context: Context,
-    index: c_int,
-    (dtype, dims): (c_int, &[i64]),
-    output: &Output,
-) -> Result<(), Failure> {
-    if output.bytes == 0 || output.owner.is_null() {
-        // SAFETY: given up here.
-        unsafe { (door.free)(output.owner) };
-        return context.allocate(index, dtype, dims, 0).map(drop);
-    }
-    let memory = (output.address, output.bytes);
-    // SAFETY: the memory is valid until its owner is freed, which `release` does.
-    let tensor = unsafe { Tensor::over(context.api, dtype, dims, memory, (release, output.owner)) };
-    context.set_output(index, &tensor)
-}
-
-unsafe extern "C" fn release(_data: *mut c_void, _length: usize, owner: *mut c_void) {
-    if let Ok(door) = door() {
-        // SAFETY: the owner of one output, freed once, by its tensor.
-        unsafe { (door.free)(owner) };
     }
 }
 
@@ -296,18 +257,8 @@ fn vector(context: Context, rows: &[u64]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// # Safety
-/// `length` elements are at `first`.
-unsafe fn slice<'a, T>(first: *const T, length: usize) -> &'a [T] {
-    if first.is_null() || length == 0 {
-        return &[];
-    }
-    // SAFETY: the caller's promise.
-    unsafe { std::slice::from_raw_parts(first, length) }
-}
-
 /// The wire's number of an element type of TensorFlow's; what the ops do not take becomes a number that nobody has.
-fn wire(dtype: c_int) -> u32 {
+pub(crate) fn wire(dtype: c_int) -> u32 {
     match dtype {
         1 => 7,
         2 => 8,

@@ -47,6 +47,8 @@ pub(crate) enum Kernel {
     Node(Node),
     /// A question about the world, and the process set it is about.
     Question(u32, u32),
+    /// The probe, and how many microseconds it takes.
+    Probe(u32),
 }
 
 /// Destroys any kernel of ours.

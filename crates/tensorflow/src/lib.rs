@@ -13,6 +13,8 @@
 //!                                     outputs or a status, then the callback
 //! ```
 //!
+//! Inside of functions that XLA compiles, [`xla`] takes the place of the ops.
+//!
 //! Refuses to block: a kernel returns before its operation has ended, for TensorFlow has few threads and runs nodes in
 //! any order; only an operation that Python marks as attended is driven in place, on the Python thread that asks.
 //! Names, gradients and fallbacks are Python's.
@@ -31,6 +33,8 @@ mod definition;
 mod exports;
 mod job;
 mod kernel;
+mod output;
 mod probe;
 mod shapes;
 mod world;
+mod xla;

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! An op that ends on another thread well after its `compute` has returned: whether the callback survives that is
-//! asked once, at load.
+//! asked once, at load. Without a delay it ends at once, and costs what any asynchronous op costs.
 #![expect(unsafe_code, reason = "TensorFlow calls these through pointers")]
 
 use std::ffi::c_void;
@@ -11,36 +11,57 @@ use std::time::Duration;
 
 use crate::api::{Opaque, api};
 use crate::callback::Callback;
-use crate::context::{Code, Context, Failure};
+use crate::context::{Code, Context, Failure, Status};
+use crate::kernel::{Kernel, small};
 
-/// Long enough for the caller's stack to be used by something else.
-const LATER: Duration = Duration::from_millis(2);
-
-/// There is nothing to read.
+/// Reads the delay in microseconds; 2 ms is long enough for the caller's stack to be used by something else.
 ///
 /// # Safety
-/// TensorFlow calls it.
-pub(crate) unsafe extern "C" fn create(_construction: Opaque) -> *mut c_void {
-    std::ptr::null_mut()
+/// TensorFlow calls it with a construction.
+pub(crate) unsafe extern "C" fn create(construction: Opaque) -> *mut c_void {
+    let Ok(api) = api() else { return std::ptr::null_mut() };
+    // SAFETY: the construction lives for this call.
+    match unsafe { small(api, construction, c"delay") } {
+        Ok(delay) => Box::into_raw(Box::new(Kernel::Probe(delay))).cast(),
+        Err(failure) => {
+            let status = Status::new(api);
+            status.set(&failure);
+            // SAFETY: as above.
+            unsafe { (api.construction_failure)(construction, status.raw) };
+            std::ptr::null_mut()
+        }
+    }
 }
 
 /// Doubles one number, later.
 ///
 /// # Safety
-/// TensorFlow calls it with a context and a callback on its stack.
-pub(crate) unsafe extern "C" fn compute(_kernel: *mut c_void, context: Opaque, done: Opaque) {
+/// TensorFlow calls it with what `create` returned, a context, and a callback on its stack.
+pub(crate) unsafe extern "C" fn compute(kernel: *mut c_void, context: Opaque, done: Opaque) {
     let Ok(api) = api() else { return };
     // SAFETY: `compute` has not returned.
     let callback = unsafe { Callback::take(api, done) };
     // SAFETY: used before the callback runs only.
     let context = unsafe { Context::new(api, context) };
-    thread::spawn(move || {
-        thread::sleep(LATER);
+    // SAFETY: TensorFlow keeps the kernel while its `compute` runs.
+    let delay = match unsafe { kernel.cast::<Kernel>().as_ref() } {
+        Some(Kernel::Probe(delay)) => Duration::from_micros(u64::from(*delay)),
+        _ => Duration::ZERO,
+    };
+    let end = move || {
         if let Err(failure) = double(context) {
             context.fail(&failure);
         }
         callback.run();
-    });
+    };
+    if delay.is_zero() {
+        end();
+    } else {
+        thread::spawn(move || {
+            thread::sleep(delay);
+            end();
+        });
+    }
 }
 
 fn double(context: Context) -> Result<(), Failure> {

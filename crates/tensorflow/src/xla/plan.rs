@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The text of a custom call: what is to be done with tensors of which shapes.
+//!
+//! ```text
+//! call    = kind "," reduction "," prescale "," postscale "," root "," process set "," name { ";" tensor }
+//! tensor  = dtype ":" bytes of the output ":" [ extent { "," extent } ]
+//! ```
+//! Numbers are decimal; factors are doubles by their bits; kinds below 100 are the door's operations, from 100 on
+//! questions about the world; dtypes are TensorFlow's. The name is the rest of its part, without a semicolon.
+
+use std::ffi::c_int;
+
+use farandole_door::{Call, Operation};
+
+/// Kinds from here on are questions.
+pub(super) const QUESTIONS: u32 = 100;
+/// The kind that doubles one 32-bit integer, for Python to try.
+pub(super) const PROBE: u32 = 200;
+
+/// What is to be done.
+#[derive(Debug, PartialEq)]
+pub(super) enum Plan {
+    Collective(Operation, Collective),
+    Question { question: u32, process_set: u32 },
+    Probe,
+}
+
+/// A collective on one or several tensors.
+#[derive(Debug)]
+pub(super) struct Collective {
+    pub(super) call: Call,
+    pub(super) name: String,
+    pub(super) tensors: Vec<Tensor>,
+}
+
+impl PartialEq for Collective {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name && self.tensors == other.tensors
+    }
+}
+
+/// One tensor of a collective.
+#[derive(Debug, PartialEq)]
+pub(super) struct Tensor {
+    pub(super) dtype: c_int,
+    pub(super) output_bytes: usize,
+    pub(super) shape: Vec<u64>,
+}
+
+/// Reads a call's text.
+///
+/// # Errors
+/// What is wrong with it.
+pub(super) fn read(text: &str) -> Result<Plan, String> {
+    let mut parts = text.split(';');
+    let mut head = parts.next().unwrap_or_default().splitn(7, ',');
+    let mut number = || head.next().and_then(|part| part.parse::<u64>().ok());
+    let wrong = || format!("no such call: {text}");
+    let small = |number: Option<u64>| number.and_then(|number| u32::try_from(number).ok());
+    let (kind, reduction) = (small(number()), small(number()));
+    let (prescale, postscale) = (number().map(f64::from_bits), number().map(f64::from_bits));
+    let (root, process_set) = (small(number()), small(number()));
+    let kind = kind.ok_or_else(wrong)?;
+    let process_set = process_set.ok_or_else(wrong)?;
+    if kind == PROBE {
+        return Ok(Plan::Probe);
+    }
+    if kind >= QUESTIONS {
+        return Ok(Plan::Question { question: kind - QUESTIONS, process_set });
+    }
+    let operation = Operation::from_number(kind).ok_or_else(wrong)?;
+    let call = Call {
+        operation: kind,
+        reduction: reduction.ok_or_else(wrong)?,
+        prescale: prescale.ok_or_else(wrong)?,
+        postscale: postscale.ok_or_else(wrong)?,
+        root: root.ok_or_else(wrong)?,
+        process_set,
+        numbered: 0,
+        attended: 1,
+    };
+    let name = head.next().filter(|name| !name.is_empty()).ok_or_else(wrong)?.to_owned();
+    let tensors = parts.map(tensor).collect::<Option<Vec<_>>>().filter(|tensors| !tensors.is_empty());
+    Ok(Plan::Collective(operation, Collective { call, name, tensors: tensors.ok_or_else(wrong)? }))
+}
+
+fn tensor(text: &str) -> Option<Tensor> {
+    let mut parts = text.splitn(3, ':');
+    let dtype = parts.next()?.parse().ok()?;
+    let output_bytes = parts.next()?.parse().ok()?;
+    let extents = parts.next()?;
+    let shape = if extents.is_empty() {
+        Vec::new()
+    } else {
+        extents.split(',').map(|extent| extent.parse().ok()).collect::<Option<_>>()?
+    };
+    Some(Tensor { dtype, output_bytes, shape })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: u64 = 1.0f64.to_bits();
+
+    #[test]
+    fn a_text_says_what_is_done_with_which_tensors() {
+        let plan = read(&format!("0,1,{ONE},{},0,3,a,name;1:24:2,3;9:8:", 0.5f64.to_bits())).unwrap();
+        let Plan::Collective(operation, collective) = plan else { unreachable!("{plan:?}") };
+        assert_eq!((operation, &*collective.name), (Operation::Allreduce, "a,name"));
+        let call = collective.call;
+        assert_eq!((call.reduction, call.prescale, call.postscale, call.process_set), (1, 1.0, 0.5, 3));
+        assert_eq!((call.attended, call.numbered), (1, 0));
+        let expected = [(1, 24, vec![2, 3]), (9, 8, vec![])];
+        let tensors = collective.tensors.iter().map(|t| (t.dtype, t.output_bytes, t.shape.clone()));
+        assert_eq!(tensors.collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn questions_need_no_tensors() {
+        let plan = read(&format!("101,0,{ONE},{ONE},0,7,")).unwrap();
+        assert_eq!(plan, Plan::Question { question: 1, process_set: 7 });
+        assert_eq!(read(&format!("200,0,{ONE},{ONE},0,0,")).unwrap(), Plan::Probe);
+    }
+
+    #[test]
+    fn what_is_no_call_is_named() {
+        for text in
+            ["", "0", "0,1,2,3,4,5,", "0,1,2,3,4,5,name", "0,1,2,3,4,5,name;x:1:2", "77,1,2,3,4,5,name;1:4:1"]
+        {
+            assert_eq!(read(text).unwrap_err(), format!("no such call: {text}"));
+        }
+    }
+}
