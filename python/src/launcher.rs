@@ -49,6 +49,7 @@ struct PyOutcome {
     result: Option<Py<PyBytes>>,
     aborted: bool,
     reason: Option<String>,
+    retry: bool,
 }
 
 #[pymethods]
@@ -79,7 +80,7 @@ impl Sink for Own {
 }
 
 #[pyfunction]
-#[pyo3(signature = (ticket, task, command, *, env=BTreeMap::new(), payload=Vec::new(), attempt=0, stream_output=true, start_timeout=None, host=None))]
+#[pyo3(signature = (ticket, task, command, *, env=BTreeMap::new(), payload=Vec::new(), attempt=0, stream_output=true, start_timeout=None, host=None, together=false))]
 #[expect(clippy::too_many_arguments, reason = "the Python signature")]
 fn run_agent(
     py: Python<'_>,
@@ -92,6 +93,7 @@ fn run_agent(
     stream_output: bool,
     start_timeout: Option<f64>,
     host: Option<String>,
+    together: bool,
 ) -> PyResult<PyOutcome> {
     let config = configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
     let ticket: Ticket = ticket.parse().map_err(|failure| registrar_error(&failure))?;
@@ -105,6 +107,7 @@ fn run_agent(
         environment: env,
         payload: (!payload.is_empty()).then_some(payload),
         collect_result: true,
+        together,
         output,
         start_timeout: config.start_timeout,
         peer_timeout: config.peer_timeout,
@@ -132,6 +135,7 @@ fn run_agent(
         result: outcome.result.map(|bytes| PyBytes::new(py, &bytes).unbind()),
         aborted: outcome.aborted,
         reason: outcome.reason,
+        retry: outcome.retry,
     })
 }
 

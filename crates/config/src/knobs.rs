@@ -155,12 +155,18 @@ knobs! {
     generation: u64 = "0", "GENERATION", None, false;
     /// Addresses the registrar is reached at; default: all of the driver's own.
     driver_host: String = "", "DRIVER_HOST", Some("--driver-host"), true;
+    /// Address of this host to listen on, for the driver and the ranks; or a network such as `10.0.0.0/8`, in which each host has an address of its own. Default: all.
+    bind_address: String = "", "BIND_ADDRESS", Some("--bind-address"), true;
     /// Ports to listen on; `0` lets the system choose.
     port_range: PortRange = "0", "PORT_RANGE", Some("--port-range"), true;
     /// How long all tasks may take to register.
     start_timeout: Duration = "600", "START_TIMEOUT", Some("--start-timeout"), true;
     /// How long `farandole.spark` waits for all Spark tasks to start. Read by the driver, in seconds.
     spark_start_timeout: Duration = "600", "SPARK_START_TIMEOUT", None, false;
+    /// Whether workers start from a fork server that has imported torch: `on`, `off`, or `auto`: in notebooks, in Spark's searches over parameters, and for `LocalBackend`. Read by the driver.
+    warm_workers: String = "auto", "WARM_WORKERS", None, false;
+    /// How long such a server stays without work. Read by the driver, in seconds.
+    warm_idle: Duration = "120", "WARM_IDLE_SECONDS", None, false;
     /// The longest one collective may take before it fails, naming the ranks that did not come.
     collective_timeout: Duration = "1800", "COLLECTIVE_TIMEOUT", Some("--collective-timeout"), true;
     /// How long a silent peer is waited for: a stopped process, a lost host, a partition.
@@ -175,11 +181,11 @@ knobs! {
     cache_capacity: u64 = "1024", "CACHE_CAPACITY", Some("--cache-capacity"), true;
     /// Shared memory between ranks of one host; off means TCP everywhere.
     shared_memory: bool = "1", "SHARED_MEMORY", None, true;
-    /// Bytes of shared memory a host may use for links.
+    /// Bytes of shared memory a host may use for links, half of them for the links of the world. Where nothing is given, hosts of more than 45 ranks may take what the smallest rings need.
     shared_memory_bytes: u64 = "256MiB", "SHARED_MEMORY_BYTES", None, true;
     /// TCP connections of each link between two hosts, 1 to 16: several pay where a network limits each flow.
     tcp_streams: u64 = "1", "TCP_STREAMS", None, true;
-    /// TCP's congestion control between hosts, where the system has and allows it; empty takes the system's own.
+    /// TCP's congestion control between hosts, where the system has and allows it; empty takes the system's own, which may be faster where packets get lost.
     tcp_congestion: String = "cubic", "TCP_CONGESTION", None, true;
     /// How allreduces are done: `auto`, or `direct`, `doubling`, `pipeline` or `hierarchy`, or several with the most bytes each is for, as in `direct:4096,doubling:65536,hierarchy`. The same on all ranks.
     allreduce_algorithm: String = "auto", "ALLREDUCE_ALGORITHM", None, true;

@@ -8,6 +8,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::sync::Arc;
 use std::sync::mpsc;
+use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,8 @@ use crate::worker::{Remains, Start, TakeLine, Worker};
 
 /// Key under which rank 0's agent publishes where frameworks with a rendezvous of their own meet.
 const MASTER: &str = "launcher/master";
+/// How long reaching the registrar may take.
+const DIAL: Duration = Duration::from_secs(20);
 /// How long the end of a worker may take to be reported.
 const REPORT: Duration = Duration::from_secs(30);
 /// The same, when the job is over and the driver may be gone.
@@ -65,6 +68,8 @@ pub struct Task {
     pub payload: Option<Vec<u8>>,
     /// Whether the worker may write a result to `FARANDOLE_RESULT_FD`.
     pub collect_result: bool,
+    /// Whether an agent whose worker has ended well waits for the others: one that is lost makes all begin again.
+    pub together: bool,
     /// Where its lines go.
     pub output: Output,
     /// How long registration and assignment may take.
@@ -90,6 +95,8 @@ pub struct Outcome {
     pub aborted: bool,
     /// Why the job ended, unless all was well.
     pub reason: Option<String>,
+    /// No worker failed: another agent was lost or started again, and the task may register again.
+    pub retry: bool,
 }
 
 impl Outcome {
@@ -107,6 +114,7 @@ impl Outcome {
             result: None,
             aborted: true,
             reason: Some(reason),
+            retry: false,
         }
     }
 }
@@ -210,21 +218,28 @@ impl Run {
     /// What an error before there was a worker comes to.
     fn not_started(&self, rank: Option<Rank>, error: farandole_registrar::Error) -> Result<Outcome> {
         let task = self.task.task;
+        let mut again = false;
         let reason = match error {
-            farandole_registrar::Error::Aborted { reason, .. } => reason,
+            farandole_registrar::Error::Aborted { reason, retry, .. } => {
+                again = retry;
+                reason
+            }
             farandole_registrar::Error::Closed { .. } => match &*self.phase.lock() {
                 Phase::Cancelled(reason) => reason.clone(),
                 _ => return Err(Error::Vanished { task }),
             },
             source => return Err(Error::Registrar { task, source: Box::new(source) }),
         };
-        Ok(Outcome { rank, ..Outcome::without_worker(reason) })
+        Ok(Outcome { rank, retry: again, ..Outcome::without_worker(reason) })
     }
 
     /// From nothing to a rank.
     fn join(&self, cancel: Cancel, deadline: Instant) -> farandole_registrar::Result<(Client, World)> {
         let task = &self.task;
-        let client = Client::connect_or_cancel(&task.ticket, task.task, None, deadline, cancel)?;
+        // The registrar is up before any task is: whoever cannot reach it soon never will, and says why while somebody
+        // still waits to hear it.
+        let dialed = Instant::now() + DIAL.min(task.start_timeout / 2);
+        let client = Client::connect_or_cancel(&task.ticket, task.task, None, dialed, cancel)?;
         let mut facts = host::facts();
         if let Some(name) = &task.host {
             facts.hostname.clone_from(name);
@@ -313,6 +328,20 @@ impl Run {
         }
     }
 
+    /// Reports a success and waits until the others have ended, or somebody cancels.
+    fn exit_together(&self, client: &Client, exit: &Exit) -> farandole_registrar::Result<Option<Verdict>> {
+        loop {
+            if let Poll::Ready(verdict) = client.exit_together(exit, Instant::now() + REPORT)? {
+                return Ok(verdict);
+            }
+            while let Ok(signal) = self.received.try_recv() {
+                if let Signal::Cancelled(reason) = signal {
+                    return Ok(Some(Verdict { reason, cause: None, retry: false }));
+                }
+            }
+        }
+    }
+
     fn exited_by(&self, deadline: Instant) -> bool {
         loop {
             match self.received.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
@@ -346,7 +375,11 @@ impl Run {
         if let Err(error) = &told {
             tracing::warn!(%error, task = self.task.task.0, "output or result did not reach the driver");
         }
-        let verdict = client.exit(&exit, deadline);
+        let verdict = if self.task.together && how.is_success() && ended_by.is_none() {
+            self.exit_together(client, &exit)
+        } else {
+            client.exit(&exit, deadline)
+        };
         let outcome = Outcome {
             rank: Some(world.rank),
             size: Some(world.size()),
@@ -355,10 +388,11 @@ impl Run {
             result,
             aborted: false,
             reason: None,
+            retry: false,
         };
         match (ended_by, verdict) {
             (Some(Signal::Stop(verdict)), _) => {
-                Outcome { aborted: true, reason: Some(verdict.reason), ..outcome }
+                Outcome { aborted: true, reason: Some(verdict.reason), retry: verdict.retry, ..outcome }
             }
             (Some(Signal::Cancelled(reason)), _) => {
                 Outcome { aborted: true, reason: Some(reason), ..outcome }
@@ -366,7 +400,7 @@ impl Run {
             (_, Ok(None)) => outcome,
             (_, Ok(Some(verdict))) => {
                 let aborted = verdict.cause != Some(self.task.task);
-                Outcome { aborted, reason: Some(verdict.reason), ..outcome }
+                Outcome { aborted, reason: Some(verdict.reason), retry: aborted && verdict.retry, ..outcome }
             }
             // A success that could not be reported is still one: its result travels by other ways, too.
             (_, Err(_)) if how.is_success() => outcome,

@@ -82,6 +82,7 @@ mod tests {
             tasks: 1,
             job_id: None,
             host: Some("127.0.0.1".into()),
+            bind: String::new(),
             port_range: farandole_config::PortRange { first: 0, last: 0 },
             start_timeout: std::time::Duration::from_secs(5),
             peer_timeout: std::time::Duration::from_secs(5),

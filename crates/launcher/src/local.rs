@@ -115,6 +115,7 @@ pub fn run_local_into(local: &Local, sink: &Arc<dyn Sink>, interrupted: &dyn Fn(
             environment: local.environment.clone(),
             payload: None,
             collect_result: false,
+            together: false,
             output: Output::Sink(Arc::clone(sink)),
             start_timeout: local.config.start_timeout,
             peer_timeout: local.config.peer_timeout,

@@ -59,13 +59,13 @@ impl From<wire::HostFacts> for HostFacts {
 
 impl From<Verdict> for wire::Verdict {
     fn from(verdict: Verdict) -> Self {
-        Self { reason: verdict.reason, cause: verdict.cause.map(|task| task.0) }
+        Self { reason: verdict.reason, cause: verdict.cause.map(|task| task.0), retry: verdict.retry }
     }
 }
 
 impl From<wire::Verdict> for Verdict {
     fn from(verdict: wire::Verdict) -> Self {
-        Self { reason: verdict.reason, cause: verdict.cause.map(TaskId) }
+        Self { reason: verdict.reason, cause: verdict.cause.map(TaskId), retry: verdict.retry }
     }
 }
 
@@ -81,6 +81,7 @@ impl From<Exit> for wire::ExitRequest {
             peer_error: exit.peer_error,
             stopped: exit.stopped,
             stderr_tail: exit.stderr_tail,
+            together: false,
         }
     }
 }

@@ -80,6 +80,8 @@ pub enum Error {
         job: String,
         /// Why.
         reason: String,
+        /// No worker failed: the tasks may form another generation.
+        retry: bool,
     },
     /// The connection broke during a call.
     #[error("lost the registrar of job {job} during {call}: {reason}")]

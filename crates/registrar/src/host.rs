@@ -8,6 +8,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use farandole_world::HostFacts;
 
+use crate::error::{Error, Result};
+
 /// This process's host.
 pub fn facts() -> HostFacts {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
@@ -33,6 +35,44 @@ pub fn addresses() -> Vec<IpAddr> {
         found.into_iter().map(IpAddr::V4).chain(local_ipv6(&six).into_iter().map(IpAddr::V6)).collect();
     all.sort_by_key(|address| (address.is_loopback(), address.is_ipv6()));
     all
+}
+
+/// The address of this host that `wish` means: an address, or a network such as `10.0.0.0/8`, of which every host has
+/// an address of its own; `None` for an empty wish.
+///
+/// # Errors
+/// `Options` for what is neither, or is not this host's.
+pub fn bound(wish: &str) -> Result<Option<IpAddr>> {
+    if wish.is_empty() {
+        return Ok(None);
+    }
+    among(wish, &addresses()).map(Some)
+}
+
+fn among(wish: &str, own: &[IpAddr]) -> Result<IpAddr> {
+    let (text, bits) = wish.split_once('/').map_or((wish, None), |(text, bits)| (text, Some(bits)));
+    let network: Option<IpAddr> = text.trim_matches(['[', ']']).parse().ok();
+    let most = network.map_or(0, |address| if address.is_ipv4() { 32 } else { 128 });
+    let bits = bits.map_or(Some(most), |bits| bits.parse().ok().filter(|bits: &u32| *bits <= most));
+    let (Some(network), Some(bits)) = (network, bits) else {
+        let reason = format!("a bind address is an address or a network such as 10.0.0.0/8: {wish}");
+        return Err(Error::Options { reason });
+    };
+    let head = |address: IpAddr| {
+        let number = match address {
+            IpAddr::V4(four) => u128::from(u32::from(four)),
+            IpAddr::V6(six) => u128::from(six),
+        };
+        number.checked_shr(most - bits).unwrap_or(0)
+    };
+    // Every address of 127.0.0.0/8 is this host's, though the kernel lists but one.
+    if bits == most && network.is_loopback() {
+        return Ok(network);
+    }
+    let fits = |address: &&IpAddr| address.is_ipv4() == network.is_ipv4() && head(**address) == head(network);
+    own.iter().find(fits).copied().ok_or_else(|| Error::Options {
+        reason: format!("no address of this host is in {wish}: it has {own:?}"),
+    })
 }
 
 /// Addresses followed by `/32 host LOCAL` in the kernel's routing trie.
@@ -77,6 +117,31 @@ mod tests {
         assert_eq!(facts.boot_id.len(), 36);
         assert!(facts.ipc_namespace.starts_with("ipc:["));
         assert!(addresses().iter().any(IpAddr::is_loopback));
+    }
+
+    #[test]
+    fn a_network_means_the_address_that_this_host_has_in_it() {
+        let own: Vec<IpAddr> =
+            ["10.1.2.3", "192.168.0.7", "2001:db8::2", "127.0.0.1"].map(|text| text.parse().unwrap()).into();
+        for (wish, found) in [
+            ("192.168.0.0/16", "192.168.0.7"),
+            ("10.1.2.3", "10.1.2.3"),
+            ("2001:db8::/32", "2001:db8::2"),
+            ("0.0.0.0/0", "10.1.2.3"),
+            ("127.0.0.5", "127.0.0.5"),
+        ] {
+            assert_eq!(among(wish, &own).unwrap(), found.parse::<IpAddr>().unwrap(), "{wish}");
+        }
+        let foreign = among("172.16.0.0/12", &own).unwrap_err().to_string();
+        assert!(
+            foreign.contains("no address of this host is in 172.16.0.0/12: it has [10.1.2.3"),
+            "{foreign}"
+        );
+        for wish in ["eth0", "10.0.0.0/40", "10.0.0.0/x"] {
+            let error = among(wish, &own).unwrap_err().to_string();
+            assert!(error.ends_with(wish), "{error}");
+        }
+        assert!(bound("").unwrap().is_none());
     }
 
     #[test]

@@ -15,5 +15,8 @@ pub(crate) const GENERATION: &str = "farandole-generation";
 /// Metadata of a refusal: the registrar's protocol version.
 pub(crate) const PROTOCOL: &str = "farandole-protocol";
 
+/// Metadata of the word that a generation is over: its tasks may form another.
+pub(crate) const RETRY: &str = "farandole-retry";
+
 /// Largest result that passes through the registrar; larger ones go through a store.
 pub const MAX_RESULT: usize = 16 << 20;

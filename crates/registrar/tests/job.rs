@@ -21,6 +21,7 @@ fn options(tasks: u32) -> Options {
         tasks,
         job_id: None,
         host: None,
+        bind: String::new(),
         port_range: PortRange { first: 0, last: 0 },
         start_timeout: Duration::from_secs(60),
         peer_timeout: Duration::from_secs(5),

@@ -85,6 +85,11 @@ impl<T: Weight> Ring<T> {
         }
     }
 
+    /// Bytes that wait here.
+    pub fn weight(&self) -> usize {
+        self.inner.lock().weight
+    }
+
     /// Refuses later records and wakes whoever drains. What is already here stays to be drained.
     pub fn close(&self) {
         self.inner.lock().closed = true;
@@ -138,6 +143,7 @@ mod tests {
         assert_eq!(drained.records, [Item(0, 4, false), Item(3, 4, true)]);
         assert_eq!(drained.dropped, 2);
         assert_eq!(ring.drain(now()).dropped, 0);
+        assert_eq!(ring.weight(), 0);
     }
 
     #[test]

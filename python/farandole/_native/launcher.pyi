@@ -40,6 +40,9 @@ class Outcome:
     @property
     def reason(self) -> str | None:
         """Why the job ended, in a sentence naming the rank that failed first; `None` after success."""
+    @property
+    def retry(self) -> bool:
+        """Whether no worker failed: another agent was lost or started again, and this task may register again."""
 
 def run_agent(
     ticket: str,
@@ -52,6 +55,7 @@ def run_agent(
     stream_output: bool = True,
     start_timeout: float | None = None,
     host: str | None = None,
+    together: bool = False,
 ) -> Outcome:
     """Registers as `task`, waits for a rank, runs `command` and returns how it ended.
 
@@ -70,6 +74,8 @@ def run_agent(
         start_timeout: Seconds to wait for the registrar and for all tasks; default: `FARANDOLE_START_TIMEOUT`.
         host: Name of the host to register under; default: this host's. Tasks under different names are told apart, as
             those of different hosts are: their ranks link up by TCP.
+        together: Whether a worker's success is returned only when all workers have ended: when an agent is lost
+            meanwhile, all begin again, this one too.
 
     Raises:
         ValueError: The ticket is malformed, or the command is empty.

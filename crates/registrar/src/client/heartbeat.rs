@@ -36,7 +36,8 @@ pub(super) async fn beat(caller: Caller, session: u64, patience: Duration, on_en
         if heard.elapsed() >= patience {
             if let Some(on_end) = on_end.take() {
                 let reason = format!("lost the registrar for {:.1?}: {reason}", heard.elapsed());
-                on_end(Verdict { reason, cause: None });
+                // The driver may be back by the time that somebody asks again.
+                on_end(Verdict { reason, cause: None, retry: true });
             }
             return;
         }

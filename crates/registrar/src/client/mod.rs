@@ -3,6 +3,8 @@
 
 //! A task's side: blocking calls from any thread, served by one thread of this process.
 
+#[cfg(test)]
+mod crowd;
 mod dial;
 mod heartbeat;
 mod outbox;
@@ -12,6 +14,7 @@ use std::future::Future;
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -33,7 +36,7 @@ use crate::exit::{Exit, Verdict};
 use crate::generated as wire;
 use crate::generated::registrar_client::RegistrarClient;
 use crate::ticket::Ticket;
-use crate::wire::{GENERATION, PROTOCOL, PROTOCOL_VERSION, TASK, TOKEN};
+use crate::wire::{GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK, TOKEN};
 
 /// The longest a call waits at the registrar before it is made again.
 const POLL: Duration = Duration::from_secs(30);
@@ -407,6 +410,21 @@ impl Client {
         Ok(reply.verdict.map(Into::into))
     }
 
+    /// As [`Client::exit`]; after a success it waits for the others of the generation, for a second: `Pending` when
+    /// they still work, and then it is to be called again.
+    ///
+    /// # Errors
+    /// As [`Client::exit`].
+    pub fn exit_together(&self, exit: &Exit, deadline: Instant) -> Result<Poll<Option<Verdict>>> {
+        let reply = self.call("the report of an exit", deadline, || {
+            let exit = wire::ExitRequest { together: true, ..wire::ExitRequest::from(exit.clone()) };
+            let request = self.inner.caller.request(exit);
+            let mut stub = self.inner.caller.stub();
+            async move { stub.exit(request).await }
+        })?;
+        Ok(if reply.pending { Poll::Pending } else { Poll::Ready(reply.verdict.map(Into::into)) })
+    }
+
     /// Shows the registrar from now on that this agent lives, and calls `on_end` once, from another thread, when the
     /// worker must end: by the registrar's verdict, or because the registrar has been gone for `patience`.
     pub fn watch(&self, patience: Duration, on_end: impl FnOnce(Verdict) + Send + 'static) {
@@ -483,7 +501,7 @@ impl Client {
         let job = self.job_id().0.clone();
         let reason = status.message().to_owned();
         match status.code() {
-            Code::Aborted => Error::Aborted { job, reason },
+            Code::Aborted => Error::Aborted { job, reason, retry: status.metadata().contains_key(RETRY) },
             Code::Unauthenticated
             | Code::PermissionDenied
             | Code::NotFound

@@ -31,6 +31,8 @@ struct State {
     dropped: u64,
     flushes: u64,
     broken: bool,
+    /// A line has waited in vain: until something leaves, no other one waits.
+    stuck: bool,
 }
 
 /// The waiting records of one client.
@@ -51,13 +53,13 @@ impl Outbox {
         }
     }
 
-    /// Adds a line; blocks while there is no room.
+    /// Adds a line; blocks while there is no room, though not for long: where nothing leaves, lines are dropped at once.
     pub(super) fn push_line(&self, line: wire::LogLine) {
         let mut state = self.state.lock();
         let deadline = Instant::now() + PATIENCE;
-        while state.bytes >= BUDGET && !state.broken {
+        while state.bytes >= BUDGET && !state.broken && !state.stuck {
             if self.room.wait_until(&mut state, deadline).timed_out() {
-                break;
+                state.stuck = true;
             }
         }
         if state.bytes >= BUDGET || state.broken {
@@ -115,6 +117,7 @@ impl Outbox {
             batch.metrics.push(metric);
         }
         state.bytes -= size;
+        state.stuck = false;
         self.room.notify_all();
         Some(batch)
     }

@@ -85,6 +85,9 @@ pub struct Verdict {
     /// The task that failed first, if one did.
     #[prost(uint32, optional, tag = "2")]
     pub cause: ::core::option::Option<u32>,
+    /// No worker failed: an agent was lost or started again, and the tasks may form another generation.
+    #[prost(bool, tag = "3")]
+    pub retry: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PutRequest {
@@ -166,6 +169,9 @@ pub struct ExitRequest {
     /// The last lines of the worker's stderr, oldest first.
     #[prost(string, repeated, tag = "6")]
     pub stderr_tail: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Answer a success only when the whole generation has ended, well or not.
+    #[prost(bool, tag = "7")]
+    pub together: bool,
     #[prost(oneof = "exit_request::How", tags = "1, 2, 3")]
     pub how: ::core::option::Option<exit_request::How>,
 }
@@ -187,6 +193,9 @@ pub struct ExitReply {
     /// Absent after a success.
     #[prost(message, optional, tag = "1")]
     pub verdict: ::core::option::Option<Verdict>,
+    /// Others still work; ask again.
+    #[prost(bool, tag = "2")]
+    pub pending: bool,
 }
 /// Generated client implementations.
 pub mod registrar_client {

@@ -21,6 +21,8 @@
 
 mod running;
 #[cfg(test)]
+mod simulation;
+#[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;
@@ -193,7 +195,7 @@ impl Membership {
         let mut decisions = vec![Decision::Registered { task }];
         if let Some(running) = &mut self.running {
             let reason = format!("task {task} was started again, as attempt {attempt}");
-            decisions.extend(running.stop(Verdict { reason, cause: None }));
+            decisions.extend(running.stop(Verdict { reason, cause: None, retry: true }));
         }
         self.waiting.insert(task, Registration { attempt, session, host, presence: Presence::at(now) });
         decisions.extend(self.assign(now));
@@ -271,7 +273,7 @@ impl Membership {
         }
         self.phase = Phase::Aborted { reason: reason.clone() };
         self.waiting.clear();
-        let verdict = Verdict { reason: reason.clone(), cause: None };
+        let verdict = Verdict { reason: reason.clone(), cause: None, retry: false };
         let stop = self.running.as_mut().and_then(|running| running.stop(verdict));
         stop.into_iter().chain([Decision::Aborted { reason }]).collect()
     }

@@ -65,6 +65,12 @@ impl Running {
         self.members.get_mut(&task)
     }
 
+    /// Who is in it, by task and session.
+    #[cfg(test)]
+    pub(super) fn members(&self) -> impl Iterator<Item = (TaskId, u64)> + '_ {
+        self.members.iter().map(|(task, member)| (*task, member.session))
+    }
+
     /// Notes an exit; only the first of a task counts.
     pub(super) fn exited(&mut self, now: Duration, task: TaskId, exit: Exit) {
         if let Some(member) = self.members.get_mut(&task)
@@ -125,7 +131,7 @@ impl Running {
         let host =
             self.world.seats.get(member.rank.index()).map(|seat| seat.host.0.as_str()).unwrap_or_default();
         let reason = format!("rank {} on {host} {}", member.rank, end.sentence());
-        Some(Verdict { reason, cause: Some(task) })
+        Some(Verdict { reason, cause: Some(task), retry: matches!(end.what, What::Lost(_)) })
     }
 
     /// The failure to blame: a task's own before a peer's error, then the earliest.

@@ -24,6 +24,12 @@ use crate::membership::{self, Decision, Input, Membership, Refusal};
 
 /// Bytes of events that wait for the driver.
 const EVENTS: usize = 64 << 20;
+/// Bytes of waiting events beyond which those who send records have to wait.
+const PRESSURE: usize = EVENTS / 2;
+/// The longest they wait for a driver that takes none: then the oldest records make room.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How often the driver's progress is looked at meanwhile.
+const GLANCE: Duration = Duration::from_millis(5);
 /// How often time is looked at.
 const TICK: Duration = Duration::from_millis(50);
 /// How much later than the driver and the agents the registrar ends a start that takes too long: theirs say more.
@@ -45,6 +51,7 @@ pub(super) struct Published {
 pub(super) struct Board {
     pub(super) world: Option<Arc<Published>>,
     over: Option<(Generation, Arc<Verdict>)>,
+    finished: Option<Generation>,
     aborted: Option<Arc<Verdict>>,
     pub(super) closed: bool,
 }
@@ -64,7 +71,13 @@ impl Board {
         (generation.0 > 0 && generation < current).then(|| Verdict {
             reason: format!("generation {generation} was followed by generation {current}"),
             cause: None,
+            retry: true,
         })
+    }
+
+    /// Whether every worker of a generation ended well.
+    pub(super) fn is_finished(&self, generation: Generation) -> bool {
+        self.finished == Some(generation)
     }
 
     fn rank(&self, task: TaskId) -> Option<Rank> {
@@ -173,6 +186,14 @@ impl Core {
         self.events.push(event);
     }
 
+    /// Returns when the driver keeps up, or has not for a while.
+    pub(super) async fn room(&self) {
+        let started = Instant::now();
+        while self.events.weight() > PRESSURE && started.elapsed() < PATIENCE {
+            tokio::time::sleep(GLANCE).await;
+        }
+    }
+
     pub(super) fn events(&self, deadline: Instant) -> Drained<Event> {
         self.events.drain(deadline)
     }
@@ -271,14 +292,16 @@ impl Core {
                     self.board.send_modify(|board| board.over = Some((generation, Arc::new(verdict))));
                 }
                 Decision::Aborted { reason } => {
-                    let verdict = Verdict { reason, cause: None };
+                    let verdict = Verdict { reason, cause: None, retry: false };
                     let told = self.board.borrow().over.as_ref().is_some_and(|(_, over)| **over == verdict);
                     if !told {
                         self.events.push(Event::Aborted { verdict: verdict.clone(), rank: None });
                     }
                     self.board.send_modify(|board| board.aborted = Some(Arc::new(verdict)));
                 }
-                Decision::Finished { .. } => {}
+                Decision::Finished { generation } => {
+                    self.board.send_modify(|board| board.finished = Some(generation));
+                }
             }
         }
     }

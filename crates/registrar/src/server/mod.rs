@@ -46,6 +46,8 @@ pub struct Options {
     pub job_id: Option<String>,
     /// Address to listen on and to offer; all own addresses when absent.
     pub host: Option<String>,
+    /// Address of this host to listen on instead, or the network it is in (`10.0.0.0/8`); empty for no such wish.
+    pub bind: String,
     /// Ports to try.
     pub port_range: PortRange,
     /// How long all tasks may take to register.
@@ -61,6 +63,7 @@ impl Options {
             tasks,
             job_id: None,
             host: Some(config.driver_host.clone()).filter(|host| !host.is_empty()),
+            bind: config.bind_address.clone(),
             port_range: config.port_range,
             start_timeout: config.start_timeout,
             peer_timeout: config.peer_timeout,
@@ -105,7 +108,8 @@ impl Registrar {
             .enable_all()
             .build()
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
-        let (listener, addresses) = listen(options.host.as_deref(), options.port_range)?;
+        let (listener, addresses) =
+            listen(options.host.as_deref(), host::bound(&options.bind)?, options.port_range)?;
         let ticket = Ticket::new(token.clone(), identity.fingerprint, job_id.clone(), addresses);
         let core = Arc::new(Core::new(job_id, &options));
         let gate = Gate::new(token, options.tasks);
@@ -224,11 +228,16 @@ fn job_id(given: Option<String>) -> Result<JobId> {
 
 /// Listens on the first free port of the range. A host that is no address of this machine (a service name, an
 /// address behind NAT) is offered in the ticket while we listen on every address.
-fn listen(host: Option<&str>, ports: PortRange) -> Result<(TcpListener, Vec<String>)> {
+fn listen(host: Option<&str>, bound: Option<IpAddr>, ports: PortRange) -> Result<(TcpListener, Vec<String>)> {
+    let bound = bound.map(|address| address.to_string());
     let any: &[&str] = if dual_stack() { &["::", "0.0.0.0"] } else { &["0.0.0.0"] };
-    let mut binds: Vec<String> =
-        host.map(|host| host.trim_matches(['[', ']']).to_owned()).into_iter().collect();
-    binds.extend(any.iter().map(|&address| address.to_owned()));
+    let binds: Vec<String> = if let Some(bound) = &bound {
+        vec![bound.clone()]
+    } else {
+        let own = host.map(|host| host.trim_matches(['[', ']']).to_owned());
+        own.into_iter().chain(any.iter().map(|&address| address.to_owned())).collect()
+    };
+    let host = host.or(bound.as_deref());
     let mut last = "no port in the range".to_owned();
     for bind in &binds {
         for port in ports.first..=ports.last {

@@ -21,10 +21,13 @@ use crate::generated as wire;
 use crate::generated::registrar_server::Registrar;
 use crate::kv::{Lookup, MAX_KEY};
 use crate::membership::{Input, Refusal};
-use crate::wire::{MAX_RESULT, PROTOCOL, PROTOCOL_VERSION};
+use crate::wire::{MAX_RESULT, PROTOCOL, PROTOCOL_VERSION, RETRY};
 
 /// The longest a call waits here before its caller asks again.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
+
+/// The same for one whose worker has ended well before the others.
+const TOGETHER: Duration = Duration::from_secs(1);
 
 /// The service.
 pub(super) struct Service {
@@ -172,6 +175,7 @@ impl Registrar for Service {
             for record in convert::records(batch, caller.task.0, rank) {
                 self.core.push(Event::Record(record));
             }
+            self.core.room().await;
         }
         Ok(Response::new(wire::RecordsReply {}))
     }
@@ -193,15 +197,28 @@ impl Registrar for Service {
 
     async fn exit(&self, request: Request<wire::ExitRequest>) -> Reply<wire::ExitReply> {
         let caller = caller(&request)?;
+        let together = request.get_ref().together;
         let exit = Exit::try_from(request.into_inner()).map_err(Status::invalid_argument)?;
         let success = exit.how.is_success() && !exit.stopped;
         self.core.exited(caller.task, caller.generation, exit);
-        if success {
-            return Ok(Response::new(wire::ExitReply { verdict: None }));
-        }
         let mut board = self.core.board();
+        if success && together {
+            let over = |board: &Board| {
+                board.is_finished(caller.generation) || board.verdict(caller.generation).is_some()
+            };
+            let (verdict, pending) = match timeout(TOGETHER, board.wait_for(over)).await {
+                Ok(Ok(board)) if board.is_finished(caller.generation) => (None, false),
+                Ok(Ok(board)) => (board.verdict(caller.generation), false),
+                Ok(Err(_)) => (None, false),
+                Err(_) => (None, true),
+            };
+            return Ok(Response::new(wire::ExitReply { verdict: verdict.map(Into::into), pending }));
+        }
+        if success {
+            return Ok(Response::new(wire::ExitReply { verdict: None, pending: false }));
+        }
         let verdict = timeout(LONGEST_WAIT, verdict(&mut board, caller.generation)).await.ok();
-        Ok(Response::new(wire::ExitReply { verdict: verdict.map(Into::into) }))
+        Ok(Response::new(wire::ExitReply { verdict: verdict.map(Into::into), pending: false }))
     }
 }
 
@@ -257,7 +274,7 @@ async fn verdict(board: &mut watch::Receiver<Board>, generation: Generation) -> 
         Ok(board) => board.verdict(generation),
         Err(_) => None,
     }
-    .unwrap_or_else(|| Verdict { reason: "the driver is gone".to_owned(), cause: None })
+    .unwrap_or_else(|| Verdict { reason: "the driver is gone".to_owned(), cause: None, retry: false })
 }
 
 fn caller<T>(request: &Request<T>) -> Result<Caller, Status> {
@@ -286,5 +303,9 @@ fn refused(refusal: &Refusal) -> Status {
 
 fn over(verdict: &Verdict) -> Status {
     let cause = verdict.cause.map_or_else(String::new, |TaskId(task)| format!(" (task {task})"));
-    Status::aborted(format!("{}{cause}", verdict.reason))
+    let mut status = Status::aborted(format!("{}{cause}", verdict.reason));
+    if verdict.retry {
+        status.metadata_mut().insert(RETRY, 1.into());
+    }
+    status
 }

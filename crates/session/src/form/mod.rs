@@ -64,7 +64,7 @@ fn launched(
         |channel, peers: &[Rank], capacity| mesh.open_until(channel, peers, capacity, deadline, interrupted);
     let control = open(links::CONTROL, &control_peers(&world, &everybody), links::CONTROL_CAPACITY)?;
     let others: Vec<Rank> = everybody.into_iter().filter(|rank| *rank != world.rank).collect();
-    let data = open(links::DATA, &others, links::data_capacity(&world, config.shared_memory_bytes))?;
+    let data = open(links::DATA, &others, links::data_capacity(&world, links::budget(&world, config)))?;
     if let Some(warning) = links::fallbacks(&mesh.fallbacks()) {
         eprintln!("farandole: warning: {warning}");
     }
@@ -134,8 +134,9 @@ fn join(
     let options = MeshOptions {
         generation: world.generation,
         ports: config.port_range,
+        bind: host::bound(&config.bind_address)?,
         use_shared_memory: config.shared_memory,
-        shared_memory_bytes: links::share(world, config.shared_memory_bytes),
+        shared_memory_bytes: links::share(world, links::budget(world, config)),
         streams: u16::try_from(config.tcp_streams).unwrap_or(u16::MAX),
         congestion: config.tcp_congestion.clone(),
         peer_timeout: config.peer_timeout,

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! A crowd of tasks against one registrar, in one process: they share a few connections and do not look into the world
+//! that each of them is sent, as that is every task's own work and here there is one machine for all.
+
+use std::sync::atomic::AtomicUsize;
+
+use super::*;
+use crate::server::{Options, Registrar};
+
+/// Connections that the crowd shares; each carries less than a thousand streams.
+const CONNECTIONS: u32 = 32;
+const HOST: u32 = 8;
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+/// The most memory this process has had, in bytes.
+fn most_memory() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+}
+
+async fn join(caller: Caller) -> std::result::Result<bool, Status> {
+    let TaskId(task) = caller.task;
+    let facts = HostFacts { hostname: format!("host-{:05}", task / HOST), ..HostFacts::default() };
+    let register = wire::RegisterRequest {
+        protocol_version: PROTOCOL_VERSION,
+        attempt: 1,
+        session: u64::from(task),
+        host: Some(facts.into()),
+    };
+    let reply = caller.stub().register(caller.request(register)).await?.into_inner();
+    caller.generation.store(reply.generation, Ordering::Release);
+    let wait = wire::AwaitAssignmentRequest { timeout_ms: 50_000 };
+    let reply = caller.stub().await_assignment(caller.request(wait)).await?.into_inner();
+    Ok(reply.world.is_some())
+}
+
+#[test]
+fn a_crowd_registers_is_assigned_and_beats_in_ten_seconds_and_500_megabytes() {
+    let tasks: u32 =
+        farandole_config::environment("FARANDOLE_CROWD").map_or(1_000, |text| text.parse().unwrap());
+    let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
+    let options = Options { host: Some("127.0.0.1".to_owned()), ..Options::from_config(tasks, &config) };
+    let registrar = Registrar::start(options).unwrap();
+    let started = Instant::now();
+    let doors: Vec<Client> = (0..CONNECTIONS.min(tasks))
+        .map(|task| Client::connect(registrar.ticket(), TaskId(task), None, soon()).unwrap())
+        .collect();
+    let handle = doors[0].inner.handle.clone();
+    let ended = Arc::new(AtomicUsize::new(0));
+    let joins: Vec<_> = (0..tasks)
+        .map(|task| {
+            let door = &doors[task as usize % doors.len()].inner.caller;
+            let caller = Caller { task: TaskId(task), generation: Arc::default(), ..door.clone() };
+            let ended = Arc::clone(&ended);
+            handle.spawn(async move {
+                let assigned = join(caller.clone()).await?;
+                let on_end = Box::new(move |_| {
+                    ended.fetch_add(1, Ordering::Relaxed);
+                });
+                tokio::spawn(heartbeat::beat(caller, u64::from(task), Duration::from_secs(60), on_end));
+                Ok::<bool, Status>(assigned)
+            })
+        })
+        .collect();
+    for join in joins {
+        assert!(handle.block_on(join).unwrap().unwrap());
+    }
+    let assigned = started.elapsed();
+    assert_eq!(registrar.assignment().unwrap().size(), tasks as usize);
+    // Longer than an agent may be silent: whoever is not heard beating is lost by the end of it.
+    let deadline = Instant::now() + Duration::from_secs(6);
+    while Instant::now() < deadline {
+        for event in registrar.events(deadline).unwrap().records {
+            assert!(!matches!(event, crate::Event::Lost { .. } | crate::Event::Aborted { .. }), "{event:?}");
+        }
+    }
+    assert_eq!(ended.load(Ordering::Relaxed), 0);
+    let memory = most_memory();
+    println!("{tasks} tasks: assigned after {assigned:.2?}, {} MB at most", memory >> 20);
+    assert!(assigned < Duration::from_secs(10), "{assigned:?}");
+    assert!(memory < 500 << 20, "{} MB", memory >> 20);
+}
