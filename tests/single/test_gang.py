@@ -101,7 +101,7 @@ def test_a_lost_agent_is_left_to_spark_which_starts_the_gang_again(capsys):
     assert play(script) == []
     assert script.aborted is None
     said = capsys.readouterr().err
-    assert "task 1 was lost: its agent's connection closed" in said
+    assert "task 1 (rank 1 on host-1) was lost: its agent's connection closed" in said
     assert said.count("started again by Spark") == 1
 
 

@@ -14,13 +14,19 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from farandole.runner import warm as warm_workers
 from farandole.spark.outcome import Ending
 from farandole.spark.task import RESOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from farandole.runner.warm import Warm
+    from farandole.spark.meeting import Meeting
+
 Environment = dict[str, str | None]
+
+_MOST_ROUNDS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,9 @@ class Work:
         executable: Interpreter of the workers; `None` takes the agent's own.
         stream_output: Whether lines go to the driver.
         start_timeout: Seconds to wait for the other tasks.
+        warm: How workers start warm, if they do.
+        rejoins: Whether the agent registers again when another one was lost, because Spark starts that one alone.
+        meeting: How tasks find a place to meet where the driver cannot be dialled; `None` where it can.
     """
 
     ticket: str
@@ -42,6 +51,9 @@ class Work:
     executable: str | None = None
     stream_output: bool = False
     start_timeout: float | None = None
+    warm: Warm | None = None
+    rejoins: bool = False
+    meeting: Meeting | None = None
 
     def __post_init__(self) -> None:
         """Refuses an environment that no process can have, before it travels."""
@@ -50,7 +62,13 @@ class Work:
                 raise TypeError(f"env must hold strings, or None to remove a variable: {name!r} is {value!r}")
 
 
-def serve(work: Work, task: int, attempt: int = 0, resources: Mapping[str, list[str]] | None = None) -> Ending:
+def serve(
+    work: Work,
+    task: int,
+    attempt: int = 0,
+    resources: Mapping[str, list[str]] | None = None,
+    owner: int | None = None,
+) -> Ending:
     """Runs the worker of one task to its end.
 
     Args:
@@ -58,6 +76,7 @@ def serve(work: Work, task: int, attempt: int = 0, resources: Mapping[str, list[
         task: Number of this task.
         attempt: Fencing token; Spark's `taskAttemptId()`.
         resources: Addresses that Spark assigned to the task, by resource name.
+        owner: Process that warm workers' fork server belongs to; default: none is used.
 
     Returns:
         How the worker ended, or why there was none.
@@ -65,22 +84,28 @@ def serve(work: Work, task: int, attempt: int = 0, resources: Mapping[str, list[
     from farandole._native import launcher  # noqa: PLC0415 - starts no thread before the Spark daemon's fork
 
     host = socket.gethostname()
-    command = [work.executable or sys.executable, "-m", "farandole.runner.worker"]
     env = environment(work.env, resources or {})
-    try:
-        outcome = launcher.run_agent(
-            work.ticket,
-            task,
-            command,
-            env=env,
-            payload=work.payload,
-            attempt=attempt,
-            stream_output=work.stream_output,
-            start_timeout=work.start_timeout,
-        )
-    except Exception as error:  # noqa: BLE001 - every refusal goes to the driver as an ending
-        return Ending(task, host, refused=f"{type(error).__name__}: {error}")
-    return Ending.of(task, host, outcome)
+    command = [work.executable or sys.executable, "-m", "farandole.runner.worker"]
+    if work.warm is not None and owner is not None:
+        command = warm_workers.command(work.warm, command, env, owner)
+    for again in range(_MOST_ROUNDS):
+        try:
+            outcome = launcher.run_agent(
+                work.ticket,
+                task,
+                command,
+                env=env,
+                payload=work.payload,
+                attempt=attempt * _MOST_ROUNDS + again,
+                stream_output=work.stream_output,
+                start_timeout=work.start_timeout,
+                **({"together": True} if work.rejoins else {}),
+            )
+        except Exception as error:  # noqa: BLE001 - every refusal goes to the driver as an ending
+            return Ending(task, host, refused=f"{type(error).__name__}: {error}")
+        if not (work.rejoins and outcome.retry):
+            return Ending.of(task, host, outcome)
+    return Ending(task, host, refused=f"other tasks were lost {_MOST_ROUNDS} times")
 
 
 def environment(env: Mapping[str, str | None], resources: Mapping[str, list[str]]) -> Environment:

@@ -23,7 +23,7 @@ from farandole.spark.outcome import Ending, failure
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from farandole._native.registrar import Event, Registrar
+    from farandole._native.registrar import Event, Registrar, Seat
 
 PROGRESS = "progress"
 """Kind of the records that `farandole.spark.task.report` sends."""
@@ -36,6 +36,7 @@ _GRACE_AFTER_ABORT = 3.0
 _GRACE_FOR_ROWS = 0.5
 _GRACE_AFTER_CANCEL = 10.0
 _NEWS_EVERY = 15.0
+_LOOK_EVERY = 1.0
 _TAIL = 50
 
 
@@ -53,6 +54,18 @@ class Agents(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """Asks for a quick end; may be called again and again."""
+
+    def news(self) -> list[Any]:
+        """Events that did not come by the registrar."""
+        return []
+
+    def gave_up(self) -> bool:
+        """Whether an agent is known to have ended, though it has not registered."""
+        return False
+
+    def meets_elsewhere(self) -> bool:
+        """Whether the agents may be at work though they have not registered here."""
+        return False
 
     def short_of(self) -> str | None:
         """What the agents wait for before they can start, where that is known."""
@@ -72,12 +85,14 @@ class Output:
         stderr: The same for stderr.
         timestamp: Whether each line starts with the time.
         verbose: 0 says nothing, 1 says what the user waits for, 2 says who sits where too.
+        written: Streams with lines that nobody may have seen yet.
     """
 
     stdout: TextIO | None = None
     stderr: TextIO | None = None
     timestamp: bool = False
     verbose: int = 1
+    written: set[str | None] = field(default_factory=set)
 
     @property
     def streaming(self) -> bool:
@@ -92,7 +107,14 @@ class Output:
             target = sys.stdout if stream == "stdout" else sys.stderr
         when = time.asctime() if self.timestamp else ""
         target.write(f"{when}[{'?' if rank is None else rank}]<{stream}>:{text}\n")
-        target.flush()
+        self.written.add(stream)
+
+    def flush(self) -> None:
+        """Makes the lines seen; once for many, as a flush may cost more than a line."""
+        for stream in self.written:
+            target = self.stdout if stream == "stdout" else self.stderr
+            (target or (sys.stdout if stream == "stdout" else sys.stderr)).flush()
+        self.written.clear()
 
     def say(self, message: str, level: int = 1) -> None:
         """Tells the user something about the gang."""
@@ -105,6 +127,7 @@ class Output:
 class _Seen:
     registered: set[int] = field(default_factory=set)
     assigned: bool = False
+    seats: list[Seat] = field(default_factory=list)
     ended: dict[int, Event] = field(default_factory=dict)
     failed: Event | None = None
     verdict: Event | None = None
@@ -189,7 +212,7 @@ class _Gang:
     def run(self) -> list[Ending]:
         self.agents.start()
         started = time.monotonic()
-        news_at = started + _NEWS_EVERY
+        news_at, look_at = started + _NEWS_EVERY, started + _LOOK_EVERY
         while not self.agents.done():
             rows_next = len(self.seen.ended) == self.size
             self.pump(_WAIT_FOR_ROWS if rows_next else _WAIT)
@@ -197,7 +220,12 @@ class _Gang:
             if now > self.seen.give_up_at:
                 raise self.seen_failure()
             if not self.seen.assigned:
-                if now - started > self.start_timeout:
+                if now >= look_at:
+                    look_at = now + _LOOK_EVERY
+                    if self.agents.gave_up():
+                        # Its row says why, and comes when the others no longer wait for it.
+                        self.registrar.abort("a task ended before it could register")
+                if now - started > self.start_timeout and not self.agents.meets_elsewhere():
                     raise TimeoutError(self.not_started())
                 if now >= news_at:
                     news_at = now + _NEWS_EVERY
@@ -240,12 +268,14 @@ class _Gang:
         )
 
     def host(self, task: int | None) -> str | None:
-        seats = self.registrar.assignment() or []
-        return next((seat["host"] for seat in seats if seat["task"] == task), None)
+        return next((seat["host"] for seat in self.seen.seats if seat["task"] == task), None)
 
     def pump(self, timeout: float) -> None:
-        for event in self.registrar.events(timeout):
-            self.take(event)
+        try:
+            for event in (*self.registrar.events(timeout), *self.agents.news()):
+                self.take(event)
+        finally:
+            self.output.flush()
 
     def take(self, event: Event) -> None:
         match event.kind:
@@ -256,7 +286,7 @@ class _Gang:
             case "registered":
                 self.registered(event)
             case "assigned":
-                self.assigned()
+                self.assigned(event)
             case "exit":
                 self.exited(event)
             case "lost":
@@ -278,20 +308,24 @@ class _Gang:
             self.seen = _Seen()
         self.seen.registered.add(task)
 
-    def assigned(self) -> None:
+    def assigned(self, event: Event) -> None:
         self.seen.assigned = True
-        for seat in self.registrar.assignment() or []:
+        self.seen.seats = list(getattr(event, "seats", None) or self.registrar.assignment() or [])
+        for seat in self.seen.seats:
             self.output.say(f"rank {seat['rank']} is task {seat['task']} on {seat['host']}", level=2)
 
     def exited(self, event: Event) -> None:
         if event.task is not None:
             self.seen.ended[event.task] = event
+        if self.seen.verdict is not None:
+            return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):
             # It may be a survivor that lost its peer: the verdict knows better, if one comes.
             self.seen.failed, self.seen.give_up_at = event, time.monotonic() + _GRACE_AFTER_EXIT
 
     def lost(self, event: Event) -> None:
-        self.output.say(f"task {event.task} was lost: {event.text}")
+        who = "" if event.rank is None else f" (rank {event.rank} on {self.host(event.task)})"
+        self.output.say(f"task {event.task}{who} was lost: {event.text}")
         if not self.seen.assigned and event.task is not None:
             self.seen.registered.discard(event.task)
 
@@ -352,3 +386,4 @@ class _Gang:
                     self.seen.ended[event.task] = event
                 elif event.kind == "log":
                     self.log(event)
+            self.output.flush()

@@ -7,10 +7,13 @@ from __future__ import annotations
 import struct
 import threading
 import uuid
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.gang import Agents
+from farandole.spark.meeting import Tail
 from farandole.spark.outcome import SCHEMA, Ending
 from farandole.spark.session import headline
 
@@ -25,23 +28,28 @@ if TYPE_CHECKING:
     from farandole.spark.session import Cluster
 
 _NO_SLOTS = "SPARK-24819"
+_NO_BARRIER = "SPARK-24942"
 _RETRY_EVERY = 5.0
 
 
 class SparkAgents(Agents):
     """A Spark job of `size` tasks, run by a thread that inherits its caller's job group, tags and properties."""
 
-    def __init__(self, cluster: Cluster, work: Work, size: int, output: Output) -> None:
+    def __init__(self, cluster: Cluster, work: Work, size: int, output: Output, profile: Any = None) -> None:
         self._cluster = cluster
         self._work = work
         self._size = size
         self._output = output
+        self._profile = profile
         self._tag = f"farandole-{uuid.uuid4().hex[:12]}"
         self._cancelled = threading.Event()
         self._short_of: str | None = None
         self._endings: list[Ending] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        spill = work.meeting.spill if work.meeting is not None else None
+        self._tail = Tail(spill) if spill is not None else None
+        self._running = False
 
     def start(self) -> None:
         """Submits the job."""
@@ -56,6 +64,18 @@ class SparkAgents(Agents):
         """Cancels the job by its tag, and with it Spark's Python processes that ignore it for two seconds."""
         self._cancelled.set()
         self._cluster.cancel(self._tag)
+
+    def news(self) -> list[Any]:
+        """What the gang's host has written down, where the gang meets among itself."""
+        return list(self._tail.events()) if self._tail is not None else []
+
+    def meets_elsewhere(self) -> bool:
+        """Whether the tasks may be at work though the driver has not heard of them."""
+        return self._work.meeting is not None and self._short_of is None and self._running
+
+    def gave_up(self) -> bool:
+        """Whether Spark has seen a task of this job end."""
+        return self._cluster.has_ended_tasks(self._tag)
 
     def short_of(self) -> str | None:
         """How many slots are missing, once Spark has refused the job for them."""
@@ -76,11 +96,16 @@ class SparkAgents(Agents):
     def _run(self) -> None:
         try:
             self._cluster.tag(self._tag, f"farandole: {self._size} processes")
+            with self._cluster.watching(self._at_work) if self._work.meeting is not None else nullcontext():
+                rows = self._collected()
             self._endings = Ending.from_rows(
-                (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in self._collected()
+                (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in rows
             )
         except BaseException as error:  # noqa: BLE001 - the driver's thread raises it
             self._error = error
+
+    def _at_work(self) -> None:
+        self._running = True
 
     def _collected(self) -> list[Any]:
         rows = self._rows()
@@ -88,8 +113,14 @@ class SparkAgents(Agents):
             try:
                 return rows.collect()
             except Exception as error:
+                if _NO_BARRIER in str(error) and not self._work.rejoins:
+                    # A Connect client may not see this setting of its server.
+                    self._work = replace(self._work, rejoins=True, meeting=None)
+                    rows = self._rows()
+                    continue
                 if _NO_SLOTS not in str(error) or self._cancelled.is_set():
                     raise
+                self._running = False
                 has = self._cluster.slots()
                 self._short_of = f"the job needs {self._size} task slots at once" + (
                     f", Spark has {has}" if has else ""
@@ -101,20 +132,31 @@ class SparkAgents(Agents):
 
     def _rows(self) -> DataFrame:
         tasks = self._cluster.session.range(0, self._size, 1, self._size)
+        profile = {} if self._profile is None else {"profile": self._profile}
+        rows = tasks.mapInArrow(_agent(self._work), SCHEMA, barrier=not self._work.rejoins, **profile)
         # Spark retries a barrier stage after it lost an executor only if the stage feeds a shuffle.
-        return tasks.mapInArrow(_agent(self._work), SCHEMA, barrier=True).repartition(1)
+        return rows.repartition(1)
 
 
 def _agent(work: Work) -> Callable[[Iterable[Any]], Iterator[Any]]:
     def agent(batches: Iterable[Any]) -> Iterator[Any]:
-        from pyspark import BarrierTaskContext  # noqa: PLC0415 - runs in Spark's task
+        from pyspark import BarrierTaskContext, TaskContext  # noqa: PLC0415 - runs in Spark's task
 
+        from farandole.runner import warm  # noqa: PLC0415 - as above
         from farandole.spark import agent as agents  # noqa: PLC0415 - as above
+        from farandole.spark import meeting  # noqa: PLC0415 - as above
         from farandole.spark import task as tasks  # noqa: PLC0415 - as above
 
-        fence = BarrierTaskContext.get().taskAttemptId()
+        context = TaskContext.get()
+        fence = context.taskAttemptId() if context is not None else 0
+        owner = warm.executor() if work.warm is not None else None
         for number in agents.tasks_of(batches):
-            ending = agents.serve(work, number, fence, tasks.resources())
+            at_work, host = work, None
+            if work.meeting is not None:
+                at_work, host = meeting.settle(work, work.meeting, number, BarrierTaskContext.get())
+            ending = agents.serve(at_work, number, fence, tasks.resources(), owner)
+            if host is not None:
+                host.finish()
             for row in ending.rows():
                 yield _batch(row)
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -43,4 +44,4 @@ class LocalAgents(Agents):
         return [self._endings[task] for task in sorted(self._endings)]
 
     def _serve(self, task: int) -> None:
-        self._endings[task] = serve(self._work, task)
+        self._endings[task] = serve(self._work, task, owner=os.getpid())

@@ -22,6 +22,12 @@ CHUNK = 8 << 20
 SCHEMA = "task int, kind string, chunk int, data binary"
 """The rows a task answers with: one of kind "ending" (JSON), then its result in chunks."""
 
+_UNREACHABLE = "cannot reach the registrar"
+_WAYS = (
+    "Name an address of the driver that executors reach in FARANDOLE_DRIVER_HOST, and the ports that a firewall lets "
+    "pass in FARANDOLE_PORT_RANGE"
+)
+
 Row = tuple[int, str, int, bytes]
 
 
@@ -142,6 +148,8 @@ def failure(ending: Ending) -> tuple[FarandoleJobError, BaseException | None]:
         remote = tuple(told) if tag == "error" else None  # pyright: ignore[reportAssignmentType]
     if ending.refused is not None:
         reason = f"{who} could not start its worker: {ending.refused}"
+        if _UNREACHABLE in ending.refused:
+            reason += f". {_WAYS}"
     elif remote is not None and remote[0] != "SystemExit":
         kind, message, *_ = remote
         reason = f"{who} failed: {kind}: {message}" if message else f"{who} failed: {kind}"

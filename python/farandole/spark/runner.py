@@ -8,15 +8,23 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any, TextIO
 
+from farandole.runner import warm as warm_workers
 from farandole.spark import outcome
 from farandole.spark.agent import Work
 from farandole.spark.common.check import at_least
 from farandole.spark.gang import Output, conduct, payload
 from farandole.spark.job import SparkAgents
+from farandole.spark.meeting import Meeting
 from farandole.spark.session import Cluster
+from farandole.spark.spill import Spill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from pyspark.resource import ResourceProfile
+
+    from farandole._native.registrar import Registrar
+    from farandole.spark.common.store import Store
 
 _START_TIMEOUT = 600.0
 
@@ -37,6 +45,10 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     nics: Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
+    *,
+    resource_profile: ResourceProfile | None = None,
+    store: Store | str | None = None,
+    warm: bool | None = None,
 ) -> list[Any]:
     """Runs a function on `num_proc` Spark tasks that start together, and returns what it returned on each rank.
 
@@ -63,6 +75,12 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         executable: Python interpreter of the workers; default: the one that runs the Spark task.
         use_mpi, use_gloo, extra_mpi_args, nics: Accepted for Horovod's sake. There is one transport, and its
             addresses are found by trying them; a value that asks for something else gets a warning.
+        resource_profile: What each task needs, for Spark's stage-level scheduling; pyspark 4.0 and newer.
+        store: Where results of more than 16 MiB travel, and a function with its arguments that is as large: a store or
+            its URL, which every executor and this process must reach. Without it they travel in Spark's rows, which
+            `spark.driver.maxResultSize` bounds, and its closure.
+        warm: Whether workers start warm, from a fork server of their executor that has imported torch; by default they
+            do in notebooks, inside Spark's `CrossValidator` and its like, and where `FARANDOLE_WARM_WORKERS` says `on`.
 
     Returns:
         The results by rank.
@@ -70,7 +88,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     Raises:
         FarandoleJobError: A worker failed; its rank, host, exit, traceback and last words are in the exception, which
             is raised from the worker's own exception where that can be unpickled here. Nothing is run again.
-        ValueError: Spark has fewer slots than `num_proc`, or uses dynamic allocation.
+        ValueError: Spark has fewer slots than `num_proc`, or cannot do what was asked for.
         TimeoutError: Not all tasks started in time.
         Exception: There is no active Spark session.
     """
@@ -91,6 +109,9 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         nics=nics,
         prefix_output_with_timestamp=prefix_output_with_timestamp,
         executable=executable,
+        resource_profile=resource_profile,
+        store=store,
+        warm=warm,
     )
 
 
@@ -112,6 +133,9 @@ def run_with(
     nics: Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
+    resource_profile: ResourceProfile | None = None,
+    store: Store | str | None = None,
+    warm: bool | None = None,
 ) -> list[Any]:
     """As `run`, with a callback for the records of workers; raises as `run`."""
     del use_gloo
@@ -126,17 +150,43 @@ def run_with(
     cluster = Cluster.active()
     size = cluster.default_parallelism() if num_proc is None else at_least("num_proc", 1)(num_proc)
     cluster.check(size)
+    if resource_profile is not None:
+        cluster.check_profiles()
     limit = default_start_timeout() if start_timeout is None else float(start_timeout)
     output = Output(stdout, stderr, prefix_output_with_timestamp, verbose)
+    warmth = warm_workers.wanted(warm, by_default=False)
     packed = payload(fn, args, kwargs)
+    spill = None if store is None else Spill.below(store)
 
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
-    registrar = Registrar(size, start_timeout=limit)
-    work = Work(registrar.ticket, packed, dict(env or {}), executable, output.streaming, limit)
-    agents = SparkAgents(cluster, work, size, output)
-    endings = conduct(registrar, agents, size, output, on_progress, limit, "Spark tasks to start")
-    return outcome.results(endings, size)
+    try:
+        registrar = Registrar(size, start_timeout=limit)
+        work = Work(
+            registrar.ticket,
+            packed if spill is None else spill.carried(packed),
+            dict(env or {}),
+            executable,
+            output.streaming,
+            limit,
+            warmth,
+            rejoins=cluster.is_dynamic,
+            meeting=_meeting(cluster, registrar, size, spill),
+        )
+        agents = SparkAgents(cluster, work, size, output, resource_profile)
+        endings = conduct(registrar, agents, size, output, on_progress, limit, "Spark tasks to start")
+        found = outcome.results(endings, size)
+        return found if spill is None else [spill.fetched(value) for value in found]
+    finally:
+        if spill is not None:
+            spill.clear()
+
+
+def _meeting(cluster: Cluster, registrar: Registrar, size: int, spill: Spill | None) -> Meeting | None:
+    """Executors of classic Spark reach the driver, or there would be no job; a Connect client may be anywhere."""
+    if cluster.context is not None or cluster.is_dynamic:
+        return None
+    return Meeting(tuple(registrar.addresses), size, spill)
 
 
 def default_start_timeout() -> float:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pyspark.sql import DataFrame, Row, SparkSession
 
 _GRACE_AFTER_CANCEL = 10.0
+_PROFILES_SINCE = 4
 NO_SESSION = "Could not find an active SparkContext, are you running in a PySpark session?"
 
 
@@ -91,6 +93,25 @@ class Cluster:
         self.context.setInterruptOnCancel(True)
         self.context.setLocalProperty("spark.job.description", description)
 
+    @contextlib.contextmanager
+    def watching(self, at_work: Callable[[], None]) -> Iterator[None]:
+        """Calls back when a job of this Connect session has tasks that run; at once where pyspark cannot tell."""
+        register = getattr(self.session, "registerProgressHandler", None)
+        if self.context is not None or register is None:
+            at_work()
+            yield
+            return
+
+        def handler(inflight_tasks: int = 0, **_: Any) -> None:
+            if inflight_tasks:
+                at_work()
+
+        register(handler)
+        try:
+            yield
+        finally:
+            self.session.removeProgressHandler(handler)  # pyright: ignore[reportArgumentType]
+
     def cancel(self, tag: str) -> None:
         """Cancels the jobs of a tag, and with them Spark's Python processes that ignore it for two seconds."""
         if self.context is not None:
@@ -128,6 +149,18 @@ class Cluster:
             raise errors[0]
         return rows
 
+    def has_ended_tasks(self, tag: str) -> bool:
+        """Whether a task of the running jobs of a tag has come to its end; never where nobody can tell."""
+        if self.context is None:
+            return False
+        try:
+            tracker = self.context._jsc.statusTracker()  # noqa: SLF001 - pyspark's own does not know tags
+            jobs = [tracker.getJobInfo(number) for number in tracker.getJobIdsForTag(tag)]
+            stages = [tracker.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds()]
+            return any(stage is not None and stage.numCompletedTasks() > 0 for stage in stages)
+        except Exception:  # noqa: BLE001 - a JVM that does not show it
+            return False
+
     def slots(self) -> int | None:
         """Tasks that this application could run at once if it ran nothing else; `None` where nobody can tell."""
         if self.context is None:
@@ -138,23 +171,63 @@ class Cluster:
         except Exception:  # noqa: BLE001 - a JVM that does not show it
             return int(self.context.defaultParallelism) if self.is_local else None
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether executors come and go with the load: Spark runs no barrier stage then."""
+        return not self.is_local and self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true"
+
     def check(self, size: int) -> None:
         """Refuses what cannot work, before anything is started.
 
         Raises:
-            ValueError: More tasks than slots, or dynamic allocation, which barrier stages do not allow.
+            ValueError: More tasks than there can be slots, or speculation in a gang without a barrier.
         """
-        if not self.is_local and self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true":
-            raise ValueError(
-                "Spark runs no barrier stage with dynamic allocation, and the processes of a job start in one: "
-                "set spark.dynamicAllocation.enabled=false and spark.executor.instances to the executors you need"
-            )
+        if self.is_dynamic:
+            self._check_dynamic(size)
         slots = self.slots() if self.is_local else None
         if slots is not None and slots < size:
             raise ValueError(
                 f"num_proc={size} needs {size} task slots at the same time, but this Spark application has {slots} "
                 f"(master {self.master}, spark.task.cpus={self.conf('spark.task.cpus', '1')}): "
                 f"start Spark with master local[{size}], or use num_proc={slots}"
+            )
+
+    def _check_dynamic(self, size: int) -> None:
+        if self.conf("spark.speculation", "false").lower() == "true":
+            raise ValueError(
+                "spark.speculation starts slow tasks twice, and with dynamic allocation nothing keeps it from doing so "
+                "to the processes of a job, which all wait for each other: set spark.speculation=false"
+            )
+        try:
+            most, cores, cpus = (
+                int(self.conf(key, default))
+                for key, default in (
+                    ("spark.dynamicAllocation.maxExecutors", str(1 << 31)),
+                    ("spark.executor.cores", "0"),
+                    ("spark.task.cpus", "1"),
+                )
+            )
+        except ValueError:
+            return  # Spark itself says what is wrong with them
+        if cores and most * (cores // cpus) < size:
+            raise ValueError(
+                f"num_proc={size} needs {size} task slots at the same time, but dynamic allocation gives at most "
+                f"{most * (cores // cpus)}: spark.dynamicAllocation.maxExecutors={most}, "
+                f"spark.executor.cores={cores}, spark.task.cpus={cpus}"
+            )
+
+    def check_profiles(self) -> None:
+        """Refuses resource profiles where pyspark has none for DataFrames.
+
+        Raises:
+            ValueError: This pyspark is too old.
+        """
+        import pyspark  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
+
+        if int(pyspark.__version__.partition(".")[0]) < _PROFILES_SINCE:
+            raise ValueError(
+                "resource_profile needs pyspark 4.0 or newer, whose mapInArrow takes one; "
+                f"this is {pyspark.__version__}"
             )
 
     def conf(self, key: str, default: str) -> str:

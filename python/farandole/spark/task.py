@@ -7,13 +7,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 RESOURCES: Final = "FARANDOLE_TASK_RESOURCES"
 """Variable that hands a task's resource addresses to its worker, as JSON."""
+
+
+BY_LOCAL_RANK: Final = ("FARANDOLE_SPARK_USE_LOCAL_RANK_GPU_INDEX", "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX")
+"""Variables that choose the GPU by local rank even where Spark has assigned one."""
 
 
 def get_available_devices() -> list[str]:
@@ -27,6 +32,83 @@ def get_available_devices() -> list[str]:
     if told is not None:
         return [str(address) for address in json.loads(told).get("gpu", [])]
     return resources().get("gpu", [])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The GPU of one rank.
+
+    Attributes:
+        index: Its number among those that this process sees, as `torch.device("cuda", index)` counts.
+        reason: What decided.
+    """
+
+    index: int
+    reason: str
+
+
+def choose_device(
+    count: int,
+    local_rank: int,
+    local_size: int,
+    addresses: Sequence[str],
+    visible: str | None = None,
+    by_local_rank: bool = False,
+) -> Choice | None:
+    """The one rule by which a rank gets its GPU.
+
+    Spark's address comes first. It counts the host's GPUs, where `CUDA_VISIBLE_DEVICES` masks some of them it is looked
+    up in that list; where the list does not have it, the cluster manager has masked the rest of the host, and the
+    address counts what is left. Without an address the local rank decides.
+
+    Args:
+        count: GPUs that this process sees.
+        local_rank: Number of this rank on its host.
+        local_size: Ranks on its host.
+        addresses: What Spark assigned to the task.
+        visible: `CUDA_VISIBLE_DEVICES`, if it is set.
+        by_local_rank: Whether Spark's addresses are not to be used.
+
+    Returns:
+        The choice; `None` where there is no GPU.
+    """
+    if count < 1:
+        return None
+    if addresses and not by_local_rank:
+        address = str(addresses[0])
+        mask = [part.strip() for part in visible.split(",")] if visible else []
+        if address in mask[:count]:
+            return Choice(mask.index(address), f"Spark assigned {address}, which CUDA_VISIBLE_DEVICES={visible} lists")
+        if address.isdigit() and int(address) < count:
+            within = f" within CUDA_VISIBLE_DEVICES={visible}" if mask else ""
+            return Choice(int(address), f"Spark assigned {address}{within}")
+        if count == 1:
+            return Choice(0, f"Spark assigned {address}, and it is the only one here")
+        why = f"Spark assigned {address}, which is not among the {count} here, so local rank {local_rank} decides"
+    else:
+        why = f"local rank {local_rank}" + ("" if addresses else ", Spark assigned none")
+    shared = f", {local_size} ranks share {count}" if local_size > count else ""
+    return Choice(local_rank % count, f"{why}{shared}")
+
+
+def device(count: int, local_rank: int, local_size: int) -> Choice | None:
+    """This rank's GPU by `choose_device`, said in one line on stderr.
+
+    Args:
+        count: GPUs that this process sees, as `torch.cuda.device_count()`.
+        local_rank: Number of this rank on its host.
+        local_size: Ranks on its host.
+
+    Returns:
+        The choice; `None` where there is no GPU.
+    """
+    by_local_rank = any(os.environ.get(name, "0") not in ("", "0") for name in BY_LOCAL_RANK)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    choice = choose_device(count, local_rank, local_size, get_available_devices(), visible, by_local_rank)
+    if choice is not None:
+        rank = os.environ.get("RANK", str(local_rank))
+        sys.stderr.write(f"farandole: rank {rank} takes GPU {choice.index} of {count}: {choice.reason}\n")
+    return choice
 
 
 def resources() -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TextIO
 
+from farandole.runner import warm as warm_workers
 from farandole.spark import outcome, runner
 from farandole.spark.agent import Work
 from farandole.spark.common.check import at_least
@@ -126,6 +127,8 @@ class LocalBackend(Backend):
         verbose: 0 is silent but for the workers, 1 says what is waited for, 2 also says where each rank runs.
         prefix_output_with_timestamp: Whether those lines also start with the time.
         executable: Python interpreter of the workers; default: this one.
+        warm: Whether workers start warm, from a fork server of this process that has imported torch; by default they do
+            where this process has imported it, unless `FARANDOLE_WARM_WORKERS` says `off`.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class LocalBackend(Backend):
         verbose: int = 1,
         prefix_output_with_timestamp: bool = False,
         executable: str | None = None,
+        warm: bool | None = None,
     ) -> None:
         self._num_proc = _cores() if num_proc is None else at_least("num_proc", 1)(num_proc)
         self._env = dict(env or {})
@@ -148,6 +152,7 @@ class LocalBackend(Backend):
         self._verbose = verbose
         self._timestamp = prefix_output_with_timestamp
         self._executable = executable
+        self._warm = warm
 
     def run(
         self,
@@ -170,7 +175,8 @@ class LocalBackend(Backend):
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
         registrar = Registrar(size, start_timeout=limit)
-        work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit)
+        warmth = warm_workers.wanted(self._warm, by_default=True)
+        work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth)
         agents = LocalAgents(work, size)
         endings = conduct(registrar, agents, size, output, on_progress, limit, "workers to start")
         return outcome.results(endings, size)

@@ -63,8 +63,9 @@ class FarandoleJobError(RuntimeError):
         if self.remote_traceback:
             parts.append(f"\n--- traceback of rank {self.rank} ---\n{self.remote_traceback.rstrip()}")
         # A traceback that nobody caught is on stderr as well: once is enough.
-        if self.stderr_tail and not (self.remote_traceback and self.remote_traceback.strip() in self.stderr_tail):
-            parts.append(f"\n--- last lines of stderr of rank {self.rank} ---\n{self.stderr_tail.rstrip()}")
+        tail = self.stderr_tail.replace((self.remote_traceback or "").strip(), "").rstrip()
+        if tail:
+            parts.append(f"\n--- last lines of stderr of rank {self.rank} ---\n{tail}")
         return "\n".join(parts)
 
     def __reduce__(self) -> tuple[type[FarandoleJobError], tuple[str], dict[str, object]]:

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The fork server of warm workers: imports once, forks at once. Started by `farandole.runner.warm`.
+
+`python -m farandole.runner.forkserver <socket> <owner> <owner's start> <idle seconds> <module...>` returns when it
+listens; the server itself goes on behind. It speaks with `farandole.runner.proxy` and with nobody but its own user:
+
+- server: `r` when it can fork, anything else when it cannot;
+- stand-in: length, descriptors, and `directory NUL names of pipes NUL name=value NUL ...`;
+- server: `pid <number>`, later `code <number>` or `signal <number>`;
+- stand-in: `T` for SIGTERM; its hanging up is SIGKILL.
+
+It forks only while it has a single thread and while every file it has imported is what it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from farandole.runner import worker
+from farandole.runner.warm import started
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG: Final = 1
+_WORD: Final = 10.0
+_GLANCE: Final = 0.2
+_MOST: Final = 64 << 20
+_HEAD: Final = 3
+
+
+@dataclass
+class Child:
+    """A forked worker."""
+
+    pid: int
+    pidfd: int
+    stand_in: socket.socket
+
+    def descriptors(self) -> list[int]:
+        """What no other worker may hold."""
+        return [self.pidfd, self.stand_in.fileno()]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until the owner is gone or nothing was asked for long enough.
+
+    Args:
+        arguments: See the module.
+
+    Returns:
+        The exit status.
+    """
+    place, owner, born, idle, *preload = arguments
+    lock = os.open(f"{place}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return 0  # another one serves
+    try:
+        tie = os.pidfd_open(int(owner))
+        if started(int(owner)) != int(born):
+            return 1
+    except OSError:
+        return 1
+    Path(place).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(place)
+    listener.listen(128)
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    try:
+        Server(listener, (lock, tie), float(idle), preload).serve()
+    finally:
+        for path in (place, f"{place}.lock"):
+            Path(path).unlink(missing_ok=True)
+    return 0
+
+
+class Server:
+    """The loop of one thread over stand-ins, workers and the owner."""
+
+    def __init__(self, listener: socket.socket, held: tuple[int, int], idle: float, preload: Sequence[str]) -> None:
+        self._listener = listener
+        self._held = held
+        self._tie = held[1]
+        self._idle = idle
+        self._children: dict[int, Child] = {}
+        self._useless = _import(preload) or _threads()
+        self._files = _files()
+        self._looked: float | None = None
+        # What lives now lives on: without this every collection in a worker would touch, and so copy, its pages.
+        gc.collect()
+        gc.freeze()
+
+    def serve(self) -> None:
+        """Forks for whoever asks; returns when there is no reason to stay."""
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._tie, select.POLLIN)
+        busy = time.monotonic()
+        while True:
+            if self._children:
+                busy = time.monotonic()
+            left = self._idle - (time.monotonic() - busy)
+            ready = dict(poll.poll(None if self._children else max(0.0, left) * 1000))
+            if self._tie in ready:
+                return self._end_all()
+            if not ready and not self._children and time.monotonic() - busy >= self._idle:
+                return None
+            self._look(poll, ready)
+            if self._listener.fileno() in ready:
+                busy = time.monotonic()
+                if not self._take(poll) and self._is_stale() and not self._children:
+                    return None  # a fresh one does better
+
+    def _look(self, poll: select.poll, ready: dict[int, int]) -> None:
+        for child in list(self._children.values()):
+            if child.pidfd in ready:
+                self._reap(poll, child)
+            elif child.stand_in.fileno() in ready:
+                self._heard(poll, child)
+
+    def _take(self, poll: select.poll) -> bool:
+        """Forks for the next stand-in; whether it could."""
+        child = self._accept()
+        if child is None:
+            return False
+        self._children[child.pid] = child
+        poll.register(child.pidfd, select.POLLIN)
+        poll.register(child.stand_in, select.POLLIN)
+        return True
+
+    def _accept(self) -> Child | None:
+        stand_in, _ = self._listener.accept()
+        descriptors: list[int] = []
+        try:
+            stand_in.settimeout(_WORD)
+            if not _is_own(stand_in):
+                return self._decline(stand_in)
+            if self._useless or _threads() or self._is_stale():
+                return self._decline(stand_in)
+            stand_in.sendall(b"r")
+            message, descriptors = _request(stand_in)
+            pid = os.fork()
+            if pid == 0:
+                others = [number for child in self._children.values() for number in child.descriptors()]
+                _become(message, descriptors, [self._listener.fileno(), *self._held, stand_in.fileno(), *others])
+            pidfd = os.pidfd_open(pid)
+            with contextlib.suppress(OSError):
+                stand_in.sendall(b"pid %d\n" % pid)
+            return Child(pid, pidfd, stand_in)
+        except (OSError, ValueError):
+            return self._decline(stand_in)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    @staticmethod
+    def _decline(stand_in: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            stand_in.sendall(b"n")
+        stand_in.close()
+
+    def _is_stale(self) -> bool:
+        """Whether a file is no longer what was imported; workers of one job are asked for together."""
+        if self._looked is not None and time.monotonic() < self._looked + _GLANCE:
+            return False
+        self._looked = time.monotonic()
+        return any(_modified(path) != at for path, at in self._files.items())
+
+    def _heard(self, poll: select.poll, child: Child) -> None:
+        try:
+            word = child.stand_in.recv(1)
+        except OSError:
+            word = b""
+        if word == b"T":
+            _kill(child.pid, signal.SIGTERM)
+        elif not word:
+            poll.unregister(child.stand_in)
+            _kill(child.pid, signal.SIGKILL)
+
+    def _reap(self, poll: select.poll, child: Child) -> None:
+        # Until it is waited for, its number is its own, and its group's.
+        _kill(child.pid, signal.SIGKILL)
+        _, status = os.waitpid(child.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        with contextlib.suppress(OSError):
+            child.stand_in.sendall(b"code %d\n" % code if code >= 0 else b"signal %d\n" % -code)
+        poll.unregister(child.pidfd)
+        with contextlib.suppress(KeyError):
+            poll.unregister(child.stand_in)
+        os.close(child.pidfd)
+        child.stand_in.close()
+        del self._children[child.pid]
+
+    def _end_all(self) -> None:
+        for child in self._children.values():
+            _kill(child.pid, signal.SIGKILL)
+
+
+def _import(preload: Sequence[str]) -> str | None:
+    """Imports; why the server is of no use, if it is of none."""
+    for number, name in enumerate(preload):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - whatever a module's body does
+            if number == 0:
+                return f"{name} cannot be imported: {error!r}"
+    return None
+
+
+def _threads() -> str | None:
+    """Why this process cannot be forked, if it cannot: a fork has one thread, whatever the others hold."""
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    return None if threads == 1 else f"the imports left {threads - 1} threads"
+
+
+def _files() -> dict[str, int | None]:
+    """Every file that was imported, and when it was written."""
+    paths = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return {path: _modified(path) for path in paths if isinstance(path, str)}
+
+
+def _modified(path: str) -> int | None:
+    try:
+        return os.stat(path).st_mtime_ns  # noqa: PTH116 - four times as fast, and asked of a thousand files
+    except OSError:
+        return None
+
+
+def _is_own(stand_in: socket.socket) -> bool:
+    """Whether the other end is a process of this user."""
+    told = stand_in.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", told)[1] == os.getuid()
+
+
+def _request(stand_in: socket.socket) -> tuple[bytes, list[int]]:
+    """What a stand-in hands over.
+
+    Raises:
+        ValueError: It is no request.
+        OSError: The stand-in is gone.
+    """
+    head, descriptors, _, _ = socket.recv_fds(stand_in, 4, 8)
+    message = _message(stand_in, head)
+    # A directory, the names of pipes: two descriptors for the output, one for each of the pipes.
+    words = message.split(b"\0", 2)
+    if len(words) < _HEAD or len(descriptors) != 2 + len(words[1].split()):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ValueError("not a request")
+    return message, descriptors
+
+
+def _message(stand_in: socket.socket, head: bytes) -> bytes:
+    """What follows a length; nothing where it is none, or the stand-in hangs up."""
+    length = struct.unpack("=I", head)[0] if len(head) == struct.calcsize("=I") else 0
+    message = bytearray()
+    while len(message) < length <= _MOST:
+        piece = stand_in.recv(length - len(message))
+        if not piece:
+            return b""
+        message += piece
+    return bytes(message)
+
+
+def _become(message: bytes, descriptors: list[int], foreign: list[int]) -> NoReturn:
+    """Turns this fork into the worker; never returns."""
+    status = 1
+    try:
+        parent = os.getppid()
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+        directory, names, *variables = message.split(b"\0")
+        os.environb.clear()
+        for variable in variables:
+            name, _, value = variable.partition(b"=")
+            os.environb[name] = value
+        for name, descriptor in zip(names.split(), descriptors[2:], strict=True):
+            os.environb[name] = b"%d" % descriptor
+        for number in foreign:
+            os.close(number)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (descriptors[0], 1), (descriptors[1], 2)):
+            os.dup2(source, target)
+        for number in (null, *descriptors[:2]):
+            os.close(number)
+        os.chdir(directory)
+        _own_streams()
+        _own_state()
+        # What a worker started the long way has there.
+        sys.modules["__main__"] = worker
+        sys.argv = [str(Path(worker.__file__))]
+        status = worker.main()
+    except BaseException:  # noqa: BLE001 - it must not go on as a server
+        import traceback  # noqa: PLC0415 - seldom needed
+
+        traceback.print_exc()
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(1)
+    worker._leave(status)  # noqa: SLF001 - as the worker's own module does
+
+
+def _own_streams() -> None:
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        stream = open(  # noqa: SIM115 - it lives as long as the process
+            descriptor,
+            "r" if descriptor == 0 else "w",
+            closefd=False,
+            errors="backslashreplace" if name == "stderr" else None,
+        )
+        if descriptor:
+            stream.reconfigure(line_buffering=name == "stderr", write_through=unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _own_state() -> None:
+    """What a process of its own would have: its signals, its share of the cores, its own random numbers."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed()
+    if torch is not None:
+        asked = os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS") or ""
+        torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) else len(os.sched_getaffinity(0)))
+
+
+def _kill(group: int, number: int) -> None:
+    """Signals a worker and what it started."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        # It has not come to lead its group yet.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(group, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

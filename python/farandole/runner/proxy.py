@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A warm worker's stand-in: what its agent starts, watches and ends.
+
+Run by path as `proxy.py <socket> <command...>` in a bare interpreter, so that it starts in milliseconds. It hands its
+output, its pipes, its directory and its environment to the fork server behind the socket, and ends as the worker ends.
+Where no server answers, or it declines, the command takes this process over, and nothing was lost but a moment.
+"""
+
+import _socket
+import array
+import os
+import signal
+import struct
+import sys
+import time
+
+PIPES = ("FARANDOLE_PAYLOAD_FD", "FARANDOLE_RESULT_FD")
+_PATIENCE = 60.0
+_ANSWER = 15.0
+
+
+def main() -> None:
+    """Hands over and waits; see the module."""
+    place, *command = sys.argv[1:]
+    server = _server(place)
+    if server is None:
+        os.execvp(command[0], command)  # noqa: S606 - the agent's own command
+    _hand_over(server)
+    server.settimeout(_ANSWER)
+    words = _words(server)
+    told = next(words, None)
+    if told is None or told[0] != "pid":
+        sys.stderr.write("farandole: the fork server did not start the worker that it had accepted\n")
+        sys.stderr.flush()
+        os._exit(70)
+    # The agent ends a worker by SIGTERM, then by SIGKILL, which closes the connection.
+    signal.signal(signal.SIGTERM, lambda *_: server.send(b"T"))
+    server.settimeout(None)
+    how, number = next(words, ("lost", "9"))
+    if how == "code":
+        os._exit(int(number))
+    if how == "lost":
+        _end(int(told[1]))
+    _die_of(int(number))
+
+
+def _server(place: str) -> "_socket.socket | None":
+    """A connection to a server that is ready to fork, once it is."""
+    deadline = time.monotonic() + 1.0
+    while True:
+        server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        try:
+            server.settimeout(_PATIENCE)
+            server.connect(place)
+            # It answers when it has imported everything, or with its reason not to.
+            return server if server.recv(1) == b"r" else None
+        except (FileNotFoundError, ConnectionRefusedError):
+            # It may be about to listen: whoever started it heard that somebody else does.
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+        except OSError:
+            return None
+
+
+def _hand_over(server: "_socket.socket") -> None:
+    pipes = {name: int(os.environ.pop(name)) for name in PIPES if name in os.environ}
+    words = [os.fsencode(os.getcwd()), b" ".join(name.encode() for name in pipes)]  # noqa: PTH109 - pathlib takes long to load
+    words += [name + b"=" + value for name, value in os.environb.items()]
+    message = b"\0".join(words)
+    descriptors = array.array("i", [1, 2, *pipes.values()])
+    server.sendmsg([struct.pack("=I", len(message))], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptors)])
+    left = memoryview(message)
+    while left:
+        left = left[server.send(left) :]
+
+
+def _words(server: "_socket.socket"):  # noqa: ANN202 - pairs of strings, from a program without typing
+    """What the server says: lines of two words each, until it hangs up."""
+    heard = b""
+    while True:
+        while b"\n" in heard:
+            line, _, heard = heard.partition(b"\n")
+            what, _, value = line.decode().partition(" ")
+            yield what, value
+        try:
+            piece = server.recv(256)
+        except OSError:
+            return
+        if not piece:
+            return
+        heard += piece
+
+
+def _end(worker: int) -> None:
+    """The server is gone, and the kernel has ended the worker with it: this ends what the worker had started."""
+    try:
+        os.killpg(worker, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _die_of(number: int) -> None:
+    import resource  # noqa: PLC0415 - seldom needed
+
+    # The worker has left a core where it should.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

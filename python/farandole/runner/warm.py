@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Warm workers: processes that begin with a framework already imported.
+
+Most of a short job's time is `import torch`, once per worker. A fork server (`farandole.runner.forkserver`) imports it
+once for all workers of its owner, an executor or a driver, and forks each of them in milliseconds. What an agent starts
+is a stand-in (`farandole.runner.proxy`), which hands its pipes and its environment to the server and ends as the worker
+ends; where there is no server, or the server declines, the stand-in becomes the worker by the long way.
+
+A server serves one owner, one environment and one state of the installed packages: the name of its socket is their
+digest. It leaves with its owner, and after a time without work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SWITCH: Final = "FARANDOLE_WARM_WORKERS"
+IDLE: Final = "FARANDOLE_WARM_IDLE_SECONDS"
+PRELOADS: Final = ("torch", "farandole.torch", "farandole.spark.torch.remote")
+"""What a server imports: the first must work, the others are dropped where they do not."""
+
+_IDLE_SECONDS: Final = 120.0
+_START: Final = 10.0
+_HERE: Final = Path(__file__).parent
+_SOCKET_PATH: Final = 100
+# What an import can depend on. The rest of the environment is set in the forked worker.
+_FOR_IMPORTS: Final = re.compile(
+    r"PYTHON(?!_)|LD_|OMP_|MKL_|KMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH|ATEN_|MALLOC_|GLIBC_|LC_|LANG$|HOME$|VIRTUAL_ENV$"
+)
+_TUNING: Final = ("pyspark.ml.tuning", "pyspark.ml.connect.tuning")
+
+
+@dataclass(frozen=True)
+class Warm:
+    """That workers are to come from a fork server.
+
+    Attributes:
+        preload: Modules it imports.
+        idle: Seconds without work after which it leaves.
+    """
+
+    preload: tuple[str, ...] = PRELOADS
+    idle: float = _IDLE_SECONDS
+
+
+def wanted(asked: bool | None, by_default: bool) -> Warm | None:
+    """Whether a job's workers are warm, asked of its driver.
+
+    Only a driver that has imported torch has workers that will: others gain nothing.
+
+    Args:
+        asked: What the caller says; `None` leaves it to `FARANDOLE_WARM_WORKERS`, and that to `by_default`.
+        by_default: What holds when nobody says, outside of notebooks and Spark's searches over parameters.
+
+    Raises:
+        ValueError: A variable does not parse.
+    """
+    on = asked
+    if on is None:
+        on = _switch()
+    if on is None:
+        on = "torch" in sys.modules and (by_default or _in_notebook() or _in_search())
+    if not on:
+        return None
+    idle = os.environ.get(IDLE, "")
+    try:
+        return Warm(idle=float(idle) if idle else _IDLE_SECONDS)
+    except ValueError:
+        raise ValueError(f"{IDLE} must be a number of seconds: {idle}") from None
+
+
+def command(warm: Warm, cold: Sequence[str], changes: Mapping[str, str | None], owner: int) -> list[str]:
+    """The command that starts a worker by the server, which is started if it does not run.
+
+    Args:
+        warm: What the server is to be.
+        cold: The command that starts it without; its first word is the interpreter.
+        changes: The worker's environment, as changes of this process's.
+        owner: Process the server belongs to.
+
+    Returns:
+        `cold` itself where a server cannot be.
+    """
+    env = {name: value for name, value in (os.environ | dict(changes)).items() if value is not None}
+    try:
+        folder = _folder()
+        place = folder / f"warm-{_digest(warm, cold[0], env, owner)}"
+        if len(str(place)) > _SOCKET_PATH:
+            return list(cold)
+        if not place.exists():
+            _start(warm, cold[0], env, owner, place)
+    except (OSError, subprocess.SubprocessError):
+        return list(cold)
+    return [cold[0], "-I", "-S", str(_HERE / "proxy.py"), str(place), *cold]
+
+
+def executor() -> int:
+    """The process that a server started from this Spark task belongs to: Spark's own, above its Python processes."""
+    pid = os.getppid()
+    while pid > 1:
+        told = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"pyspark" not in told or b"python" not in told.partition(b"\0")[0]:
+            break
+        pid = _parent(pid)
+    return pid
+
+
+def started(pid: int) -> int:
+    """When a process started, in the kernel's ticks: a number's second owner has another time."""
+    return int(_stat(pid)[19])
+
+
+def _parent(pid: int) -> int:
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _switch() -> bool | None:
+    told = os.environ.get(SWITCH, "auto").lower()
+    if told in ("", "auto"):
+        return None
+    if told in ("1", "true", "on", "yes"):
+        return True
+    if told in ("0", "false", "off", "no"):
+        return False
+    raise ValueError(f"{SWITCH} must be auto, on or off: {told}")
+
+
+def _in_notebook() -> bool:
+    kernel = sys.modules.get("ipykernel") is not None
+    return kernel or "DATABRICKS_RUNTIME_VERSION" in os.environ
+
+
+def _in_search() -> bool:
+    """Whether a search over parameters of Spark ML called: it fits again and again."""
+    frame = sys._getframe()  # noqa: SLF001 - the callers' modules
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _TUNING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _folder() -> Path:
+    """A directory that only this user can look into.
+
+    Raises:
+        OSError: There is something else in its place.
+    """
+    folder = Path(tempfile.gettempdir()) / f"farandole-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(f"{folder} is not this user's own directory")
+    return folder
+
+
+def _digest(warm: Warm, interpreter: str, env: Mapping[str, str], owner: int) -> str:
+    roots = [part or str(Path.cwd()) for part in env.get("PYTHONPATH", "").split(os.pathsep)] + sys.path
+    facts = {
+        "owner": [owner, started(owner)],
+        "python": [os.path.realpath(interpreter), sys.version],
+        "preload": warm.preload,
+        # An installed, removed or replaced package changes the directory it lies in.
+        "packages": [[root, _changed(root)] for root in dict.fromkeys(roots)],
+        "farandole": [_changed(path) for path in (*sorted(_HERE.glob("*.py")), *_HERE.parent.glob("_native*"))],
+        "directory": str(Path.cwd()),
+        "env": {name: value for name, value in sorted(env.items()) if _FOR_IMPORTS.match(name)},
+    }
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+
+
+def _changed(path: str | Path) -> int | None:
+    try:
+        return Path(path).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _start(warm: Warm, interpreter: str, env: Mapping[str, str], owner: int, place: Path) -> None:
+    """Starts a server and returns when it listens; of several at once, one stays."""
+    arguments = [str(place), str(owner), str(started(owner)), repr(warm.idle), *warm.preload]
+    # One thread, also in the libraries that count cores when they are loaded: a process with threads cannot be forked.
+    # The C library reads these when it starts; agents set them for workers that come the long way.
+    allocator = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
+    alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
+    subprocess.run(  # noqa: S603 - this interpreter, this package
+        [interpreter, "-m", "farandole.runner.forkserver", *arguments],
+        env={**allocator, **env, **alone},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=_START,
+        check=True,
+    )

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""One program on every Spark that fits on one machine: executors of their own, a standalone cluster, Connect."""
+
+from __future__ import annotations
+
+import pytest
+from tests.spark.deployments import MAJOR, connect_server, drive, driver, standalone
+
+pytestmark = pytest.mark.timeout(280)
+
+PROGRAM = """
+def work(offset):
+    import os
+    import numpy as np
+    import farandole.numpy as hvd
+    hvd.init()
+    total = hvd.allreduce(np.full(4, hvd.rank() + offset, dtype=np.float32), op=hvd.Sum)
+    return hvd.rank(), hvd.size(), hvd.local_size(), os.getppid(), total.tolist()
+
+def fail():
+    import os
+    if os.environ["RANK"] == "1":
+        raise KeyError("no such layer")
+
+def check(local_size, executors):
+    results = farandole.spark.run(work, args=(1,), num_proc=2)
+    assert [result[:3] for result in results] == [(0, 2, local_size), (1, 2, local_size)], results
+    assert [result[4] for result in results] == [[3.0] * 4] * 2, results
+    assert len({result[3] for result in results}) == 2, results
+    try:
+        farandole.spark.run(fail, num_proc=2)
+        raise AssertionError("nothing was raised")
+    except farandole.spark.FarandoleJobError as error:
+        assert error.rank == 1 and isinstance(error.__cause__, KeyError), error
+        assert "no such layer" in error.remote_traceback, error
+    print("all well")
+"""
+
+FIT = """
+def fit(spark, folder):
+    import torch
+    from farandole.spark.common import LocalStore
+    from farandole.spark.torch import TorchEstimator
+    rows = [(float(i % 7), float(i % 7) * 2 + 1) for i in range(400)]
+    frame = spark.createDataFrame(rows, ["x", "y"])
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    estimator = TorchEstimator(num_proc=2, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=torch.nn.MSELoss(), feature_cols=["x"], label_cols=["y"], batch_size=20, epochs=30, random_seed=1,
+        input_shapes=[[-1, 1]], verbose=0, store=LocalStore(folder))
+    found = estimator.fit(frame).transform(frame).first()
+    assert abs(found["y__output"] - found["y"]) < 0.5, found
+    print("fitted")
+"""
+
+
+def test_a_spark_connect_client_runs_functions_and_fits_models_and_is_told_of_missing_slots(tmp_path):
+    body = """
+spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
+assert type(spark).__module__.startswith("pyspark.sql.connect")
+check(2, 2)
+fit(spark, os.getcwd() + "/store")
+try:
+    farandole.spark.run(work, args=(1,), num_proc=3, start_timeout=3)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    with connect_server(tmp_path) as url:
+        done = drive(PROGRAM + FIT + body, tmp_path, 150, SERVER=url, SPARK_CONNECT_MODE_ENABLED="1")
+    assert "all well" in done.stdout
+    assert "fitted" in done.stdout
+    assert "TimeoutError" in done.stdout
+    assert "needs 3 task slots at once" in done.stdout
+
+
+def test_interrupting_the_connect_session_takes_the_workers_along(tmp_path, pids):
+    body = f"""
+import threading
+folder = {pids.folder!r}
+def sleep():
+    import os, time
+    os.close(os.open(os.path.join(folder, str(os.getpid())), os.O_CREAT))
+    time.sleep(600)
+def cancel():
+    import time
+    while len(os.listdir(folder)) < 2:
+        time.sleep(0.05)
+    spark.interruptAll()
+spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
+threading.Thread(target=cancel).start()
+try:
+    farandole.spark.run(sleep, num_proc=2)
+except farandole.spark.FarandoleJobError as error:
+    print("told:", error.reason)
+"""
+    with connect_server(tmp_path) as url, driver(body, tmp_path, SERVER=url) as process:
+        pids.wait(2, 90)
+        gone = pids.gone(2, limit=8)  # it takes a moment until somebody interrupts, then at most five
+        out, err = process.communicate(timeout=30)
+    assert gone
+    assert "told:" in out, err[-3000:]
+    assert "cancel" in out.lower() or "interrupt" in out.lower(), out
+
+
+def test_a_gang_whose_connect_client_nobody_can_dial_meets_among_itself_and_tells_by_the_store(tmp_path):
+    body = """
+import io, time
+spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
+folder = os.getcwd()
+
+def train(offset):
+    import os, time
+    from farandole.spark.task import report
+    print("hello from", os.environ["RANK"])
+    report({"step": 1})
+    # The driver has heard of it while this still works.
+    deadline = time.monotonic() + 30
+    while not os.path.exists(folder + "/heard"):
+        assert time.monotonic() < deadline, "the driver hears nothing"
+        time.sleep(0.05)
+    return work(offset)[:3]
+
+def heard(rank, record):
+    assert record == {"step": 1}
+    open(folder + "/heard", "w").close()
+
+from farandole.spark import runner
+out = io.StringIO()
+options = dict(num_proc=2, store=folder + "/store", stdout=out, start_timeout=20)
+print("met", runner.run_with(train, (1,), {}, heard, **options))
+assert sorted(out.getvalue().splitlines()) == [f"[{rank}]<stdout>:hello from {rank}" for rank in range(2)]
+print("alone", farandole.spark.run(lambda: 7, num_proc=2, start_timeout=20))
+try:
+    farandole.spark.run(fail, num_proc=2)
+except farandole.spark.FarandoleJobError as error:
+    print("raised", type(error.__cause__).__name__, error.rank)
+print("left", [name for _, _, names in os.walk(folder + "/store") for name in names])
+"""
+    with connect_server(tmp_path) as url:
+        done = drive(PROGRAM + body, tmp_path, 150, SERVER=url, FARANDOLE_DRIVER_HOST="192.0.2.1")
+    assert "met [(0, 2, 2), (1, 2, 2)]" in done.stdout, done.stderr[-3000:]
+    assert "alone [7, 7]" in done.stdout
+    assert "raised KeyError 1" in done.stdout
+    assert "left []" in done.stdout
+
+
+@pytest.mark.slow
+def test_executors_of_a_local_cluster_hold_one_rank_each(tmp_path):
+    body = """
+spark = session("local-cluster[2,1,1024]")
+check(2, 2)
+fit(spark, os.getcwd() + "/store")
+try:
+    farandole.spark.run(work, args=(1,), num_proc=3, start_timeout=2)
+except Exception as error:
+    print(type(error).__name__, error)
+spark.stop()
+"""
+    done = drive(PROGRAM + FIT + body, tmp_path, 200)
+    assert "all well" in done.stdout
+    assert "fitted" in done.stdout
+    assert "3 task slots at once, Spark has 2" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_standalone_cluster_started_from_the_pip_package_runs_and_fits(tmp_path):
+    body = """
+spark = session(os.environ["MASTER_URL"], executor_cores="1")
+check(2, 2)
+fit(spark, os.getcwd() + "/store")
+spark.stop()
+"""
+    with standalone(tmp_path, {}, {}) as url:
+        done = drive(PROGRAM + FIT + body, tmp_path, 200, MASTER_URL=url)
+    assert "all well" in done.stdout
+    assert "fitted" in done.stdout
+
+
+@pytest.mark.slow
+def test_stage_level_scheduling_gives_tasks_what_the_profile_asks_for_or_says_which_pyspark_it_needs(tmp_path):
+    body = """
+from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+spark = session(os.environ["MASTER_URL"], executor_cores="2", task_cpus="1")
+profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(2)).build
+try:
+    # Two executors of two cores hold two tasks of two cores, and not a third.
+    size = lambda: __import__("os").environ["WORLD_SIZE"]
+    print("sizes", farandole.spark.run(size, num_proc=2, resource_profile=profile))
+    farandole.spark.run(work, args=(1,), num_proc=3, start_timeout=3, resource_profile=profile)
+except Exception as error:
+    print(type(error).__name__, error)
+spark.stop()
+"""
+    with standalone(tmp_path, {}, {}, cores=2) as url:
+        done = drive(PROGRAM + body, tmp_path, 150, MASTER_URL=url)
+    if MAJOR < 4:
+        assert "ValueError resource_profile needs pyspark 4.0 or newer" in done.stdout
+    else:
+        assert "sizes ['2', '2']" in done.stdout, done.stderr[-3000:]
+        assert "TimeoutError" in done.stdout

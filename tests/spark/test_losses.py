@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Executors and drivers that are killed, on clusters whose executors are processes of their own."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tests.spark.deployments import drive, driver
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+KILLS = """
+import pathlib, signal, threading, time
+
+def executors():
+    \"\"\"The JVMs that this driver's JVM has started.\"\"\"
+    jvm, found = spark.sparkContext._gateway.proc.pid, []
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                told = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == jvm and b"CoarseGrainedExecutorBackend" in told:
+                found.append(int(entry.name))
+    return sorted(found)
+
+def kill_one():
+    os.kill(executors()[0], signal.SIGKILL)
+"""
+
+
+def test_an_executor_killed_at_any_phase_of_a_fit_leaves_the_same_model(tmp_path):
+    body = """
+import torch
+from farandole.spark import gang
+from farandole.spark.common import LocalStore
+from farandole.spark.torch import TorchEstimator
+
+spark = session("local-cluster[2,1,1024]", executor_cores="1")
+store = LocalStore(os.getcwd() + "/store")
+frame = spark.range(0, 600, 1, 4).selectExpr("cast(id % 11 as float) as x", "cast(id % 11 as float) * 2 + 1 as y")
+
+def fit(name, frame=frame):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    estimator = TorchEstimator(num_proc=2, model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+        loss=torch.nn.MSELoss(), feature_cols=["x"], label_cols=["y"], batch_size=20, epochs=4, random_seed=1,
+        input_shapes=[[-1, 1]], verbose=1, run_id=name, store=store)
+    return estimator.fit(frame).getModel().state_dict()
+
+class Saboteur:
+    \"\"\"Kills an executor when the gang's driver hears of something, once.\"\"\"
+    def __init__(self, phase):
+        self.phase, self.before, self.done, self.records = phase, set(executors()), False, 0
+    def __call__(self, gang_, event):
+        original(gang_, event)
+        self.records += event.kind == "metric"
+        there = any(pathlib.Path("store/runs", self.phase).rglob("checkpoint*"))
+        now = {
+            "register": event.kind == "registered", "start": event.kind == "assigned",
+            "train": self.records > 0, "checkpoint": self.records > 0 and there, "result": event.kind == "result",
+        }
+        if not self.done and now.get(self.phase, False):
+            self.done = True
+            kill_one()
+
+def killing(batches):
+    # Runs in an executor: the first task that gets here takes its executor along.
+    import os, signal
+    from farandole.runner.warm import executor
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        yield from batches
+        return
+    os.kill(executor(), signal.SIGKILL)
+    yield from batches
+
+marker = os.getcwd() + "/killed-while-preparing"
+original = gang._Gang.take
+undisturbed = fit("undisturbed")
+for phase in ("prepare", "register", "start", "train", "checkpoint", "result"):
+    began = time.monotonic()
+    while len(executors()) < 2:
+        time.sleep(0.05)
+    saboteur = Saboteur(phase)
+    gang._Gang.take = lambda self, event: saboteur(self, event)
+    if phase == "prepare":
+        found = fit(phase, frame.mapInArrow(killing, frame.schema))
+        assert os.path.exists(marker)
+    else:
+        found = fit(phase)
+        assert saboteur.done, phase
+    assert set(executors()) != saboteur.before, phase
+    same = all(torch.allclose(value, undisturbed[name], rtol=1e-6, atol=1e-7) for name, value in found.items())
+    print(phase, "same" if same else (found, undisturbed), f"{time.monotonic() - began:.1f} s", flush=True)
+gang._Gang.take = original
+spark.stop()
+"""
+    done = drive(KILLS + body, tmp_path, 380)
+    assert re.findall(r"^(\w+) same", done.stdout, re.MULTILINE) == [
+        "prepare",
+        "register",
+        "start",
+        "train",
+        "checkpoint",
+        "result",
+    ], done.stdout + done.stderr[-3000:]
+
+
+def test_a_users_exception_is_raised_once_and_runs_nothing_again_on_executors_of_their_own(tmp_path):
+    body = """
+spark = session("local-cluster[2,1,1024]", executor_cores="1")
+folder = os.getcwd()
+def fail():
+    import os, tempfile
+    tempfile.mkstemp(prefix="ran-", dir=folder)
+    raise ValueError("once")
+began = time.monotonic()
+try:
+    farandole.spark.run(fail, num_proc=2)
+except farandole.spark.FarandoleJobError as error:
+    print(type(error.__cause__).__name__, f"{time.monotonic() - began:.1f}")
+import glob
+print("runs", len(glob.glob(folder + "/ran-*")))
+spark.stop()
+"""
+    done = drive(KILLS + body, tmp_path, 120)
+    assert "ValueError" in done.stdout, done.stderr[-3000:]
+    # Both ranks fail, or one fails first and the other is ended before it comes to that.
+    assert re.search(r"runs [12]$", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_workers_of_a_killed_executors_gang_are_gone_in_five_seconds_and_the_user_sees_which_and_why(tmp_path, pids):
+    body = f"""
+folder = {pids.folder!r}
+spark = session("local-cluster[2,1,1024]", executor_cores="1")
+def sleep():
+    import os, time
+    if len(os.listdir(folder)) >= 2:
+        return "second time"
+    os.close(os.open(os.path.join(folder, str(os.getpid())), os.O_CREAT))
+    time.sleep(600)
+def kill():
+    while len(os.listdir(folder)) < 2:
+        time.sleep(0.02)
+    kill_one()
+threading.Thread(target=kill).start()
+print(farandole.spark.run(sleep, num_proc=2))
+spark.stop()
+"""
+    with driver(KILLS + body, tmp_path) as process:
+        pids.wait(2, 90)
+        gone = pids.gone(2, limit=6)
+        out, err = process.communicate(timeout=90)
+    assert gone, err[-3000:]
+    assert "['second time', 'second time']" in out, err[-3000:]
+    assert re.search(r"task \d \(rank \d on \S+\) was lost: its agent's connection closed", err), err[-3000:]
+    assert "was started again by Spark" in err
+
+
+@pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,1024]"])
+def test_a_killed_driver_leaves_no_worker_for_five_seconds(master, tmp_path, pids):
+    body = f"""
+folder = {pids.folder!r}
+spark = session({master!r})
+def sleep():
+    import os, subprocess, time
+    child = subprocess.Popen(["sleep", "600"])
+    for pid in (child.pid, os.getpid()):
+        os.close(os.open(os.path.join(folder, str(pid)), os.O_CREAT))
+    time.sleep(600)
+farandole.spark.run(sleep, num_proc=2)
+"""
+    with driver(body, tmp_path) as process:
+        pids.wait(4, 90)
+        process.kill()  # the driver alone: its JVM, its executors and their workers have to notice
+        assert pids.gone(4, limit=5)
+
+
+def test_with_dynamic_allocation_a_gang_forms_without_a_barrier_and_forms_again_when_an_executor_is_lost(
+    tmp_path, pids
+):
+    body = f"""
+folder = {pids.folder!r}
+spark = session("local-cluster[2,1,1024]", executor_cores="1", **{{
+    "dynamicAllocation_enabled": "true", "dynamicAllocation_shuffleTracking_enabled": "true",
+    "dynamicAllocation_minExecutors": "0", "dynamicAllocation_maxExecutors": "2",
+    "dynamicAllocation_executorIdleTimeout": "5s"}})
+def work():
+    import os
+    import numpy as np
+    import farandole.numpy as hvd
+    hvd.init()
+    return hvd.allreduce(np.ones(2, dtype=np.float32), op=hvd.Sum).tolist(), hvd.size()
+print("formed", farandole.spark.run(work, num_proc=2))
+
+def uneven():
+    import os, time
+    os.close(os.open(os.path.join(folder, str(os.getpid())), os.O_CREAT))
+    seen = len([name for name in os.listdir(folder)])
+    if os.environ["RANK"] == "0":
+        return seen            # has ended well when the other is lost
+    if seen <= 2:
+        time.sleep(600)
+    return seen
+def kill():
+    while len(os.listdir(folder)) < 2:
+        time.sleep(0.02)
+    time.sleep(1)
+    # The executor of the one that sleeps: its worker's agent's executor.
+    from farandole.runner import warm
+    for name in sorted(os.listdir(folder)):
+        pid = int(name)
+        while pid > 1 and os.path.exists(f"/proc/{{pid}}"):
+            if b"CoarseGrainedExecutorBackend" in pathlib.Path(f"/proc/{{pid}}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                return
+            pid = warm._parent(pid)
+threading.Thread(target=kill).start()
+print("again", farandole.spark.run(uneven, num_proc=2))
+try:
+    farandole.spark.run(work, num_proc=3)
+except ValueError as error:
+    print(error)
+spark.stop()
+"""
+    done = drive(KILLS + body, tmp_path, 240)
+    assert "formed [([2.0, 2.0], 2), ([2.0, 2.0], 2)]" in done.stdout, done.stderr[-4000:]
+    assert re.search(r"again \[[34], [34]\]", done.stdout), done.stdout + done.stderr[-4000:]
+    assert "num_proc=3 needs 3 task slots at the same time, but dynamic allocation gives at most 2" in done.stdout

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Addresses and ports of a job: what is offered, what is listened on, and what is said when nobody gets through."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.spark.deployments import drive
+
+import farandole.spark
+from farandole._native.registrar import Registrar
+from farandole.spark import FarandoleJobError
+from farandole.spark.common.backend import LocalBackend
+
+pytestmark = pytest.mark.timeout(120, func_only=True)
+
+
+def reduce_and_list_ports():
+    """The sum of all ranks, and the TCP ports on which this process listens."""
+    import os
+
+    import numpy as np
+
+    import farandole.numpy as hvd
+
+    hvd.init()
+    total = float(hvd.allreduce(np.ones(1, dtype=np.float32), op=hvd.Sum)[0])
+    inodes = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    ports = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as lines:
+            rows = [line.split() for line in lines][1:]
+        ports |= {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+    return total, sorted(ports)
+
+
+def a_range(width: int) -> tuple[int, int]:
+    """Ports of which some are free."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        first = min(probe.getsockname()[1], 65535 - width)
+    return first, first + width
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_the_driver_is_found_under_the_name_it_was_given(host, monkeypatch):
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setenv("FARANDOLE_DRIVER_HOST", host)
+    with Registrar(1) as registrar:
+        offered = {address.rpartition(":")[0].strip("[]") for address in registrar.addresses}
+    assert offered == {host}
+    assert LocalBackend(2, warm=False).run(lambda: 1) == [1, 1]
+
+
+def test_driver_and_ranks_listen_within_the_range_of_ports_alone(spark, monkeypatch):
+    first, last = a_range(200)
+    ports = f"{first}-{last}"
+    monkeypatch.setenv("FARANDOLE_PORT_RANGE", ports)
+    with Registrar(1) as registrar:
+        assert all(first <= int(address.rpartition(":")[2]) <= last for address in registrar.addresses)
+    env = {"FARANDOLE_PORT_RANGE": ports, "FARANDOLE_SHARED_MEMORY": "0"}
+    for total, listening in farandole.spark.run(reduce_and_list_ports, num_proc=2, env=env):
+        assert total == 2.0
+        assert listening
+        assert all(first <= port <= last for port in listening), (listening, ports)
+
+
+def test_a_driver_that_no_task_can_reach_is_said_with_every_address_and_its_reason(spark, monkeypatch):
+    started = time.monotonic()
+    # Documentation's own network: nothing answers, and nothing says so.
+    monkeypatch.setenv("FARANDOLE_DRIVER_HOST", "192.0.2.1")
+    with pytest.raises(FarandoleJobError, match="task [01] on .* cannot reach the registrar of job") as caught:
+        farandole.spark.run(lambda: 1, num_proc=2, start_timeout=20)
+    assert "192.0.2.1:" in str(caught.value)
+    assert "FARANDOLE_DRIVER_HOST" in str(caught.value)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["pyarrow", "farandole"])
+def test_an_executor_without_a_package_is_told_how_to_install_it_there(missing, tmp_path):
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for root in [Path(part) for part in sys.path if part.endswith("site-packages")]:
+        for entry in root.iterdir():
+            if not entry.name.startswith((missing, "__editable__", "farandole.pth")):
+                (packages / entry.name).exists() or (packages / entry.name).symlink_to(entry)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexport PYTHONPATH="{packages}:$PYTHONPATH"\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    body = """
+spark = session("local[2]")
+try:
+    farandole.spark.run(print, num_proc=2)
+except farandole.spark.FarandoleJobError as error:
+    print(error.reason)
+spark.stop()
+"""
+    done = drive(body, tmp_path, 100, PYSPARK_PYTHON=str(python))
+    assert f"no module {missing!r}" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert "pip install 'farandole[spark]'" in done.stdout
