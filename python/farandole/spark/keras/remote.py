@@ -14,6 +14,7 @@ import numpy as np
 
 import farandole.numpy as arrays
 from farandole.common import basics
+from farandole.spark import task
 
 if TYPE_CHECKING:
     from farandole.spark.keras.job import Job, Trained
@@ -99,7 +100,8 @@ def _chosen(count: int) -> int | None:
         raise RuntimeError(
             f"ranks do not all have a GPU: {ranks} of {basics.size()} have; set use_gpu=False to train on CPUs"
         )
-    return basics.local_rank() % count if ranks else None
+    choice = task.device(count if ranks else 0, basics.local_rank(), basics.local_size())
+    return None if choice is None else choice.index
 
 
 def _cores() -> int:
