@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use farandole_cli::{Python as Interpreter, Surroundings};
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
 /// Fills the submodule.
@@ -28,6 +29,22 @@ impl Surroundings for Here {
                 self.raised.borrow_mut().get_or_insert(error);
                 true
             }
+        })
+    }
+
+    fn call(&self, module: &str, words: &[String]) -> Result<i32, String> {
+        Python::attach(|py| {
+            let called = py
+                .import(module)
+                .and_then(|module| module.call_method1("main", (words.to_vec(),))?.extract());
+            called.map_err(|error| {
+                let message = error.to_string();
+                // Interrupts and exits go on their way.
+                if !error.is_instance_of::<PyException>(py) {
+                    self.raised.borrow_mut().get_or_insert(error);
+                }
+                message
+            })
         })
     }
 

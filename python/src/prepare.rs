@@ -6,6 +6,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use farandole::prepare::{self, Error, Fault, Summary};
+use farandole::store::Store;
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -18,6 +19,8 @@ use crate::store;
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PartitionWriter>()?;
     module.add_function(wrap_pyfunction!(commit, module)?)?;
+    module.add_function(wrap_pyfunction!(is_whole, module)?)?;
+    module.add_function(wrap_pyfunction!(verify, module)?)?;
     module.add_function(wrap_pyfunction!(read_manifest, module)?)
 }
 
@@ -83,4 +86,22 @@ fn read_manifest(py: Python<'_>, url: &str) -> PyResult<Option<String>> {
         prepare::read_manifest(url)?.map(|manifest| manifest.to_json().map_err(Error::from)).transpose()
     })
     .map_err(refuse)
+}
+
+#[pyfunction]
+fn is_whole(py: Python<'_>, url: &str, spec: &str, part: Vec<u8>) -> PyResult<bool> {
+    py.detach(|| prepare::is_whole(url, spec, &Summary::decode(&part)?)).map_err(refuse)
+}
+
+/// Files, bytes, and what is wrong.
+#[pyfunction]
+fn verify(py: Python<'_>, url: &str) -> PyResult<(usize, u64, Vec<String>)> {
+    let verified = py.detach(|| {
+        let store = Store::open(url)?;
+        prepare::read_manifest(url)?.map(|manifest| prepare::verify(&store, &manifest)).transpose()
+    });
+    match verified.map_err(refuse)? {
+        Some(found) => Ok((found.files, found.bytes, found.problems)),
+        None => Err(PyValueError::new_err(format!("nobody prepared this, it has no checksums: {url}"))),
+    }
 }

@@ -71,6 +71,31 @@ impl Store {
         Ok(PyBytes::new(py, &bytes))
     }
 
+    fn create(&self, py: Python<'_>, path: &str, data: &[u8]) -> PyResult<bool> {
+        let data = data.to_vec().into();
+        py.detach(|| self.0.create(path, data)).map_err(refuse)
+    }
+
+    fn take(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        py.detach(|| store::take(&self.0, SystemTime::now())).map_err(refuse)
+    }
+
+    fn share(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        py.detach(|| store::share(&self.0, SystemTime::now())).map_err(refuse)
+    }
+
+    fn settle(&self, py: Python<'_>, lease: &str) -> PyResult<String> {
+        py.detach(|| store::settle(&self.0, lease, SystemTime::now())).map_err(refuse)
+    }
+
+    fn is_free(&self, py: Python<'_>) -> PyResult<bool> {
+        py.detach(|| store::is_free(&self.0, SystemTime::now())).map_err(refuse)
+    }
+
+    fn tidy(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.tidy()).map_err(refuse)
+    }
+
     fn write(&self, py: Python<'_>, path: &str, data: &[u8]) -> PyResult<()> {
         let data = data.to_vec().into();
         py.detach(|| self.0.write(path, data)).map_err(refuse)

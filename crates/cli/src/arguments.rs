@@ -6,7 +6,7 @@
 use clap::{Arg, ArgAction, Command, value_parser};
 use farandole::config::{KNOBS, Knob, PREFIX, Value};
 
-use crate::bench;
+use crate::{bench, data, store};
 
 /// The whole command.
 pub(crate) fn command() -> Command {
@@ -17,6 +17,8 @@ pub(crate) fn command() -> Command {
         .arg_required_else_help(true)
         .subcommand(run())
         .subcommand(bench::command())
+        .subcommand(data::command())
+        .subcommand(store::command())
         .subcommand(
             Command::new("doctor")
                 .about("Says what is installed, which links and devices work, and what is wrong."),

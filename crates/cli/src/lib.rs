@@ -4,7 +4,7 @@
 //! The farandole command.
 //!
 //! Owns the command line: `run` starts a program on several processes of this host, `bench` times collectives on them,
-//! `doctor` says what works here.
+//! `data` prepares data and looks into it, `store` shows and tidies stores, `doctor` says what works here.
 //! Refuses logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which lends
 //! it an interpreter through [`Surroundings`]; there is no second binary.
 //!
@@ -16,8 +16,10 @@
 
 mod arguments;
 mod bench;
+mod data;
 mod doctor;
 mod run;
+mod store;
 mod surroundings;
 
 pub use surroundings::{Python, Surroundings};
@@ -37,6 +39,8 @@ pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
     let ended = match matches.subcommand() {
         Some(("run", matches)) => run::run(matches, surroundings),
         Some(("bench", matches)) => bench::bench(matches, surroundings),
+        Some(("data", matches)) => data::data(matches, surroundings),
+        Some(("store", matches)) => store::store(matches),
         Some(("doctor", _)) => doctor::doctor(surroundings),
         other => Err(anyhow::anyhow!("no such command: {other:?}")),
     };

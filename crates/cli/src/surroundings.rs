@@ -12,6 +12,12 @@ pub trait Surroundings {
 
     /// The interpreter, and what is installed in it. Nothing is imported to find out.
     fn python(&self) -> Python;
+
+    /// Calls `main(words)` of a module of the package; the exit status, or in words what was raised.
+    ///
+    /// # Errors
+    /// What the function raised, or that there is no such module.
+    fn call(&self, module: &str, words: &[String]) -> Result<i32, String>;
 }
 
 /// An interpreter.

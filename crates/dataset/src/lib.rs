@@ -42,6 +42,6 @@ mod rng;
 
 pub use element::Element;
 pub use error::{Error, Result};
-pub use manifest::{Column, DataFile, FORMAT, MANIFEST, Manifest, Role, RowGroup};
+pub use manifest::{Column, DataFile, FORMAT, MANIFEST, Manifest, Role, RowGroup, checksum};
 pub use plan::{Lanes, Part, Piece, Plan, Request, Step, Tail};
 pub use rng::{Rng, fold, permutation};

@@ -3,6 +3,8 @@
 
 //! The manifest: what a directory of Parquet holds.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -14,6 +16,12 @@ pub const MANIFEST: &str = "_manifest.json";
 
 /// The newest format we write and read.
 pub const FORMAT: u32 = 1;
+
+/// Checksum of one column chunk.
+pub fn checksum(chunk: &[u8]) -> u32 {
+    let [a, b, c, d, ..] = xxh3_64(chunk).to_le_bytes();
+    u32::from_le_bytes([a, b, c, d])
+}
 
 /// What a column is for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,6 +58,9 @@ pub struct Column {
     /// Largest value of a scalar number.
     #[serde(default)]
     pub max: Option<f64>,
+    /// Why no batch can hold it, if none can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unreadable: Option<String>,
 }
 
 impl Column {
@@ -87,6 +98,21 @@ pub struct DataFile {
     pub checksum: Option<String>,
     /// Its row groups, in order.
     pub groups: Vec<RowGroup>,
+    /// By row group, the low 32 bits of the xxh3 of each leaf column's chunk, dictionary included; none when nobody
+    /// computed them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub chunks: Vec<Vec<u32>>,
+    /// Columns that are not in the file but have one value in all of its rows, such as those of Hive's directories.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub values: BTreeMap<String, String>,
+}
+
+impl DataFile {
+    /// A file as its writer or its footer describes it.
+    pub fn new(path: String, bytes: u64, groups: Vec<RowGroup>) -> Self {
+        let rows = groups.iter().map(|group| group.rows).sum();
+        Self { path, rows, bytes, checksum: None, groups, chunks: Vec::new(), values: BTreeMap::new() }
+    }
 }
 
 /// What a directory of Parquet holds.
@@ -96,6 +122,10 @@ pub struct Manifest {
     pub format: u32,
     /// What the data was made from.
     pub fingerprint: String,
+    /// URL of the directory that paths are relative to, when it is not the manifest's own: files that somebody else wrote
+    /// stay where they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<String>,
     /// Rows of all files.
     pub rows: u64,
     /// Bytes of all files.
@@ -111,7 +141,7 @@ impl Manifest {
     pub fn new(fingerprint: String, columns: Vec<Column>, files: Vec<DataFile>) -> Self {
         let rows = files.iter().map(|file| file.rows).sum();
         let bytes = files.iter().map(|file| file.bytes).sum();
-        Self { format: FORMAT, fingerprint, rows, bytes, columns, files }
+        Self { format: FORMAT, fingerprint, base: None, rows, bytes, columns, files }
     }
 
     /// Puts one together for files that nobody prepared: the fingerprint is that of what the footers say.
@@ -166,6 +196,9 @@ impl Manifest {
             if sum(file.groups.iter().map(|group| group.rows)) != Some(file.rows) {
                 return wrong(format!("row groups do not add up to {} rows: {}", file.rows, file.path));
             }
+            if !file.chunks.is_empty() && file.chunks.len() != file.groups.len() {
+                return wrong(format!("checksums of other row groups than there are: {}", file.path));
+            }
             if file.groups.iter().any(|group| group.rows > u64::from(u32::MAX)) {
                 return wrong(format!("a row group of more than 2^32 rows: {}", file.path));
             }
@@ -200,9 +233,11 @@ mod tests {
             nulls: Some(0),
             min: None,
             max: None,
+            unreadable: None,
         };
         let groups = vec![RowGroup { rows: 2, bytes: 24 }, RowGroup { rows: 1, bytes: 12 }];
-        let file = DataFile { path: "a/p.parquet".into(), rows: 3, bytes: 99, checksum: None, groups };
+        let file =
+            DataFile { chunks: vec![vec![7], vec![8]], ..DataFile::new("a/p.parquet".into(), 99, groups) };
         Manifest::new("f".into(), vec![column], vec![file])
     }
 
@@ -223,6 +258,7 @@ mod tests {
         assert!(broken(|m| m.rows = 4).contains("add up to 4 rows"));
         assert!(broken(|m| m.files[0].path = "../p".into()).contains("outside of its directory: ../p"));
         assert!(broken(|m| m.format = 9).contains("format 9"));
+        assert!(broken(|m| drop(m.files[0].chunks.pop())).contains("checksums of other row groups"));
         assert!(broken(|m| m.columns[0].shape = vec![u64::MAX, 2]).contains("past all bounds: x"));
         assert!(Manifest::parse(b"{}").is_err());
     }

@@ -52,19 +52,44 @@ pub enum Error {
         /// Type now.
         after: String,
     },
-    /// Nulls where there may be none.
-    #[error("column {column} has nulls in {nulls} of {rows} rows, in partition {partition} at its row {row}")]
-    Nulls {
+    /// Nulls or NaN where there may be none.
+    #[error(
+        "column {column} has {what} in {missing} of {rows} rows, in partition {partition}, first at its row {row} \
+         (a fill can take their place)"
+    )]
+    Missing {
         /// The column.
         column: String,
-        /// How many.
-        nulls: usize,
+        /// `nulls`, `nulls inside arrays` or `NaN`.
+        what: &'static str,
+        /// How many rows have some.
+        missing: usize,
         /// Rows of the batch.
         rows: usize,
         /// The partition.
         partition: u64,
-        /// The batch's first row within the partition.
+        /// The first such row within the partition.
         row: u64,
+    },
+    /// A fill that no value of the column can be.
+    #[error("column {column} is {kind}, which this cannot fill: {fill}")]
+    Fill {
+        /// The column.
+        column: String,
+        /// Its type.
+        kind: String,
+        /// What was asked for.
+        fill: String,
+    },
+    /// A text in a validation column that says neither side.
+    #[error(
+        "validation column {column} has a text that is none of train, validation, test, true, false, 1 and 0: {value}"
+    )]
+    Side {
+        /// The column.
+        column: String,
+        /// The text.
+        value: String,
     },
     /// Rows of different lengths.
     #[error(
@@ -140,6 +165,16 @@ pub enum Error {
         /// Its size then.
         expected: u64,
     },
+    /// A file that does not hold the bytes that were written.
+    #[error("{path} is damaged: its checksum is {found}, the manifest has {expected}")]
+    Damaged {
+        /// The file.
+        path: String,
+        /// What its bytes give.
+        found: String,
+        /// What they gave when they were written.
+        expected: String,
+    },
     /// Used after its end.
     #[error("the writer of partition {partition} already ended")]
     Ended {
@@ -188,7 +223,9 @@ impl Error {
             | Self::Column { .. }
             | Self::Type { .. }
             | Self::Changed { .. }
-            | Self::Nulls { .. }
+            | Self::Missing { .. }
+            | Self::Fill { .. }
+            | Self::Side { .. }
             | Self::Ragged { .. }
             | Self::Disagree { .. }
             | Self::Sparse { .. }
@@ -202,7 +239,7 @@ impl Error {
                 farandole_store::Fault::Usage => Fault::Usage,
                 farandole_store::Fault::Environment => Fault::Environment,
             },
-            Self::Altered { .. } | Self::Parquet { .. } => Fault::Environment,
+            Self::Altered { .. } | Self::Damaged { .. } | Self::Parquet { .. } => Fault::Environment,
         }
     }
 }

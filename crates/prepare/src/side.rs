@@ -10,11 +10,11 @@ use std::sync::Arc;
 use arrow::array::RecordBatch;
 use arrow::datatypes::SchemaRef;
 use bytes::Bytes;
-use farandole_dataset::{Column, DataFile, RowGroup};
+use farandole_dataset::{Column, DataFile, RowGroup, checksum};
 use farandole_store::{Store, Upload};
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression as Codec, ZstdLevel};
-use parquet::file::metadata::KeyValue;
+use parquet::file::metadata::{ColumnChunkMetaData, KeyValue};
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::schema::types::ColumnPath;
 use xxhash_rust::xxh3::Xxh3;
@@ -40,6 +40,8 @@ pub(crate) struct Shape {
     pub(crate) schema: SchemaRef,
     pub(crate) columns: Vec<Column>,
     pub(crate) compression: Compression,
+    /// Columns that are compressed in any case.
+    pub(crate) packed: Vec<String>,
     pub(crate) row_group_rows: Option<u64>,
 }
 
@@ -51,6 +53,7 @@ pub(crate) struct Side {
     target: Option<u64>,
     writer: Option<ArrowWriter<Sink>>,
     groups: Vec<RowGroup>,
+    chunks: Vec<Vec<u32>>,
     row_bytes: u64,
 }
 
@@ -64,6 +67,7 @@ impl Side {
             target,
             writer: None,
             groups: Vec::new(),
+            chunks: Vec::new(),
             row_bytes,
         }
     }
@@ -120,6 +124,13 @@ impl Side {
             missing -= take;
         }
         writer.flush().map_err(fail)?;
+        writer.sync().map_err(|source| fail(source.into()))?;
+        let ranges: Vec<(u64, u64)> = writer
+            .flushed_row_groups()
+            .last()
+            .map(|group| group.columns().iter().map(ColumnChunkMetaData::byte_range).collect())
+            .unwrap_or_default();
+        self.chunks.push(writer.inner_mut().end_group(&ranges));
         self.waiting_rows -= rows - missing;
         self.groups.push(RowGroup { rows: rows - missing, bytes: (rows - missing) * self.row_bytes });
         Ok(())
@@ -143,7 +154,14 @@ impl Side {
             properties =
                 properties.set_column_dictionary_enabled(ColumnPath::new(vec![column.name.clone()]), true);
         }
-        let sink = Sink { upload: shape.store.upload(&shape.file)?, hash: Xxh3::new() };
+        if shape.compression == Compression::None {
+            for name in &shape.packed {
+                properties =
+                    properties.set_column_compression(ColumnPath::new(vec![name.clone()]), Codec::LZ4_RAW);
+            }
+        }
+        let upload = shape.store.upload(&shape.file)?;
+        let sink = Sink { upload, hash: Xxh3::new(), group: Vec::new(), start: 0 };
         ArrowWriter::try_new(sink, Arc::clone(&shape.schema), Some(properties.build()))
             .map_err(|source| Error::Parquet { path: shape.store.name_of(&shape.file), source })
     }
@@ -166,13 +184,8 @@ impl Side {
         let sink = writer.into_inner().map_err(|source| Error::Parquet { path, source })?;
         let checksum = format!("{:016x}", sink.hash.digest());
         let bytes = sink.upload.finish()?;
-        let file = DataFile {
-            path: self.shape.file,
-            rows: self.groups.iter().map(|group| group.rows).sum(),
-            bytes,
-            checksum: Some(checksum),
-            groups: self.groups,
-        };
+        let mut file = DataFile::new(self.shape.file, bytes, self.groups);
+        (file.checksum, file.chunks) = (Some(checksum), self.chunks);
         Ok(Some(SideSummary { file, columns: self.shape.columns }))
     }
 
@@ -182,15 +195,35 @@ impl Side {
     }
 }
 
-/// Hashes what goes to the store.
+/// Hashes what goes to the store: the whole file, and each column's chunk of every row group.
 struct Sink {
     upload: Upload,
     hash: Xxh3,
+    /// Bytes since the last row group ended, of which the first is the file's byte `start`.
+    group: Vec<u8>,
+    start: u64,
+}
+
+impl Sink {
+    /// Checksums of the chunks at `ranges` of the row group that has just ended.
+    fn end_group(&mut self, ranges: &[(u64, u64)]) -> Vec<u32> {
+        let at = |offset: u64| usize::try_from(offset).unwrap_or(usize::MAX);
+        let sum = |(start, length): &(u64, u64)| {
+            let from = start.checked_sub(self.start).map_or(usize::MAX, at);
+            let chunk = self.group.get(from..).and_then(|rest| rest.get(..at(*length))).unwrap_or_default();
+            checksum(chunk)
+        };
+        let sums = ranges.iter().map(sum).collect();
+        self.start += self.group.len() as u64;
+        self.group.clear();
+        sums
+    }
 }
 
 impl io::Write for Sink {
     fn write(&mut self, piece: &[u8]) -> io::Result<usize> {
         self.hash.update(piece);
+        self.group.extend_from_slice(piece);
         self.upload.write(Bytes::copy_from_slice(piece)).map_err(io::Error::other)?;
         Ok(piece.len())
     }

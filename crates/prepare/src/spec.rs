@@ -3,6 +3,8 @@
 
 //! What to prepare, the same for all partitions.
 
+use std::collections::BTreeMap;
+
 use farandole_dataset::Role;
 use serde::Deserialize;
 
@@ -60,6 +62,17 @@ pub struct Spec {
     /// Compression of pages.
     #[serde(default)]
     pub compression: Compression,
+    /// Whether Spark's vectors are compressed whatever `compression` says: they are written dense, and sparse ones are
+    /// mostly zeros.
+    #[serde(default)]
+    pub compress_sparse: bool,
+    /// What takes the place of nulls and NaN, as text, by column; `"*"` stands for all other columns it makes sense for.
+    /// Without it they are errors.
+    #[serde(default)]
+    pub fill: BTreeMap<String, String>,
+    /// Takes NaN as a value like any other.
+    #[serde(default)]
+    pub allow_nan: bool,
     /// Rows of a row group; chosen by size when absent.
     #[serde(default)]
     pub row_group_rows: Option<u64>,
@@ -101,8 +114,17 @@ impl Spec {
             {
                 return wrong("the validation column cannot be kept as well", column.clone());
             }
+            if let Some(column) = spec.fill.keys().find(|key| *key != "*" && !columns.contains(key)) {
+                return wrong("there is something to fill in for a column that is not kept", column.clone());
+            }
         }
         Ok(spec)
+    }
+
+    /// What takes the place of nulls and NaN of `column`, and whether it was meant for this column alone.
+    pub fn fill(&self, column: &str) -> Option<(&str, bool)> {
+        let named = self.fill.get(column).map(|text| (text.as_str(), true));
+        named.or_else(|| self.fill.get("*").map(|text| (text.as_str(), false)))
     }
 
     /// What `column` is for.
@@ -142,6 +164,7 @@ mod tests {
                 r#"{"train": "t", "val": "v", "columns": ["a"], "validation": {"column": "a"}}"#,
                 "kept as well: a",
             ),
+            (r#"{"train": "t", "columns": ["a"], "fill": {"*": "0", "b": "0"}}"#, "not kept: b"),
             (r#"{"train": "t", "colums": []}"#, "unknown field"),
         ] {
             let error = Spec::parse(text).unwrap_err().to_string();

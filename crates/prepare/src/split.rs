@@ -3,7 +3,9 @@
 
 //! Which side a row goes to.
 
-use arrow::array::{Array, ArrayRef, AsArray, BooleanArray};
+use std::sync::Arc;
+
+use arrow::array::{Array, ArrayRef, AsArray, BooleanArray, StringArray};
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Float64Type};
 use farandole_dataset::fold;
@@ -63,11 +65,19 @@ fn little(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
-/// Splits by a column: true or above 0 is validation, false or 0 training; below 0 and null are neither.
+/// Splits by a column: true or above 0 is validation, false or 0 training; below 0 and null are neither. Texts say it in
+/// words.
 pub(crate) fn by_column(name: &str, column: &ArrayRef) -> Result<Sides> {
+    let to = |kind: &DataType| {
+        cast(column, kind).map_err(|source| Error::Arrow { column: name.to_owned(), source })
+    };
     let numbers = match column.data_type() {
-        DataType::Boolean => cast(column, &DataType::Int8),
-        kind if kind.is_numeric() => Ok(column.clone()),
+        DataType::Boolean => to(&DataType::Int8)?,
+        kind if kind.is_numeric() => Arc::clone(column),
+        DataType::Dictionary(_, value) => return by_column(name, &to(value)?),
+        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => {
+            return by_words(name, to(&DataType::Utf8)?.as_string());
+        }
         other => {
             return Err(Error::Type {
                 column: name.to_owned(),
@@ -75,19 +85,36 @@ pub(crate) fn by_column(name: &str, column: &ArrayRef) -> Result<Sides> {
             });
         }
     };
-    let floats = numbers
-        .and_then(|numbers| cast(&numbers, &DataType::Float64))
+    let floats = cast(&numbers, &DataType::Float64)
         .map_err(|source| Error::Arrow { column: name.to_owned(), source })?;
     let floats = floats.as_primitive::<Float64Type>();
     let side = |test: fn(f64) -> bool| floats.iter().map(|value| Some(value.is_some_and(test))).collect();
     Ok(Sides { train: side(|value| value == 0.0), val: side(|value| value > 0.0) })
 }
 
+/// Words for validation and for training, in any case; test rows and nulls are neither.
+const VALIDATION: [&str; 6] = ["validation", "val", "valid", "true", "1", "yes"];
+const TRAINING: [&str; 5] = ["train", "training", "false", "0", "no"];
+const NEITHER: [&str; 2] = ["test", "-1"];
+
+fn by_words(name: &str, column: &StringArray) -> Result<Sides> {
+    let (mut train, mut val) = (Vec::with_capacity(column.len()), Vec::with_capacity(column.len()));
+    for word in column {
+        let is = |words: &[&str]| {
+            word.is_some_and(|word| words.iter().any(|known| known.eq_ignore_ascii_case(word.trim())))
+        };
+        if let Some(value) = word.filter(|_| !is(&VALIDATION) && !is(&TRAINING) && !is(&NEITHER)) {
+            return Err(Error::Side { column: name.to_owned(), value: value.to_owned() });
+        }
+        train.push(is(&TRAINING));
+        val.push(is(&VALIDATION));
+    }
+    Ok(Sides { train: train.into(), val: val.into() })
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
-    use arrow::array::{Float32Array, Int64Array, StringArray};
+    use arrow::array::{Date32Array, Float32Array, Int64Array};
 
     use super::*;
 
@@ -112,7 +139,19 @@ mod tests {
         assert_eq!(sides.train, BooleanArray::from(vec![false, true, false, false, false]));
         let column: ArrayRef = Arc::new(BooleanArray::from(vec![true, false]));
         assert_eq!(by_column("v", &column).unwrap().val, column.as_boolean().clone());
-        let text: ArrayRef = Arc::new(StringArray::from(vec!["x"]));
-        assert!(by_column("v", &text).unwrap_err().to_string().contains("column v"));
+        let day: ArrayRef = Arc::new(Date32Array::from(vec![1]));
+        assert!(by_column("v", &day).unwrap_err().to_string().contains("column v"));
+    }
+
+    #[test]
+    fn a_column_of_words_says_the_side_and_other_words_are_refused() {
+        let words = vec![Some("train"), Some("VAL "), Some("test"), None, Some("true"), Some("0")];
+        let column: ArrayRef = Arc::new(StringArray::from(words));
+        let sides = by_column("v", &column).unwrap();
+        assert_eq!(sides.val, BooleanArray::from(vec![false, true, false, false, true, false]));
+        assert_eq!(sides.train, BooleanArray::from(vec![true, false, false, false, false, true]));
+        let column: ArrayRef = Arc::new(StringArray::from(vec!["train", "holdout"]));
+        let error = by_column("v", &column).unwrap_err().to_string();
+        assert!(error.starts_with("validation column v ") && error.ends_with(": holdout"), "{error}");
     }
 }

@@ -12,7 +12,7 @@ use arrow::datatypes::{DataType, Field, Float64Type, Schema, SchemaRef};
 use farandole_dataset::{Column, Element};
 use farandole_store::Store;
 
-use crate::convert::{Converted, Origin, convert};
+use crate::convert::{Converted, Origin, convert, is_vector};
 use crate::error::{Error, Result};
 use crate::side::{Shape, Side};
 use crate::spec::{Spec, Validation};
@@ -72,7 +72,8 @@ impl PartitionWriter {
         let names = self.names(batch)?;
         let mut converted = Vec::with_capacity(names.len());
         for (number, name) in names.iter().enumerate() {
-            let origin = Origin { column: name, partition: self.partition, row: self.rows };
+            let (fill, allow_nan) = (self.spec.fill(name), self.spec.allow_nan);
+            let origin = Origin { column: name, partition: self.partition, row: self.rows, fill, allow_nan };
             let before = self.layout.as_ref().and_then(|layout| layout.columns.get(number));
             let array = column(batch, name)?;
             if let Some(before) = before
@@ -158,9 +159,18 @@ impl PartitionWriter {
                 nulls: Some(0),
                 min: None,
                 max: None,
+                unreadable: None,
             });
         }
         let schema = Arc::new(Schema::new(fields));
+        let packed: Vec<String> = if self.spec.compress_sparse {
+            let source = batch.schema_ref();
+            let vector =
+                |name: &&String| source.field_with_name(name).is_ok_and(|f| is_vector(f.data_type()));
+            names.iter().filter(vector).cloned().collect()
+        } else {
+            Vec::new()
+        };
         let side = |path: &str| -> Result<Side> {
             Ok(Side::new(Shape {
                 store: self.store.resolve(path)?,
@@ -168,6 +178,7 @@ impl PartitionWriter {
                 schema: Arc::clone(&schema),
                 columns: columns.clone(),
                 compression: self.spec.compression,
+                packed: packed.clone(),
                 row_group_rows: self.spec.row_group_rows,
             }))
         };

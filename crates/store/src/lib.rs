@@ -16,6 +16,7 @@
 //! Invariants:
 //! - `ST-1`: a file is seen whole or not at all: writes go to a temporary name and are renamed.
 //! - `ST-2`: every error names the whole path.
+//! - `ST-5`: a directory of prepared data has one writer, or readers, whatever processes and hosts they are.
 //! - `ST-4`: no option's value appears in an error or in debug output.
 //! - `ST-3`: `localized(full(path)) == path` for absolute paths; characters are never escaped.
 
@@ -24,6 +25,7 @@
 mod backend;
 mod error;
 mod layout;
+mod lease;
 mod local;
 mod location;
 mod options;
@@ -35,8 +37,9 @@ mod wait;
 
 pub use error::{Error, Fault, Result};
 pub use layout::{Layout, Places};
+pub use lease::{is_free, settle, share, take};
 pub use location::{full, localized};
 pub use options::{Options, configure};
 pub use store::{Entry, Item, Store};
-pub use sweep::{Swept, sweep};
+pub use sweep::{Swept, stale, sweep};
 pub use upload::Upload;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Ranges of local files into buffers that are used again: fresh ones cost more in page faults and clearing than the
-//! copy out of the page cache.
+//! What local files can do besides what all backends can: ranges into buffers that are used again (fresh ones cost more
+//! in page faults and clearing than the copy out of the page cache), files that one process alone creates, and the
+//! leavings of killed uploads.
 
 use std::fs::File;
-use std::io::{Error, ErrorKind, Read as _, Result, Seek as _, SeekFrom};
+use std::io::{Error, ErrorKind, Read as _, Result, Seek as _, SeekFrom, Write as _};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -114,9 +115,65 @@ fn read(file: &mut File, range: Range<u64>) -> Result<Bytes> {
     Ok(if bytes < SMALLEST { Bytes::from(buffer) } else { Bytes::from_owner(Pooled(buffer)) })
 }
 
+/// Creates a file, with its directories, unless it is there; says whether it did.
+///
+/// # Errors
+/// The system's.
+pub(crate) fn create(path: &Path, data: &[u8]) -> Result<bool> {
+    if let Some(directory) = path.parent() {
+        std::fs::create_dir_all(directory)?;
+    }
+    let mut file = match File::options().write(true).create_new(true).open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    file.write_all(data).map(|()| true).inspect_err(|_| drop(std::fs::remove_file(path)))
+}
+
+/// Deletes files whose names end in `#` and a number, as uploads are called before their end.
+///
+/// # Errors
+/// The system's.
+pub(crate) fn tidy(directory: &Path) -> Result<()> {
+    let entries = match std::fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    for entry in entries {
+        let (name, path) = entry.map(|entry| (entry.file_name(), entry.path()))?;
+        let name = name.to_string_lossy().into_owned();
+        let number = name.rsplit_once('#').map(|(_, number)| number);
+        if number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+        {
+            std::fs::remove_file(path)?;
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_is_created_once_and_leavings_go() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a/b.json");
+        assert!(create(&path, b"first").unwrap());
+        assert!(!create(&path, b"second").unwrap());
+        assert_eq!(std::fs::read(&path).unwrap(), b"first");
+        for name in ["x.parquet#1", "y#z", "z#"] {
+            std::fs::write(directory.path().join("a").join(name), b"").unwrap();
+        }
+        tidy(&directory.path().join("a")).unwrap();
+        tidy(&directory.path().join("nowhere")).unwrap();
+        let mut left: Vec<_> =
+            std::fs::read_dir(directory.path().join("a")).unwrap().map(|e| e.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["b.json", "y#z", "z#"]);
+    }
 
     #[test]
     fn ranges_come_back_in_the_order_asked_whatever_is_joined() {

@@ -10,23 +10,12 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
-use serde::Deserialize;
-
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::lease;
 use crate::store::Store;
 
-/// The file by which a process says that it uses a directory.
-const LEASE: &str = "_lease.json";
-/// A lease of another host counts for a week: whether its process lives cannot be seen.
-const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
-
-#[derive(Deserialize)]
-struct Lease {
-    host: String,
-    pid: u32,
-    /// Seconds since the epoch.
-    time: f64,
-}
+/// Manifests of data that stays where others put it: small, and made anew when they are asked for.
+const PLANS: &str = "plans";
 
 /// A directory of prepared data.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,55 +38,62 @@ fn parse(name: &str) -> Option<&str> {
     (known && numbered).then_some(number)
 }
 
-/// Deletes prepared data below `store` whose newest file is older than `older_than` and which nobody uses; says what
-/// went.
+/// Prepared data below `store` whose newest file is older than `older_than` and which nobody uses.
 ///
 /// # Errors
-/// A backend that cannot be asked or does not delete; what is gone by then stays gone.
-pub fn sweep(store: &Store, older_than: Duration, now: SystemTime) -> Result<Vec<Swept>> {
+/// A backend that cannot be asked.
+pub fn stale(store: &Store, older_than: Duration, now: SystemTime) -> Result<Vec<Swept>> {
     let mut sets: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for item in store.look("")?.into_iter().filter(|item| item.is_directory) {
         if let Some(number) = parse(&item.name) {
             sets.entry(number.to_owned()).or_default().push(item.name.clone());
         }
     }
-    let mut swept = Vec::new();
+    let mut found = Vec::new();
     for names in sets.into_values() {
-        let mut all = Vec::new();
+        let mut set = Vec::new();
         let mut free = true;
-        for name in &names {
-            free &= is_free(store, name, now)?;
-            for entry in store.list(name)? {
+        for path in names {
+            free &= lease::is_free(&store.child(&path)?, now)?;
+            let (mut files, mut bytes) = (0, 0);
+            for entry in store.list(&path)? {
                 let modified = store.stat(&entry.path)?.modified.unwrap_or(now);
                 free &= now.duration_since(modified).is_ok_and(|age| age >= older_than);
-                all.push((name.clone(), entry.bytes));
+                files += 1;
+                bytes += entry.bytes;
             }
+            set.push(Swept { path, files, bytes });
         }
-        if !free {
-            continue;
-        }
-        for name in names {
-            let bytes = all.iter().filter(|(owner, _)| *owner == name).map(|(_, bytes)| bytes);
-            let bytes: u64 = bytes.sum();
-            swept.push(Swept { files: store.delete_all(&name)?, path: name, bytes });
+        if free {
+            found.append(&mut set);
         }
     }
-    Ok(swept)
+    for item in store.look(PLANS)?.into_iter().filter(|item| item.is_directory) {
+        let path = format!("{PLANS}/{}", item.name);
+        let (mut files, mut bytes, mut old) = (0, 0, true);
+        for entry in store.list(&path)? {
+            let modified = store.stat(&entry.path)?.modified.unwrap_or(now);
+            old &= now.duration_since(modified).is_ok_and(|age| age >= older_than);
+            files += 1;
+            bytes += entry.bytes;
+        }
+        if old {
+            found.push(Swept { path, files, bytes });
+        }
+    }
+    Ok(found)
 }
 
-fn is_free(store: &Store, name: &str, now: SystemTime) -> Result<bool> {
-    let text = match store.read(&format!("{name}/{LEASE}")) {
-        Ok(text) => text,
-        Err(Error::Missing { .. }) => return Ok(true),
-        Err(error) => return Err(error),
-    };
-    let Ok(lease) = serde_json::from_slice::<Lease>(&text) else { return Ok(true) };
-    let here = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    if lease.host == here.trim() {
-        return Ok(!std::path::Path::new(&format!("/proc/{}", lease.pid)).exists());
+/// Deletes what is [`stale`]; says what went.
+///
+/// # Errors
+/// A backend that cannot be asked or does not delete; what is gone by then stays gone.
+pub fn sweep(store: &Store, older_than: Duration, now: SystemTime) -> Result<Vec<Swept>> {
+    let found = stale(store, older_than, now)?;
+    for one in &found {
+        store.delete_all(&one.path)?;
     }
-    let since = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64();
-    Ok(since - lease.time > LONGEST.as_secs_f64())
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -114,18 +110,20 @@ mod tests {
         put("intermediate_train_data.0/part.parquet", "12345");
         put("intermediate_val_data.0/part.parquet", "1");
         put("intermediate_train_data.1/part.parquet", "123");
-        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
-        let lease = format!(r#"{{"host": "{}", "pid": {}, "time": 0.0}}"#, host.trim(), std::process::id());
-        put("intermediate_train_data.1/_lease.json", &lease);
+        let now = SystemTime::now();
+        assert!(lease::share(&store.child("intermediate_train_data.1").unwrap(), now).unwrap().is_some());
         put("intermediate_train_dataset/mine.parquet", "x");
         put("runs/r/checkpoint", "x");
-        let now = SystemTime::now();
+        put("plans/p/_manifest.json", "{}");
         assert_eq!(sweep(&store, Duration::from_secs(60), now).unwrap(), [], "too young");
         let later = now + Duration::from_secs(3600);
+        assert_eq!(stale(&store, Duration::from_secs(60), later).unwrap().len(), 3);
         let swept = sweep(&store, Duration::from_secs(60), later).unwrap();
         let all: Vec<_> = swept.iter().map(|one| (one.path.as_str(), one.files, one.bytes)).collect();
-        assert_eq!(all, [("intermediate_train_data.0", 1, 5), ("intermediate_val_data.0", 1, 1)]);
+        let expected =
+            [("intermediate_train_data.0", 1, 5), ("intermediate_val_data.0", 1, 1), ("plans/p", 1, 2)];
+        assert_eq!(all, expected);
         let left: Vec<String> = store.look("").unwrap().into_iter().map(|item| item.name).collect();
-        assert_eq!(left, ["intermediate_train_data.1", "intermediate_train_dataset", "runs"]);
+        assert_eq!(left, ["intermediate_train_data.1", "intermediate_train_dataset", "plans", "runs"]);
     }
 }

@@ -14,6 +14,9 @@
       "validation": {"fraction": 0.1},          or {"column": "is_val"} (dropped from the output), or null
       "seed": 0,                                of the split by fraction
       "compression": "none",                    none, snappy, lz4 or zstd; default none
+      "compress_sparse": false,                 compress Spark's vectors in any case
+      "fill": {"*": "0", "name": ""},           what takes the place of nulls and NaN, by column; else they are errors
+      "allow_nan": false,                       NaN is a value like any other
       "row_group_rows": null,                   null: by size, suited to shuffling
       "fingerprint": "..."                      what this data was made from; kept in the manifest
     }
@@ -21,8 +24,9 @@
 Only "train" must be there.
 
 The split by fraction depends on a row's content and the seed alone: the same rows land in validation however the
-data is partitioned. A validation column of booleans sends true to validation; of numbers, those above 0; negative
-numbers and nulls go to neither side, and the manifest counts them as dropped.
+data is partitioned. A validation column of booleans sends true to validation; of numbers, those above 0; of texts,
+"validation", "val", "valid", "true", "1", "yes" (others are "train", "training", "false", "0", "no"). Negative numbers,
+"test" and nulls go to neither side, and the manifest counts them as dropped.
 
 What becomes of a column: booleans, integers and floats stay; decimals become float64; dates become int64 days,
 timestamps int64 in their own unit (Spark's: microseconds); arrays of numbers that all have one length, and Spark
@@ -62,4 +66,14 @@ def read_manifest(url: str) -> str | None:
     | "weight", "element": "bool" | "int8".."int64" | "uint8".."uint64" | "float32" | "float64" | "utf8" | "binary",
     "shape": [] or [length], "source": Arrow type as it came, "nulls": int, "min": number or null, "max": number or
     null}], "files": [{"path", "rows", "bytes", "checksum", "groups": [{"rows", "bytes"}]}]}
+    """
+
+def is_whole(url: str, spec: str, part: bytes) -> bool:
+    """Whether the files of a partition that `finish` described are there, with all their bytes."""
+
+def verify(url: str) -> tuple[int, int, list[str]]:
+    """Reads every file of prepared data: how many, their bytes, and a sentence for each that is not what it was.
+
+    Raises:
+        ValueError: nobody prepared it.
     """

@@ -27,6 +27,18 @@ class Store:
     def read(self, path: str) -> bytes: ...
     def write(self, path: str, data: bytes) -> None:
         """Writes a file so that nobody ever sees half of it; makes directories as needed."""
+    def create(self, path: str, data: bytes) -> bool:
+        """Writes a small file unless there is one of this name; of many processes that try, one does."""
+    def take(self) -> str | None:
+        """Takes a directory of prepared data for this process alone: the lease's name, `None` when somebody uses it."""
+    def share(self) -> str | None:
+        """Uses a directory of prepared data beside others: the mark's name, `None` when somebody has taken it."""
+    def settle(self, lease: str) -> str:
+        """Makes the own lease a mark of use beside others."""
+    def is_free(self) -> bool:
+        """Whether no living process has taken or uses the directory."""
+    def tidy(self) -> None:
+        """Deletes what killed uploads left directly in this directory; nobody else may write here."""
     def exists(self, path: str = "") -> bool:
         """Whether there is a file of this name, or anything below it."""
     def read_range(self, path: str, start: int, end: int) -> bytes: ...

@@ -12,6 +12,9 @@ use crate::rng::{fold, permutation};
 /// A block is cut where it would take more than this decoded.
 const BLOCK_BYTES: u64 = 32 << 20;
 
+/// Blocks of this many rows on are cut at powers of two.
+const ROUND_ROWS: u64 = 1 << 16;
+
 /// Blocks of all lanes that are open at once take this much together, at most.
 const OPEN_BYTES: u64 = 256 << 20;
 
@@ -51,16 +54,16 @@ impl Lanes {
         let (mut blocks, mut rows, mut largest) = (Vec::new(), 0, 1);
         for (file, data) in manifest.files.iter().enumerate() {
             for (group, row_group) in data.groups.iter().enumerate() {
-                let pieces = row_group.bytes.div_ceil(BLOCK_BYTES).clamp(1, row_group.rows.max(1));
-                let edge =
-                    |piece: u64| row_group.rows / pieces * piece + (row_group.rows % pieces).min(piece);
+                let edges = edges(row_group.rows, row_group.bytes);
+                largest = largest.max(row_group.bytes / edges.len().saturating_sub(1).max(1) as u64);
                 blocks.extend(
-                    (0..pieces)
-                        .map(|piece| Run { file, group, rows: edge(piece)..edge(piece + 1), shuffle: None })
+                    edges
+                        .iter()
+                        .zip(edges.iter().skip(1))
+                        .map(|(from, to)| Run { file, group, rows: *from..*to, shuffle: None })
                         .filter(|run| !run.rows.is_empty()),
                 );
                 rows += row_group.rows;
-                largest = largest.max(row_group.bytes / pieces);
             }
         }
         let many = blocks.len() as u64;
@@ -75,6 +78,11 @@ impl Lanes {
     /// How many lanes a shuffled epoch has.
     pub fn count(&self) -> u64 {
         self.count
+    }
+
+    /// What is decoded at once: file, row group and rows of each block, in the order of the files.
+    pub fn blocks(&self) -> impl Iterator<Item = (usize, usize, Range<u64>)> {
+        self.blocks.iter().map(|run| (run.file, run.group, run.rows.clone()))
     }
 
     /// Rows of the data set.
@@ -112,6 +120,17 @@ impl Lanes {
         }
         Order { lanes }
     }
+}
+
+/// Where a row group is cut. Pages of numbers often hold a power of two of rows: edges at multiples of one have few
+/// pages on both sides, which would be read twice.
+fn edges(rows: u64, bytes: u64) -> Vec<u64> {
+    let pieces = bytes.div_ceil(BLOCK_BYTES).clamp(1, rows.max(1));
+    let round = 1_u64.checked_shl((rows / pieces).checked_ilog2().unwrap_or(0)).unwrap_or(1);
+    if pieces > 1 && round >= ROUND_ROWS {
+        return (0..rows.div_ceil(round)).map(|piece| piece * round).chain([rows]).collect();
+    }
+    (0..=pieces).map(|piece| rows / pieces * piece + (rows % pieces).min(piece)).collect()
 }
 
 /// Gives a run the seed of its own permutation.

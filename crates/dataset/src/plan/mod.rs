@@ -28,6 +28,8 @@ pub enum Tail {
     Pad,
     /// They are left out.
     Drop,
+    /// A shorter last batch, and none on ranks that have no rows left: those have one step less.
+    Join,
 }
 
 /// What one rank asks of an epoch.
@@ -93,13 +95,20 @@ pub struct Plan {
 }
 
 impl Request {
-    /// Steps of an epoch over `rows` rows, the same on every rank.
+    /// Rows of this rank, of an epoch over `rows` rows.
+    fn own(&self, rows: u64) -> u64 {
+        let left = rows.saturating_sub(self.start_row).saturating_sub(u64::from(self.rank.0));
+        left.div_ceil(u64::from(self.size).max(1))
+    }
+
+    /// Steps of an epoch over `rows` rows, the same on every rank but with [`Tail::Join`].
     pub fn steps(&self, rows: u64) -> u64 {
         let global = (u64::from(self.size) * self.batch_size).max(1);
         let left = rows.saturating_sub(self.start_row);
         match self.tail {
             Tail::Keep | Tail::Pad => left.div_ceil(global),
             Tail::Drop => left / global,
+            Tail::Join => self.own(rows).div_ceil(self.batch_size.max(1)),
         }
     }
 }
@@ -115,8 +124,7 @@ impl Plan {
         let order = lanes.order(request.seed, request.epoch, request.shuffle);
         let (lane_count, total) = (order.lanes.len() as u64, lanes.rows());
         let steps = request.steps(total);
-        let own = total.saturating_sub(request.start_row).saturating_sub(rank).div_ceil(size);
-        let rows = own.min(steps * request.batch_size);
+        let rows = request.own(total).min(steps * request.batch_size);
         // The positions of a rank walk over lane_count / gcd lanes in turn, and in each lane by size / gcd rows.
         let gcd = gcd(size, lane_count);
         let (turn, stride) = (lane_count / gcd, size / gcd);

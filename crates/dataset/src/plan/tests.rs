@@ -12,12 +12,9 @@ use crate::rng::permutation;
 type Row = (usize, usize, u64);
 
 fn manifest(files: &[Vec<u64>], row_bytes: u64) -> Manifest {
-    let file = |(number, groups): (usize, &Vec<u64>)| DataFile {
-        path: format!("{number}"),
-        rows: groups.iter().sum(),
-        bytes: 0,
-        checksum: None,
-        groups: groups.iter().map(|rows| RowGroup { rows: *rows, bytes: rows * row_bytes }).collect(),
+    let file = |(number, groups): (usize, &Vec<u64>)| {
+        let groups = groups.iter().map(|rows| RowGroup { rows: *rows, bytes: rows * row_bytes }).collect();
+        DataFile::new(format!("{number}"), 0, groups)
     };
     Manifest::new(String::new(), Vec::new(), files.iter().enumerate().map(file).collect())
 }

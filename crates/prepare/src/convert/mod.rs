@@ -5,10 +5,15 @@
 
 use std::sync::Arc;
 
-use arrow::array::{Array, ArrayRef, AsArray, FixedSizeBinaryArray, StructArray};
+use arrow::array::{
+    Array, ArrayRef, AsArray, BooleanArray, FixedSizeBinaryArray, PrimitiveArray, Scalar, StringArray,
+    StructArray,
+};
 use arrow::buffer::Buffer;
 use arrow::compute::cast;
-use arrow::datatypes::{DataType, Float64Type, Int8Type, Int32Type};
+use arrow::compute::kernels::zip::zip;
+use arrow::datatypes::{ArrowPrimitiveType, DataType, Float32Type, Float64Type, Int8Type, Int32Type};
+use arrow::error::ArrowError;
 use farandole_dataset::Element;
 
 use crate::error::{Error, Result};
@@ -21,12 +26,15 @@ pub(crate) struct Converted {
     pub(crate) shape: Vec<u64>,
 }
 
-/// Where a column comes from, for messages.
+/// Where a column comes from, for messages, and what to do about what is missing in it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Origin<'a> {
     pub(crate) column: &'a str,
     pub(crate) partition: u64,
     pub(crate) row: u64,
+    /// What takes the place of nulls and NaN, and whether it was meant for this column alone.
+    pub(crate) fill: Option<(&'a str, bool)>,
+    pub(crate) allow_nan: bool,
 }
 
 impl Origin<'_> {
@@ -39,34 +47,112 @@ impl Origin<'_> {
         Error::Type { column: self.column.to_owned(), found: found.to_string() }
     }
 
-    fn cast(&self, array: &ArrayRef, to: &DataType) -> Result<ArrayRef> {
-        cast(array, to).map_err(|source| Error::Arrow { column: self.column.to_owned(), source })
+    fn arrow(&self, source: ArrowError) -> Error {
+        Error::Arrow { column: self.column.to_owned(), source }
     }
 
-    fn no_nulls(&self, array: &dyn Array) -> Result<()> {
-        match array.logical_null_count() {
-            0 => Ok(()),
-            nulls => Err(Error::Nulls {
+    fn cast(&self, array: &ArrayRef, to: &DataType) -> Result<ArrayRef> {
+        cast(array, to).map_err(|source| self.arrow(source))
+    }
+
+    /// Something is missing in `values`, of which every row of the column has `per_row`.
+    fn missing(
+        &self,
+        what: &'static str,
+        values: usize,
+        per_row: usize,
+        at: impl Iterator<Item = usize>,
+    ) -> Error {
+        let per_row = per_row.max(1);
+        let mut rows: Vec<usize> = at.map(|value| value / per_row).collect();
+        rows.dedup();
+        Error::Missing {
+            column: self.column.to_owned(),
+            what,
+            missing: rows.len(),
+            rows: values / per_row,
+            partition: self.partition,
+            row: self.row + rows.first().copied().unwrap_or_default() as u64,
+        }
+    }
+
+    /// No nulls among what cannot be filled.
+    fn whole(&self, array: &dyn Array, what: &'static str, per_row: usize) -> Result<()> {
+        match array.logical_nulls().filter(|nulls| nulls.null_count() > 0) {
+            None => Ok(()),
+            Some(nulls) => {
+                let at = nulls.iter().enumerate().filter(|(_, valid)| !valid).map(|(at, _)| at);
+                Err(self.missing(what, array.len(), per_row, at))
+            }
+        }
+    }
+
+    /// The array with its nulls filled.
+    fn filled(&self, array: &ArrayRef, what: &'static str, per_row: usize) -> Result<ArrayRef> {
+        let Some(nulls) = array.logical_nulls().filter(|nulls| nulls.null_count() > 0) else {
+            return Ok(Arc::clone(array));
+        };
+        let Some(value) = self.value(array.data_type())? else {
+            self.whole(array, what, per_row)?;
+            return Ok(Arc::clone(array));
+        };
+        let valid = BooleanArray::new(nulls.into_inner(), None);
+        zip(&valid, array, &Scalar::new(value)).map_err(|source| self.arrow(source))
+    }
+
+    /// The fill as one value of a type; `None` without one, and where one that is meant for all columns is none here.
+    fn value(&self, kind: &DataType) -> Result<Option<ArrayRef>> {
+        let Some((text, named)) = self.fill else { return Ok(None) };
+        let texts: ArrayRef = Arc::new(StringArray::from(vec![text]));
+        let is_text = matches!(kind, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
+        let value = cast(&texts, kind).ok().filter(|value| value.null_count() == 0 && (named || !is_text));
+        match value {
+            None if named => Err(Error::Fill {
                 column: self.column.to_owned(),
-                nulls,
-                rows: array.len(),
-                partition: self.partition,
-                row: self.row,
+                kind: kind.to_string(),
+                fill: text.to_owned(),
             }),
+            value => Ok(value),
+        }
+    }
+
+    /// Floats with their NaN filled.
+    fn numbers<T>(&self, array: &PrimitiveArray<T>, per_row: usize) -> Result<Option<ArrayRef>>
+    where
+        T: ArrowPrimitiveType,
+        T::Native: Into<f64> + std::str::FromStr,
+    {
+        let is_nan = |value: T::Native| value.into().is_nan();
+        // Looked at in pieces without a way out: so it is done many values at a time.
+        let any = |piece: &[T::Native]| piece.iter().fold(false, |found, value| found | is_nan(*value));
+        if !array.values().chunks(1024).any(any) {
+            return Ok(None);
+        }
+        match self.fill.and_then(|(text, _)| text.trim().parse::<T::Native>().ok()) {
+            Some(fill) => {
+                let whole = array.unary::<_, T>(|value| if is_nan(value) { fill } else { value });
+                Ok(Some(Arc::new(whole)))
+            }
+            None if self.allow_nan => Ok(None),
+            None => {
+                let at =
+                    array.values().iter().enumerate().filter(|(_, value)| is_nan(**value)).map(|(at, _)| at);
+                Err(self.missing("NaN", array.len(), per_row, at))
+            }
         }
     }
 }
 
 /// Converts a column. `shape` is the one that earlier batches had, and the answer for a batch without rows.
 pub(crate) fn convert(origin: Origin<'_>, array: &ArrayRef, shape: Option<&[u64]>) -> Result<Converted> {
-    origin.no_nulls(array)?;
     let converted = match array.data_type() {
         DataType::List(_) | DataType::LargeList(_) | DataType::FixedSizeList(..) => lists(origin, array)?,
-        DataType::Struct(fields) if fields.iter().map(|field| field.name().as_str()).eq(VECTOR) => {
+        kind if is_vector(kind) => {
+            origin.whole(array, "nulls", 1)?;
             vectors(origin, array.as_struct(), shape)?
         }
         _ => {
-            let (array, element) = scalar(origin, array)?;
+            let (array, element) = scalar(origin, array, None)?;
             Converted { array, element, shape: Vec::new() }
         }
     };
@@ -77,6 +163,11 @@ pub(crate) fn convert(origin: Origin<'_>, array: &ArrayRef, shape: Option<&[u64]
     }
 }
 
+/// Whether it is a Spark ML vector as it arrives in Arrow.
+pub(crate) fn is_vector(kind: &DataType) -> bool {
+    matches!(kind, DataType::Struct(fields) if fields.iter().map(|field| field.name().as_str()).eq(VECTOR))
+}
+
 /// `12`, or `3 x 4`.
 pub(crate) fn side(shape: &[u64]) -> String {
     shape.iter().map(u64::to_string).collect::<Vec<_>>().join(" x ")
@@ -85,7 +176,8 @@ pub(crate) fn side(shape: &[u64]) -> String {
 /// Fields of a Spark ML vector as it arrives in Arrow.
 const VECTOR: [&str; 4] = ["type", "size", "indices", "values"];
 
-fn scalar(origin: Origin<'_>, array: &ArrayRef) -> Result<(ArrayRef, Element)> {
+/// Converts values that are no lists; within lists, every row of the column has `per_row` of them.
+fn scalar(origin: Origin<'_>, array: &ArrayRef, per_row: Option<usize>) -> Result<(ArrayRef, Element)> {
     let (to, element) = match array.data_type() {
         DataType::Boolean => (DataType::Boolean, Element::Bool),
         DataType::Int8 => (DataType::Int8, Element::Int8),
@@ -112,38 +204,52 @@ fn scalar(origin: Origin<'_>, array: &ArrayRef) -> Result<(ArrayRef, Element)> {
             (DataType::Binary, Element::Binary)
         }
         DataType::Dictionary(_, value) => {
-            return scalar(origin, &origin.cast(array, value)?);
+            return scalar(origin, &origin.cast(array, value)?, per_row);
+        }
+        DataType::RunEndEncoded(_, value) => {
+            return scalar(origin, &origin.cast(array, value.data_type())?, per_row);
         }
         other => return Err(origin.refuse(other)),
     };
-    let same = *array.data_type() == to;
-    Ok((if same { Arc::clone(array) } else { origin.cast(array, &to)? }, element))
+    let what = if per_row.is_some() { "nulls inside arrays" } else { "nulls" };
+    let array = origin.filled(array, what, per_row.unwrap_or(1))?;
+    let array = if *array.data_type() == to { array } else { origin.cast(&array, &to)? };
+    let filled = match element {
+        Element::Float32 => origin.numbers(array.as_primitive::<Float32Type>(), per_row.unwrap_or(1))?,
+        Element::Float64 => origin.numbers(array.as_primitive::<Float64Type>(), per_row.unwrap_or(1))?,
+        _ => None,
+    };
+    Ok((filled.unwrap_or(array), element))
 }
 
 /// Lists of numbers, nested or not, all of one length.
 fn lists(origin: Origin<'_>, array: &ArrayRef) -> Result<Converted> {
-    let (mut values, mut shape) = (Arc::clone(array), Vec::new());
+    let (mut values, mut shape, mut per_row) = (Arc::clone(array), Vec::new(), 1);
     loop {
+        let what = if shape.is_empty() { "nulls" } else { "nulls inside arrays" };
         let (inner, length) = match values.data_type() {
             DataType::List(_) => {
+                origin.whole(&values, what, per_row)?;
                 let list = values.as_list::<i32>();
                 uniform(origin, list.values(), list.value_offsets().iter().map(|offset| i64::from(*offset)))?
             }
             DataType::LargeList(_) => {
+                origin.whole(&values, what, per_row)?;
                 let list = values.as_list::<i64>();
                 uniform(origin, list.values(), list.value_offsets().iter().copied())?
             }
             DataType::FixedSizeList(_, length) => {
+                origin.whole(&values, what, per_row)?;
                 let list = values.as_fixed_size_list();
                 (Arc::clone(list.values()), i64::from(*length))
             }
             _ => break,
         };
         shape.push(u64::try_from(length).unwrap_or_default());
-        origin.no_nulls(&inner)?;
+        per_row *= usize::try_from(length).unwrap_or_default();
         values = inner;
     }
-    let (values, element) = scalar(origin, &values)?;
+    let (values, element) = scalar(origin, &values, Some(per_row))?;
     let Some(width) = element.width() else { return Err(origin.refuse(array.data_type())) };
     let bytes = if element == Element::Bool {
         Buffer::from_iter(values.as_boolean().values().iter().map(u8::from))
@@ -218,8 +324,13 @@ fn vectors(origin: Origin<'_>, array: &StructArray, shape: Option<&[u64]>) -> Re
         }
     }
     let length = length.unwrap_or_default();
-    let width = usize::try_from(length).unwrap_or(usize::MAX).saturating_mul(8);
-    pack(origin, Buffer::from_vec(out), Element::Float64, vec![length], width, array.len())
+    let per_row = usize::try_from(length).unwrap_or(usize::MAX);
+    let mut out = PrimitiveArray::<Float64Type>::from(out);
+    if let Some(filled) = origin.numbers(&out, per_row)? {
+        out = filled.as_primitive().clone();
+    }
+    let bytes = out.values().inner().clone();
+    pack(origin, bytes, Element::Float64, vec![length], per_row.saturating_mul(8), array.len())
 }
 
 /// Rows of `width` bytes as fixed-size binary.
@@ -234,13 +345,12 @@ fn pack(
     if width == 0 && rows > 0 {
         return Err(Error::Type { column: origin.column.to_owned(), found: "rows of no values".to_owned() });
     }
-    let arrow = |source| Error::Arrow { column: origin.column.to_owned(), source };
     // A batch without rows does not know its width; whoever keeps it takes the width of another batch.
     let size = i32::try_from(width.max(1)).map_err(|_| Error::Type {
         column: origin.column.to_owned(),
         found: format!("rows of {width} bytes"),
     })?;
-    let array = FixedSizeBinaryArray::try_new(size, bytes, None).map_err(arrow)?;
+    let array = FixedSizeBinaryArray::try_new(size, bytes, None).map_err(|source| origin.arrow(source))?;
     Ok(Converted { array: Arc::new(array), element, shape })
 }
 

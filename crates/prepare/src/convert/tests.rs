@@ -10,7 +10,7 @@ use arrow::datatypes::{Field, Fields};
 
 use super::*;
 
-const ORIGIN: Origin<'_> = Origin { column: "c", partition: 4, row: 100 };
+const ORIGIN: Origin<'_> = Origin { column: "c", partition: 4, row: 100, fill: None, allow_nan: false };
 
 fn run(array: ArrayRef, shape: Option<&[u64]>) -> Result<Converted> {
     convert(ORIGIN, &array, shape)
@@ -117,9 +117,62 @@ fn broken_vectors_are_refused() {
 #[test]
 fn nulls_name_column_count_and_partition() {
     let error = run(Arc::new(Int64Array::from(vec![Some(1), None, None])), None).unwrap_err().to_string();
-    assert_eq!(error, "column c has nulls in 2 of 3 rows, in partition 4 at its row 100");
-    let inner: ArrayRef = Arc::new(Int64Array::from(vec![Some(1), None]));
-    assert!(run(list(inner, &[2]), None).unwrap_err().to_string().contains("nulls in 1 of 2"));
+    let told = "column c has nulls in 2 of 3 rows, in partition 4, first at its row 101 (a fill can take their place)";
+    assert_eq!(error, told);
+}
+
+#[test]
+fn nulls_and_nan_inside_arrays_are_counted_by_rows() {
+    let inner: ArrayRef = Arc::new(Int64Array::from(vec![Some(1), Some(2), Some(3), None, None, None]));
+    let error = run(list(inner, &[2, 2, 2]), None).unwrap_err().to_string();
+    assert!(error.starts_with(
+        "column c has nulls inside arrays in 2 of 3 rows, in partition 4, first at its row 101"
+    ));
+    let inner: ArrayRef = Arc::new(Float32Array::from(vec![1.0, f32::NAN, f32::NAN, 1.0]));
+    let error = run(list(list(inner, &[1, 1, 1, 1]), &[2, 2]), None).unwrap_err().to_string();
+    assert!(
+        error.starts_with("column c has NaN in 2 of 2 rows, in partition 4, first at its row 100"),
+        "{error}"
+    );
+    let error =
+        run(spark(&[(1, None, &[], &[1.0, 2.0]), (1, None, &[], &[1.0, f64::NAN])]), None).unwrap_err();
+    assert!(error.to_string().contains("has NaN in 1 of 2 rows"), "{error}");
+}
+
+#[test]
+fn a_fill_takes_the_place_of_nulls_and_nan() {
+    let fill = |text, named| Origin { fill: Some((text, named)), ..ORIGIN };
+    let holes: ArrayRef = Arc::new(Float64Array::from(vec![Some(1.0), None, Some(f64::NAN)]));
+    let filled = convert(fill("-1", false), &holes, None).unwrap();
+    assert_eq!(filled.array.as_primitive::<Float64Type>().values().to_vec(), [1.0, -1.0, -1.0]);
+    let kept = convert(fill("nan", false), &holes, None).unwrap();
+    assert!(kept.array.as_primitive::<Float64Type>().values()[1..].iter().all(|value| value.is_nan()));
+    let nan: ArrayRef = Arc::new(Float64Array::from(vec![1.0, f64::NAN]));
+    assert!(convert(Origin { allow_nan: true, ..ORIGIN }, &nan, None).is_ok());
+    let inside: ArrayRef = Arc::new(Float64Array::from(vec![Some(1.0), None]));
+    let inside = convert(fill("7", false), &list(inside, &[2]), None).unwrap();
+    assert_eq!(floats(&inside), [[1.0, 7.0]]);
+    let vector = convert(fill("7", true), &spark(&[(0, Some(2), &[1], &[f64::NAN])]), None).unwrap();
+    assert_eq!(floats(&vector), [[0.0, 7.0]]);
+    let flags: ArrayRef = Arc::new(BooleanArray::from(vec![Some(true), None]));
+    let flags = convert(fill("0", false), &flags, None).unwrap();
+    assert_eq!(flags.array.as_boolean(), &BooleanArray::from(vec![true, false]));
+}
+
+#[test]
+fn a_fill_that_is_no_value_of_the_column_is_said_when_it_was_meant_for_it() {
+    let fill = |named| Origin { fill: Some(("x", named)), ..ORIGIN };
+    let holes: ArrayRef = Arc::new(Int64Array::from(vec![Some(1), None]));
+    assert!(matches!(convert(fill(false), &holes, None), Err(Error::Missing { .. })));
+    let error = convert(fill(true), &holes, None).unwrap_err().to_string();
+    assert_eq!(error, "column c is Int64, which this cannot fill: x");
+    let texts: ArrayRef = Arc::new(StringArray::from(vec![Some("a"), None]));
+    assert!(
+        matches!(convert(fill(false), &texts, None), Err(Error::Missing { .. })),
+        "texts are filled by name only"
+    );
+    let texts = convert(fill(true), &texts, None).unwrap();
+    assert_eq!(texts.array.as_string::<i32>(), &StringArray::from(vec!["a", "x"]));
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::time::SystemTime;
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
-use object_store::{ObjectStore, ObjectStoreExt};
+use object_store::{ObjectStore, ObjectStoreExt, PutMode};
 
 use crate::backend::Backend;
 use crate::error::{Error, Result};
@@ -118,6 +118,11 @@ impl Store {
             Location::Local(path) => Some(path.clone()),
             Location::Memory { .. } | Location::Remote { .. } => None,
         }
+    }
+
+    /// Whether files are fetched over a network.
+    pub fn is_remote(&self) -> bool {
+        matches!(self.location, Location::Remote { .. })
     }
 
     /// The whole path of a file here, for messages.
@@ -275,6 +280,37 @@ impl Store {
     pub fn write(&self, path: &str, data: Bytes) -> Result<()> {
         let at = self.at(path)?;
         self.ask("write", path, async |backend| backend.put(&at, data.into()).await).map(drop)
+    }
+
+    /// Writes a small file unless there is one of this name; says whether it did. Of many who try, one does.
+    ///
+    /// # Errors
+    /// As [`Store::write`].
+    pub fn create(&self, path: &str, data: Bytes) -> Result<bool> {
+        let at = self.at(path)?;
+        if let Location::Local(base) = &self.location {
+            // Hard links, by which the backend does it, are not to be had on every mount.
+            return local::create(&base.join(path), &data).map_err(|source| self.io("write", path, source));
+        }
+        let put = async |backend: Arc<dyn ObjectStore>| {
+            backend.put_opts(&at, data.into(), PutMode::Create.into()).await
+        };
+        let wrote = self.backend.waiter().wait(put(self.backend.get()?))?;
+        match wrote {
+            Ok(_) => Ok(true),
+            Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
+            Err(source) => Err(self.fail("write", path)(source)),
+        }
+    }
+
+    /// Deletes what killed uploads left directly in this directory; the caller knows that nobody writes here. Only local
+    /// file systems show such leavings.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn tidy(&self) -> Result<()> {
+        let Location::Local(base) = &self.location else { return Ok(()) };
+        local::tidy(base).map_err(|source| self.io("delete", "", source))
     }
 
     /// Starts a file that is written piece by piece.

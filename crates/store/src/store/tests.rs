@@ -17,6 +17,11 @@ fn contract(store: &Store) {
     assert_eq!(store.child("a").unwrap().list("").unwrap(), [Entry { path: "b.bin".into(), bytes: 10 }]);
     assert_eq!(store.list("nowhere").unwrap(), []);
 
+    assert!(store.create("once", Bytes::from_static(b"1")).unwrap());
+    assert!(!store.create("once", Bytes::from_static(b"2")).unwrap());
+    assert_eq!(store.read("once").unwrap(), "1");
+    store.delete("once").unwrap();
+
     let mut upload = store.upload("a/u").unwrap();
     upload.write(Bytes::from(vec![7; PIECE])).unwrap();
     upload.write(Bytes::from(vec![8; PIECE])).unwrap();

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole data`: prepares data and looks into it. The work is done by the Python package, which has pyarrow.
+
+use std::io::Write as _;
+
+use anyhow::Result;
+use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+
+use crate::surroundings::Surroundings;
+
+/// Does the work: its `main` takes the name of the command and its arguments.
+const MODULE: &str = "farandole.data.command";
+
+/// The command line.
+pub(crate) fn command() -> Command {
+    let text = |name: &'static str, value: &'static str, help: &'static str| {
+        Arg::new(name).long(name).value_name(value).help(help)
+    };
+    let many = |name: &'static str, value: &'static str, help: &'static str| {
+        text(name, value, help).action(ArgAction::Append)
+    };
+    let json =
+        || Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print JSON instead of a table");
+    let url = || {
+        Arg::new("url")
+            .value_name("URL")
+            .required(true)
+            .help("A directory of Parquet files, or a Delta table")
+    };
+    Command::new("data")
+        .about("Prepares data for training without Spark, and looks into data.")
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .subcommand(
+            Command::new("prepare")
+                .about(
+                    "Writes Parquet, CSV, JSON lines, Arrow IPC files or a Delta table to a store, in the form that \
+                     training reads fastest. What was killed goes on; what was done is found again.",
+                )
+                .arg(
+                    Arg::new("source")
+                        .value_name("SOURCE")
+                        .required(true)
+                        .num_args(1..)
+                        .help("Files, directories or patterns in quotes, in any store"),
+                )
+                .arg(text("to", "STORE", "The store, such as /data/farandole or s3://bucket/prefix").required(true))
+                .arg(many("features", "COLUMNS", "Columns for the model; default: all that are nothing else"))
+                .arg(many("labels", "COLUMNS", "Columns to compare with"))
+                .arg(text("weight", "COLUMN", "Column with each row's weight"))
+                .arg(text("validation", "SHARE|COLUMN", "Share of rows held out, or the column that says which"))
+                .arg(text("seed", "SEED", "Of the split").default_value("0").value_parser(value_parser!(u64)))
+                .arg(many("fill", "[COLUMN=]VALUE", "What takes the place of nulls and NaN"))
+                .arg(
+                    Arg::new("allow-nan")
+                        .long("allow-nan")
+                        .action(ArgAction::SetTrue)
+                        .help("Take NaN as a value like any other"),
+                )
+                .arg(
+                    text("format", "FORMAT", "Of files whose names do not tell")
+                        .value_parser(["parquet", "csv", "json", "ipc"]),
+                )
+                .arg(many("type", "COLUMN=TYPE", "Type of a column of CSV or JSON, such as id=string"))
+                .arg(many("csv", "OPTION=VALUE", "How CSV is read, such as delimiter=; or encoding=latin1"))
+                .arg(text("sql", "QUERY", "A query of the source, which is the table `source` in it"))
+                .arg(
+                    text("compression", "KIND", "Of the files written")
+                        .default_value("none")
+                        .value_parser(["none", "snappy", "lz4", "zstd"]),
+                )
+                .arg(
+                    text("row-group-rows", "ROWS", "Rows of a row group; default: by size")
+                        .value_parser(value_parser!(u64).range(1..)),
+                )
+                .arg(
+                    Arg::new("again")
+                        .long("again")
+                        .action(ArgAction::SetTrue)
+                        .help("Prepare anew even if it has been done before"),
+                )
+                .arg(json()),
+        )
+        .subcommand(
+            Command::new("inspect")
+                .about("Says what a data set holds: rows, files, columns with types, shapes and extremes.")
+                .arg(url())
+                .arg(
+                    Arg::new("verify")
+                        .long("verify")
+                        .action(ArgAction::SetTrue)
+                        .help("Read every file and compare its checksum; status 1 when one differs"),
+                )
+                .arg(json()),
+        )
+        .subcommand(
+            Command::new("head")
+                .about("Prints the first rows of a data set.")
+                .arg(url())
+                .arg(
+                    Arg::new("rows")
+                        .long("rows")
+                        .short('n')
+                        .value_name("ROWS")
+                        .default_value("5")
+                        .value_parser(value_parser!(u32).range(1..))
+                        .help("How many"),
+                )
+                .arg(json()),
+        )
+}
+
+/// Runs it.
+pub(crate) fn data(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
+    let Some((name, matches)) = matches.subcommand() else { anyhow::bail!("no such command") };
+    let mut words = vec![name.to_owned()];
+    for id in matches.ids().map(clap::Id::as_str) {
+        if matches.value_source(id).is_none() {
+            continue;
+        }
+        if let Ok(Some(values)) = matches.try_get_many::<String>(id) {
+            words.extend(values.map(|value| format!("{id}={value}")));
+        } else if let Ok(Some(number)) = matches.try_get_one::<u64>(id) {
+            words.push(format!("{id}={number}"));
+        } else if let Ok(Some(number)) = matches.try_get_one::<u32>(id) {
+            words.push(format!("{id}={number}"));
+        } else if let Ok(Some(true)) = matches.try_get_one::<bool>(id) {
+            words.push(format!("{id}="));
+        }
+    }
+    match surroundings.call(MODULE, &words) {
+        Ok(status) => Ok(status),
+        Err(message) => {
+            drop(writeln!(std::io::stderr(), "farandole: {message}"));
+            Ok(1)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+    use crate::surroundings::Python;
+
+    #[derive(Default)]
+    struct Told(RefCell<Vec<String>>);
+
+    impl Surroundings for Told {
+        fn interrupted(&self) -> bool {
+            false
+        }
+
+        fn python(&self) -> Python {
+            Python::default()
+        }
+
+        fn call(&self, module: &str, words: &[String]) -> Result<i32, String> {
+            assert_eq!(module, MODULE);
+            self.0.replace(words.to_vec());
+            if words.len() > 3 { Ok(0) } else { Err("no".to_owned()) }
+        }
+    }
+
+    #[test]
+    fn arguments_reach_the_package_by_name() {
+        let line = "data prepare a.csv b=c.csv --to /s --fill x=0 --fill 1 --allow-nan --row-group-rows 7";
+        let told = Told::default();
+        let status = |line: &str| {
+            let matches = command().try_get_matches_from(line.split(' ')).unwrap();
+            data(&matches, &told).unwrap()
+        };
+        assert_eq!(status(line), 0);
+        let mut words = told.0.borrow().clone();
+        assert_eq!(words.remove(0), "prepare");
+        words.sort();
+        let expected = [
+            "allow-nan=",
+            "compression=none",
+            "fill=1",
+            "fill=x=0",
+            "row-group-rows=7",
+            "seed=0",
+            "source=a.csv",
+            "source=b=c.csv",
+            "to=/s",
+        ];
+        assert_eq!(words, expected);
+        assert_eq!(status("data head /d"), 1);
+        let mut words = told.0.borrow().clone();
+        words.sort();
+        assert_eq!(words, ["head", "rows=5", "url=/d"]);
+    }
+
+    #[test]
+    fn what_is_missing_is_refused() {
+        for line in ["data", "data prepare a.csv", "data head", "data prepare a --to s --format xml"] {
+            assert!(command().try_get_matches_from(line.split(' ')).is_err(), "{line}");
+        }
+    }
+}

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole store`: what lies in a store, how large it is, and what of it nobody needs any more.
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Arg, ArgAction, ArgMatches, Command};
+use farandole::store::{Options, Store, configure, is_free, stale, sweep};
+
+/// The command line.
+pub(crate) fn command() -> Command {
+    let url =
+        || Arg::new("url").value_name("URL").required(true).help("A path or URL, such as s3://bucket/prefix");
+    let json = || {
+        Arg::new("json")
+            .long("json")
+            .action(ArgAction::SetTrue)
+            .help("Print one JSON object a line instead of a table")
+    };
+    Command::new("store")
+        .about("Shows and tidies stores: local paths, s3://, gs://, abfss://, hdfs://, dbfs:/.")
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .arg(
+            Arg::new("option")
+                .long("option")
+                .global(true)
+                .value_name("KEY=VALUE")
+                .action(ArgAction::Append)
+                .value_parser(pair)
+                .help("A storage option, such as endpoint_url=http://localhost:9000; may be repeated"),
+        )
+        .subcommand(Command::new("ls").about("Lists what is directly in a directory.").arg(url()).arg(json()))
+        .subcommand(
+            Command::new("du")
+                .about("Sums up the files of each directory: prepared data, runs and all else, and says what is in use.")
+                .arg(url())
+                .arg(json()),
+        )
+        .subcommand(
+            Command::new("gc")
+                .about(
+                    "Deletes prepared data that is old and that no process uses. Runs, checkpoints and files of others \
+                     stay.",
+                )
+                .arg(url())
+                .arg(
+                    Arg::new("older-than")
+                        .long("older-than")
+                        .value_name("AGE")
+                        .default_value("7d")
+                        .value_parser(age)
+                        .help("Age of a data set's newest file, such as 90s, 30m, 12h or 7d"),
+                )
+                .arg(
+                    Arg::new("dry-run")
+                        .long("dry-run")
+                        .action(ArgAction::SetTrue)
+                        .help("Say what would be deleted, and delete nothing"),
+                )
+                .arg(json()),
+        )
+}
+
+fn pair(text: &str) -> Result<(String, String)> {
+    // The value may be a secret, so it is not repeated.
+    let (key, value) = text.split_once('=').context("a storage option is KEY=VALUE")?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+fn age(text: &str) -> Result<Duration> {
+    let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 24 * 3600), ("w", 7 * 24 * 3600)];
+    let unit = units.iter().find_map(|(unit, seconds)| Some((text.strip_suffix(unit)?, *seconds)));
+    let (digits, seconds) = unit.with_context(|| format!("an age has a unit, such as 7d: {text}"))?;
+    let count: u64 = digits.trim().parse().with_context(|| format!("not an age: {text}"))?;
+    count.checked_mul(seconds).map(Duration::from_secs).with_context(|| format!("not an age: {text}"))
+}
+
+/// Runs it.
+pub(crate) fn store(matches: &ArgMatches) -> Result<i32> {
+    let Some((action, matches)) = matches.subcommand() else { bail!("no such command") };
+    let url = matches.get_one::<String>("url").cloned().unwrap_or_default();
+    let options: BTreeMap<String, String> =
+        matches.get_many::<(String, String)>("option").unwrap_or_default().cloned().collect();
+    if !options.is_empty() {
+        configure(&url, Options(options));
+    }
+    let store = Store::open(&url)?;
+    let json = matches.get_flag("json");
+    let rows = match action {
+        "ls" => list(&store)?,
+        "du" => usage(&store)?,
+        _ => {
+            let older = matches.get_one("older-than").copied().unwrap_or_default();
+            let now = SystemTime::now();
+            let dry = matches.get_flag("dry-run");
+            let gone = if dry { stale(&store, older, now)? } else { sweep(&store, older, now)? };
+            let state = if dry { "would go" } else { "deleted" };
+            gone.into_iter()
+                .map(|one| Row {
+                    path: one.path,
+                    files: Some(one.files),
+                    bytes: one.bytes,
+                    note: state.to_owned(),
+                })
+                .collect()
+        }
+    };
+    print(&rows, json, action == "ls");
+    Ok(0)
+}
+
+/// A line of output.
+struct Row {
+    path: String,
+    files: Option<usize>,
+    bytes: u64,
+    note: String,
+}
+
+fn list(store: &Store) -> Result<Vec<Row>> {
+    let items = store.look("")?;
+    if items.is_empty() && !store.exists("")? {
+        bail!("there is nothing here: {}", store.url());
+    }
+    let row = |item: farandole::store::Item| Row {
+        path: if item.is_directory { format!("{}/", item.name) } else { item.name },
+        files: None,
+        bytes: item.bytes,
+        note: item.modified.map(timestamp).unwrap_or_default(),
+    };
+    Ok(items.into_iter().map(row).collect())
+}
+
+fn usage(store: &Store) -> Result<Vec<Row>> {
+    let mut sums: BTreeMap<String, (usize, u64)> = BTreeMap::new();
+    for entry in store.list("")? {
+        let mut parts = entry.path.split('/');
+        let first = parts.next().unwrap_or_default();
+        let name = match (parts.next(), parts.next()) {
+            (None, _) => ".".to_owned(),
+            // Each run by itself.
+            (Some(run), Some(_)) if first == "runs" => format!("{first}/{run}/"),
+            _ => format!("{first}/"),
+        };
+        let sum = sums.entry(name).or_default();
+        *sum = (sum.0 + 1, sum.1 + entry.bytes);
+    }
+    if sums.is_empty() && !store.exists("")? {
+        bail!("there is nothing here: {}", store.url());
+    }
+    let mut rows = Vec::new();
+    for (path, (files, bytes)) in sums {
+        let note = if path.starts_with("intermediate_") { state(store, &path)? } else { String::new() };
+        rows.push(Row { path, files: Some(files), bytes, note });
+    }
+    let (files, bytes) =
+        rows.iter().fold((0, 0), |sum, row| (sum.0 + row.files.unwrap_or(0), sum.1 + row.bytes));
+    rows.push(Row { path: "total".to_owned(), files: Some(files), bytes, note: String::new() });
+    Ok(rows)
+}
+
+/// Whether prepared data is complete, and whether somebody uses it.
+fn state(store: &Store, path: &str) -> Result<String> {
+    let directory = store.child(path.trim_end_matches('/'))?;
+    let complete = directory.exists("_manifest.json")?;
+    let used = !is_free(&directory, SystemTime::now())?;
+    let state = if complete { "complete" } else { "unfinished" };
+    Ok(if used { format!("{state}, in use") } else { state.to_owned() })
+}
+
+/// `2024-02-29T12:00:00Z`.
+fn timestamp(time: SystemTime) -> String {
+    let seconds = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+    let (days, rest) = (seconds / 86400, seconds % 86400);
+    // Years begin in March here, so that the leap day is their last.
+    let day = days + 719_468;
+    let era = day / 146_097;
+    let of_era = day % 146_097;
+    let year = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year + year / 4 - year / 100);
+    let month = (5 * of_year + 2) / 153;
+    let date = of_year - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = year + era * 400 + u64::from(month <= 2);
+    let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
+    format!("{year:04}-{month:02}-{date:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+/// `12.3 MiB`.
+fn size(bytes: u64) -> String {
+    let units = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    match units.into_iter().find(|(_, shift)| bytes >> shift > 0) {
+        None => format!("{bytes} B"),
+        Some((unit, shift)) => {
+            format!("{}.{} {unit}", bytes >> shift, (bytes >> (shift - 10)) % 1024 * 10 / 1024)
+        }
+    }
+}
+
+fn print(rows: &[Row], json: bool, plain: bool) {
+    let mut out = std::io::stdout().lock();
+    for row in rows {
+        let line = if json {
+            let path = row.path.replace('\\', "\\\\").replace('"', "\\\"");
+            let files = row.files.map_or(String::new(), |files| format!(", \"files\": {files}"));
+            format!("{{\"path\": \"{path}\"{files}, \"bytes\": {}, \"note\": \"{}\"}}", row.bytes, row.note)
+        } else if plain {
+            format!("{:>20} {:>10}  {}", row.note, size(row.bytes), row.path)
+        } else {
+            let files = row.files.unwrap_or_default();
+            format!("{:>10} {files:>7} files  {:<18} {}", size(row.bytes), row.note, row.path)
+        };
+        // A reader that went away (`| head`) ends the listing.
+        if writeln!(out, "{line}").is_err() {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ages_have_units() {
+        let seconds = ["90s", "2m", "1h", "7d", "1w"].map(|text| age(text).unwrap().as_secs());
+        assert_eq!(seconds, [90, 120, 3600, 604_800, 604_800]);
+        for wrong in ["7", "d", "-1d", "1y", "99999999999999999999w"] {
+            assert!(age(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_option_is_not_repeated() {
+        assert!(!pair("hidden").unwrap_err().to_string().contains("hidden"));
+        assert_eq!(pair("a=b=c").unwrap(), ("a".to_owned(), "b=c".to_owned()));
+    }
+
+    #[test]
+    fn sizes_and_times_are_readable() {
+        assert_eq!(
+            [0, 1023, 1024, 1536, 5 << 20, 3 << 30].map(size).join(" "),
+            "0 B 1023 B 1.0 KiB 1.5 KiB 5.0 MiB 3.0 GiB"
+        );
+        let at = |seconds| timestamp(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(at(0), "1970-01-01T00:00:00Z");
+        assert_eq!(at(951_825_600), "2000-02-29T12:00:00Z");
+        assert_eq!(at(1_767_225_599), "2025-12-31T23:59:59Z");
+    }
+}

@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Who uses a directory of prepared data.
+//!
+//! Small files in the directory itself say so, each naming a process: `_lease-<n>.json` for the one that writes,
+//! `_use-<name>.json` for any number that read. A file counts as long as its process lives; what cannot be seen from here
+//! (another host, another container) counts for a week.
+//!
+//! ```text
+//! take:   no lease lives -> create lease n + 1, which one process alone can -> no use lives, else give it back
+//! share:  create a use -> no lease lives, else take it back
+//! settle: create a use -> delete the own lease
+//! ```
+//!
+//! Whoever writes and whoever reads both leave their mark first and look for the other's then, so that of two at the
+//! same time one sees the other. Leases are numbered because deleting a dead one and creating a new one are two steps:
+//! two that find the same dead lease both want the same next number.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::store::{Item, Store};
+
+const LEASE: &str = "_lease-";
+const USE: &str = "_use-";
+
+/// How long a process counts that cannot be seen.
+const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// How long a file counts that says nothing: it may just be about to be written.
+const WRITING: Duration = Duration::from_secs(60);
+
+/// Tells the uses of one process apart.
+static COUNT: AtomicU64 = AtomicU64::new(0);
+
+/// The process that left a file.
+#[derive(Debug, Serialize, Deserialize)]
+struct Holder {
+    host: String,
+    pid: u32,
+    /// The process namespace, in which the number counts.
+    #[serde(default)]
+    namespace: Option<String>,
+    /// When it was started, in the kernel's ticks: numbers of processes are given out again.
+    #[serde(default)]
+    started: Option<u64>,
+    /// Seconds since the epoch.
+    time: f64,
+}
+
+impl Holder {
+    fn here(now: SystemTime) -> Self {
+        let pid = std::process::id();
+        Self { host: host(), pid, namespace: namespace(), started: started(pid), time: seconds(now) }
+    }
+
+    fn lives(&self, now: SystemTime) -> bool {
+        if self.host != host() || (self.namespace.is_some() && self.namespace != namespace()) {
+            return seconds(now) - self.time <= LONGEST.as_secs_f64();
+        }
+        match (started(self.pid), self.started) {
+            (None, _) => false,
+            (Some(found), Some(expected)) => found == expected,
+            (Some(_), None) => true,
+        }
+    }
+}
+
+fn seconds(time: SystemTime) -> f64 {
+    time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+}
+
+fn host() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
+}
+
+fn namespace() -> Option<String> {
+    Some(std::fs::read_link("/proc/self/ns/pid").ok()?.display().to_string())
+}
+
+/// When a process was started; `None` when there is none, or only the remains of one.
+fn started(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The program's name, in brackets, may hold anything.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?;
+    (state != "Z" && state != "X").then(|| fields.nth(18)?.parse().ok()).flatten()
+}
+
+/// Whether the process that left `item` counts.
+fn counts(store: &Store, item: &Item, now: SystemTime) -> Result<bool> {
+    let text = match store.read(&item.name) {
+        Ok(text) => text,
+        Err(Error::Missing { .. }) => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    Ok(match serde_json::from_slice::<Holder>(&text) {
+        Ok(holder) => holder.lives(now),
+        Err(_) => item.modified.is_some_and(|time| now.duration_since(time).is_ok_and(|age| age < WRITING)),
+    })
+}
+
+/// Files of one kind, and whether they count.
+fn marks(store: &Store, kind: &str, now: SystemTime) -> Result<Vec<(String, bool)>> {
+    let items = match store.look("") {
+        Ok(items) => items,
+        Err(Error::Missing { .. }) => Vec::new(),
+        Err(error) => return Err(error),
+    };
+    let ours =
+        |item: &Item| !item.is_directory && item.name.starts_with(kind) && item.name.ends_with(".json");
+    items.into_iter().filter(ours).map(|item| Ok((item.name.clone(), counts(store, &item, now)?))).collect()
+}
+
+fn number(name: &str) -> u64 {
+    let digits = name.strip_prefix(LEASE).and_then(|rest| rest.strip_suffix(".json"));
+    digits.and_then(|digits| digits.parse().ok()).unwrap_or(0)
+}
+
+fn here(now: SystemTime) -> Result<Bytes> {
+    let text = serde_json::to_vec(&Holder::here(now));
+    text.map(Bytes::from).map_err(|source| Error::Runtime { source: source.into() })
+}
+
+/// Takes the directory for this process alone: the name of its lease, or `None` when somebody uses the directory.
+///
+/// # Errors
+/// A backend that cannot be asked, or does not write.
+pub fn take(store: &Store, now: SystemTime) -> Result<Option<String>> {
+    let found = marks(store, LEASE, now)?;
+    if found.iter().any(|(_, lives)| *lives) {
+        return Ok(None);
+    }
+    let next = found.iter().map(|(name, _)| number(name)).max().unwrap_or(0) + 1;
+    let name = format!("{LEASE}{next}.json");
+    if !store.create(&name, here(now)?)? {
+        return Ok(None);
+    }
+    let uses = marks(store, USE, now)?;
+    if uses.iter().any(|(_, lives)| *lives) {
+        store.delete(&name)?;
+        return Ok(None);
+    }
+    for (dead, _) in found.iter().chain(&uses) {
+        store.delete(dead)?;
+    }
+    Ok(Some(name))
+}
+
+fn mark(store: &Store, now: SystemTime) -> Result<String> {
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let nanoseconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
+    let name = format!("{USE}{}-{count}-{nanoseconds:x}.json", std::process::id());
+    store.write(&name, here(now)?)?;
+    Ok(name)
+}
+
+/// Uses the directory beside others: the name of the mark, or `None` when somebody has taken it.
+///
+/// # Errors
+/// As [`take`].
+pub fn share(store: &Store, now: SystemTime) -> Result<Option<String>> {
+    let name = mark(store, now)?;
+    if marks(store, LEASE, now)?.iter().any(|(_, lives)| *lives) {
+        store.delete(&name)?;
+        return Ok(None);
+    }
+    Ok(Some(name))
+}
+
+/// Makes the own lease a use beside others.
+///
+/// # Errors
+/// As [`take`].
+pub fn settle(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
+    let name = mark(store, now)?;
+    store.delete(lease)?;
+    Ok(name)
+}
+
+/// Whether nobody uses the directory.
+///
+/// # Errors
+/// A backend that cannot be asked.
+pub fn is_free(store: &Store, now: SystemTime) -> Result<bool> {
+    for kind in [LEASE, USE] {
+        if marks(store, kind, now)?.iter().any(|(_, lives)| *lives) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn store(name: &str) -> Store {
+        Store::open(&format!("memory://lease-{name}/d")).unwrap()
+    }
+
+    fn left(store: &Store, name: &str, holder: &Holder) {
+        store.write(name, serde_json::to_vec(holder).unwrap().into()).unwrap();
+    }
+
+    #[test]
+    fn one_takes_and_many_share_but_never_both() {
+        let (store, now) = (store("both"), SystemTime::now());
+        assert!(is_free(&store, now).unwrap());
+        let lease = take(&store, now).unwrap().unwrap();
+        assert_eq!(take(&store, now).unwrap(), None);
+        assert_eq!(share(&store, now).unwrap(), None);
+        let first = settle(&store, &lease, now).unwrap();
+        let second = share(&store, now).unwrap().unwrap();
+        assert_ne!(first, second);
+        assert_eq!(take(&store, now).unwrap(), None);
+        assert!(!is_free(&store, now).unwrap());
+        store.delete(&first).unwrap();
+        assert_eq!(take(&store, now).unwrap(), None);
+        store.delete(&second).unwrap();
+        assert_eq!(take(&store, now).unwrap().as_deref(), Some("_lease-1.json"));
+    }
+
+    #[test]
+    fn of_many_at_once_one_takes() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(directory.path().to_str().unwrap()).unwrap();
+        let now = SystemTime::now();
+        let dead = Holder { pid: u32::MAX, ..Holder::here(now) };
+        for _ in 0..20 {
+            left(&store, "_lease-7.json", &dead);
+            let taken: Vec<String> = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| take(&store, now).unwrap())).collect();
+                threads.into_iter().filter_map(|thread| thread.join().unwrap()).collect()
+            });
+            assert_eq!(taken.len(), 1, "{taken:?}");
+            store.delete_all("").unwrap();
+        }
+    }
+
+    #[test]
+    fn the_dead_do_not_count_and_the_unseen_do_for_a_week() {
+        let (store, now) = (store("dead"), SystemTime::now());
+        let me = Holder::here(now);
+        left(&store, "_lease-3.json", &Holder { pid: u32::MAX, ..Holder::here(now) });
+        left(
+            &store,
+            "_use-x.json",
+            &Holder { started: me.started.map(|ticks| ticks + 1), ..Holder::here(now) },
+        );
+        assert!(is_free(&store, now).unwrap());
+        assert_eq!(take(&store, now).unwrap().as_deref(), Some("_lease-4.json"));
+        let names: Vec<String> = store.look("").unwrap().into_iter().map(|item| item.name).collect();
+        assert_eq!(names, ["_lease-4.json"], "what the dead left goes");
+        store.delete("_lease-4.json").unwrap();
+
+        for unseen in [
+            Holder { host: "elsewhere".to_owned(), ..Holder::here(now) },
+            Holder { namespace: Some("pid:[1]".to_owned()), pid: u32::MAX, ..Holder::here(now) },
+        ] {
+            left(&store, "_use-y.json", &unseen);
+            assert_eq!(take(&store, now).unwrap(), None);
+            assert!(is_free(&store, now + LONGEST + WRITING).unwrap());
+        }
+    }
+
+    #[test]
+    fn a_mark_that_says_nothing_counts_while_it_may_be_written() {
+        let (store, now) = (store("half"), SystemTime::now());
+        store.write("_lease-1.json", Bytes::new()).unwrap();
+        assert_eq!(take(&store, now).unwrap(), None);
+        assert!(take(&store, now + WRITING * 2).unwrap().is_some());
+    }
+}

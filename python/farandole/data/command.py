@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What `farandole data` does; its arguments have been read by the command."""
+
+# ruff: noqa: T201 - printing is what it is for
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+import sys
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from farandole._native import prepare as native
+from farandole._native import store as native_store
+from farandole.data.datasets import open_dataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+_LETTERS = {
+    "bool": "?",
+    "int8": "b",
+    "int16": "h",
+    "int32": "i",
+    "int64": "q",
+    "uint8": "B",
+    "uint16": "H",
+    "uint32": "I",
+    "uint64": "Q",
+    "float32": "f",
+    "float64": "d",
+}
+_SHOWN = 8
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs one command.
+
+    Args:
+        words: Its name, then `argument=value` for each value given.
+
+    Returns:
+        The exit status.
+    """
+    given: dict[str, list[str]] = defaultdict(list)
+    for word in words[1:]:
+        name, _, value = word.partition("=")
+        given[name].append(value)
+    commands = {"prepare": _prepare, "inspect": _inspect, "head": _head}
+    try:
+        return commands[words[0]](given)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"farandole: {error}", file=sys.stderr)
+        return 1
+
+
+def _prepare(given: dict[str, list[str]]) -> int:
+    from farandole.data.prepare import prepare_data  # noqa: PLC0415 - the other commands need no pyarrow
+
+    one = {name: values[-1] for name, values in given.items()}
+    fill = dict(_pair(value) for value in given["fill"])
+    done = prepare_data(
+        given["source"],
+        one["to"],
+        feature_cols=_names(given["features"]) or None,
+        label_cols=_names(given["labels"]),
+        sample_weight_col=one.get("weight"),
+        validation=_number(one.get("validation")),
+        seed=int(one["seed"]),
+        fill=fill or None,
+        allow_nan="allow-nan" in given,
+        format=one.get("format"),  # pyright: ignore[reportArgumentType] - the command has checked it
+        types=dict(value.split("=", 1) for value in given["type"]) or None,
+        options={name: _option(value) for name, value in (text.split("=", 1) for text in given["csv"])} or None,
+        sql=one.get("sql"),
+        compression=one["compression"],  # pyright: ignore[reportArgumentType]
+        row_group_rows=int(one["row-group-rows"]) if "row-group-rows" in one else None,
+        reuse="again" not in given,
+    )
+    told: dict[str, Any] = {
+        "index": done.index,
+        "train_url": done.train_url,
+        "val_url": done.val_url,
+        "train_rows": done.train_rows,
+        "val_rows": done.val_rows,
+        "dropped": done.dropped,
+        "reused": done.reused,
+        "resumed": done.resumed,
+    }
+    if "json" in given:
+        print(json.dumps(told))
+        return 0
+    state = " (prepared before)" if done.reused else f" ({done.resumed} partitions done before)" if done.resumed else ""
+    print(f"training:   {done.train_rows:>12,} rows  {done.train_url}{state}")
+    if done.val_url is not None:
+        print(f"validation: {done.val_rows:>12,} rows  {done.val_url}")
+    if done.dropped:
+        print(f"left out:   {done.dropped:>12,} rows, by the validation column")
+    print(f"train with: fit_on_parquet(dataset_idx={done.index})")
+    return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    return (name, value) if equals else ("*", text)
+
+
+def _names(values: Iterable[str]) -> list[str]:
+    return [name for value in values for name in value.split(",") if name]
+
+
+def _number(text: str | None) -> float | str | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
+
+
+def _option(text: str) -> Any:
+    words: dict[str, Any] = {"true": True, "false": False, "\\t": "\t"}
+    if text.lower() in words:
+        return words[text.lower()]
+    if text.isdigit():
+        return int(text)
+    return text.split(",") if "," in text.strip(",") else text
+
+
+def _inspect(given: dict[str, list[str]]) -> int:
+    url = given["url"][-1]
+    text = native.read_manifest(url)
+    problems: list[str] = []
+    if text is not None:
+        told = json.loads(text)
+    else:
+        opened = open_dataset(url)
+        columns = [{"name": one.name, "element": one.dtype, "shape": list(one.shape)} for one in opened.columns]
+        told = {"fingerprint": opened.fingerprint, "rows": opened.rows, "columns": columns}
+    if "verify" in given:
+        files, size, problems = native.verify(url)
+        told["verified"] = {"files": files, "bytes": size, "problems": problems}
+    if "json" in given:
+        print(json.dumps({"url": native_store.Store(url).url, "prepared": text is not None, **told}))
+        return 1 if problems else 0
+    print(native_store.Store(url).url)
+    print(f"{told['rows']:,} rows, {'prepared' if text is not None else 'not prepared'}, {told['fingerprint']}")
+    if "files" in told:
+        groups = sum(len(file["groups"]) for file in told["files"])
+        print(f"{len(told['files']):,} files, {groups:,} row groups, {told['bytes']:,} bytes")
+    rows: list[tuple[str, ...]] = [("column", "type", "shape", "role", "least", "most")]
+    for one in told["columns"]:
+        shape = " x ".join(str(length) for length in one["shape"])
+        extremes = [_cell(one.get(name)) for name in ("min", "max")]
+        rows.append((one["name"], one["element"], shape, one.get("role", ""), *extremes))
+    _table(rows)
+    if "verify" in given:
+        for problem in problems:
+            print(problem)
+        print(f"verified {told['verified']['files']:,} files: {len(problems)} damaged")
+    return 1 if problems else 0
+
+
+def _head(given: dict[str, list[str]]) -> int:
+    url, count = given["url"][-1], int(given["rows"][-1])
+    rows = list(_rows(url, count))
+    if "json" in given:
+        for row in rows:
+            print(json.dumps(row, default=str))
+        return 0
+    names = list(rows[0]) if rows else []
+    _table([tuple(names), *(tuple(_cell(row[name]) for name in names) for row in rows)])
+    return 0
+
+
+def _rows(url: str, count: int) -> Iterator[dict[str, Any]]:
+    """The first rows, vectors as lists."""
+    from farandole.data.sources import open_source  # noqa: PLC0415 - as above
+
+    text = native.read_manifest(url)
+    if text is None:
+        open_dataset(url)  # says what is wrong with it
+        source = open_source(url, format=None if native_store.Store(url).exists("_delta_log") else "parquet")
+        shapes: dict[str, tuple[str, list[int]]] = {}
+    else:
+        manifest = json.loads(text)
+        base = manifest.get("base") or native_store.Store(url).url
+        enough = itertools.accumulate((file["rows"] for file in manifest["files"]), initial=0)
+        first = [file["path"] for file, before in zip(manifest["files"], enough, strict=False) if before < count]
+        source = open_source([f"{base}/{path}" for path in first], format="parquet")
+        shapes = {one["name"]: (one["element"], one["shape"]) for one in manifest["columns"] if one["shape"]}
+    for unit in source.units(source.schema.names):
+        for batch in unit.batches():
+            for row in batch.slice(0, count).to_pylist():
+                yield {
+                    name: _vector(value, *shapes[name]) if name in shapes and isinstance(value, bytes) else value
+                    for name, value in row.items()
+                }
+            count -= min(count, batch.num_rows)
+            if count == 0:
+                return
+
+
+def _vector(value: bytes, element: str, shape: list[int]) -> Any:
+    flat = list(struct.unpack(f"<{math.prod(shape)}{_LETTERS[element]}", value))
+    for length in reversed(shape[1:]):
+        flat = [flat[start : start + length] for start in range(0, len(flat), length)]
+    return flat
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        more = ", ..." if len(value) > _SHOWN else ""
+        return f"[{', '.join(_cell(one) for one in value[:_SHOWN])}{more}]"
+    return str(value)
+
+
+def _table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""From files, tables and frames to prepared data in a store, without Spark.
+
+Rows flow from pyarrow into the native `PartitionWriter`, which checks, splits and writes them; memory stays bounded
+whatever the size of the source. Finished partitions are noted as they come, so that a preparation that was killed goes
+on with the others, and data that was prepared from the same source in the same way is found again, by any process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import uuid
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
+
+from farandole._native import prepare as native
+from farandole.data import places
+from farandole.data.sources import Source, Unit, open_source
+from farandole.data.sql import query
+from farandole.spark.common.columns import Column, Roles, check_present
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pyarrow as pa
+
+    from farandole.spark.common.store import AbstractFilesystemStore
+
+PART_BYTES = 128 << 20
+"""Bytes in memory that become one partition, which is one file of each side."""
+_NUMBERS = 100_000
+"""Numbers of partitions that one unit has to itself."""
+_ENDLESS = 1 << 62
+_FORM = 1
+"""Changes when the same options would write other bytes."""
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A data set that can be trained on. As a context manager it lets go of the data at the end."""
+
+    index: int | None
+    train_url: str
+    val_url: str | None
+    train_rows: int
+    val_rows: int
+    columns: dict[str, Column]
+    reused: bool = False
+    """Whether it had been prepared before."""
+    dropped: int = 0
+    """Rows that the validation column puts on neither side."""
+    resumed: int = 0
+    """Partitions that a killed preparation had finished."""
+    place: places.Place | None = field(default=None, repr=False, compare=False)
+
+    def release(self) -> None:
+        """Says that this process uses the data no more; it stays where it is."""
+        if self.place is not None:
+            self.place.release()
+
+    def __enter__(self) -> Self:
+        """The data itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Lets go of it."""
+        self.release()
+
+
+def prepare_data(
+    source: Any,
+    store: AbstractFilesystemStore | str | os.PathLike[str],
+    *,
+    feature_cols: Sequence[str] | None = None,
+    label_cols: Sequence[str] = (),
+    sample_weight_col: str | None = None,
+    validation: float | str | None = None,
+    seed: int = 0,
+    fill: Mapping[str, Any] | float | str | None = None,
+    allow_nan: bool = False,
+    compression: Literal["none", "snappy", "lz4", "zstd"] = "none",
+    row_group_rows: int | None = None,
+    format: Literal["parquet", "csv", "json", "ipc"] | None = None,  # noqa: A002 - as pyarrow calls it
+    types: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    sql: str | None = None,
+    threads: int = 2,
+    reuse: bool = True,
+) -> PreparedData:
+    """Writes rows to a store in the form that training reads fastest, or finds that this has been done before.
+
+    Sources, in bounded memory: Parquet, CSV, JSON (one object a line) and Arrow IPC files, by path, directory, pattern
+    or a list of paths, in any store; Delta tables (with the extra `delta`); pyarrow tables and datasets, pandas and
+    polars frames, and anything that streams Arrow. Directories named `column=value` are columns.
+
+    The data stays in the store until `Store.gc` deletes it. Estimators train on it by
+    `fit_on_parquet(dataset_idx=data.index)`, `ParquetLoader(data.train_url, ...)` reads it. A preparation that was
+    killed goes on where it was when it is asked for again; streams cannot be asked for again.
+
+    Args:
+        source: The rows.
+        store: Where to: a `Store`, or its path or URL.
+        feature_cols: Columns for the model; default: all that are nothing else.
+        label_cols: Columns to compare with.
+        sample_weight_col: Column with each row's weight.
+        validation: Share of rows held out, chosen by a hash of their content and the seed: the same rows however the
+            files are cut. Or a column: true, positive, or `"validation"` rows are held out, negative, null and `"test"`
+            rows are left out altogether.
+        seed: Of that choice.
+        fill: What takes the place of nulls and NaN: one value for all columns it makes sense for, or values by column
+            (`"*"` for all others). Without it they are errors that name the column.
+        allow_nan: Takes NaN as a value like any other.
+        compression: Of the files.
+        row_group_rows: Rows of a row group; default: by size, as suits shuffling.
+        format: Of files whose names do not tell.
+        types: Types of columns of CSV and JSON by name, as `{"id": "string"}`; others are guessed from the first 4 MiB
+            of each file.
+        options: Of CSV: `delimiter`, `column_names`, `skip_rows`, `encoding`, `quote_char`, `null_values`,
+            `decimal_point` and others that pyarrow has.
+        sql: A query of the source, which is the table `source` in it; or `source` is a mapping from the names that the
+            query has to paths, tables and frames. What it takes in memory beyond 256 MiB goes to disk. With the extra
+            `sql`.
+        threads: Files read at the same time.
+        reuse: Whether data that was prepared before will do.
+
+    Returns:
+        What was prepared, and where. This process holds it until `release`, or its end.
+
+    Raises:
+        ImportError: pyarrow is not installed: `pip install 'farandole[data]'`.
+        FileNotFoundError: There is no such file.
+        ValueError: Rows that do not fit, files that disagree, no rows on a side; the message names the column or file.
+        OSError: The store refused; another try goes on with what is missing.
+    """
+    from farandole.spark.common.store import Store  # noqa: PLC0415 - loaded with fsspec
+
+    place = Store.create(os.fspath(store)) if isinstance(store, str | os.PathLike) else store
+    if sql is None:
+        opened = open_source(source, format=format, types=types, options=options)
+    else:
+        opened = query(source, sql, format=format, types=types, options=options)
+    roles = roles_of(opened, feature_cols, label_cols, sample_weight_col, validation)
+    spec = {
+        **spec_of(roles, seed, fill, allow_nan=allow_nan),
+        "compression": compression,
+        "row_group_rows": row_group_rows,
+    }
+    return prepare(opened, cast("AbstractFilesystemStore", place), roles, spec, "data", threads=threads, reuse=reuse)
+
+
+def roles_of(
+    source: Source,
+    features: Sequence[str] | None,
+    labels: Sequence[str],
+    weight: str | None,
+    validation: float | str | None,
+) -> Roles:
+    """What each column of a source is for.
+
+    Raises:
+        ValueError: A column is missing, or is two things; or a share that cannot be.
+    """
+    if isinstance(validation, bool) or not isinstance(validation, float | int | str | None):
+        raise ValueError(f"validation must be a share of the rows or the name of a column: {validation!r}")
+    present = source.schema.names
+    if isinstance(features, str) or isinstance(labels, str):
+        raise ValueError(f"columns are a list of names: {features if isinstance(features, str) else labels!r}")
+    if features is None:
+        others = {*labels, weight, validation if isinstance(validation, str) else None}
+        features = [name for name in present if name not in others]
+    share = float(validation) if isinstance(validation, int) else validation
+    roles = Roles(tuple(features), tuple(labels), weight, share)
+    check_present(roles, present, "source")
+    return roles
+
+
+def spec_of(
+    roles: Roles, seed: int, fill: Mapping[str, Any] | float | str | None = None, *, allow_nan: bool = False
+) -> dict[str, Any]:
+    """What the native writer is told about columns, the split and what is missing; see `farandole._native.prepare`."""
+    split: dict[str, Any] | None = None
+    if isinstance(roles.validation, str):
+        split = {"column": roles.validation}
+    elif roles.validation is not None and roles.validation != 0:
+        split = {"fraction": roles.validation}
+    filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
+    return {
+        "columns": roles.kept,
+        "labels": list(roles.labels),
+        "weight": roles.weight,
+        "validation": split,
+        "seed": seed,
+        "fill": {name: _text(value) for name, value in cast("Mapping[str, Any]", filled).items()},
+        "allow_nan": allow_nan,
+    }
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def prepare(
+    source: Source,
+    store: AbstractFilesystemStore,
+    roles: Roles,
+    spec: Mapping[str, Any],
+    kind: Literal["data", "fit"],
+    *,
+    threads: int = 2,
+    reuse: bool = True,
+) -> PreparedData:
+    """`prepare_data` for a source that is open.
+
+    Args:
+        source: The rows.
+        store: Where to.
+        roles: The columns.
+        spec: What `spec_of` said, and more.
+        kind: Who asks: it decides how long the data is kept, see `places`.
+        threads: Files read at the same time.
+        reuse: Whether data that was prepared before will do.
+    """
+    validates = spec["validation"] is not None
+    if source.print is None:
+        key = f"once-{uuid.uuid4().hex}"
+    else:
+        told = json.dumps([_FORM, source.print, spec], sort_keys=True)
+        key = f"{kind}-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
+        place = places.find(store, key, validates=validates) if reuse else None
+        if place is not None:
+            return described(place, validates=validates, reused=True)
+    units = source.units(roles.selected)
+    resumable = source.print is not None and source.ordered
+    place, begun = places.take(store, key, resumable=resumable, replace=not reuse)
+    val_url = place.val_url if validates else None
+    text = json.dumps({**spec, "train": place.train_url, "val": val_url, "fingerprint": key})
+    try:
+        if begun:
+            place.resume(text, store.prefix_path)
+        found = len(place.done)
+        parts = _Writing(place, store.prefix_path, text).run(units, threads)
+        committed = json.loads(native.commit(store.prefix_path, text, parts))
+        place.finish()
+    except ValueError:
+        place.discard()
+        raise
+    except BaseException:
+        # The store may be back, or have room, next time.
+        (place.release if resumable else place.discard)()
+        raise
+    return described(place, validates=validates, resumed=found, dropped=committed["dropped"])
+
+
+def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedData:
+    """What the manifests of a place say."""
+    train = json.loads(native.read_manifest(place.train_url) or "{}")
+    val = json.loads(native.read_manifest(place.val_url) or "{}") if validates else {"rows": 0}
+    return PreparedData(
+        index=place.index,
+        train_url=place.train_url,
+        val_url=place.val_url if validates else None,
+        train_rows=train["rows"],
+        val_rows=val["rows"],
+        columns={one["name"]: Column(one["name"], one["element"], tuple(one["shape"])) for one in train["columns"]},
+        place=place,
+        **more,
+    )
+
+
+class _Writing:
+    """Units on their way into partitions, some at a time."""
+
+    def __init__(self, place: places.Place, prefix: str, spec: str) -> None:
+        self._place, self._prefix, self._spec = place, prefix, spec
+        self._attempt = uuid.uuid4().hex[:12]
+        self._stop = threading.Event()
+        self._parts: dict[int, bytes] = {}
+
+    def run(self, units: list[Unit], threads: int) -> list[bytes]:
+        """Writes what is not there yet.
+
+        Returns:
+            What `commit` wants, of all partitions.
+        """
+        left = [(number, unit) for number, unit in enumerate(units) if not self._is_done(number)]
+        if len(left) <= 1 or threads <= 1:
+            for number, unit in left:
+                self._write(number, unit)
+        else:
+            with ThreadPoolExecutor(min(threads, len(left)), "farandole-prepare") as pool:
+                try:
+                    jobs = [pool.submit(self._write, number, unit) for number, unit in left]
+                    done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+                    failed = [job for job in done if job.exception() is not None]
+                    if failed:
+                        failed[0].result()
+                finally:
+                    self._stop.set()
+                    pool.shutdown(cancel_futures=True)
+        return [self._parts[number] for number in sorted(self._parts)]
+
+    def _is_done(self, number: int) -> bool:
+        """Takes over a unit whose partitions are all finished."""
+        first, parts = number * _NUMBERS, []
+        for partition in range(first, first + _NUMBERS):
+            part = self._place.done.get(partition)
+            if part is None:
+                return False
+            parts.append((partition, part))
+            if partition in self._place.ended:
+                self._parts.update(parts)
+                return True
+        return False
+
+    def _write(self, number: int, unit: Unit) -> None:
+        partition, part, last = number * _NUMBERS, None, (number + 1) * _NUMBERS - 1
+        most: int | None = None
+        for whole in unit.batches():
+            batch = whole
+            while batch.num_rows > 0:
+                if self._stop.is_set():
+                    return
+                if most is None:
+                    each = max(1, batch.nbytes // batch.num_rows)
+                    most = _ENDLESS if unit.whole else max(1024, PART_BYTES // each)
+                if part is None:
+                    part = self._part(partition)
+                size = batch.num_rows if partition == last else min(batch.num_rows, most - part.rows)
+                part.write(batch.slice(0, size))
+                batch = batch.slice(size)
+                if part.rows >= most and partition < last:
+                    self._finish(partition, part, last=False)
+                    partition, part = partition + 1, None
+        if part is not None:
+            self._finish(partition, part, last=True)
+        elif partition > number * _NUMBERS:  # the rows ended with a partition
+            places.note(self._place.train_url, partition - 1, self._parts[partition - 1], last=True)
+
+    def _part(self, partition: int) -> _Part:
+        done = self._place.done.get(partition)
+        if done is not None:
+            return _Part(None, done)
+        return _Part(native.PartitionWriter(self._prefix, self._spec, partition, self._attempt), None)
+
+    def _finish(self, partition: int, part: _Part, *, last: bool) -> None:
+        self._parts[partition] = text = part.finish()
+        if part.writer is not None or last:
+            places.note(self._place.train_url, partition, text, last=last)
+
+
+class _Part:
+    """A partition being written, or one that is there already and whose rows pass by."""
+
+    def __init__(self, writer: native.PartitionWriter | None, done: bytes | None) -> None:
+        self.writer, self._done = writer, done
+        self.rows = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        self.rows += batch.num_rows
+        if self.writer is not None:
+            self.writer.write(batch)
+
+    def finish(self) -> bytes:
+        if self.writer is not None:
+            return self.writer.finish()
+        rows = json.loads(self._done or b"{}")["rows"]
+        if rows != self.rows:
+            raise ValueError(f"the source changed while it was prepared: {self.rows} rows where {rows} were before")
+        return self._done or b""

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Parquet that nobody prepared: of Spark, pandas and Delta, in directories whose names are columns."""
+
+import datetime as dt
+import os
+import shutil
+import time
+
+import deltalake
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+from farandole._native import reader
+from farandole.data import prepare_data
+from farandole.data.datasets import linked, open_dataset
+from farandole.spark.common import LocalStore
+from farandole.spark.common.columns import Roles
+from farandole.spark.common.prepare import find_data
+
+
+def arrays(dataset, *columns):
+    opened = reader.Reader(dataset, columns=list(columns), batch_size=1 << 20, shuffle=False)
+    (batch,) = opened.epoch(0)
+    held = {name: batch.column(name) for name in columns}
+    return [np.frombuffer(one, one.dtype).reshape(one.shape).tolist() for one in held.values()]
+
+
+def test_names_of_directories_are_columns(tmp_path):
+    table = pa.table({"x": range(6), "year": [2023, 2023, 2024, 2024, 2024, 2023], "half": [0.5, 1, 0.5, 1, 1, 0.5]})
+    ds.write_dataset(table, tmp_path, format="parquet", partitioning=["year", "half"], partitioning_flavor="hive")
+    (tmp_path / "_SUCCESS").touch()
+    (tmp_path / "._SUCCESS.crc").write_bytes(b"crc")
+    os.makedirs(tmp_path / "_temporary" / "year=1")
+    shutil.copy(next(tmp_path.rglob("*.parquet")), tmp_path / "_temporary" / "year=1" / "part-0.parquet")
+    opened = open_dataset(str(tmp_path))
+    told = {one.name: one.dtype for one in opened.columns}
+    assert told == {"x": "int64", "year": "int64", "half": "float64"}
+    rows = sorted(zip(*arrays(opened, "x", "year", "half"), strict=True))
+    assert rows == sorted(zip(*(table[name].to_pylist() for name in ("x", "year", "half")), strict=True))
+
+
+def test_a_text_in_a_directorys_name_says_that_no_batch_can_hold_it(tmp_path):
+    for name in ("a b", "__HIVE_DEFAULT_PARTITION__"):
+        (tmp_path / f"city={name}").mkdir()
+        pq.write_table(pa.table({"x": [1, 2]}), tmp_path / f"city={name}" / "part=1 ü.parquet")
+    opened = open_dataset(str(tmp_path))
+    assert {one.name: one.dtype for one in opened.columns} == {"x": "int64", "city": "utf8"}
+    assert arrays(opened, "x") == [[1, 2, 1, 2]]
+    with pytest.raises(ValueError, match="column city cannot be read"):
+        arrays(opened, "city")
+
+
+def test_pandas_indexes_and_sparks_old_timestamps_are_read(tmp_path):
+    moment = dt.datetime(2024, 2, 29, 12, 30, 0, 125000, tzinfo=dt.UTC)
+    frame = pd.DataFrame({"x": [1.5, 2.5], "at": [moment, moment]}, index=pd.Index([7, 8], name="id"))
+    frame.to_parquet(tmp_path / "pandas.parquet")
+    opened = open_dataset(str(tmp_path))
+    assert arrays(opened, "id", "x") == [[7, 8], [1.5, 2.5]]
+    old = tmp_path / "old"
+    old.mkdir()
+    pq.write_table(pa.table({"at": [moment]}), old / "1.parquet", use_deprecated_int96_timestamps=True)
+    assert pq.read_metadata(old / "1.parquet").schema.column(0).physical_type == "INT96"
+    assert arrays(open_dataset(str(old)), "at") == [[int(moment.timestamp() * 1000) * 1_000_000]]
+
+
+def test_files_that_disagree_are_named(tmp_path):
+    pq.write_table(pa.table({"x": [1], "y": [1]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"y": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"no column x in .*/b\.parquet"):
+        open_dataset(str(tmp_path))
+    pq.write_table(pa.table({"x": [0.5], "y": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"column x is Float64 in .*/b\.parquet, elsewhere it is Int64"):
+        open_dataset(str(tmp_path))
+    good = (tmp_path / "a.parquet").read_bytes()
+    for bad in (b"", b"PAR1", good[:-9], b"X" + good[:-1] + b"X"):
+        (tmp_path / "b.parquet").write_bytes(bad)
+        with pytest.raises(OSError, match=r"/b\.parquet"):
+            open_dataset(str(tmp_path))
+
+
+def test_a_thousand_files_are_planned_in_a_second_and_once_for_all_ranks(tmp_path):
+    table = pa.table({f"c{index}": np.arange(20.0) for index in range(10)})
+    pq.write_table(table, tmp_path / "0.parquet")
+    for index in range(1, 1000):
+        shutil.copy(tmp_path / "0.parquet", tmp_path / f"{index}.parquet")
+    took = []
+    for _ in range(3):
+        started = time.perf_counter()
+        opened = open_dataset(str(tmp_path))
+        took.append(time.perf_counter() - started)
+    assert opened.rows == 20_000
+    assert min(took) < 1
+    store = LocalStore(str(tmp_path / "store"))
+    url = linked(store, opened)
+    started = time.perf_counter()
+    again = reader.Dataset.open(url)
+    assert time.perf_counter() - started < min(took) / 2 + 0.05
+    assert (again.rows, again.fingerprint) == (opened.rows, opened.fingerprint)
+    assert arrays(again, "c3") == arrays(opened, "c3")
+
+
+def test_a_delta_table_is_read_by_its_log(tmp_path):
+    path = str(tmp_path / "intermediate_train_data")
+    first = pa.table({"x": [1, 2, 3, 4], "day": ["a", "a", "b", "b"], "n": [1, 1, 2, 2]})
+    deltalake.write_deltalake(path, first, partition_by=["n"])
+    deltalake.write_deltalake(path, pa.table({"x": [5], "day": ["c"], "n": [3]}), mode="append")
+    deltalake.DeltaTable(path).delete("x = 2")
+    with pytest.raises(ValueError, match="a table of Delta"):
+        reader.Dataset.open(path)
+    opened = open_dataset(path)
+    assert sorted(zip(*arrays(opened, "x", "n"), strict=True)) == [(1, 1), (3, 2), (4, 2), (5, 3)]
+
+    store = LocalStore(str(tmp_path))
+    found = find_data(store, Roles(("x",), ("n",)))
+    deltalake.DeltaTable(path).delete("x > 3")
+    assert sorted(arrays(reader.Dataset.open(found.train_url), "x")[0]) == [1, 3, 4, 5], "a run sees one version"
+    assert find_data(store, Roles(("x",), ("n",))).train_rows == 2
+
+    prepared = prepare_data(path, tmp_path / "store", feature_cols=["x"], label_cols=["n"])
+    assert prepared.train_rows == 2
+    assert prepare_data(path, tmp_path / "store", feature_cols=["x"], label_cols=["n"]).reused
+    deltalake.write_deltalake(path, pa.table({"x": [9], "day": ["c"], "n": [3]}), mode="append")
+    assert not prepare_data(path, tmp_path / "store", feature_cols=["x"], label_cols=["n"]).reused
+
+
+def test_an_iceberg_table_is_refused_with_a_word(tmp_path):
+    os.makedirs(tmp_path / "metadata")
+    (tmp_path / "metadata" / "v1.metadata.json").write_text("{}")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="a table of Iceberg, whose log"):
+        reader.Dataset.open(str(tmp_path))
