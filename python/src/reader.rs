@@ -3,7 +3,7 @@
 
 //! `farandole._native.reader`: batches as buffers.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use farandole::dataset::Tail;
@@ -76,6 +76,20 @@ impl Dataset {
         py.detach(|| reader::Dataset::open(url)).map(|dataset| Self(Arc::new(dataset))).map_err(refuse)
     }
 
+    #[staticmethod]
+    fn open_files(
+        py: Python<'_>,
+        url: &str,
+        files: Vec<(String, BTreeMap<String, String>)>,
+    ) -> PyResult<Self> {
+        let opened = py.detach(|| reader::Dataset::open_files(url, files));
+        opened.map(|dataset| Self(Arc::new(dataset))).map_err(refuse)
+    }
+
+    fn link(&self, py: Python<'_>, at: &str) -> PyResult<()> {
+        py.detach(|| self.0.link(at)).map_err(refuse)
+    }
+
     #[getter]
     fn url(&self) -> String {
         self.0.url()
@@ -110,7 +124,7 @@ impl Reader {
     #[new]
     #[pyo3(signature = (
         dataset, *, columns = None, batch_size, rank = 0, size = 1, seed = 0, shuffle = true,
-        byte_budget = 512 << 20, threads = None, tail = "keep", cast = None
+        byte_budget = 512 << 20, threads = None, tail = "keep", cast = None, fill = None, allow_nan = true, cache = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords")]
     fn new(
@@ -125,16 +139,36 @@ impl Reader {
         threads: Option<usize>,
         tail: &str,
         cast: Option<HashMap<String, String>>,
+        fill: Option<HashMap<String, f64>>,
+        allow_nan: bool,
+        cache: Option<String>,
     ) -> PyResult<Self> {
         let tail = match tail {
             "keep" => Tail::Keep,
             "pad" => Tail::Pad,
             "drop" => Tail::Drop,
-            other => return Err(PyValueError::new_err(format!("tail must be keep, pad or drop: {other}"))),
+            "join" => Tail::Join,
+            other => {
+                return Err(PyValueError::new_err(format!("tail must be keep, pad, drop or join: {other}")));
+            }
         };
         let (rank, threads, cast) = (Rank(rank), threads.unwrap_or(2), cast.unwrap_or_default());
-        let options =
-            Options { columns, batch_size, rank, size, seed, shuffle, byte_budget, threads, tail, cast };
+        let fill = fill.unwrap_or_default();
+        let options = Options {
+            columns,
+            batch_size,
+            rank,
+            size,
+            seed,
+            shuffle,
+            byte_budget,
+            threads,
+            tail,
+            cast,
+            fill,
+            allow_nan,
+            cache,
+        };
         reader::Reader::new(Arc::clone(&dataset.0), options).map(Self).map_err(refuse)
     }
 

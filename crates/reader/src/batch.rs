@@ -5,10 +5,10 @@
 
 use std::sync::Arc;
 
-use arrow::buffer::MutableBuffer;
 use farandole_dataset::Element;
 
 use crate::dataset::Field;
+use crate::pool::{Pool, Slab, typed_mut};
 
 /// Columns start at multiples of this.
 pub(crate) const ALIGN: usize = 64;
@@ -30,25 +30,33 @@ pub struct Held {
 /// Rows of all columns, in one allocation.
 #[derive(Debug)]
 pub struct Batch {
-    pub(crate) slab: MutableBuffer,
+    slab: Slab,
+    bytes: usize,
     pub(crate) fields: Arc<[Field]>,
     pub(crate) rows: usize,
     pub(crate) valid: usize,
 }
 
 impl Batch {
-    pub(crate) fn new(fields: Arc<[Field]>, rows: usize, valid: usize) -> Self {
-        let columns: usize = fields.iter().map(|field| padded(rows * field.width())).sum();
-        let bytes = columns + padded(rows * WEIGHT);
-        Self { slab: MutableBuffer::from_len_zeroed(bytes), fields, rows, valid }
+    pub(crate) fn new(fields: Arc<[Field]>, rows: usize, valid: usize, pool: &Arc<Pool>) -> Self {
+        let bytes = Self::bytes_of(&fields, rows);
+        Self { slab: pool.take(bytes), bytes, fields, rows, valid }
+    }
+
+    /// Bytes that so many rows take.
+    pub(crate) fn bytes_of(fields: &[Field], rows: usize) -> usize {
+        let column = |width: usize| padded(rows.saturating_mul(width));
+        let columns = fields.iter().map(|field| column(field.width()));
+        columns.fold(column(WEIGHT), usize::saturating_add)
     }
 
     /// Writes the weights.
     pub(crate) fn weigh(&mut self) {
         let Some(held) = self.held(self.fields.len()) else { return };
-        let weights = self.slab.typed_data_mut::<f32>();
-        if let Some(weights) = weights.get_mut(held.start / WEIGHT..held.start / WEIGHT + self.valid) {
-            weights.fill(1.0);
+        let valid = self.valid;
+        let bytes = self.slab_mut().get_mut(held.start..held.start + held.bytes).unwrap_or_default();
+        for (row, weight) in typed_mut::<f32>(bytes).iter_mut().enumerate() {
+            *weight = if row < valid { 1.0 } else { 0.0 };
         }
     }
 
@@ -79,15 +87,15 @@ impl Batch {
     /// The bytes of a column.
     pub fn bytes(&self, index: usize) -> Option<&[u8]> {
         let held = self.held(index)?;
-        self.slab.as_slice().get(held.start..held.start + held.bytes)
+        self.slab.bytes().get(held.start..held.start + held.bytes)
     }
 
     /// All bytes, for owners that hand them out.
     pub fn slab_mut(&mut self) -> &mut [u8] {
-        self.slab.as_slice_mut()
+        self.slab.bytes_mut().get_mut(..self.bytes).unwrap_or_default()
     }
 }
 
 pub(crate) fn padded(bytes: usize) -> usize {
-    bytes.next_multiple_of(ALIGN)
+    bytes.checked_next_multiple_of(ALIGN).unwrap_or(usize::MAX)
 }

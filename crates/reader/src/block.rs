@@ -3,9 +3,19 @@
 
 //! Decoded rows of one part of the plan.
 
-use arrow::buffer::{Buffer, MutableBuffer};
+use std::ops::Range;
+use std::sync::Arc;
+
 use farandole_dataset::{Element, Part, permutation};
 
+use crate::batch::padded;
+use crate::cache::Cache;
+use crate::dataset::Dataset;
+use crate::decode::Recipe;
+use crate::error::{Error, Result};
+use crate::footer::Fetched;
+use crate::pages::Bench;
+use crate::pool::{Pool, Slab};
 use crate::reader::Selected;
 use crate::values::{Rows, Source, gather, shuffle};
 
@@ -14,8 +24,9 @@ const NARROW: usize = 64;
 
 /// One column of a block.
 #[derive(Debug)]
-pub(crate) struct BlockColumn {
-    data: Buffer,
+struct BlockColumn {
+    /// Its bytes in the slab.
+    bytes: Range<usize>,
     element: Element,
     elements: usize,
     /// Whether the rows are still in file order.
@@ -25,45 +36,106 @@ pub(crate) struct BlockColumn {
 /// Decoded rows. Row `i` is the part's row `order[i]`.
 #[derive(Debug)]
 pub(crate) struct Block {
+    slab: Slab,
     columns: Vec<BlockColumn>,
     order: Option<Vec<u32>>,
 }
 
-impl Block {
-    /// Shuffles what is narrow.
-    pub(crate) fn new(part: &Part, selected: &[Selected], decoded: Vec<Buffer>) -> Self {
+/// What blocks are made with.
+pub(crate) struct Maker<'a> {
+    pub(crate) dataset: &'a Dataset,
+    pub(crate) selected: &'a [Selected],
+    pub(crate) pool: &'a Arc<Pool>,
+    pub(crate) cache: Option<&'a Cache>,
+}
+
+impl Maker<'_> {
+    /// Decodes a part, or takes it from the cache; shuffles what is narrow. Bytes are fetched one column after the
+    /// other when nobody has fetched them before.
+    ///
+    /// # Errors
+    /// Bytes that cannot be had or decoded.
+    pub(crate) fn block(
+        &self,
+        part: &Part,
+        fetched: Option<(Recipe, Fetched)>,
+        bench: &mut Bench,
+    ) -> Result<Block> {
         let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
         let order = part.shuffle.map(|seed| permutation(seed, u32::try_from(rows).unwrap_or(u32::MAX)));
-        let arrange = |(column, data): (&Selected, Buffer)| {
-            let (element, elements) = (column.field.element, column.field.elements());
-            match &order {
-                Some(order) if column.field.width() <= NARROW => {
-                    let source = Source { data: &data, element, elements };
-                    BlockColumn {
-                        data: shuffle(source, order, column.out),
-                        element: column.out,
-                        elements,
-                        lazy: false,
+        let (recipe, bytes) = fetched.unzip();
+        let cached = self.cache.filter(|cache| recipe.is_none() && cache.has(part));
+        let recipe = match (recipe, cached) {
+            (None, None) => Some(Recipe::new(self.dataset, self.selected, part)?),
+            (recipe, _) => recipe,
+        };
+        let columns = columns(self.selected, rows, order.is_some());
+        let narrow =
+            |(column, place): (&Selected, &BlockColumn)| if place.lazy { 0 } else { column.field.width() };
+        let widest = self.selected.iter().zip(&columns).map(narrow).max().unwrap_or(0);
+        let mut raw = self.pool.take(rows.saturating_mul(widest));
+        let mut slab = self.pool.take(columns.last().map_or(0, |column| column.bytes.end));
+        for ((index, column), place) in self.selected.iter().enumerate().zip(&columns) {
+            let out = slab.bytes_mut().get_mut(place.bytes.clone()).unwrap_or_default();
+            let stored = rows.saturating_mul(column.field.width());
+            let data =
+                if place.lazy { &mut *out } else { raw.bytes_mut().get_mut(..stored).unwrap_or_default() };
+            match (&recipe, cached) {
+                (Some(recipe), _) => {
+                    recipe.column(
+                        self.dataset,
+                        (column, index),
+                        part,
+                        bytes.as_ref(),
+                        (bench, &mut *data),
+                    )?;
+                    if let Some(cache) = self.cache {
+                        cache.put(part, index, data);
                     }
                 }
-                _ => BlockColumn { data, element, elements, lazy: true },
+                (None, Some(cache)) => cache.get(part, index, data)?,
+                (None, None) => return Err(Error::Ended),
             }
-        };
-        let columns = selected.iter().zip(decoded).map(arrange).collect();
-        Self { columns, order }
+            if let (Some(order), false) = (&order, place.lazy) {
+                let (element, elements) = (column.field.element, column.field.elements());
+                let data = raw.bytes().get(..stored).unwrap_or_default();
+                shuffle(Source { data, element, elements }, order, out, column.out);
+            }
+        }
+        if let (Some(cache), Some(_)) = (self.cache, &recipe) {
+            cache.done(part);
+        }
+        Ok(Block { slab, columns, order })
     }
+}
 
+/// Where columns are in a block of so many rows, which is `shuffled` or stays in file order.
+fn columns(selected: &[Selected], rows: usize, shuffled: bool) -> Vec<BlockColumn> {
+    let mut end = 0_usize;
+    let place = |column: &Selected| {
+        let lazy = !shuffled || column.field.width() > NARROW;
+        let element = if lazy { column.field.element } else { column.out };
+        let width = if lazy { column.field.width() } else { column.out_width() };
+        let bytes = end..end.saturating_add(rows.saturating_mul(width));
+        end = padded(bytes.end);
+        BlockColumn { bytes, element, elements: column.field.elements(), lazy }
+    };
+    selected.iter().map(place).collect()
+}
+
+impl Block {
     /// Bytes that a block of this part will take.
     pub(crate) fn bytes(part: &Part, selected: &[Selected]) -> u64 {
         let row: usize = selected.iter().map(|column| column.field.width().max(column.out_width())).sum();
-        (part.rows.end - part.rows.start) * (row as u64 + 4)
+        (part.rows.end - part.rows.start).saturating_mul(row as u64 + 4)
     }
 
-    /// Copies rows of column `index` to `out` from element `at` on.
-    pub(crate) fn copy(&self, index: usize, rows: Rows<'_>, out: &mut MutableBuffer, to: Element, at: usize) {
+    /// Copies rows of column `index` to `out`, as elements `to`.
+    pub(crate) fn copy(&self, index: usize, rows: Rows<'_>, out: &mut [u8], to: Element) {
         let Some(column) = self.columns.get(index) else { return };
         let order = if column.lazy { self.order.as_deref() } else { None };
-        let source = Source { data: &column.data, element: column.element, elements: column.elements };
-        gather(source, Rows { order, ..rows }, out, to, at);
+        let data = self.slab.bytes().get(column.bytes.clone()).unwrap_or_default();
+        let source = Source { data, element: column.element, elements: column.elements };
+        gather(source, Rows { order, ..rows }, out, to);
     }
 }

@@ -3,15 +3,24 @@
 
 //! A directory of Parquet, opened.
 
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, OnceLock};
 
 use farandole_dataset::{Column, DataFile, Element, Lanes, MANIFEST, Manifest, RowGroup};
 use farandole_store::{Entry, Store};
+use parking_lot::Mutex;
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
+use parquet::errors::ParquetError;
 
 use crate::error::{Error, Result};
 use crate::footer;
+use crate::hive;
+use crate::intact::Intact;
+use crate::pages::{Lost, Spots, find};
 use crate::schema::columns_of;
+
+/// Files that may be looked into at the same time.
+const STRIPES: usize = 32;
 
 /// Threads that read footers of files without a manifest.
 const FOOTER_THREADS: usize = 4;
@@ -59,13 +68,21 @@ pub struct Dataset {
     prepared: bool,
     unreadable: Vec<(String, String)>,
     footers: Vec<OnceLock<Arc<ArrowReaderMetadata>>>,
+    intact: Intact,
+    pages: Mutex<HashMap<(usize, usize, usize), Arc<Spots>>>,
+    /// Held while something about a file is looked up, so that it is fetched once.
+    looking: [Mutex<()>; STRIPES],
 }
+
+/// In a directory whose preparation has not ended.
+const UNFINISHED: &str = "_preparation.json";
 
 impl Dataset {
     /// Opens a directory: by its manifest, or by the footers of its files.
     ///
     /// # Errors
-    /// No such place, no Parquet, files that disagree, no rows.
+    /// No such place, no Parquet, files that disagree, no rows; a preparation that has not ended, a table whose log tells
+    /// which files count.
     pub fn open(url: &str) -> Result<Self> {
         let store = Store::open(url)?;
         let found = match store.read(MANIFEST) {
@@ -74,8 +91,8 @@ impl Dataset {
             Err(error) => return Err(error.into()),
         };
         let dataset = match found {
-            Some(manifest) => Self::prepared(store, manifest),
-            None => Self::plain(store)?,
+            Some(manifest) => Self::prepared(store, manifest)?,
+            None => Self::found(store)?,
         };
         if dataset.manifest.rows == 0 {
             return Err(Error::NoRows { url: dataset.url() });
@@ -83,18 +100,76 @@ impl Dataset {
         Ok(dataset)
     }
 
-    fn prepared(store: Store, manifest: Manifest) -> Self {
-        let texts = manifest.columns.iter().filter(|column| column.element.width().is_none());
-        let unreadable =
-            texts.map(|c| (c.name.clone(), format!("{} has no fixed size", c.element.name()))).collect();
-        let footers = manifest.files.iter().map(|_| OnceLock::new()).collect();
-        Self { store, lanes: Lanes::new(&manifest), manifest, prepared: true, unreadable, footers }
+    /// Opens some files below a directory, with the values of columns that are not in them.
+    ///
+    /// # Errors
+    /// As [`Dataset::open`].
+    pub fn open_files(url: &str, files: Vec<(String, BTreeMap<String, String>)>) -> Result<Self> {
+        let store = Store::open(url)?;
+        let mut entries = Vec::with_capacity(files.len());
+        let mut values = Vec::with_capacity(files.len());
+        for (path, columns) in files {
+            entries.push(Entry { bytes: store.size(&path)?, path });
+            values.push(columns);
+        }
+        let dataset = Self::plain(store, entries, values)?;
+        if dataset.manifest.rows == 0 { Err(Error::NoRows { url: dataset.url() }) } else { Ok(dataset) }
     }
 
-    fn plain(store: Store) -> Result<Self> {
+    fn prepared(store: Store, manifest: Manifest) -> Result<Self> {
+        let (linked, store) = match &manifest.base {
+            Some(base) => (true, Store::open(base)?),
+            None => (false, store),
+        };
+        let reason = |column: &Column| {
+            let text = || {
+                column
+                    .element
+                    .width()
+                    .is_none()
+                    .then(|| format!("{} has no fixed size", column.element.name()))
+            };
+            Some((column.name.clone(), column.unreadable.clone().or_else(text)?))
+        };
+        let unreadable = manifest.columns.iter().filter_map(reason).collect();
+        let footers = manifest.files.iter().map(|_| OnceLock::new()).collect();
+        let (lanes, intact) = (Lanes::new(&manifest), Intact::default());
+        Ok(Self {
+            store,
+            lanes,
+            manifest,
+            prepared: !linked,
+            unreadable,
+            footers,
+            intact,
+            pages: Mutex::default(),
+            looking: Default::default(),
+        })
+    }
+
+    /// All Parquet files of a directory that nobody prepared.
+    fn found(store: Store) -> Result<Self> {
         let hidden = |path: &str| path.split('/').any(|part| part.starts_with(['_', '.']));
         let mut entries = store.list("")?;
+        let has = |name: &str| entries.iter().any(|entry| entry.path == name);
+        if has(UNFINISHED) {
+            return Err(Error::Unfinished { url: store.url() });
+        }
+        // Files that such a log has dropped still lie there.
+        for (kind, log) in [("Delta", "_delta_log/"), ("Hudi", ".hoodie/")] {
+            if entries.iter().any(|entry| entry.path.starts_with(log)) {
+                return Err(Error::Table { kind, url: store.url() });
+            }
+        }
+        if entries.iter().any(|e| e.path.starts_with("metadata/") && e.path.ends_with(".metadata.json")) {
+            return Err(Error::Table { kind: "Iceberg", url: store.url() });
+        }
         entries.retain(|entry| entry.path.ends_with(".parquet") && !hidden(&entry.path));
+        let values = entries.iter().map(|entry| hive::values_of(&entry.path)).collect();
+        Self::plain(store, entries, values)
+    }
+
+    fn plain(store: Store, entries: Vec<Entry>, values: Vec<BTreeMap<String, String>>) -> Result<Self> {
         if entries.is_empty() {
             return Err(Error::NotADataset { url: store.url() });
         }
@@ -109,18 +184,53 @@ impl Dataset {
                 merge(&mut columns, here, &store.name_of(&entry.path), rows > 0)?;
             }
         }
-        let files = entries
+        let mut files: Vec<DataFile> = entries
             .into_iter()
             .zip(&footers)
             .map(|(entry, footer)| data_file(entry, footer, &columns))
             .collect();
+        for (file, mut values) in files.iter_mut().zip(values) {
+            values.retain(|name, _| columns.iter().all(|(column, _)| column.name != *name));
+            file.values = values;
+        }
+        columns.extend(hive::columns_of(&files).into_iter().map(|mut column| {
+            let reason = column.unreadable.take();
+            (column, reason)
+        }));
         let unreadable = columns
             .iter()
             .filter_map(|(column, reason)| Some((column.name.clone(), reason.clone()?)))
             .collect();
         let manifest = Manifest::derived(columns.into_iter().map(|(column, _)| column).collect(), files)?;
         let footers = footers.into_iter().map(|footer| OnceLock::from(Arc::new(footer))).collect();
-        Ok(Self { store, lanes: Lanes::new(&manifest), manifest, prepared: false, unreadable, footers })
+        let (lanes, intact) = (Lanes::new(&manifest), Intact::default());
+        Ok(Self {
+            store,
+            lanes,
+            manifest,
+            prepared: false,
+            unreadable,
+            footers,
+            intact,
+            pages: Mutex::default(),
+            looking: Default::default(),
+        })
+    }
+
+    /// Writes a manifest to the directory `at` by which this data set, which stays where it is, opens without another
+    /// look at its files.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn link(&self, at: &str) -> Result<()> {
+        let mut manifest = self.manifest.clone();
+        manifest.base = Some(self.store.url());
+        for column in &mut manifest.columns {
+            let reason = self.unreadable.iter().find(|(name, _)| *name == column.name);
+            column.unreadable = reason.map(|(_, reason)| reason.clone());
+        }
+        Store::open(at)?.write(MANIFEST, manifest.to_json()?.into())?;
+        Ok(())
     }
 
     /// Where it is.
@@ -141,6 +251,40 @@ impl Dataset {
     /// Its columns.
     pub fn fields(&self) -> Vec<Field> {
         self.manifest.columns.iter().map(Field::of).collect()
+    }
+
+    /// Where the pages of a leaf of a row group of a file are, looked up once.
+    pub(crate) fn spots(
+        &self,
+        (file, group, leaf): (usize, usize, usize),
+        footer: &ArrowReaderMetadata,
+        per_row: u64,
+    ) -> Result<Arc<Spots>> {
+        if let Some(known) = self.pages.lock().get(&(file, group, leaf)) {
+            return Ok(Arc::clone(known));
+        }
+        let _alone = self.looking.get(file % STRIPES).map(Mutex::lock);
+        if let Some(known) = self.pages.lock().get(&(file, group, leaf)) {
+            return Ok(Arc::clone(known));
+        }
+        let chunk = footer.metadata().row_groups().get(group).and_then(|group| group.columns().get(leaf));
+        let (Some(chunk), Some(data)) = (chunk, self.manifest.files.get(file)) else {
+            return Err(Error::Ended);
+        };
+        let found = find(&self.store, &data.path, chunk, per_row).map_err(|lost| match lost {
+            Lost::Store(error) => Error::Store(error),
+            Lost::Broken(what) => Error::Parquet {
+                file: self.store.name_of(&data.path),
+                group,
+                column: chunk.column_path().string(),
+                source: ParquetError::General(what),
+            },
+        })?;
+        Ok(Arc::clone(self.pages.lock().entry((file, group, leaf)).or_insert(Arc::new(found))))
+    }
+
+    pub(crate) fn intact(&self) -> &Intact {
+        &self.intact
     }
 
     pub(crate) fn lanes(&self) -> &Lanes {
@@ -171,6 +315,10 @@ impl Dataset {
         let (Some(cell), Some(data)) = (self.footers.get(file), self.manifest.files.get(file)) else {
             return Err(Error::Ended);
         };
+        if let Some(footer) = cell.get() {
+            return Ok(Arc::clone(footer));
+        }
+        let _alone = self.looking.get(file % STRIPES).map(Mutex::lock);
         if let Some(footer) = cell.get() {
             return Ok(Arc::clone(footer));
         }
@@ -244,6 +392,5 @@ fn data_file(entry: Entry, footer: &ArrowReaderMetadata, columns: &[(Column, Opt
             RowGroup { rows, bytes: count(group.total_byte_size()).max(rows * fixed) }
         })
         .collect();
-    let rows = groups.iter().map(|group| group.rows).sum();
-    DataFile { path: entry.path, rows, bytes: entry.bytes, checksum: None, groups }
+    DataFile::new(entry.path, entry.bytes, groups)
 }

@@ -3,98 +3,256 @@
 
 //! From column chunks to the values of a part.
 
-use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
-use arrow::buffer::Buffer;
-use arrow::compute::{cast, concat_batches};
+use std::ops::Range;
+use std::sync::Arc;
+
 use arrow::datatypes::DataType;
-use farandole_dataset::{Element, Part};
-use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReaderBuilder};
+use farandole_dataset::{DataFile, Part};
+use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::errors::ParquetError;
+use parquet::file::metadata::RowGroupMetaData;
 
 use crate::dataset::{Dataset, Field};
 use crate::error::{Error, Result};
+use crate::fill::{filled, no_nan};
 use crate::footer::Fetched;
-use crate::lists::read_list;
+use crate::hive;
+use crate::library;
+use crate::pages::{Bench, Chunk, Levels, Spots, Stored, Trouble, decode, ranges};
 use crate::reader::Selected;
-use crate::schema::{leaf_of, shape_of};
+use crate::schema::{direct, leaf_of, shape_of};
 
 /// Where values come from, for messages.
+#[derive(Clone)]
 pub(crate) struct Origin<'a> {
-    pub(crate) file: String,
+    pub(crate) file: &'a str,
     pub(crate) group: usize,
     pub(crate) column: &'a str,
 }
 
 impl Origin<'_> {
-    pub(crate) fn nulls(self, nulls: usize) -> Error {
-        Error::Nulls { column: self.column.to_owned(), nulls, group: self.group, file: self.file }
+    pub(crate) fn nulls(&self, nulls: usize) -> Error {
+        let (column, file) = (self.column.to_owned(), self.file.to_owned());
+        Error::Nulls { column, nulls, group: self.group, file }
     }
 
-    pub(crate) fn ragged(self, expected: u64) -> Error {
-        Error::Ragged { column: self.column.to_owned(), expected, group: self.group, file: self.file }
+    pub(crate) fn nans(&self, nans: usize) -> Error {
+        let (column, file) = (self.column.to_owned(), self.file.to_owned());
+        Error::NotNumbers { column, nans, group: self.group, file }
     }
 
-    pub(crate) fn parquet(self, source: ParquetError) -> Error {
-        Error::Parquet { file: self.file, group: self.group, source }
+    pub(crate) fn ragged(&self, expected: u64) -> Error {
+        let (column, file) = (self.column.to_owned(), self.file.to_owned());
+        Error::Ragged { column, expected, group: self.group, file }
+    }
+
+    pub(crate) fn parquet(&self, source: ParquetError) -> Error {
+        let (column, file) = (self.column.to_owned(), self.file.to_owned());
+        Error::Parquet { file, group: self.group, column, source }
     }
 }
 
-/// How one column is stored in one file.
-enum Stored {
-    /// Scalars, or vectors as fixed-size binary: root number.
-    Flat(usize),
-    /// A list of numbers: root and leaf number.
-    List(usize, usize),
+/// How one column of a part comes about.
+enum Way {
+    /// The same value in every row: it is in no file.
+    Value(String),
+    /// By the pages of its leaf.
+    Pages { leaf: usize, stored: Stored, levels: Levels, spots: Option<Arc<Spots>> },
+    /// By the library, from all of its chunk.
+    Library { leaf: usize },
 }
 
-/// Fetches and decodes the rows of `part`, column by column in the order of `selected`.
-pub(crate) fn decode(dataset: &Dataset, selected: &[Selected], part: &Part) -> Result<Vec<Buffer>> {
-    let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
-    let footer = dataset.footer(part.file)?;
-    let file = dataset.store().name_of(&data.path);
+/// What it takes to decode a part: where its columns are, and which bytes they need.
+pub(crate) struct Recipe {
+    file: String,
+    footer: Arc<ArrowReaderMetadata>,
+    ways: Vec<Way>,
+    /// Bytes of each column, in the order of the columns.
+    ranges: Vec<Vec<Range<u64>>>,
+}
+
+impl Recipe {
+    /// Looks the columns of a part up.
+    ///
+    /// # Errors
+    /// Files that cannot be read, or are not what the data set says.
+    pub(crate) fn new(dataset: &Dataset, selected: &[Selected], part: &Part) -> Result<Self> {
+        let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
+        let footer = dataset.footer(part.file)?;
+        let file = dataset.store().name_of(&data.path);
+        let group = group_of(&footer, data, part, &file)?;
+        let whole =
+            part.rows.start == 0 && part.rows.end >= u64::try_from(group.num_rows()).unwrap_or_default();
+        let mut recipe = Self { ways: Vec::new(), ranges: Vec::new(), footer: Arc::clone(&footer), file };
+        for column in selected {
+            let field = &column.field;
+            let way = match data.values.get(&field.name) {
+                Some(value) => Way::Value(value.clone()),
+                None => locate(&footer, field, &recipe.file)?,
+            };
+            let (way, needed) = match way {
+                Way::Pages { leaf, stored, levels, .. } if !whole => {
+                    let spots =
+                        dataset.spots((part.file, part.group, leaf), &footer, levels.length as u64)?;
+                    let per_row = levels.length as u64;
+                    let needed = ranges(&spots, &(part.rows.start * per_row..part.rows.end * per_row));
+                    (Way::Pages { leaf, stored, levels, spots: Some(spots) }, needed)
+                }
+                Way::Pages { leaf, .. } | Way::Library { leaf, .. } => {
+                    let needed = group.columns().get(leaf).map(chunk_range).into_iter().collect();
+                    (way, needed)
+                }
+                Way::Value(_) => (way, Vec::new()),
+            };
+            recipe.ways.push(way);
+            recipe.ranges.push(needed);
+        }
+        Ok(recipe)
+    }
+
+    /// Fetches all bytes at once.
+    ///
+    /// # Errors
+    /// The store's.
+    pub(crate) fn fetch(&self, dataset: &Dataset, part: &Part) -> Result<Fetched> {
+        let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
+        let all: Vec<Range<u64>> = self.ranges.iter().flatten().cloned().collect();
+        Fetched::new(dataset.store(), &data.path, &all, data.bytes)
+    }
+
+    /// Decodes column number `index` into `out`; its bytes are fetched now when they are not in `fetched`.
+    ///
+    /// # Errors
+    /// Bytes that cannot be had or decoded, nulls and NaN that are not allowed.
+    pub(crate) fn column(
+        &self,
+        dataset: &Dataset,
+        (selected, index): (&Selected, usize),
+        part: &Part,
+        fetched: Option<&Fetched>,
+        (bench, out): (&mut Bench, &mut [u8]),
+    ) -> Result<()> {
+        let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
+        let field = &selected.field;
+        let origin = Origin { file: &self.file, group: part.group, column: &field.name };
+        let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
+        let Some(way) = self.ways.get(index) else { return Err(Error::Ended) };
+        let get = |ranges: &[Range<u64>]| match fetched {
+            Some(fetched) => Ok(fetched.clone()),
+            None => Fetched::new(dataset.store(), &data.path, ranges, data.bytes),
+        };
+        let group = group_of(&self.footer, data, part, &self.file)?;
+        let own = self.ranges.get(index).map_or(&[][..], Vec::as_slice);
+        let mut nulls = 0;
+        let leaf = match way {
+            Way::Value(value) => {
+                let values = hive::repeated(value, field.element, rows).ok_or_else(|| Error::Changed {
+                    column: field.name.clone(),
+                    file: self.file.clone(),
+                    found: value.clone(),
+                    expected: field.element.name().to_owned(),
+                })?;
+                copy(&values, out);
+                None
+            }
+            Way::Pages { leaf, stored, levels, spots } => {
+                let bytes = get(own)?;
+                let Some(meta) = group.columns().get(*leaf) else { return Err(Error::Ended) };
+                if spots.is_none() {
+                    check(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
+                }
+                let per_row = levels.length;
+                let count = |rows: u64| usize::try_from(rows).unwrap_or(usize::MAX).saturating_mul(per_row);
+                let fill = filled(selected, stored.width());
+                let chunk = Chunk {
+                    compression: meta.compression(),
+                    bytes: chunk_range(meta),
+                    total: usize::try_from(meta.num_values()).unwrap_or_default(),
+                    wanted: count(part.rows.start)..count(part.rows.end),
+                    stored: *stored,
+                    levels: *levels,
+                    spots: spots.as_deref(),
+                    fill: &fill,
+                };
+                let fetch = |at| bytes.slice(at, None).map_err(|source| origin.parquet(source));
+                match decode(&chunk, fetch, bench, out) {
+                    Ok(found) => {
+                        nulls = found;
+                        None
+                    }
+                    Err(Trouble::Unsupported) => Some(*leaf),
+                    Err(Trouble::Broken(what)) => return Err(origin.parquet(ParquetError::General(what))),
+                    Err(Trouble::Ragged) => return Err(origin.ragged(field.elements() as u64)),
+                    Err(Trouble::Fetch(error)) => return Err(error),
+                }
+            }
+            Way::Library { leaf, .. } => Some(*leaf),
+        };
+        if let Some(leaf) = leaf {
+            let chunk: Vec<Range<u64>> = group.columns().get(leaf).map(chunk_range).into_iter().collect();
+            let bytes = if chunk == own {
+                get(own)?
+            } else {
+                Fetched::new(dataset.store(), &data.path, &chunk, data.bytes)?
+            };
+            check(dataset, data, &self.file, part, (leaf, &chunk, &bytes))?;
+            let root = self.footer.parquet_schema().get_column_root_idx(leaf);
+            let values = library::read(&self.footer, bytes, (root, leaf), part, selected, &origin)?;
+            copy(&values, out);
+        }
+        if nulls > 0 && selected.fill.is_none() {
+            return Err(origin.nulls(nulls));
+        }
+        if !selected.allow_nan && field.element.is_float() {
+            no_nan(out, selected).map_err(|nans| origin.nans(nans))?;
+        }
+        Ok(())
+    }
+}
+
+/// Compares a whole chunk with what the manifest says of it.
+fn check(
+    dataset: &Dataset,
+    data: &DataFile,
+    file: &str,
+    part: &Part,
+    (leaf, ranges, bytes): (usize, &[Range<u64>], &Fetched),
+) -> Result<()> {
+    let [range] = ranges else { return Ok(()) };
+    let length = usize::try_from(range.end - range.start).ok();
+    let Ok(chunk) = bytes.slice(range.start, length) else { return Ok(()) };
+    dataset.intact().check((part.file, data, file), part.group, std::iter::once((leaf, &chunk)))
+}
+
+fn copy(values: &[u8], out: &mut [u8]) {
+    if let Some(slots) = out.get_mut(..values.len()) {
+        slots.copy_from_slice(values);
+    }
+}
+
+pub(crate) fn chunk_range(chunk: &parquet::file::metadata::ColumnChunkMetaData) -> Range<u64> {
+    let (start, length) = chunk.byte_range();
+    start..start.saturating_add(length)
+}
+
+/// The row group of a part, when the file still has as many rows as the data set says.
+fn group_of<'a>(
+    footer: &'a ArrowReaderMetadata,
+    data: &DataFile,
+    part: &Part,
+    file: &str,
+) -> Result<&'a RowGroupMetaData> {
     let group = footer.metadata().row_groups().get(part.group);
     let found = group.map_or(0, |group| u64::try_from(group.num_rows()).unwrap_or_default());
     let expected = data.groups.get(part.group).map_or(0, |group| group.rows);
-    let (Some(group), true) = (group, found == expected) else {
-        return Err(Error::Rows { file, group: part.group, found, expected });
-    };
-    let stored: Vec<Stored> =
-        selected.iter().map(|column| locate(&footer, &column.field, &file)).collect::<Result<_>>()?;
-    let schema = footer.parquet_schema();
-    let root = |stored: &Stored| match stored {
-        Stored::Flat(root) | Stored::List(root, _) => *root,
-    };
-    let roots: Vec<usize> = stored.iter().map(root).collect();
-    let leaves: Vec<usize> =
-        (0..schema.num_columns()).filter(|leaf| roots.contains(&schema.get_column_root_idx(*leaf))).collect();
-    let fetched = Fetched::columns(dataset.store(), &data.path, group, &leaves, data.bytes)?;
-    let origin = |column| Origin { file: file.clone(), group: part.group, column };
-
-    let flat: Vec<usize> =
-        stored.iter().filter_map(|s| if let Stored::Flat(root) = s { Some(*root) } else { None }).collect();
-    let batch = if flat.is_empty() {
-        None
-    } else {
-        Some(read_flat(&footer, fetched.clone(), &flat, part, origin(""))?)
-    };
-    let mut buffers = Vec::with_capacity(selected.len());
-    for (column, stored) in selected.iter().zip(&stored) {
-        let origin = origin(&column.field.name);
-        buffers.push(match stored {
-            Stored::List(_, leaf) => read_list(&footer, &fetched, *leaf, part, &column.field, origin)?,
-            Stored::Flat(_) => {
-                let array = batch.as_ref().and_then(|batch| batch.column_by_name(&column.field.name));
-                let missing = || Error::Missing { column: column.field.name.clone(), file: file.clone() };
-                values(array.ok_or_else(missing)?, &column.field, origin)?
-            }
-        });
+    match group {
+        Some(group) if found == expected => Ok(group),
+        _ => Err(Error::Rows { file: file.to_owned(), group: part.group, found, expected }),
     }
-    Ok(buffers)
 }
 
 /// Finds a column in a file and checks that it is what the data set says.
-fn locate(footer: &ArrowReaderMetadata, field: &Field, file: &str) -> Result<Stored> {
+fn locate(footer: &ArrowReaderMetadata, field: &Field, file: &str) -> Result<Way> {
     let missing = || Error::Missing { column: field.name.clone(), file: file.to_owned() };
     let (root, found) = footer.schema().column_with_name(&field.name).ok_or_else(missing)?;
     let kind = found.data_type();
@@ -104,93 +262,19 @@ fn locate(footer: &ArrowReaderMetadata, field: &Field, file: &str) -> Result<Sto
         found: kind.to_string(),
         expected: format!("{} of shape {:?}", field.element.name(), field.shape),
     };
-    if let DataType::FixedSizeBinary(width) = kind
-        && !field.shape.is_empty()
-    {
-        return if usize::try_from(*width) == Ok(field.width()) {
-            Ok(Stored::Flat(root))
-        } else {
-            Err(changed())
-        };
-    }
-    match shape_of(kind) {
-        Some((element, list)) if element == field.element && list == (field.shape.len() == 1) => {
-            if list {
-                Ok(Stored::List(root, leaf_of(footer, root).ok_or_else(changed)?))
-            } else {
-                Ok(Stored::Flat(root))
-            }
-        }
-        _ => Err(changed()),
-    }
-}
-
-/// Reads the root columns `roots` of the part's rows.
-fn read_flat(
-    footer: &ArrowReaderMetadata,
-    fetched: Fetched,
-    roots: &[usize],
-    part: &Part,
-    origin: Origin<'_>,
-) -> Result<RecordBatch> {
-    let count = |rows: u64| usize::try_from(rows).unwrap_or(usize::MAX);
-    let rows = count(part.rows.end - part.rows.start);
-    let fail = |source| Error::Parquet { file: origin.file.clone(), group: part.group, source };
-    let reader = ParquetRecordBatchReaderBuilder::new_with_metadata(fetched, footer.clone())
-        .with_projection(ProjectionMask::roots(footer.parquet_schema(), roots.iter().copied()))
-        .with_row_groups(vec![part.group])
-        .with_offset(count(part.rows.start))
-        .with_limit(rows)
-        .with_batch_size(rows)
-        .build()
-        .map_err(fail)?;
-    let schema = arrow::array::RecordBatchReader::schema(&reader);
-    let batches: Vec<RecordBatch> = reader.collect::<Result<_, _>>().map_err(|error| fail(error.into()))?;
-    let batch = match <[RecordBatch; 1]>::try_from(batches) {
-        Ok([batch]) => batch,
-        Err(batches) => concat_batches(&schema, &batches).map_err(|error| fail(error.into()))?,
+    let leaf = leaf_of(footer, root).ok_or_else(changed)?;
+    let packed = matches!(kind, DataType::FixedSizeBinary(width)
+        if !field.shape.is_empty() && usize::try_from(*width) == Ok(field.width()));
+    let same = match (shape_of(kind), kind) {
+        (_, DataType::FixedSizeBinary(_)) if !field.shape.is_empty() => packed,
+        (Some((element, list)), _) => element == field.element && list == (field.shape.len() == 1),
+        (None, _) => false,
     };
-    if batch.num_rows() == rows {
-        Ok(batch)
-    } else {
-        let (found, expected) = (batch.num_rows() as u64, rows as u64);
-        Err(Error::Rows { file: origin.file, group: part.group, found, expected })
+    if !same {
+        return Err(changed());
     }
-}
-
-/// The values of an array, as elements of `field`.
-fn values(array: &ArrayRef, field: &Field, origin: Origin<'_>) -> Result<Buffer> {
-    let nulls = array.logical_null_count();
-    if nulls > 0 {
-        return Err(origin.nulls(nulls));
-    }
-    if field.element == Element::Bool && field.shape.is_empty() {
-        return Ok(Buffer::from_iter(array.as_boolean().values().iter().map(u8::from)));
-    }
-    let wanted = match field.element {
-        _ if !field.shape.is_empty() => None,
-        Element::Float32 => Some(DataType::Float32),
-        Element::Float64 => Some(DataType::Float64),
-        Element::Int64 => Some(DataType::Int64),
-        _ => None,
-    };
-    let converted = match wanted {
-        Some(wanted) if *array.data_type() != wanted => cast(array, &wanted).map_err(|source| {
-            Error::Arrow { column: origin.column.to_owned(), file: origin.file.clone(), source }
-        })?,
-        _ => array.clone(),
-    };
-    let data = converted.to_data();
-    let row = match data.data_type() {
-        DataType::FixedSizeBinary(width) => usize::try_from(*width).unwrap_or_default(),
-        other => other.primitive_width().unwrap_or_default(),
-    };
-    let buffer = data.buffers().first().map(|b| b.slice_with_length(data.offset() * row, data.len() * row));
-    let buffer = buffer.unwrap_or_else(|| Buffer::from(&[][..]));
-    Ok(aligned(buffer))
-}
-
-/// The same bytes at an address that suits any element.
-fn aligned(buffer: Buffer) -> Buffer {
-    if buffer.as_ptr().align_offset(8) == 0 { buffer } else { Buffer::from(buffer.as_slice()) }
+    Ok(match direct(footer, kind, leaf, field) {
+        Some((stored, levels)) => Way::Pages { leaf, stored, levels, spots: None },
+        None => Way::Library { leaf },
+    })
 }

@@ -3,35 +3,52 @@
 
 //! Threads that carry out a plan.
 
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use farandole_dataset::Plan;
+use farandole_dataset::{Part, Plan};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::assemble::assemble;
 use crate::batch::Batch;
-use crate::block::Block;
+use crate::block::{Block, Maker};
+use crate::cache::Cache;
 use crate::dataset::{Dataset, Field};
-use crate::decode::decode;
+use crate::decode::Recipe;
 use crate::error::{Error, Result};
+use crate::footer::last_words;
+use crate::pages::Bench;
+use crate::pool::Pool;
 use crate::reader::Selected;
-use crate::state::{Job, State};
+use crate::state::{Bytes, Job, State};
 
-/// Bytes of batches that are ready ahead of the consumer.
-const AHEAD_BYTES: usize = 16 << 20;
+/// Bytes of batches that are ready ahead of the consumer, at most.
+const AHEAD_BYTES: u64 = 16 << 20;
+
+/// Threads that wait for a store over the network. They sleep most of the time; the budget limits what they fetch.
+const FETCHERS: usize = 16;
+
+/// What an epoch is made with.
+pub(crate) struct Setup {
+    pub(crate) dataset: Arc<Dataset>,
+    pub(crate) selected: Arc<[Selected]>,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) cache: Option<Arc<Cache>>,
+    pub(crate) plan: Plan,
+    pub(crate) budget: u64,
+    pub(crate) threads: usize,
+}
 
 struct Shared {
-    dataset: Arc<Dataset>,
-    selected: Arc<[Selected]>,
+    setup: Setup,
     fields: Arc<[Field]>,
-    plan: Plan,
     state: Mutex<State>,
-    /// Threads wait here for something to do.
+    /// Decoding threads wait here for something to do.
     work: Condvar,
+    /// Fetching threads wait here for room.
+    room: Condvar,
     /// The consumer waits here for a batch, or for blocks to make one of.
     ready: Condvar,
 }
@@ -55,47 +72,40 @@ pub struct Epoch {
 }
 
 impl Epoch {
-    pub(crate) fn start(
-        dataset: Arc<Dataset>,
-        selected: Arc<[Selected]>,
-        plan: Plan,
-        budget: u64,
-        threads: usize,
-    ) -> Result<Self> {
-        let cost: Vec<u64> = plan.parts().iter().map(|part| Block::bytes(part, &selected)).collect();
-        let needed = plan.open_bytes(|part| Block::bytes(part, &selected));
-        if needed > budget {
-            return Err(Error::Budget { budget, needed });
-        }
-        let fields: Arc<[Field]> =
-            selected.iter().map(|column| Field { element: column.out, ..column.field.clone() }).collect();
-        let row: usize = fields.iter().map(Field::width).sum();
-        let batch = plan.step(0).rows.saturating_mul(row).max(1);
-        let ahead = (AHEAD_BYTES / batch).clamp(2, 64) as u64;
-        let state = Mutex::new(State::new(&plan, cost, budget, ahead));
-        let shared = Arc::new(Shared {
-            dataset,
-            selected,
-            fields,
-            plan,
-            state,
-            work: Condvar::new(),
-            ready: Condvar::new(),
-        });
-        let mut epoch = Self { shared, threads: Vec::with_capacity(threads), process: std::process::id() };
+    pub(crate) fn start(setup: Setup) -> Result<Self> {
+        let fields: Arc<[Field]> = setup
+            .selected
+            .iter()
+            .map(|column| Field { element: column.out, ..column.field.clone() })
+            .collect();
+        let cost: Vec<(u64, u64)> = setup.plan.parts().iter().map(|part| setup.cost(part)).collect();
+        let share = Share::new(&setup, &cost, Batch::bytes_of(&fields, setup.plan.step(0).rows) as u64)?;
+        setup.pool.set_limit(usize::try_from(share.pool).unwrap_or(usize::MAX));
+        let apart = setup.dataset.store().is_remote();
+        let state = Mutex::new(State::new(&setup.plan, cost, share.blocks, share.ahead, apart));
+        let (fetchers, threads) = (if apart { FETCHERS } else { 0 }, setup.threads);
+        let (work, room, ready) = (Condvar::new(), Condvar::new(), Condvar::new());
+        let shared = Arc::new(Shared { setup, fields, state, work, room, ready });
+        let mut epoch = Self { shared, threads: Vec::new(), process: std::process::id() };
         for number in 0..threads {
-            let shared = Arc::clone(&epoch.shared);
-            let thread = std::thread::Builder::new().name(format!("fd-reader-{number}"));
-            epoch
-                .threads
-                .push(thread.spawn(move || shared.serve()).map_err(|source| Error::Thread { source })?);
+            epoch.spawn(format!("fd-reader-{number}"), |shared| shared.serve())?;
+        }
+        for number in 0..fetchers {
+            epoch.spawn(format!("fd-fetch-{number}"), |shared| shared.fetch())?;
         }
         Ok(epoch)
     }
 
+    fn spawn(&mut self, name: String, work: impl FnOnce(&Shared) + Send + 'static) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let spawned = std::thread::Builder::new().name(name).spawn(move || work(&shared));
+        self.threads.push(spawned.map_err(|source| Error::Thread { source })?);
+        Ok(())
+    }
+
     /// Batches of the whole epoch.
     pub fn steps(&self) -> u64 {
-        self.shared.plan.steps()
+        self.shared.setup.plan.steps()
     }
 
     /// Batches that are still to come.
@@ -129,9 +139,9 @@ impl Epoch {
             if state.ended {
                 return Err(Error::Ended);
             }
-            if let Some(job) = state.assembly(&shared.plan) {
+            if let Some(job) = state.assembly(&shared.setup.plan) {
                 drop(state);
-                shared.run(job);
+                shared.run(job, &mut Bench::default());
                 state = shared.state.lock();
             } else if shared.ready.wait_until(&mut state, deadline).timed_out() {
                 return Ok(Next::Pending);
@@ -143,6 +153,7 @@ impl Epoch {
     pub fn close(&mut self) {
         self.shared.state.lock().ended = true;
         self.shared.work.notify_all();
+        self.shared.room.notify_all();
         self.shared.ready.notify_all();
         for thread in self.threads.drain(..) {
             // A panic was already handed to the consumer as an error.
@@ -162,54 +173,137 @@ impl Drop for Epoch {
     }
 }
 
+impl Setup {
+    /// Bytes of a part: decoded, and besides while it is loaded.
+    fn cost(&self, part: &Part) -> (u64, u64) {
+        let files = &self.dataset.manifest().files;
+        let group = files.get(part.file).and_then(|file| file.groups.get(part.group));
+        let rows = part.rows.end - part.rows.start;
+        let fetched = group.map_or(0, |group| group.bytes.saturating_mul(rows) / group.rows.max(1));
+        let widest = self.selected.iter().map(|column| column.field.width()).max().unwrap_or(0) as u64;
+        let column = widest.saturating_mul(rows);
+        // One column at a time goes through: its bytes as they are stored, and its values before they are shuffled.
+        let besides = if self.dataset.store().is_remote() {
+            fetched + column
+        } else {
+            fetched.min(2 * column) + column
+        };
+        (Block::bytes(part, &self.selected), besides)
+    }
+}
+
+/// How the budget is shared out.
+struct Share {
+    blocks: u64,
+    pool: u64,
+    ahead: u64,
+}
+
+impl Share {
+    fn new(setup: &Setup, cost: &[(u64, u64)], batch: u64) -> Result<Self> {
+        let budget = setup.budget;
+        let largest = cost.iter().map(|(_, besides)| *besides).max().unwrap_or(0);
+        let open = setup.plan.open_bytes(|part| Block::bytes(part, &setup.selected));
+        let blocks = open.saturating_add(largest);
+        // One at the consumer, one for him to take next.
+        let batches = batch.saturating_mul(2);
+        let needed = blocks.saturating_add(batches);
+        let Some(spare) = budget.checked_sub(needed) else {
+            return Err(Error::Budget { budget, needed, blocks, batches });
+        };
+        let more = (spare / 4).min(AHEAD_BYTES) / batch.max(1);
+        let (ahead, spare) = (1 + more.min(63), spare - more.min(63) * batch);
+        let pool = spare / 4 * 3;
+        Ok(Self { blocks: budget - batches - (ahead - 1) * batch - pool, pool, ahead })
+    }
+}
+
 impl Shared {
     fn serve(&self) {
+        let mut bench = Bench::default();
         let mut state = self.state.lock();
         while !state.ended {
-            match state.job(&self.plan) {
-                Some(job) => MutexGuard::unlocked(&mut state, || self.run_guarded(job)),
+            match state.job(&self.setup.plan) {
+                Some(job) => MutexGuard::unlocked(&mut state, || self.run_guarded(job, &mut bench)),
                 None => self.work.wait(&mut state),
             }
         }
     }
 
-    fn run_guarded(&self, job: Job) {
-        let part = if let Job::Load(part) = &job { self.plan.parts().get(*part) } else { None };
+    fn fetch(&self) {
+        let mut bench = Bench::default();
+        let mut state = self.state.lock();
+        while !state.ended {
+            match state.fetch() {
+                Some(job) => MutexGuard::unlocked(&mut state, || self.run_guarded(job, &mut bench)),
+                None => self.room.wait(&mut state),
+            }
+        }
+    }
+
+    fn run_guarded(&self, job: Job, bench: &mut Bench) {
+        let part = match &job {
+            Job::Fetch(part) | Job::Load(part, _) => self.setup.plan.parts().get(*part),
+            Job::Assemble(..) => None,
+        };
         let place = part.map_or((String::from("a batch"), 0), |part| {
-            let file = self.dataset.manifest().files.get(part.file);
-            (file.map(|file| self.dataset.store().name_of(&file.path)).unwrap_or_default(), part.group)
+            let dataset = &self.setup.dataset;
+            let file = dataset.manifest().files.get(part.file);
+            (file.map(|file| dataset.store().name_of(&file.path)).unwrap_or_default(), part.group)
         });
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run(job))) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run(job, bench))) {
             self.fail(Error::Corrupt { file: place.0, group: place.1, message: last_words(panic.as_ref()) });
         }
     }
 
-    fn run(&self, job: Job) {
+    fn run(&self, job: Job, bench: &mut Bench) {
         match job {
-            Job::Load(number) => match self.load(number) {
+            Job::Fetch(number) => match self.fetched(number) {
+                Ok(bytes) => {
+                    self.state.lock().fetched(&self.setup.plan, number, bytes);
+                    self.work.notify_one();
+                }
+                Err(error) => self.fail(error),
+            },
+            Job::Load(number, bytes) => match self.load(number, bytes, bench) {
                 Ok(block) => {
                     self.state.lock().loaded(number, block);
                     self.work.notify_one();
+                    self.room.notify_all();
                     self.ready.notify_one();
                 }
                 Err(error) => self.fail(error),
             },
             Job::Assemble(number, step, blocks) => {
-                let batch = assemble(&self.fields, &step, &blocks);
+                let batch = assemble(&self.fields, &step, &blocks, &self.setup.pool);
                 drop(blocks);
                 let done = self.state.lock().assembled(number, &step, batch);
                 self.ready.notify_one();
                 if !done.is_empty() {
                     self.work.notify_one();
+                    self.room.notify_all();
                 }
             }
         }
     }
 
-    fn load(&self, number: usize) -> Result<Block> {
-        let part = self.plan.parts().get(number).ok_or(Error::Ended)?;
-        let decoded = decode(&self.dataset, &self.selected, part)?;
-        Ok(Block::new(part, &self.selected, decoded))
+    fn fetched(&self, number: usize) -> Result<Bytes> {
+        let setup = &self.setup;
+        let part = setup.plan.parts().get(number).ok_or(Error::Ended)?;
+        if setup.cache.as_ref().is_some_and(|cache| cache.has(part)) {
+            return Ok(None);
+        }
+        let recipe = Recipe::new(&setup.dataset, &setup.selected, part)?;
+        let bytes = recipe.fetch(&setup.dataset, part)?;
+        Ok(Some(Box::new((recipe, bytes))))
+    }
+
+    fn load(&self, number: usize, bytes: Bytes, bench: &mut Bench) -> Result<Block> {
+        let setup = &self.setup;
+        let part = setup.plan.parts().get(number).ok_or(Error::Ended)?;
+        let (dataset, selected) = (&*setup.dataset, &*setup.selected);
+        let maker = Maker { dataset, selected, pool: &setup.pool, cache: setup.cache.as_deref() };
+        maker.block(part, bytes.map(|bytes| *bytes), bench)
     }
 
     fn fail(&self, error: Error) {
@@ -218,12 +312,7 @@ impl Shared {
         state.error.get_or_insert(error);
         drop(state);
         self.work.notify_all();
+        self.room.notify_all();
         self.ready.notify_all();
     }
-}
-
-fn last_words(panic: &(dyn Any + Send)) -> String {
-    let text =
-        panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
-    text.unwrap_or("no message").to_owned()
 }

@@ -16,6 +16,31 @@ pub enum Error {
         /// The directory.
         url: String,
     },
+    /// A directory whose preparation was killed, or goes on.
+    #[error("data is being prepared here, or its preparation was killed and has to be run again: {url}")]
+    Unfinished {
+        /// The directory.
+        url: String,
+    },
+    /// A table of which only its log says which files count.
+    #[error(
+        "a table of {kind}, whose log says which of its files count: {url}; open it by its log \
+         (farandole.data does it for Delta), or prepare it first"
+    )]
+    Table {
+        /// What kind.
+        kind: &'static str,
+        /// The directory.
+        url: String,
+    },
+    /// A file that does not hold the bytes that were written.
+    #[error("checksums of {file}, row group {group}, are not those of its manifest: the file is damaged")]
+    Damaged {
+        /// The file.
+        file: String,
+        /// The row group.
+        group: usize,
+    },
     /// Files without a single row.
     #[error("no rows in {url}")]
     NoRows {
@@ -68,6 +93,20 @@ pub enum Error {
         /// The file.
         file: String,
     },
+    /// NaN.
+    #[error(
+        "column {column} has {nans} NaN in row group {group} of {file}; fill or allow_nan says what to do with them"
+    )]
+    NotNumbers {
+        /// The column.
+        column: String,
+        /// How many.
+        nans: usize,
+        /// The row group.
+        group: usize,
+        /// The file.
+        file: String,
+    },
     /// Rows of different lengths.
     #[error("column {column} has rows of other lengths than {expected} in row group {group} of {file}")]
     Ragged {
@@ -81,12 +120,14 @@ pub enum Error {
         file: String,
     },
     /// A file that is not what it should be.
-    #[error("cannot read {file}, row group {group}: {source}")]
+    #[error("cannot read {file}, row group {group}, column {column}: {source}")]
     Parquet {
         /// The file.
         file: String,
         /// The row group.
         group: usize,
+        /// The column.
+        column: String,
         /// What the library said.
         source: parquet::errors::ParquetError,
     },
@@ -141,12 +182,19 @@ pub enum Error {
         to: String,
     },
     /// The budget is too small for the blocks that one step needs.
-    #[error("a budget of {budget} bytes is too small for this data set, the least that works is {needed}")]
+    #[error(
+        "a budget of {budget} bytes is too small for this data set, the least that works is {needed}: {blocks} for rows \
+         that are shuffled at a time, {batches} for batches"
+    )]
     Budget {
         /// What was allowed.
         budget: u64,
         /// What is needed.
         needed: u64,
+        /// Of that, for blocks, and for one that is being loaded.
+        blocks: u64,
+        /// Of that, for batches.
+        batches: u64,
     },
     /// Next after an error or the end.
     #[error("this epoch already ended")]
@@ -157,6 +205,14 @@ pub enum Error {
     /// The manifest or the request.
     #[error(transparent)]
     Dataset(#[from] farandole_dataset::Error),
+    /// Memory for decoded data that cannot be had.
+    #[error("cannot keep decoded data in {path}: {source}")]
+    Cache {
+        /// The file.
+        path: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
     /// No thread to be had.
     #[error("cannot start a reading thread: {source}")]
     Thread {
@@ -179,12 +235,14 @@ impl Error {
     pub fn fault(&self) -> Fault {
         match self {
             Self::NotADataset { .. }
+            | Self::Table { .. }
             | Self::NoRows { .. }
             | Self::Unreadable { .. }
             | Self::NoColumns { .. }
             | Self::Missing { .. }
             | Self::Changed { .. }
             | Self::Nulls { .. }
+            | Self::NotNumbers { .. }
             | Self::Ragged { .. }
             | Self::Arrow { .. }
             | Self::Cast { .. }
@@ -197,8 +255,11 @@ impl Error {
             },
             Self::Parquet { .. }
             | Self::Footer { .. }
+            | Self::Unfinished { .. }
+            | Self::Damaged { .. }
             | Self::Rows { .. }
             | Self::Corrupt { .. }
+            | Self::Cache { .. }
             | Self::Thread { .. } => Fault::Environment,
         }
     }

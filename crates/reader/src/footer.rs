@@ -3,13 +3,15 @@
 
 //! Footers, and column chunks fetched ahead of their decoding.
 
+use std::any::Any;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use bytes::{Buf, Bytes, buf::Reader as BytesReader};
 use farandole_store::Store;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions};
 use parquet::errors::ParquetError;
-use parquet::file::metadata::{PageIndexPolicy, ParquetMetaDataReader, RowGroupMetaData};
+use parquet::file::metadata::{PageIndexPolicy, ParquetMetaDataReader};
 use parquet::file::reader::{ChunkReader, Length};
 
 use crate::error::{Error, Result};
@@ -19,6 +21,20 @@ const TAIL: u64 = 64 << 10;
 
 /// Reads the footer of a file of `bytes` bytes.
 pub(crate) fn load(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
+    // A damaged footer may make the library panic.
+    catch_unwind(AssertUnwindSafe(|| parse(store, path, bytes))).unwrap_or_else(|panic| {
+        Err(Error::Corrupt { file: store.name_of(path), group: 0, message: last_words(panic.as_ref()) })
+    })
+}
+
+/// What a panic said.
+pub(crate) fn last_words(panic: &(dyn Any + Send)) -> String {
+    let text =
+        panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+    text.unwrap_or("no message").to_owned()
+}
+
+fn parse(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
     let file = || store.name_of(path);
     let mut parser = ParquetMetaDataReader::new().with_page_index_policy(PageIndexPolicy::Skip);
     let mut length = TAIL.min(bytes);
@@ -51,25 +67,20 @@ pub(crate) struct Fetched {
 }
 
 impl Fetched {
-    /// Fetches the chunks of `leaves`; a remote store joins what is near.
-    pub(crate) fn columns(
-        store: &Store,
-        path: &str,
-        group: &RowGroupMetaData,
-        leaves: &[usize],
-        length: u64,
-    ) -> Result<Self> {
-        let ranges: Vec<Range<u64>> = leaves
-            .iter()
-            .filter_map(|leaf| group.columns().get(*leaf))
-            .map(|column| column.byte_range())
-            .map(|(start, length)| start..start.saturating_add(length))
-            .collect();
-        let pieces = store.read_ranges(path, &ranges)?;
-        Ok(Self { pieces: ranges.into_iter().map(|range| range.start).zip(pieces).collect(), length })
+    /// Fetches ranges; a remote store joins what is near.
+    ///
+    /// # Errors
+    /// The store's.
+    pub(crate) fn new(store: &Store, path: &str, ranges: &[Range<u64>], length: u64) -> Result<Self> {
+        let pieces = store.read_ranges(path, ranges)?;
+        Ok(Self { pieces: ranges.iter().map(|range| range.start).zip(pieces).collect(), length })
     }
 
-    fn slice(&self, start: u64, length: Option<usize>) -> parquet::errors::Result<Bytes> {
+    /// Bytes from an offset on: so many, or all that there are.
+    ///
+    /// # Errors
+    /// They were not fetched.
+    pub(crate) fn slice(&self, start: u64, length: Option<usize>) -> parquet::errors::Result<Bytes> {
         let outside =
             || ParquetError::EOF(format!("bytes from {start} on are outside of the column's chunk"));
         let (_, piece, skip) = self

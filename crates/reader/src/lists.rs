@@ -25,7 +25,7 @@ fn read_leaf<T: ParquetType>(
     part: &Part,
     field: &Field,
     levels: (i16, i16),
-    origin: Origin<'_>,
+    origin: &Origin<'_>,
 ) -> Result<Vec<T::T>> {
     let count = |rows: u64| usize::try_from(rows).unwrap_or(usize::MAX);
     let (skip, rows, length) =
@@ -68,7 +68,7 @@ pub(crate) fn read_list(
     leaf: usize,
     part: &Part,
     field: &Field,
-    origin: Origin<'_>,
+    origin: &Origin<'_>,
 ) -> Result<Buffer> {
     let Some(group) = footer.metadata().row_groups().get(part.group) else { return Err(Error::Ended) };
     let Some(chunk) = group.columns().get(leaf) else { return Err(Error::Ended) };

@@ -9,9 +9,11 @@ use std::sync::Arc;
 use farandole_dataset::{Element, Plan, Request, Tail};
 use farandole_world::Rank;
 
+use crate::cache::Cache;
 use crate::dataset::{Dataset, Field};
-use crate::epoch::Epoch;
+use crate::epoch::{Epoch, Setup};
 use crate::error::{Error, Result};
+use crate::pool::Pool;
 use crate::values::castable;
 
 /// How to read.
@@ -37,6 +39,12 @@ pub struct Options {
     pub tail: Tail,
     /// Element types to convert to, by column; `"*"` stands for all other columns of floats.
     pub cast: HashMap<String, String>,
+    /// What nulls, and NaN among floats, become, by column; `"*"` stands for all other columns. They are errors else.
+    pub fill: HashMap<String, f64>,
+    /// Takes NaN as a value like any other where it is not filled.
+    pub allow_nan: bool,
+    /// A directory where decoded blocks are kept for all readers of this host that read the same columns.
+    pub cache: Option<String>,
 }
 
 impl Default for Options {
@@ -52,6 +60,9 @@ impl Default for Options {
             threads: 2,
             tail: Tail::Keep,
             cast: HashMap::new(),
+            fill: HashMap::new(),
+            allow_nan: true,
+            cache: None,
         }
     }
 }
@@ -61,6 +72,9 @@ impl Default for Options {
 pub(crate) struct Selected {
     pub(crate) field: Field,
     pub(crate) out: Element,
+    /// What takes the place of nulls and NaN.
+    pub(crate) fill: Option<f64>,
+    pub(crate) allow_nan: bool,
 }
 
 impl Selected {
@@ -75,6 +89,8 @@ pub struct Reader {
     dataset: Arc<Dataset>,
     selected: Arc<[Selected]>,
     options: Options,
+    pool: Arc<Pool>,
+    cache: Option<Arc<Cache>>,
 }
 
 impl Reader {
@@ -84,18 +100,21 @@ impl Reader {
     /// Unknown or unreadable columns, casts that cannot be, a rank past the size, no batch size.
     pub fn new(dataset: Arc<Dataset>, options: Options) -> Result<Self> {
         let fields = dataset.select(options.columns.as_deref())?;
-        if let Some(name) =
-            options.cast.keys().find(|name| *name != "*" && !fields.iter().any(|f| f.name == **name))
-        {
-            dataset.select(Some(std::slice::from_ref(name)))?;
-            return Err(Error::Unreadable {
-                column: name.clone(),
-                reason: "it is cast but not selected".to_owned(),
-            });
+        for (what, names) in [("cast", names(&options.cast)), ("filled", names(&options.fill))] {
+            let unknown = |name: &&String| *name != "*" && !fields.iter().any(|f| f.name == **name);
+            if let Some(name) = names.into_iter().find(unknown) {
+                dataset.select(Some(std::slice::from_ref(name)))?;
+                let reason = format!("it is {what} but not selected");
+                return Err(Error::Unreadable { column: name.clone(), reason });
+            }
         }
-        let selected: Result<Arc<[Selected]>> =
-            fields.into_iter().map(|field| cast(field, &options.cast)).collect();
-        let reader = Self { dataset, selected: selected?, options };
+        let selected: Arc<[Selected]> =
+            fields.into_iter().map(|field| select(field, &options)).collect::<Result<_>>()?;
+        let cache = match &options.cache {
+            Some(directory) => Some(Arc::new(Cache::open(directory, &dataset, &selected)?)),
+            None => None,
+        };
+        let reader = Self { dataset, selected, options, pool: Pool::new(0), cache };
         Plan::new(reader.dataset.lanes(), &reader.request(0, 0))?;
         Ok(reader)
     }
@@ -130,18 +149,33 @@ impl Reader {
     /// A budget that is too small, no threads.
     pub fn epoch(&self, epoch: u64, start_row: u64) -> Result<Epoch> {
         let plan = Plan::new(self.dataset.lanes(), &self.request(epoch, start_row))?;
-        let (budget, threads) = (self.options.byte_budget, self.options.threads.clamp(1, 64));
-        Epoch::start(Arc::clone(&self.dataset), Arc::clone(&self.selected), plan, budget, threads)
+        Epoch::start(Setup {
+            dataset: Arc::clone(&self.dataset),
+            selected: Arc::clone(&self.selected),
+            pool: Arc::clone(&self.pool),
+            cache: self.cache.clone(),
+            plan,
+            budget: self.options.byte_budget,
+            threads: self.options.threads.clamp(1, 64),
+        })
     }
 }
 
-fn cast(field: Field, casts: &HashMap<String, String>) -> Result<Selected> {
+fn names<T>(map: &HashMap<String, T>) -> Vec<&String> {
+    map.keys().collect()
+}
+
+fn select(field: Field, options: &Options) -> Result<Selected> {
+    let fill = options.fill.get(&field.name).or_else(|| options.fill.get("*")).copied();
+    let out = cast(&field, &options.cast)?;
+    Ok(Selected { out, fill, allow_nan: options.allow_nan && fill.is_none(), field })
+}
+
+fn cast(field: &Field, casts: &HashMap<String, String>) -> Result<Element> {
     let named = casts.get(&field.name);
     let Some(to) = named.or_else(|| casts.get("*").filter(|_| field.element.is_float())) else {
-        return Ok(Selected { out: field.element, field });
+        return Ok(field.element);
     };
-    match Element::named(to).filter(|out| castable(field.element, *out)) {
-        Some(out) => Ok(Selected { out, field }),
-        None => Err(Error::Cast { column: field.name, from: field.element.name(), to: to.clone() }),
-    }
+    let out = Element::named(to).filter(|out| castable(field.element, *out));
+    out.ok_or_else(|| Error::Cast { column: field.name.clone(), from: field.element.name(), to: to.clone() })
 }

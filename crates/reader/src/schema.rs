@@ -6,6 +6,10 @@
 use arrow::datatypes::{DataType, Schema};
 use farandole_dataset::{Column, Element, Role};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
+use parquet::basic::Type as Physical;
+
+use crate::dataset::Field;
+use crate::pages::{Levels, Stored};
 
 /// The element that an Arrow scalar is read as; `None` when there is none.
 pub(crate) fn element_of(kind: &DataType) -> Option<Element> {
@@ -36,6 +40,55 @@ pub(crate) fn element_of(kind: &DataType) -> Option<Element> {
         }
         _ => return None,
     })
+}
+
+/// How the pages of a column are stored, when they are of a kind that we decode ourselves.
+pub(crate) fn direct(
+    file: &ArrowReaderMetadata,
+    kind: &DataType,
+    leaf: usize,
+    field: &Field,
+) -> Option<(Stored, Levels)> {
+    let descriptor = file.parquet_schema().column(leaf);
+    let (list, kind) = match kind {
+        DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
+            (true, item.data_type())
+        }
+        kind => (false, kind),
+    };
+    let stored = match (descriptor.physical_type(), kind) {
+        (Physical::BOOLEAN, DataType::Boolean) => Stored::Bits,
+        (Physical::INT32, DataType::Int8 | DataType::UInt8) => Stored::Narrow(1),
+        (Physical::INT32, DataType::Int16 | DataType::UInt16) => Stored::Narrow(2),
+        (Physical::INT32, DataType::Int32 | DataType::UInt32) | (Physical::FLOAT, DataType::Float32) => {
+            Stored::Same(4)
+        }
+        (Physical::INT32, DataType::Date32) => Stored::Widen,
+        (
+            Physical::INT64,
+            DataType::Int64
+            | DataType::UInt64
+            | DataType::Timestamp(..)
+            | DataType::Time64(_)
+            | DataType::Duration(_),
+        )
+        | (Physical::DOUBLE, DataType::Float64) => Stored::Same(8),
+        (Physical::FIXED_LEN_BYTE_ARRAY, DataType::FixedSizeBinary(_)) if !list && field.width() > 0 => {
+            Stored::Same(field.width())
+        }
+        _ => return None,
+    };
+    let defined = u32::try_from(descriptor.max_def_level()).ok()?;
+    let repeated = u32::try_from(descriptor.max_rep_level()).ok()?;
+    let optional = u32::from(descriptor.self_type().is_optional());
+    let levels = match (list, repeated) {
+        (false, 0) if defined <= 1 => Levels { defined, present: 0, repeated, length: 1 },
+        (true, 1) => {
+            Levels { defined, present: defined.checked_sub(optional)?, repeated, length: field.elements() }
+        }
+        _ => return None,
+    };
+    Some((stored, levels))
 }
 
 /// Element and whether there is one list around it.
@@ -70,6 +123,7 @@ fn describe(
         nulls: if field.is_nullable() { nulls(file, root) } else { Some(0) },
         min: None,
         max: None,
+        unreadable: None,
     };
     let reason = match found {
         None => Some(format!("it is {kind}")),

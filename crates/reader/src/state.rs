@@ -10,12 +10,19 @@ use farandole_dataset::{Plan, Step};
 
 use crate::batch::Batch;
 use crate::block::Block;
+use crate::decode::Recipe;
 use crate::error::Error;
+use crate::footer::Fetched;
+
+/// Bytes of a part, and how to decode them; none when the part is cached.
+pub(crate) type Bytes = Option<Box<(Recipe, Fetched)>>;
 
 /// Something to do.
 pub(crate) enum Job {
-    /// Fetch and decode this part.
-    Load(usize),
+    /// Fetch the bytes of this part.
+    Fetch(usize),
+    /// Decode this part; fetch its bytes when there are none.
+    Load(usize, Bytes),
     /// Put this step's batch together from these blocks.
     Assemble(u64, Step, Vec<Arc<Block>>),
 }
@@ -25,7 +32,12 @@ pub(crate) struct State {
     /// Parts by first step (RE-3).
     queue: Vec<usize>,
     queued: usize,
-    cost: Vec<u64>,
+    /// Bytes of each part: decoded, and besides while it is loaded.
+    cost: Vec<(u64, u64)>,
+    /// Parts that were fetched, by first step.
+    fetched: BTreeMap<(u64, usize), Bytes>,
+    /// Whether threads of their own fetch.
+    apart: bool,
     left: Vec<u64>,
     blocks: Vec<Option<Arc<Block>>>,
     held: u64,
@@ -43,8 +55,9 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// The start of an epoch: `cost` in bytes of every part, at most `ahead` batches before the consumer.
-    pub(crate) fn new(plan: &Plan, cost: Vec<u64>, budget: u64, ahead: u64) -> Self {
+    /// The start of an epoch: `cost` in bytes of every part, decoded and besides while it is loaded; at most `ahead`
+    /// batches before the consumer; `apart` when threads of their own fetch.
+    pub(crate) fn new(plan: &Plan, cost: Vec<(u64, u64)>, budget: u64, ahead: u64, apart: bool) -> Self {
         let mut queue: Vec<usize> = (0..plan.parts().len()).collect();
         queue.sort_by_key(|part| plan.parts().get(*part).map(|part| part.first_step));
         Self {
@@ -53,6 +66,8 @@ impl State {
             left: plan.parts().iter().map(|part| part.taken).collect(),
             blocks: plan.parts().iter().map(|_| None).collect(),
             cost,
+            fetched: BTreeMap::new(),
+            apart,
             held: 0,
             budget,
             pending: None,
@@ -66,17 +81,32 @@ impl State {
         }
     }
 
-    /// The next thing to do, if there is anything that can be done now.
+    /// The next thing to do for a decoding thread, if there is anything that can be done now.
     pub(crate) fn job(&mut self, plan: &Plan) -> Option<Job> {
-        self.assembly(plan).or_else(|| {
-            let part = *self.queue.get(self.queued)?;
-            let cost = self.cost.get(part).copied().unwrap_or(0);
-            // RE-2. An empty house takes any guest: the plan was checked against the budget at its start.
-            (self.held == 0 || self.held + cost <= self.budget).then(|| {
-                self.held += cost;
-                self.queued += 1;
-                Job::Load(part)
-            })
+        if let Some(job) = self.assembly(plan) {
+            return Some(job);
+        }
+        if self.apart {
+            return self.fetched.pop_first().map(|((_, part), bytes)| Job::Load(part, bytes));
+        }
+        self.admit().map(|part| Job::Load(part, None))
+    }
+
+    /// The next thing to do for a fetching thread.
+    pub(crate) fn fetch(&mut self) -> Option<Job> {
+        self.admit().map(Job::Fetch)
+    }
+
+    /// The next part that may be loaded now.
+    fn admit(&mut self) -> Option<usize> {
+        let part = *self.queue.get(self.queued)?;
+        let (block, besides) = self.cost.get(part).copied().unwrap_or_default();
+        let whole = block.saturating_add(besides);
+        // RE-2. An empty house takes any guest: the plan was checked against the budget at its start.
+        (self.held == 0 || self.held.saturating_add(whole) <= self.budget).then(|| {
+            self.held = self.held.saturating_add(whole);
+            self.queued += 1;
+            part
         })
     }
 
@@ -100,8 +130,15 @@ impl State {
         }
     }
 
+    /// The bytes of a part are here.
+    pub(crate) fn fetched(&mut self, plan: &Plan, part: usize, bytes: Bytes) {
+        let first = plan.parts().get(part).map_or(0, |part| part.first_step);
+        self.fetched.insert((first, part), bytes);
+    }
+
     /// A part is decoded.
     pub(crate) fn loaded(&mut self, part: usize, block: Block) {
+        self.held = self.held.saturating_sub(self.cost.get(part).map_or(0, |(_, besides)| *besides));
         if let Some(slot) = self.blocks.get_mut(part) {
             *slot = Some(Arc::new(block));
         }
@@ -117,7 +154,7 @@ impl State {
             *left = left.saturating_sub(count);
             if *left == 0 {
                 done.extend(self.blocks.get_mut(part).and_then(Option::take));
-                self.held = self.held.saturating_sub(self.cost.get(part).copied().unwrap_or(0));
+                self.held = self.held.saturating_sub(self.cost.get(part).map_or(0, |(block, _)| *block));
             }
         }
         done

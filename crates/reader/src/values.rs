@@ -3,9 +3,9 @@
 
 //! Moving and converting values.
 
-use arrow::buffer::{Buffer, MutableBuffer};
-use arrow::datatypes::ArrowNativeType;
 use farandole_dataset::Element;
+
+use crate::pool::{Value, typed, typed_mut};
 
 /// Whether [`gather`] can turn `from` into `to`.
 pub(crate) fn castable(from: Element, to: Element) -> bool {
@@ -53,75 +53,54 @@ impl Iterator for Indices<'_> {
 /// A column to copy from: rows of `elements` values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Source<'a> {
-    pub(crate) data: &'a Buffer,
+    pub(crate) data: &'a [u8],
     pub(crate) element: Element,
     pub(crate) elements: usize,
 }
 
-/// Copies `rows` of `source` to `out`, which holds elements `to`, from its element number `at` on.
-pub(crate) fn gather(source: Source<'_>, rows: Rows<'_>, out: &mut MutableBuffer, to: Element, at: usize) {
+/// Copies `rows` of `source` to `out`, which holds as many rows of elements `to`.
+pub(crate) fn gather(source: Source<'_>, rows: Rows<'_>, out: &mut [u8], to: Element) {
     let elements = source.elements;
     if source.element == to {
         let width = to.width().unwrap_or(1);
         if elements > 1 || rows.contiguous() {
-            let row = elements * width;
-            return copy_rows(
-                source.data.as_slice(),
-                row,
-                rows,
-                part_mut(out.as_slice_mut(), at * width, rows.count * row),
-            );
+            return copy_rows(source.data, elements * width, rows, out);
         }
         return match width {
-            1 => copy_values(source.data.as_slice(), rows, part_mut(out.as_slice_mut(), at, rows.count)),
-            2 => copy_values::<u16>(
-                source.data.typed_data(),
-                rows,
-                part_mut(out.typed_data_mut(), at, rows.count),
-            ),
-            4 => copy_values::<u32>(
-                source.data.typed_data(),
-                rows,
-                part_mut(out.typed_data_mut(), at, rows.count),
-            ),
-            _ => copy_values::<u64>(
-                source.data.typed_data(),
-                rows,
-                part_mut(out.typed_data_mut(), at, rows.count),
-            ),
+            1 => copy_values(source.data, rows, out),
+            2 => copy_values::<u16>(typed(source.data), rows, typed_mut(out)),
+            4 => copy_values::<u32>(typed(source.data), rows, typed_mut(out)),
+            _ => copy_values::<u64>(typed(source.data), rows, typed_mut(out)),
         };
     }
-    let count = rows.count * elements;
     match to {
-        Element::Float32 => cast_from(source, rows, part_mut(out.typed_data_mut::<f32>(), at, count)),
-        Element::Float64 => cast_from(source, rows, part_mut(out.typed_data_mut::<f64>(), at, count)),
-        _ => cast_from(source, rows, part_mut(out.typed_data_mut::<i64>(), at, count)),
+        Element::Float32 => cast_from::<f32>(source, rows, typed_mut(out)),
+        Element::Float64 => cast_from::<f64>(source, rows, typed_mut(out)),
+        _ => cast_from::<i64>(source, rows, typed_mut(out)),
     }
 }
 
-/// A whole column of scalars in another order, as elements `to`: written once, into memory that nobody cleared before.
-pub(crate) fn shuffle(source: Source<'_>, order: &[u32], to: Element) -> Buffer {
+/// Writes a whole column in another order to `out`, as elements `to`.
+pub(crate) fn shuffle(source: Source<'_>, order: &[u32], out: &mut [u8], to: Element) {
     if source.element == to && source.elements == 1 {
-        return match to.width() {
-            Some(1) => pick(source.data.as_slice(), order),
-            Some(2) => pick::<u16>(source.data.typed_data(), order),
-            Some(4) => pick::<u32>(source.data.typed_data(), order),
-            _ => pick::<u64>(source.data.typed_data(), order),
-        };
+        match to.width().unwrap_or(1) {
+            1 => pick(source.data, order, out),
+            2 => pick::<u16>(typed(source.data), order, typed_mut(out)),
+            4 => pick::<u32>(typed(source.data), order, typed_mut(out)),
+            _ => pick::<u64>(typed(source.data), order, typed_mut(out)),
+        }
+    } else {
+        let rows = Rows { order: Some(order), first: 0, count: order.len(), stride: 1 };
+        gather(source, rows, out, to);
     }
-    let width = to.width().unwrap_or(1) * source.elements;
-    let mut out = MutableBuffer::from_len_zeroed(order.len() * width);
-    gather(source, Rows { order: Some(order), first: 0, count: order.len(), stride: 1 }, &mut out, to, 0);
-    out.into()
 }
 
-fn pick<T: ArrowNativeType>(source: &[T], order: &[u32]) -> Buffer {
-    let value = |row: &u32| source.get(*row as usize).copied().unwrap_or_default();
-    Buffer::from_vec(order.iter().map(value).collect::<Vec<T>>())
-}
-
-fn part_mut<T>(all: &mut [T], at: usize, count: usize) -> &mut [T] {
-    all.get_mut(at..at + count).unwrap_or_default()
+fn pick<T: Copy>(source: &[T], order: &[u32], out: &mut [T]) {
+    for (slot, row) in out.iter_mut().zip(order) {
+        if let Some(value) = source.get(*row as usize) {
+            *slot = *value;
+        }
+    }
 }
 
 fn copy_values<T: Copy>(source: &[T], rows: Rows<'_>, out: &mut [T]) {
@@ -250,8 +229,8 @@ where
     }
 }
 
-fn cast_rows<S: ArrowNativeType + To<T>, T>(source: Source<'_>, rows: Rows<'_>, out: &mut [T]) {
-    let values: &[S] = source.data.typed_data();
+fn cast_rows<S: Value + To<T>, T>(source: Source<'_>, rows: Rows<'_>, out: &mut [T]) {
+    let values: &[S] = typed(source.data);
     let elements = source.elements;
     if elements == 1 {
         for (slot, row) in out.iter_mut().zip(rows.indices()) {
@@ -272,51 +251,53 @@ fn cast_rows<S: ArrowNativeType + To<T>, T>(source: Source<'_>, rows: Rows<'_>, 
 
 #[cfg(test)]
 mod tests {
+    use zerocopy::IntoBytes;
+
     use super::*;
 
     const ALL: Rows<'_> = Rows { order: None, first: 0, count: 4, stride: 1 };
 
-    fn run(source: Source<'_>, rows: Rows<'_>, to: Element) -> MutableBuffer {
-        let mut out = MutableBuffer::from_len_zeroed(64);
-        gather(source, rows, &mut out, to, 1);
+    fn run<T: Value>(source: Source<'_>, rows: Rows<'_>, to: Element) -> Vec<T> {
+        let mut out = vec![T::default(); rows.count * source.elements];
+        gather(source, rows, out.as_mut_bytes(), to);
         out
     }
 
     #[test]
     fn rows_are_taken_by_order_and_stride() {
-        let data = Buffer::from_vec(vec![10_i32, 11, 12, 13]);
-        let source = Source { data: &data, element: Element::Int32, elements: 1 };
-        assert_eq!(run(source, ALL, Element::Int32).typed_data::<i32>()[..5], [0, 10, 11, 12, 13]);
+        let data = [10_i32, 11, 12, 13];
+        let source = Source { data: data.as_bytes(), element: Element::Int32, elements: 1 };
+        assert_eq!(run::<i32>(source, ALL, Element::Int32), data);
         let rows = Rows { order: Some(&[3, 1, 2, 0]), first: 1, count: 2, stride: 2 };
-        assert_eq!(run(source, rows, Element::Int32).typed_data::<i32>()[..4], [0, 11, 10, 0]);
-        let pairs = Source { data: &data, element: Element::Int32, elements: 2 };
+        assert_eq!(run::<i32>(source, rows, Element::Int32), [11, 10]);
+        let pairs = Source { elements: 2, ..source };
         let rows = Rows { order: Some(&[1, 0]), first: 0, count: 2, stride: 1 };
-        assert_eq!(run(pairs, rows, Element::Int32).typed_data::<i32>()[..5], [0, 12, 13, 10, 11]);
+        assert_eq!(run::<i32>(pairs, rows, Element::Int32), [12, 13, 10, 11]);
     }
 
     #[test]
     fn whole_columns_are_shuffled_and_converted() {
-        let data = Buffer::from_vec(vec![10_i32, 11, 12, 13]);
-        let source = Source { data: &data, element: Element::Int32, elements: 1 };
-        assert_eq!(shuffle(source, &[2, 0, 3, 1], Element::Int32).typed_data::<i32>(), [12, 10, 13, 11]);
-        assert_eq!(
-            shuffle(source, &[2, 0, 3, 1], Element::Float32).typed_data::<f32>(),
-            [12.0, 10.0, 13.0, 11.0]
-        );
-        let pairs = Source { elements: 2, ..source };
-        assert_eq!(shuffle(pairs, &[1, 0], Element::Int32).typed_data::<i32>(), [12, 13, 10, 11]);
+        let data = [10_i32, 11, 12, 13];
+        let source = Source { data: data.as_bytes(), element: Element::Int32, elements: 1 };
+        let (order, mut out) = ([2, 0, 3, 1], [0_i32; 4]);
+        shuffle(source, &order, out.as_mut_bytes(), Element::Int32);
+        assert_eq!(out, [12, 10, 13, 11]);
+        let mut floats = [0.0_f32; 4];
+        shuffle(source, &order, floats.as_mut_bytes(), Element::Float32);
+        assert_eq!(floats, [12.0, 10.0, 13.0, 11.0]);
+        shuffle(Source { elements: 2, ..source }, &[1, 0], out.as_mut_bytes(), Element::Int32);
+        assert_eq!(out, [12, 13, 10, 11]);
     }
 
     #[test]
     fn values_are_converted_on_the_way() {
-        let data = Buffer::from_vec(vec![1.5_f64, -2.5, 1e10, f64::NAN]);
-        let source = Source { data: &data, element: Element::Float64, elements: 1 };
-        assert_eq!(run(source, ALL, Element::Float32).typed_data::<f32>()[1..4], [1.5, -2.5, 1e10]);
-        assert_eq!(run(source, ALL, Element::Int64).typed_data::<i64>()[1..5], [1, -2, 10_000_000_000, 0]);
-        let data = Buffer::from_vec(vec![0_u8, 1, 1, 0]);
-        let source = Source { data: &data, element: Element::Bool, elements: 2 };
+        let data = [1.5_f64, -2.5, 1e10, f64::NAN];
+        let source = Source { data: data.as_bytes(), element: Element::Float64, elements: 1 };
+        assert_eq!(run::<f32>(source, ALL, Element::Float32)[..3], [1.5, -2.5, 1e10]);
+        assert_eq!(run::<i64>(source, ALL, Element::Int64), [1, -2, 10_000_000_000, 0]);
+        let source = Source { data: &[0, 1, 1, 0], element: Element::Bool, elements: 2 };
         let rows = Rows { order: None, first: 1, count: 1, stride: 1 };
-        assert_eq!(run(source, rows, Element::Float32).typed_data::<f32>()[..3], [0.0, 1.0, 0.0]);
+        assert_eq!(run::<f32>(source, rows, Element::Float32), [1.0, 0.0]);
         assert!(!castable(Element::Float64, Element::Int8) && castable(Element::Int8, Element::Int8));
     }
 }

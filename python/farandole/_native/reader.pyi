@@ -28,6 +28,11 @@ class Dataset:
 
     @staticmethod
     def open(url: str) -> Dataset: ...
+    @staticmethod
+    def open_files(url: str, files: list[tuple[str, dict[str, str]]]) -> Dataset:
+        """Some files below a directory, with the values of columns that are not in them."""
+    def link(self, at: str) -> None:
+        """Writes a manifest to the directory `at` by which these files, where they are, open without a look at each."""
     @property
     def url(self) -> str: ...
     @property
@@ -63,8 +68,11 @@ class Reader:
         shuffle: bool = True,
         byte_budget: int = 536870912,
         threads: int | None = None,
-        tail: Literal["keep", "pad", "drop"] = "keep",
+        tail: Literal["keep", "pad", "drop", "join"] = "keep",
         cast: dict[str, str] | None = None,
+        fill: dict[str, float] | None = None,
+        allow_nan: bool = True,
+        cache: str | None = None,
     ) -> Reader:
         """Chooses columns and checks the request.
 
@@ -79,9 +87,12 @@ class Reader:
             byte_budget: Bytes of decoded data held at once.
             threads: Reading threads; `None`: 2.
             tail: Rows that do not fill a batch on every rank: a shorter last batch (it may be empty on some ranks), a
-                last batch filled up with rows of weight 0, or none.
+                last batch filled up with rows of weight 0, none, or a shorter one on those ranks that have rows left.
             cast: Element types to convert to while batches are put together: `{"features": "float32"}`. The key `"*"`
                 stands for all other float columns.
+            fill: What nulls, and NaN among floats, become, by column; `"*"` stands for all other columns.
+            allow_nan: Takes NaN that is not filled as a value like any other.
+            cache: A directory where decoded data is kept for all readers of this host that read the same columns.
         """
     @property
     def columns(self) -> list[Field]:

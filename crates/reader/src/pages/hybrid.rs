@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Parquet's mix of runs and packed bits, for levels and for indices into dictionaries.
+
+/// Numbers that come as runs or packed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Piece<'a> {
+    /// The same number so many times.
+    Run { value: u32, count: usize },
+    /// Numbers of some bits each, in groups of eight.
+    Packed { bytes: &'a [u8], count: usize },
+}
+
+/// Pieces of a hybrid, in order.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Hybrid<'a> {
+    bytes: &'a [u8],
+    width: u32,
+}
+
+impl<'a> Hybrid<'a> {
+    /// Numbers of `width` bits, up to 32.
+    pub(crate) fn new(bytes: &'a [u8], width: u32) -> Option<Self> {
+        (width <= 32).then_some(Self { bytes, width })
+    }
+
+    fn varint(&mut self) -> Option<u64> {
+        let mut value = 0_u64;
+        for shift in (0..63).step_by(7) {
+            let (byte, rest) = self.bytes.split_first()?;
+            self.bytes = rest;
+            value |= u64::from(byte & 0x7F) << shift;
+            if *byte < 0x80 {
+                return Some(value);
+            }
+        }
+        None
+    }
+
+    /// The next piece, of at least one number; `None` at the end, or where the bytes cannot be.
+    pub(crate) fn piece(&mut self) -> Option<Piece<'a>> {
+        loop {
+            let header = self.varint()?;
+            let many = usize::try_from(header >> 1).ok()?;
+            if many == 0 {
+                continue;
+            }
+            if header & 1 == 1 {
+                let count = many.checked_mul(8)?;
+                let wanted = many.checked_mul(self.width as usize)?;
+                // The last group of a page may be cut short.
+                let (bytes, rest) = self.bytes.split_at(wanted.min(self.bytes.len()));
+                self.bytes = rest;
+                let whole = if self.width == 0 { count } else { bytes.len() * 8 / self.width as usize };
+                return (whole > 0).then_some(Piece::Packed { bytes, count: count.min(whole) });
+            }
+            let width = self.width.div_ceil(8) as usize;
+            let (bytes, rest) = self.bytes.split_at_checked(width)?;
+            self.bytes = rest;
+            let value = bytes.iter().rev().fold(0_u32, |value, byte| (value << 8) | u32::from(*byte));
+            return Some(Piece::Run { value, count: many });
+        }
+    }
+
+    /// Bits of a number.
+    pub(crate) fn width(&self) -> u32 {
+        self.width
+    }
+}
+
+/// Unpacks numbers of `width` bits from number `first` on, until `out` is full; missing ones are 0.
+pub(crate) fn unpack(bytes: &[u8], width: u32, first: usize, out: &mut [u32]) {
+    let mask = if width >= 32 { u64::from(u32::MAX) } else { (1_u64 << width) - 1 };
+    let mut bit = first * width as usize;
+    for slot in out {
+        let (at, shift) = (bit / 8, bit % 8);
+        let word = match bytes.get(at..at + 8) {
+            Some(eight) => eight.try_into().map_or(0, u64::from_le_bytes),
+            None => {
+                let left = bytes.get(at..).unwrap_or_default();
+                left.iter().rev().fold(0_u64, |word, byte| (word << 8) | u64::from(*byte))
+            }
+        };
+        *slot = low(word >> shift & mask);
+        bit += width as usize;
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "masked to 32 bits")]
+fn low(word: u64) -> u32 {
+    word as u32
+}
+
+/// The value of all of the first `count` numbers, when they are one run.
+pub(crate) fn uniform(bytes: &[u8], width: u32, count: usize) -> Option<u32> {
+    match Hybrid::new(bytes, width)?.piece()? {
+        Piece::Run { value, count: many } if many >= count => Some(value),
+        _ => None,
+    }
+}
+
+/// Appends `count` numbers to `out`; whether there were so many.
+pub(crate) fn levels(bytes: &[u8], width: u32, count: usize, out: &mut Vec<u32>) -> bool {
+    out.clear();
+    let Some(mut hybrid) = Hybrid::new(bytes, width) else { return false };
+    while out.len() < count {
+        let left = count - out.len();
+        match hybrid.piece() {
+            Some(Piece::Run { value, count }) => out.resize(out.len() + count.min(left), value),
+            Some(Piece::Packed { bytes, count }) => {
+                let start = out.len();
+                out.resize(start + count.min(left), 0);
+                unpack(bytes, width, 0, out.get_mut(start..).unwrap_or_default());
+            }
+            None => return false,
+        }
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_and_packed_groups_alternate() {
+        // Eight numbers 0..8 of three bits, then a run of ten sevens.
+        let bytes = [0x03, 0x88, 0xC6, 0xFA, 0x14, 0x07];
+        let mut out = Vec::new();
+        assert!(levels(&bytes, 3, 18, &mut out));
+        assert_eq!(out[..8], [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(out[8..], [7; 10]);
+        assert!(!levels(&bytes, 3, 19, &mut out));
+        assert_eq!(uniform(&bytes[4..], 3, 10), Some(7));
+        assert_eq!(uniform(&bytes[4..], 3, 11), None);
+    }
+
+    #[test]
+    fn numbers_of_every_width_are_unpacked_from_anywhere() {
+        for width in 1..=32_u32 {
+            let mask = if width == 32 { u64::from(u32::MAX) } else { (1_u64 << width) - 1 };
+            let numbers: Vec<u64> =
+                (0..64_u64).map(|n| (n.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 7) & mask).collect();
+            let mut packed = vec![0_u8; 64 * width as usize / 8];
+            for (index, number) in numbers.iter().enumerate() {
+                for bit in 0..width as usize {
+                    let place = index * width as usize + bit;
+                    packed[place / 8] |= u8::from(number >> bit & 1 == 1) << (place % 8);
+                }
+            }
+            for first in [0, 1, 7, 33] {
+                let mut out = vec![0; 64 - first];
+                unpack(&packed, width, first, &mut out);
+                assert!(
+                    out.iter().zip(&numbers[first..]).all(|(a, b)| u64::from(*a) == *b),
+                    "{width} {first}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn garbage_ends_and_allocates_nothing() {
+        let mut out = Vec::new();
+        assert!(!levels(&[0xFF; 4], 5, 1000, &mut out));
+        assert!(!levels(&[], 5, 1, &mut out));
+        assert!(Hybrid::new(&[], 33).is_none());
+        assert_eq!(uniform(&[0xFE, 0xFF, 0xFF, 0xFF, 0x0F, 1], 1, 1000), Some(1));
+    }
+}

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Data behind a network: latency is hidden, nothing is read twice, and refusals are told.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use arrow::array::{ArrayRef, FixedSizeListArray, Float32Array, Int64Array, RecordBatch};
+use arrow::datatypes::{DataType, Field};
+use common::{Bucket, Mood};
+use farandole_prepare::{PartitionWriter, Summary, commit};
+use farandole_reader::{Dataset, Next, Options, Reader};
+use farandole_store::Store;
+use farandole_world::Rank;
+
+const WAIT: Duration = Duration::from_secs(60);
+
+/// Prepared rows with an id and a vector of `width` floats.
+fn prepare(url: &str, partitions: u64, rows: i64, width: i32) -> Store {
+    let spec = r#"{"train": "train"}"#;
+    let mut summaries = Vec::new();
+    for partition in 0..partitions {
+        let mut writer = PartitionWriter::new(url, spec, partition, "a").unwrap();
+        let ids: ArrayRef = Arc::new(Int64Array::from_iter_values(0..rows));
+        let count = usize::try_from(rows * i64::from(width)).unwrap();
+        let item = Arc::new(Field::new("item", DataType::Float32, false));
+        let values = Arc::new(Float32Array::from(vec![1.0; count]));
+        let vectors: ArrayRef = Arc::new(FixedSizeListArray::new(item, width, values, None));
+        writer.write(&RecordBatch::try_from_iter([("id", ids), ("vector", vectors)]).unwrap()).unwrap();
+        summaries.push(Summary::decode(&writer.finish().unwrap().encode().unwrap()).unwrap());
+    }
+    commit(url, spec, summaries).unwrap();
+    Store::open(&format!("{url}/train")).unwrap()
+}
+
+fn reader(url: &str, options: Options) -> Reader {
+    Reader::new(Arc::new(Dataset::open(url).unwrap()), options).unwrap()
+}
+
+/// Reads an epoch: its rows, and the seconds from the first batch to the last.
+fn read(reader: &Reader) -> (usize, f64) {
+    let epoch = reader.epoch(0, 0).unwrap();
+    let (mut rows, mut start) = (0, None);
+    while let Next::Batch(batch) = epoch.next(WAIT).unwrap() {
+        start.get_or_insert_with(Instant::now);
+        rows += batch.valid_rows();
+    }
+    (rows, start.unwrap().elapsed().as_secs_f64())
+}
+
+fn failure(reader: &Reader) -> String {
+    let epoch = reader.epoch(0, 0).unwrap();
+    loop {
+        match epoch.next(WAIT) {
+            Ok(Next::Batch(_)) => {}
+            Ok(other) => unreachable!("{other:?}"),
+            Err(error) => {
+                let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+                return format!("{error} {cause}");
+            }
+        }
+    }
+}
+
+#[test]
+fn fifty_milliseconds_a_request_cost_less_than_a_fifth_of_the_speed() {
+    let bucket = Bucket::of("slow", &prepare("memory://slow", 4, 12_000, 1000));
+    // Three attempts: other processes may take the cores away for a while.
+    let mut ratios = Vec::new();
+    for _ in 0..3 {
+        let seconds = |delay: u64| {
+            bucket.set_delay(Duration::from_millis(delay));
+            let options = Options { batch_size: 512, ..Options::default() };
+            let (rows, seconds) = read(&reader(&bucket.url, options));
+            assert_eq!(rows, 48_000);
+            seconds
+        };
+        ratios.push(seconds(0) / seconds(50));
+        if ratios.iter().any(|ratio| *ratio >= 0.8) {
+            return;
+        }
+    }
+    unreachable!("with 50 ms a request, times the speed without: {ratios:?}");
+}
+
+#[test]
+fn every_byte_is_fetched_by_one_rank() {
+    let store = prepare("memory://once", 2, 4000, 100);
+    let bucket = Bucket::of("once", &store);
+    let whole: u64 = store.list("").unwrap().iter().map(|entry| entry.bytes).sum();
+    for size in [1, 2, 4, 8] {
+        let (_, before) = bucket.counts();
+        let rows: usize = (0..size)
+            .map(|rank| {
+                read(&reader(
+                    &bucket.url,
+                    Options { batch_size: 64, rank: Rank(rank), size, ..Options::default() },
+                ))
+                .0
+            })
+            .sum();
+        assert_eq!(rows, 8000);
+        // Every rank looks at the manifest and at the footers besides.
+        let small = u64::from(size) * (64 << 10) * 3;
+        let fetched = bucket.counts().1 - before;
+        assert!(fetched <= whole * 11 / 10 + small, "{fetched} of {whole} bytes at size {size}");
+    }
+}
+
+#[test]
+fn what_a_bucket_refuses_is_told_and_names_the_file() {
+    let bucket = Bucket::of("moody", &prepare("memory://moody", 2, 1000, 10));
+    let reader = reader(&bucket.url, Options { batch_size: 16, ..Options::default() });
+    bucket.set_mood(Mood::Status(403));
+    let error = failure(&reader);
+    assert!(error.starts_with("not allowed to read: s3://moody/"), "{error}");
+    bucket.set_mood(Mood::Status(404));
+    let error = failure(&reader);
+    assert!(error.starts_with("no such file: s3://moody/"), "{error}");
+    bucket.set_mood(Mood::Shaky(3));
+    assert_eq!(read(&reader).0, 2000, "a service may be busy for a moment");
+}
+
+#[test]
+fn a_file_that_vanishes_in_the_middle_of_an_epoch_is_named() {
+    let bucket = Bucket::of("vanishing", &prepare("memory://vanishing", 8, 4000, 300));
+    let options = Options { batch_size: 16, shuffle: false, byte_budget: 24 << 20, ..Options::default() };
+    let dataset = Arc::new(Dataset::open(&bucket.url).unwrap());
+    let epoch = Reader::new(Arc::clone(&dataset), options).unwrap().epoch(0, 0).unwrap();
+    assert!(matches!(epoch.next(WAIT), Ok(Next::Batch(_))));
+    let last = dataset.manifest().files.last().unwrap().path.clone();
+    bucket.remove(&last);
+    let error = loop {
+        match epoch.next(WAIT) {
+            Ok(Next::Batch(_)) => {}
+            Ok(other) => unreachable!("{other:?}"),
+            Err(error) => break error.to_string(),
+        }
+    };
+    assert_eq!(error, format!("no such file: s3://vanishing/{last}"));
+}

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Damaged Parquet through the reader: rows or an error, in little time.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use arrow::array::{ArrayRef, Float32Array, Int32Array, Int64Array, ListArray, RecordBatch};
+use arrow::buffer::OffsetBuffer;
+use arrow::datatypes::{DataType, Field};
+use farandole_fuzz::{Random, cases};
+use farandole_reader::{Dataset, Error, Next, Options, Reader};
+use farandole_store::Store;
+use parquet::arrow::ArrowWriter;
+use parquet::basic::{Compression, Encoding, ZstdLevel};
+use parquet::file::properties::{WriterProperties, WriterVersion};
+
+/// No case may take longer: the files have a few kilobytes.
+const LONGEST: Duration = Duration::from_secs(20);
+
+fn rows(count: i32) -> RecordBatch {
+    let length = usize::try_from(count).unwrap();
+    let item = Arc::new(Field::new("item", DataType::Float32, true));
+    let values = Arc::new(Float32Array::from_iter_values(
+        (0..count * 2).map(|n| f32::from(u8::try_from(n % 50).unwrap())),
+    ));
+    let lengths = OffsetBuffer::from_lengths(std::iter::repeat_n(2, length));
+    let columns: [(&str, ArrayRef); 4] = [
+        ("id", Arc::new(Int64Array::from_iter_values((0..count).map(i64::from)))),
+        ("few", Arc::new(Int32Array::from_iter_values((0..count).map(|n| n % 3)))),
+        ("holes", Arc::new((0..count).map(|n| (n % 5 > 0).then_some(n)).collect::<Int32Array>())),
+        ("v", Arc::new(ListArray::new(item, lengths, values, None))),
+    ];
+    RecordBatch::try_from_iter(columns).unwrap()
+}
+
+/// Files of every kind that we decode ourselves, and one that the library decodes.
+fn files() -> Vec<Vec<u8>> {
+    let plain = || {
+        let properties = WriterProperties::builder().set_max_row_group_row_count(Some(300));
+        properties.set_data_page_row_count_limit(70).set_write_batch_size(10)
+    };
+    let kinds = [
+        plain().set_dictionary_enabled(false),
+        plain().set_compression(Compression::SNAPPY),
+        plain().set_compression(Compression::LZ4_RAW).set_writer_version(WriterVersion::PARQUET_2_0),
+        plain().set_compression(Compression::ZSTD(ZstdLevel::default())).set_offset_index_disabled(true),
+        plain().set_dictionary_enabled(false).set_encoding(Encoding::BYTE_STREAM_SPLIT),
+        plain().set_compression(Compression::GZIP(parquet::basic::GzipLevel::default())),
+    ];
+    let batch = rows(800);
+    kinds
+        .map(|kind| {
+            let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(kind.build())).unwrap();
+            writer.write(&batch).unwrap();
+            writer.into_inner().unwrap()
+        })
+        .to_vec()
+}
+
+/// Reads everything; what is wrong is an error.
+fn read(url: &str, random: &mut Random) -> Result<usize, Error> {
+    let dataset = Arc::new(Dataset::open(url)?);
+    let options = Options {
+        batch_size: 64,
+        threads: 1 + random.below(2),
+        shuffle: random.below(4) > 0,
+        fill: HashMap::from([("*".to_owned(), 0.0)]),
+        ..Options::default()
+    };
+    let epoch = Reader::new(dataset, options)?.epoch(0, 0)?;
+    let mut rows = 0;
+    loop {
+        match epoch.next(LONGEST)? {
+            Next::Batch(batch) => rows += batch.valid_rows(),
+            Next::End => return Ok(rows),
+            Next::Pending => unreachable!("nothing within {LONGEST:?}"),
+        }
+    }
+}
+
+#[test]
+fn damaged_files_are_rows_or_errors_and_never_a_hang() {
+    // The library panics on some of them; the reader makes that an error, and its words are of no interest here.
+    std::panic::set_hook(Box::new(|info| {
+        if std::thread::current().name().is_some_and(|name| !name.starts_with("fd-")) {
+            eprintln!("{info}");
+        }
+    }));
+    let files = files();
+    let store = Store::open("memory://damaged").unwrap();
+    store.write("sound.parquet", files[0].clone().into()).unwrap();
+    assert_eq!(read("memory://damaged", &mut Random::new(0)).unwrap(), 800);
+    cases(|random| {
+        let sound = &files[random.below(files.len())];
+        let mut bytes = match random.below(3) {
+            0 => random.mutated(sound),
+            // The footer is the small part, and the most delicate.
+            1 => {
+                let at = sound.len() - 1 - random.below(sound.len() / 3);
+                let (head, tail) = sound.split_at(at);
+                let mut bytes = head.to_vec();
+                bytes.extend(random.mutated(tail));
+                bytes
+            }
+            _ => {
+                let mut bytes = sound.clone();
+                for _ in 0..=random.below(20) {
+                    let at = random.below(bytes.len());
+                    bytes[at] = random.byte();
+                }
+                bytes
+            }
+        };
+        if random.below(8) == 0 {
+            bytes = random.bytes(300);
+        }
+        store.write("broken.parquet", bytes.into()).unwrap();
+        let start = Instant::now();
+        if let Err(error) = read("memory://damaged", random) {
+            let text = error.to_string();
+            let told = text.contains("memory://damaged/") || text.contains("column");
+            assert!(told || matches!(error, Error::Budget { .. }), "the error names no file: {text}");
+        }
+        assert!(start.elapsed() < LONGEST, "took {:?}", start.elapsed());
+    });
+}
