@@ -56,3 +56,18 @@ def test_vectors_go_out_as_they_came_in():
 def test_what_no_array_can_hold_is_refused_with_its_column(array, told):
     with pytest.raises(ValueError, match=told):
         rows(array, "c")
+
+
+def test_dates_times_and_nested_lists_become_what_preparation_makes_of_them():
+    import datetime as dt
+
+    days = pa.array([dt.date(1970, 1, 3), dt.date(1969, 12, 31)])
+    assert rows(days, "d").tolist() == [2, -1]
+    assert rows(pa.array([dt.datetime(1970, 1, 1, 0, 0, 1)], pa.timestamp("us")), "t").tolist() == [1_000_000]  # noqa: DTZ001 - Spark's are without a zone
+    nested = rows(pa.array([[[1.0, 2.0], [3.0, 4.0]]] * 2), "n")
+    assert nested.shape == (2, 2, 2)
+
+
+def test_a_fill_takes_the_place_of_nulls_and_nan():
+    assert rows(pa.array([1.0, None, float("nan")]), "x", 5).tolist() == [1.0, 5.0, 5.0]
+    assert rows(pa.array([[1, None], [3, 4]]), "x", 0).tolist() == [[1, 0], [3, 4]]

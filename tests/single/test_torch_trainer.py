@@ -15,7 +15,7 @@ from farandole.spark.torch import TorchEstimator
 from farandole.spark.torch.losses import label_dtype, shaped, share, weighted
 from farandole.spark.torch.payload import unpack_state
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Here(Backend):

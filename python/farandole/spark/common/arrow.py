@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,25 +27,36 @@ VECTOR = pa.struct(
 )
 
 
-def rows(column: pa.Array, name: str) -> npt.NDArray[Any]:
-    """The column as one array whose first axis is rows: `(rows,)` for scalars, `(rows, length)` for the rest.
+def rows(column: pa.Array, name: str, fill: Any = None) -> npt.NDArray[Any]:
+    """The column as one array whose first axis is rows: `(rows,)` for scalars, `(rows, length, ...)` for the rest.
+
+    Values become what they became in prepared data: decimals float64, dates whole days and timestamps whole units since
+    the epoch.
 
     Args:
-        column: numbers, booleans, lists of numbers of one length, or Spark's vectors of one size.
+        column: numbers, booleans, dates, timestamps, lists of these of one length, or Spark's vectors of one size.
         name: the column's, for messages.
+        fill: what takes the place of nulls and NaN; `None` refuses nulls.
 
     Raises:
         ValueError: nulls, rows of different length, or a type that no tensor can hold; naming the column.
     """
-    if column.null_count:
-        raise ValueError(f"column {name!r} has nulls: {column.null_count} of {len(column)} rows")
     kind = column.type
     if pa.types.is_decimal(kind):
-        return rows(column.cast(pa.float64()), name)
-    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return rows(column.cast(pa.float64()), name, fill)
+    if pa.types.is_date32(kind):
+        return rows(column.cast(pa.int32()).cast(pa.int64()), name, fill)
+    if pa.types.is_timestamp(kind) or pa.types.is_date64(kind) or pa.types.is_time(kind):
+        return rows(column.cast(pa.int64()), name, fill)
+    is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if is_number and fill is not None:
+        column = _filled(column, fill)
+    if column.null_count:
+        raise ValueError(f"column {name!r} has nulls: {column.null_count} of {len(column)} rows")
+    if is_number:
         return column.to_numpy(zero_copy_only=False)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return _lists(column, name)
+        return _lists(column, name, fill)
     if pa.types.is_struct(kind) and {field.name for field in kind} == {"type", "size", "indices", "values"}:
         return _vectors(column, name)
     raise ValueError(f"column {name!r} has type {kind}, which no tensor can hold")
@@ -64,7 +76,16 @@ def vectors(values: npt.NDArray[Any]) -> pa.StructArray:
     return pa.StructArray.from_arrays([pa.array(np.ones(count, np.int8)), *nothing, dense], fields=list(VECTOR))
 
 
-def _lists(column: Any, name: str) -> npt.NDArray[Any]:
+def _filled(column: Any, fill: Any) -> Any:
+    compute: Any = pc  # its functions are made when it is imported
+    value = pa.scalar(fill).cast(column.type)
+    if pa.types.is_floating(column.type):
+        # NaN counts as missing here, as it does when data is prepared.
+        column = compute.if_else(compute.is_nan(column), pa.scalar(None, column.type), column)
+    return compute.fill_null(column, value)
+
+
+def _lists(column: Any, name: str, fill: Any = None) -> npt.NDArray[Any]:
     if len(column) == 0:
         return np.empty((0, 0), dtype=np.float32)
     if pa.types.is_fixed_size_list(column.type):
@@ -73,7 +94,8 @@ def _lists(column: Any, name: str) -> npt.NDArray[Any]:
         lengths = np.unique(column.value_lengths().to_numpy(zero_copy_only=False)).tolist()
     if len(lengths) != 1:
         raise ValueError(f"column {name!r} has rows of different length: {', '.join(map(str, lengths[:3]))}")
-    return rows(column.flatten(), name).reshape(len(column), lengths[0])
+    inner = rows(column.flatten(), name, fill)
+    return inner.reshape(len(column), lengths[0], *inner.shape[1:])
 
 
 def _vectors(column: Any, name: str) -> npt.NDArray[Any]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,19 @@ def at_least(name: str, least: int) -> Callable[[Any], int]:
         return int(value)
 
     return convert
+
+
+def fill(value: Any) -> Any:
+    """One value for all columns, or values by column; `None` for none."""
+    plain = (bool, Real, str)
+    if isinstance(value, Mapping):
+        wrong = [name for name, one in value.items() if not isinstance(name, str) or not isinstance(one, plain)]
+        if wrong:
+            raise TypeError(f"fill needs numbers, texts or booleans by column: {value!r}")
+        return dict(value)
+    if value is not None and not isinstance(value, plain):
+        raise TypeError(f"fill must be a value, or values by column: {value!r}")
+    return value
 
 
 def flag(name: str) -> Callable[[Any], bool]:

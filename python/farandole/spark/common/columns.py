@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql.types import DataType, StructType
 
-_USABLE = "numbers, booleans, arrays of numbers and Spark ML vectors are supported"
+_USABLE = "numbers, booleans, dates, times, arrays of these (nested or not) and Spark ML vectors are supported"
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,12 @@ def check_types(roles: Roles, schema: StructType) -> None:
     for role, name in roles.described():
         kind = schema[name].dataType
         shown = kind.simpleString()
-        if role in ("sample weight column", "validation column"):
-            if not _is_scalar(kind):
+        if role == "sample weight column":
+            if not _is_number(kind):
                 raise ValueError(f"{role} {name!r} must be a number or a boolean, its type is {shown}")
+        elif role == "validation column":
+            if not _is_number(kind) and kind.typeName() not in ("string", "varchar", "char"):
+                raise ValueError(f"{role} {name!r} must be a number, a boolean or a string, its type is {shown}")
         elif not _is_usable(kind):
             raise ValueError(f"{role} {name!r} has type {shown}, which no tensor can hold; {_USABLE}")
 
@@ -122,14 +125,17 @@ def row_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def check_sizes(
-    columns: dict[str, Column], names: Sequence[str], shapes: Sequence[Sequence[int]] | None, role: str
+    columns: dict[str, Column],
+    groups: Sequence[str | Sequence[str]],
+    shapes: Sequence[Sequence[int]] | None,
+    role: str,
 ) -> None:
     """Refuses shapes that do not fit their columns.
 
     Args:
         columns: what prepared data holds.
-        names: the columns that get the shapes.
-        shapes: one shape per column.
+        groups: the columns that get the shapes, one or several side by side for each.
+        shapes: one shape per group.
         role: what the columns are, in the words of messages.
 
     Raises:
@@ -137,23 +143,27 @@ def check_sizes(
     """
     if shapes is None:
         return
-    if len(shapes) != len(names):
-        raise ValueError(f"{role} column count {len(names)} must equal the count of {role} shapes {len(shapes)}")
-    for name, shape in zip(names, shapes, strict=True):
-        size = columns[name].size
+    if len(shapes) != len(groups):
+        raise ValueError(f"{role} column count {len(groups)} must equal the count of {role} shapes {len(shapes)}")
+    for group, shape in zip(groups, shapes, strict=True):
+        names = [group] if isinstance(group, str) else list(group)
+        size = sum(columns[name].size for name in names)
         if math.prod(row_shape(shape, size)) != size:
-            raise ValueError(f"{role} column {name!r} with size {size} does not fit shape {list(shape)}")
+            told = f"column {names[0]!r}" if len(names) == 1 else f"columns {', '.join(map(repr, names))}"
+            raise ValueError(f"{role} {told} with size {size} does not fit shape {list(shape)}")
 
 
-def _is_scalar(kind: DataType) -> bool:
+def _is_number(kind: DataType) -> bool:
     from pyspark.sql.types import BooleanType, NumericType
 
     return isinstance(kind, NumericType | BooleanType)
 
 
 def _is_usable(kind: DataType) -> bool:
-    from pyspark.sql.types import ArrayType
+    from pyspark.sql.types import ArrayType, DateType, TimestampNTZType, TimestampType
 
     if isinstance(kind, ArrayType):
-        return _is_scalar(kind.elementType)
-    return _is_scalar(kind) or kind.typeName() == "vectorudt" or kind.simpleString() == "vector"
+        return kind.elementType.typeName() != "vectorudt" and _is_usable(kind.elementType)
+    if _is_number(kind) or isinstance(kind, DateType | TimestampType | TimestampNTZType):
+        return True
+    return kind.typeName() == "vectorudt" or kind.simpleString() == "vector"

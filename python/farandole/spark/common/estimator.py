@@ -10,21 +10,30 @@ Everything that can be known to be wrong is said before data is written, and eve
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from pyspark.ml import Estimator, Model
 
 from farandole.spark.common.backend import Backend, SparkBackend
 from farandole.spark.common.columns import Roles, check_present, check_types
+from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.common.params import EstimatorParams, ModelParams
-from farandole.spark.common.prepare import Prepared, find_data, prepare_data
+from farandole.spark.common.prepare import find_data, prepare_data
 from farandole.spark.common.progress import Progress, progress
+from farandole.spark.common.tracking import MlflowTracker, Tracker
+from farandole.spark.common.visibility import executor_hosts, told_local
+from farandole.spark.session import Cluster
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pandas as pd
     from pyspark.ml.param import Param
     from pyspark.sql import DataFrame
 
+    from farandole.data.prepare import PreparedData as Prepared
+    from farandole.spark.common.chart import Chart
     from farandole.spark.common.store import AbstractFilesystemStore
 
 
@@ -51,8 +60,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
 
     def _fit(self, dataset: DataFrame) -> Any:
         if not hasattr(dataset, "mapInArrow"):
-            kind = type(dataset)
-            raise TypeError(f"fit takes a Spark DataFrame, this is a {kind.__module__}.{kind.__qualname__}")
+            return self._fit_frame(dataset)
         self._check()
         backend, store, roles = self._backend(), self._store(), self._roles()
         check_present(roles, dataset.columns, "DataFrame")
@@ -60,12 +68,49 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         store.check_writable()
         backend.check()
         with progress(self.getVerbose()) as shown:
+            warning = told_local(store.prefix_path, executor_hosts(Cluster.active().context))
+            if warning is not None:
+                warnings.warn(warning, stacklevel=4)
             shown.message("preparing data")
             seed, parts = self.getRandomSeed() or 0, self.getPartitionsPerProcess()
-            with prepare_data(backend.num_processes(), store, dataset, roles, seed, parts) as prepared:
+            with prepare_data(
+                backend.num_processes(),
+                store,
+                dataset,
+                roles,
+                seed,
+                parts,
+                fill=self.getFill(),
+                allow_nan=self.getAllowNan(),
+                compress_sparse=self.getCompressSparseCols(),
+            ) as prepared:
                 shown.message(_described(prepared))
                 # Anew: a live bar has put streams of its own in place of those that the first one took.
                 return self._train(self._backend(), prepared, shown)
+
+    def _fit_frame(self, dataset: Any) -> Any:
+        """Fits on rows that Spark does not hold: a pyarrow, pandas or polars table, or a pyarrow dataset."""
+        from farandole.data.prepare import prepare, spec_of
+        from farandole.data.sources import is_frame, open_source
+
+        if not is_frame(dataset):
+            kind = type(dataset)
+            raise TypeError(
+                "fit takes a Spark DataFrame, or a pyarrow, pandas or polars table, "
+                f"this is a {kind.__module__}.{kind.__qualname__}"
+            )
+        self._check()
+        backend, store, roles = self._backend(), self._store(), self._roles()
+        source = open_source(dataset)
+        check_present(roles, source.schema.names, "table")
+        store.check_writable()
+        backend.check()
+        with progress(self.getVerbose()) as shown:
+            shown.message("preparing data")
+            spec = spec_of(roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan())
+            with prepare(source, store, roles, spec, "fit") as prepared:
+                shown.message(_described(prepared))
+                return self._train(self._backend(), prepared, shown)  # as above
 
     def _fit_prepared(self, dataset_idx: int | None) -> Any:
         self._check()
@@ -92,12 +137,64 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         both = sorted(set(self._roles().features) & set(self.getLabelCols()))
         if both:
             raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
+        if self.getOnFailure() == "restart" and not self._store().saving_runs():
+            raise ValueError("on_failure='restart' goes on from a checkpoint: the store must save runs")
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
             raise ValueError(f"loss_weights needs one number per label column {len(self.getLabelCols())}: {weights}")
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> Any:
         raise NotImplementedError
+
+    def _launch(
+        self, backend: Backend, train: Callable[[Any], Any], job: Any, shown: Progress, tracker: Tracker | None = None
+    ) -> list[Any]:
+        """Runs a job's training function, once more after each failure where that was asked for.
+
+        Args:
+            backend: where.
+            train: the function, of the job.
+            job: what to do.
+            shown: gets what workers report.
+            tracker: gets the epochs, too.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            FarandoleJobError: a worker failed, and no restart is left.
+        """
+
+        def report(_rank: int, record: dict[str, Any]) -> None:
+            shown.report(record)
+            if tracker is not None:
+                tracker.report(record)
+
+        left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
+        while True:
+            try:
+                return backend.run(train, args=(job,), on_progress=report)
+            except FarandoleJobError as error:
+                if not left:
+                    raise
+                left -= 1
+                shown.message(f"{error.reason}; starting again from the last checkpoint, restarts left: {left}")
+                backend = self._backend()
+
+    def _tracked(self, run_id: str) -> Tracker:
+        """What logs the run elsewhere: MLflow where that was asked for, or nothing.
+
+        Args:
+            run_id: name of the run.
+        """
+        if not self.getMlflow():
+            return Tracker()
+        plain = {
+            name: value
+            for name in sorted(one.name for one in self.params)
+            if _is_plain(value := self.getOrDefault(name))
+        }
+        return MlflowTracker(run_id, plain)
 
     def _backend(self) -> Backend:
         if self.getBackend() is not None:
@@ -133,11 +230,25 @@ class FarandoleModel(ModelParams, Model):
         """
         return self._set(**params)
 
+    def _inputs(self) -> list[list[str]]:
+        """The columns of each of the model's inputs, as in the estimator."""
+        return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureColumns() or []]
+
     def history_frame(self) -> pd.DataFrame:
         """The history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_` before it."""
         from farandole.spark.common.history import frame
 
         return frame(self.getHistory() or [])
+
+    def plot_history(self, *names: str) -> Chart:
+        """The history as a chart: notebooks show it, `plot_history().save("history.svg")` writes it.
+
+        Args:
+            *names: which numbers, such as `"loss"`; default: all.
+        """
+        from farandole.spark.common.chart import Chart
+
+        return Chart(self.getHistory() or [], names or None)
 
 
 HorovodEstimator = FarandoleEstimator
@@ -145,6 +256,12 @@ HorovodEstimator = FarandoleEstimator
 
 HorovodModel = FarandoleModel
 """Horovod's name of `FarandoleModel`."""
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float) or (
+        isinstance(value, list | tuple) and bool(value) and all(_is_plain(one) for one in value)
+    )
 
 
 def _described(prepared: Prepared) -> str:

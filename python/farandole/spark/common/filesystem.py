@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeIssues]
     """fsspec over the native store: paths are URLs, or local paths; credentials are those the stores were given.
 
+    Args:
+        storage: the store's options; they travel with a pickle of this, as they do with the store's.
+        **options: of fsspec.
+
     Raises:
         ImportError: fsspec is not installed.
     """
@@ -29,10 +33,10 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
     protocol = "farandole"
     cachable = False
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, storage: Any = None, **options: Any) -> None:
         if AbstractFileSystem is object:
             raise ImportError("Store.fs needs the package fsspec: pip install fsspec")
-        super().__init__(**options)
+        super().__init__(storage=storage, **options)
 
     @classmethod
     def _strip_protocol(cls, path: str | list[str]) -> str | list[str]:

@@ -116,8 +116,10 @@ class EstimatorParams(Params):
     continuous_cols = declare("continuous_cols", "NVTabular's; not used", check.text_list("continuous_cols"))
     categorical_cols = declare("categorical_cols", "NVTabular's; not used", check.text_list("categorical_cols"))
     compress_sparse_cols = declare(
-        "compress_sparse_cols", "not used: prepared vectors are dense", check.flag("compress_sparse_cols")
+        "compress_sparse_cols", "compress vectors, which are written dense", check.flag("compress_sparse_cols")
     )
+    fill = declare("fill", "what takes the place of nulls and NaN, for all columns or by column", check.fill)
+    allow_nan = declare("allow_nan", "take NaN as a value like any other", check.flag("allow_nan"))
     shuffle_buffer_size = declare(
         "shuffle_buffer_size", "ignored",
         check.deprecated("shuffle_buffer_size", "the order of an epoch does not depend on a buffer"),
@@ -192,6 +194,8 @@ class EstimatorParams(Params):
     setContinuousCols, getContinuousCols = accessors("continuous_cols")
     setCategoricalCols, getCategoricalCols = accessors("categorical_cols")
     setCompressSparseCols, getCompressSparseCols = accessors("compress_sparse_cols")
+    setFill, getFill = accessors("fill")
+    setAllowNan, getAllowNan = accessors("allow_nan")
     setShuffleBufferSize, getShuffleBufferSize = accessors("shuffle_buffer_size")
     setShufflingBufferSize, getShufflingBufferSize = setShuffleBufferSize, getShuffleBufferSize  # Horovod's names
     setTransformationFn, getTransformationFn = accessors("transformation_fn")
@@ -223,6 +227,7 @@ class EstimatorParams(Params):
                     "train_steps_per_epoch", "validation_steps_per_epoch", "label_shapes", "gradient_compression",
                     "continuous_cols", "categorical_cols", "shuffle_buffer_size", "transformation_fn",
                     "transformation_edit_fields", "transformation_removed_fields", "mp_start_method",
+                    "fill",
                 )
             ),
             metrics=[],
@@ -235,6 +240,7 @@ class EstimatorParams(Params):
             backward_passes_per_step=1,
             callbacks=[],
             compress_sparse_cols=False,
+            allow_nan=False,
             train_reader_num_workers=2,
             val_reader_num_workers=2,
             reader_pool_type="thread",
@@ -268,7 +274,7 @@ class ModelParams(Params):
 
     history = declare("history", "losses and metrics of each epoch", check.anything)
     model = declare("model", "the trained model", check.anything)
-    feature_columns = declare("feature_columns", "columns given to the model", check.names("feature_columns"))
+    feature_columns = declare("feature_columns", "columns given to the model", check.features)
     label_columns = declare("label_columns", "columns the outputs were compared with", check.names("label_columns"))
     output_cols = declare("output_cols", "columns transform adds", check.names("output_cols"))
     run_id = declare("run_id", "name of the run that trained the model", check.text("run_id"))

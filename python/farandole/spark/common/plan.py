@@ -5,18 +5,27 @@
 Prepared data is reused only then. A plan counts as repeatable when it is deterministic and reads nothing but what
 cannot change behind it: rows made in this session, and files whose names, sizes and times are part of the print.
 Everything else, and every plan of Spark Connect, which shows no plan, is prepared again.
+
+Plans of another session are only told apart by what they say about themselves. So data outlives its session when the
+plan does nothing but read files, select, filter and compute by Spark's own expressions.
 """
 
-# ruff: noqa: SLF001 - the JVM's plan has no public door
+# ruff: noqa: PLC0415, SLF001 - processes without Spark load this; the JVM's plan has no public door
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+_MOMENTS = ("current_date(", "current_timestamp(", "localtimestamp(", "current_time(", "now(", "current_user(")
+"""Expressions that Spark takes for deterministic, though another day or user gives other rows."""
+_NARROW = {"Project", "Filter", "SubqueryAlias", "View", "LogicalRelation", "Range"}
+_SPARKS_OWN = "org.apache.spark.sql.catalyst.expressions."
+_CONFIGURED = ("spark.sql.session.timeZone", "spark.sql.ansi.enabled", "spark.sql.caseSensitive")
+_MOST = 2000
 _FIXED_LEAVES = {"LocalRelation", "OneRowRelation", "Range"}
 _FIXED_ROOTS = {"ParallelCollectionRDD", "ReliableCheckpointRDD", "LocalCheckpointRDD", "EmptyRDD"}
 
@@ -36,7 +45,7 @@ def fingerprint(df: DataFrame) -> str | None:
     if frame is None:
         return None
     plan = frame.queryExecution().analyzed()
-    if not plan.deterministic():
+    if not plan.deterministic() or any(moment in plan.toString().lower() for moment in _MOMENTS):
         return None
     leaves = plan.collectLeaves()
     parts = [str(df.semanticHash())]
@@ -48,6 +57,107 @@ def fingerprint(df: DataFrame) -> str | None:
     if files:
         parts += _versions(df, files)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def lasting(df: DataFrame) -> str | None:
+    """What a DataFrame's plan does, and the versions of all that it reads, in words that mean the same in any session.
+
+    Args:
+        df: any DataFrame.
+
+    Returns:
+        The words, or `None` when the plan does more than can be told in them.
+    """
+    from py4j.protocol import Py4JError
+
+    frame = getattr(df, "_jdf", None)
+    if frame is None:
+        return None
+    try:
+        return _words(df, frame)
+    except Py4JError:  # a plan that another version of Spark has made differently: prepared again
+        return None
+
+
+def _words(df: DataFrame, frame: Any) -> str | None:
+    session: Any = df.sparkSession
+    words = [session.version, *(f"{name}={session.conf.get(name)}" for name in _CONFIGURED)]
+    left = [frame.queryExecution().analyzed()]
+    if not left[0].deterministic():
+        return None
+    while left:
+        node = left.pop()
+        kind = node.getClass().getSimpleName()
+        if kind not in _NARROW or len(words) > _MOST:
+            return None
+        words.append(kind)
+        if kind in ("Project", "Filter"):
+            expressions = _each(node.expressions())
+            if not all(_is_plain(expression) for expression in expressions):
+                return None
+            words += [expression.sql() for expression in expressions]
+        elif kind == "Range":
+            words += [str(part) for part in (node.start(), node.end(), node.step(), node.numSlices().toString())]
+        elif kind == "LogicalRelation":
+            if not _reads_files(node):
+                return None
+            relation = node.relation()
+            words += [relation.fileFormat().getClass().getName(), relation.dataSchema().json()]
+            words += [relation.partitionSchema().json(), *sorted(str(one) for one in _each(relation.options().toSeq()))]
+        left += _each(node.children())
+    files = df.inputFiles()
+    return "\n".join(words + (_versions(df, files) if files else []))
+
+
+def parts(df: DataFrame) -> list[str] | None:
+    """What each partition of a DataFrame reads, by number; `None` when that cannot be told.
+
+    Args:
+        df: one that `lasting` has words for, coalesced or not.
+    """
+    from py4j.protocol import Py4JError
+
+    try:
+        return _parts(df)
+    except Py4JError:
+        return None
+
+
+def _parts(df: DataFrame) -> list[str] | None:
+    frame, session = cast("Any", df)._jdf, cast("Any", df.sparkSession)
+    text = session._jvm.java.util.Arrays.toString
+    told: list[str] = []
+    left = _MOST
+    for partition in frame.queryExecution().toRdd().partitions():
+        coalesced = partition.getClass().getSimpleName() == "CoalescedRDDPartition"
+        parents = _each(partition.parents()) if coalesced else [partition]
+        left -= len(parents)
+        if left < 0:
+            return None
+        words = []
+        for parent in parents:
+            kind = parent.getClass().getSimpleName()
+            words.append(text(parent.files()) if kind == "FilePartition" else f"{kind} {parent.index()}")
+        told.append("\n".join(words))
+    return told
+
+
+def _each(sequence: Any) -> list[Any]:
+    return [sequence.apply(position) for position in range(sequence.size())]
+
+
+def _is_plain(expression: Any) -> bool:
+    """Whether it is made of Spark's own expressions alone, whose words tell all."""
+    left, seen = [expression], 0
+    while left:
+        one = left.pop()
+        seen += 1
+        name = one.getClass().getName()
+        own = name.startswith(_SPARKS_OWN) and "." not in name.removeprefix(_SPARKS_OWN)
+        if not own or "UDF" in name or "Subquery" in name or seen > _MOST:
+            return False
+        left += _each(one.children())
+    return not any(moment in expression.sql().lower() for moment in _MOMENTS)
 
 
 def _reads_files(leaf: Any) -> bool:

@@ -6,6 +6,8 @@ Each task hands Spark's Arrow batches to the native `PartitionWriter`, which spl
 about its files comes back as one row, and the driver commits the manifest last. Data without a manifest does not
 exist, so a failed or repeated task leaves nothing that anybody reads. What is wrong with the data comes back as a
 row too: Spark would repeat a failing task, and wrap one sentence into two stack traces.
+
+Rows made in this session are found again by this process alone; what a plan reads from files by any, see `plan`.
 """
 
 # ruff: noqa: PLC0415 - tasks load what they need
@@ -13,6 +15,7 @@ row too: Spark would repeat a failing task, and wrap one sentence into two stack
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
 import uuid
@@ -20,13 +23,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import prepare as native
-from farandole._native import reader as native_reader
-from farandole.spark.common import leases, plan
+from farandole.data import places
+from farandole.data.datasets import linked, open_dataset
+from farandole.data.prepare import PreparedData as Prepared
+from farandole.data.prepare import described, spec_of
+from farandole.spark.common import plan
 from farandole.spark.common.columns import Column, Roles, check_present
 from farandole.spark.session import Cluster
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import pyarrow as pa
     from pyspark.sql import DataFrame
@@ -35,23 +41,6 @@ if TYPE_CHECKING:
 
 _RESULT = "partition int, error string, of_store boolean, part binary"
 _REMEMBERED = 8
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A data set that can be trained on."""
-
-    index: int | None
-    train_url: str
-    val_url: str | None
-    train_rows: int
-    val_rows: int
-    columns: dict[str, Column]
-    reused: bool = False
-    dropped: int = 0
-
-
-_NOTHING = Prepared(None, "", None, 0, 0, {})
 
 
 @dataclass(eq=False)
@@ -73,7 +62,10 @@ _CACHE = _Cache()
 
 
 def clear_training_cache() -> None:
-    """Forgets which DataFrames have been prepared; their files stay until a later fit takes the place."""
+    """Forgets which DataFrames have been prepared; their files stay until a later fit takes the place.
+
+    What was read from files is still found, by what is written in the store.
+    """
     with _CACHE.lock:
         _forget([entry for entry in _CACHE.entries if not entry.users])
 
@@ -86,8 +78,12 @@ def prepare_data(
     roles: Roles,
     seed: int = 0,
     partitions_per_process: int = 10,
+    *,
+    fill: Mapping[str, Any] | float | str | None = None,
+    allow_nan: bool = False,
+    compress_sparse: bool = False,
 ) -> Iterator[Prepared]:
-    """Writes the columns of a DataFrame to the store, or finds that this session has done so before.
+    """Writes the columns of a DataFrame to the store, or finds that this has been done before.
 
     The split by a share depends on each row's content and the seed, not on how the rows are partitioned. Rows are
     written where they are: partitions are merged when there are more than `num_processes * partitions_per_process`,
@@ -100,6 +96,9 @@ def prepare_data(
         roles: the columns.
         seed: of the split.
         partitions_per_process: most partitions per training process.
+        fill: what takes the place of nulls and NaN, see `farandole.data.prepare_data`.
+        allow_nan: takes NaN as a value like any other.
+        compress_sparse: compresses vectors, which are written dense.
 
     Yields:
         What was prepared; nobody writes over it inside the context.
@@ -111,14 +110,26 @@ def prepare_data(
     names = roles.selected
     # mapInArrow takes no names with dots or backticks: columns travel by number, and get their names back in tasks.
     chosen = df.select(*[_quoted(df, name).alias(f"column{index}") for index, name in enumerate(names)])
-    options = _options(roles, seed)
+    options = {**spec_of(roles, seed, fill, allow_nan=allow_nan), "compress_sparse": compress_sparse}
+    merged = chosen.coalesce(num_processes * partitions_per_process)
+    words = plan.lasting(chosen)
+    if words is not None:
+        told = json.dumps([words, options], sort_keys=True)
+        key = f"fit-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
+        place = places.find(store, key, validates=options["validation"] is not None)
+        if place is None:
+            prepared = _prepare(store, merged, names, options, key)
+        else:
+            prepared = described(place, validates=options["validation"] is not None, reused=True)
+        with prepared:
+            yield prepared
+        return
     source = plan.fingerprint(chosen)
     key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{json.dumps(options, sort_keys=True)}"
     entry = None if source is None else _lookup(key, chosen)
     if entry is None:
-        partitions = num_processes * partitions_per_process
-        entry = _Entry(key, chosen, f"{source or 'once'}-{uuid.uuid4().hex}", _NOTHING, users=1)
-        entry.prepared = _prepare(store, chosen, names, options, entry.fingerprint, partitions)
+        fingerprint = f"once-{uuid.uuid4().hex}"
+        entry = _Entry(key, chosen, fingerprint, _prepare(store, merged, names, options, fingerprint), users=1)
         with _CACHE.lock:
             _CACHE.entries.append(entry)
     try:
@@ -131,35 +142,32 @@ def prepare_data(
 
 
 def _prepare(
-    store: AbstractFilesystemStore,
-    df: DataFrame,
-    names: list[str],
-    options: dict[str, Any],
-    fingerprint: str,
-    partitions: int,
+    store: AbstractFilesystemStore, df: DataFrame, names: list[str], options: dict[str, Any], key: str
 ) -> Prepared:
-    index = leases.acquire(store)
-    train_url = store.get_train_data_path(index)
-    val_url = None if options["validation"] is None else store.get_val_data_path(index)
-    spec = json.dumps({**options, "train": train_url, "val": val_url, "fingerprint": fingerprint})
+    resumable = not key.startswith("once")
+    place, begun = places.take(store, key, resumable=resumable)
+    val_url = None if options["validation"] is None else place.val_url
+    spec = json.dumps({**options, "train": place.train_url, "val": val_url, "fingerprint": key})
+    sources = plan.parts(df) if resumable else None
+    done: dict[int, bytes] = {}
     try:
-        parts = _write(df.coalesce(partitions), names, store, spec)
+        if begun:
+            place.resume(spec, store.prefix_path)
+            same = {number for number, source in enumerate(sources or []) if place.told.get(number) == source}
+            done = {number: part for number, part in place.done.items() if number in same}
+        parts = _write(df, names, store, spec, _Progress(place.train_url, done, sources))
         committed = json.loads(native.commit(store.prefix_path, spec, parts))
-    except (ValueError, OSError):
-        leases.discard(train_url, val_url)
+        place.finish()
+    except ValueError:
+        place.discard()
+        raise
+    except OSError:
+        (place.release if resumable else place.discard)()
         raise
     except BaseException:
-        leases.abandon(train_url, val_url)
+        place.release()  # and not discarded: tasks may still write; who takes the place empties it
         raise
-    return Prepared(
-        index=index,
-        train_url=train_url,
-        val_url=val_url,
-        train_rows=committed["train"]["rows"],
-        val_rows=(committed["val"] or {"rows": 0})["rows"],
-        columns=_columns(committed["train"]["columns"]),
-        dropped=committed["dropped"],
-    )
+    return described(place, validates=val_url is not None, dropped=committed["dropped"], resumed=len(done))
 
 
 def find_data(store: AbstractFilesystemStore, roles: Roles, idx: int | None = None) -> Prepared:
@@ -179,37 +187,22 @@ def find_data(store: AbstractFilesystemStore, roles: Roles, idx: int | None = No
     url = store.get_train_data_path(idx)
     if not store.is_parquet_dataset(url):
         raise ValueError(f"there is no training data at {url}")
-    train = native_reader.Dataset.open(url)
+    train = open_dataset(url)
     columns = {one.name: Column(one.name, one.dtype, tuple(one.shape)) for one in train.columns}
     check_present(Roles(roles.features, roles.labels, roles.weight), list(columns), "training data")
     val_url = store.get_val_data_path(idx)
-    val = native_reader.Dataset.open(val_url) if store.is_parquet_dataset(val_url) else None
+    val = open_dataset(val_url) if store.is_parquet_dataset(val_url) else None
     if train.rows == 0:
         raise ValueError(f"there are no rows at {url}")
     return Prepared(
         index=idx,
-        train_url=url,
-        val_url=val_url if val is not None and val.rows else None,
+        train_url=linked(store, train),
+        val_url=linked(store, val) if val is not None and val.rows else None,
         train_rows=train.rows,
         val_rows=0 if val is None else val.rows,
         columns=columns,
         reused=True,
     )
-
-
-def _options(roles: Roles, seed: int) -> dict[str, Any]:
-    split: dict[str, Any] | None = None
-    if isinstance(roles.validation, str):
-        split = {"column": roles.validation}
-    elif roles.validation:
-        split = {"fraction": roles.validation}
-    return {
-        "columns": roles.kept,
-        "labels": list(roles.labels),
-        "weight": roles.weight,
-        "validation": split,
-        "seed": seed,
-    }
 
 
 def _lookup(key: str, frame: DataFrame) -> _Entry | None:
@@ -231,7 +224,7 @@ def _forget(entries: list[_Entry]) -> None:
     for entry in entries:
         if entry in _CACHE.entries:
             _CACHE.entries.remove(entry)
-            leases.release(entry.prepared.train_url)
+            entry.prepared.release()
 
 
 def _same(left: DataFrame, right: DataFrame) -> bool:
@@ -242,17 +235,28 @@ def _quoted(df: DataFrame, name: str) -> Any:
     return df["`" + name.replace("`", "``") + "`"]
 
 
-def _columns(described: list[dict[str, Any]]) -> dict[str, Column]:
-    return {one["name"]: Column(one["name"], one["element"], tuple(one["shape"])) for one in described}
+@dataclass(frozen=True)
+class _Progress:
+    """What a task says when it has finished, and what others had finished before."""
+
+    train_url: str
+    done: dict[int, bytes]
+    sources: list[str] | None
+
+    def note(self, partition: int, part: bytes) -> None:
+        if self.sources is not None and partition < len(self.sources):
+            places.note(self.train_url, partition, part, source=self.sources[partition])
 
 
-def _write(df: DataFrame, names: list[str], store: AbstractFilesystemStore, spec: str) -> list[bytes]:
+def _write(
+    df: DataFrame, names: list[str], store: AbstractFilesystemStore, spec: str, progress: _Progress
+) -> list[bytes]:
     preparation = uuid.uuid4().hex[:8]
     url, storage = store.prefix_path, store.storage_options
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         storage.apply()
-        return write_partition(batches, names, url, spec, preparation)
+        return write_partition(batches, names, url, spec, preparation, progress)
 
     rows = Cluster.active().collect(df.mapInArrow(write, _RESULT), "farandole: preparing data")
     rows.sort(key=lambda row: row.partition)
@@ -263,7 +267,7 @@ def _write(df: DataFrame, names: list[str], store: AbstractFilesystemStore, spec
 
 
 def write_partition(
-    batches: Iterator[pa.RecordBatch], names: list[str], url: str, spec: str, preparation: str
+    batches: Iterator[pa.RecordBatch], names: list[str], url: str, spec: str, preparation: str, progress: _Progress
 ) -> Iterator[pa.RecordBatch]:
     """Runs in a Spark task: writes one partition and yields one row about it.
 
@@ -273,6 +277,7 @@ def write_partition(
         url: the store's prefix.
         spec: what to write, see `farandole._native.prepare`.
         preparation: a name that no other preparation has.
+        progress: where to say that the partition is finished, and which ones are.
 
     Yields:
         One row of (partition, error or null, whether the store is to blame, what `commit` wants).
@@ -284,15 +289,17 @@ def write_partition(
     if context is None:
         raise RuntimeError("partitions are written in Spark tasks only")
     partition = context.partitionId()
-    error, of_store, part = None, False, None
-    writer = native.PartitionWriter(url, spec, partition, f"{preparation}-{context.taskAttemptId()}")
-    try:
-        for batch in batches:
-            writer.write(batch.rename_columns(names))
-        part = writer.finish()
-    except (ValueError, OSError) as problem:
-        error, of_store = str(problem), isinstance(problem, OSError)
-        writer.abort()
+    error, of_store, part = None, False, progress.done.get(partition)
+    if part is None:
+        writer = native.PartitionWriter(url, spec, partition, f"{preparation}-{context.taskAttemptId()}")
+        try:
+            for batch in batches:
+                writer.write(batch.rename_columns(names))
+            part = writer.finish()
+            progress.note(partition, part)
+        except (ValueError, OSError) as problem:
+            error, of_store = str(problem), isinstance(problem, OSError)
+            writer.abort()
     kinds = {"partition": pa.int32(), "error": pa.string(), "of_store": pa.bool_(), "part": pa.binary()}
     values = (partition, error, of_store, part)
     columns = [pa.array([value], kind) for value, kind in zip(values, kinds.values(), strict=True)]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the driver shows while a fit runs: a bar in a terminal, a line per epoch elsewhere, nothing at `verbose=0`.
+"""What the driver shows while a fit runs: a bar in a terminal, a live chart in a notebook, a line per epoch elsewhere.
+
+At `verbose=0` it shows nothing.
 
 Workers send two kinds of reports: `{"kind": "step", ...}` a few times per second and `{"kind": "epoch", ...}` with an
 entry of the history. A report that cannot be shown never disturbs the training.
@@ -77,7 +79,7 @@ class Lines(Progress):
         """As `Progress.epoch`."""
         self._spoken = time.monotonic()
         place = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
-        self.message(f"{place}  {_scores(report['entry'])}  {report['rows_per_second']:,.0f} rows/s")
+        self.message(f"{place}  {scores(report['entry'])}  {report['rows_per_second']:,.0f} rows/s")
 
 
 class Bar(Progress):
@@ -111,8 +113,8 @@ class Bar(Progress):
     def epoch(self, report: dict[str, Any]) -> None:
         """As `Progress.epoch`."""
         row = flat(report["entry"])
-        scores = {name: value for name, value in row.items() if name.startswith("val_")}
-        self._validation = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        found = {name: value for name, value in row.items() if name.startswith("val_")}
+        self._validation = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
         loss = {"loss": row["loss"], "rows_per_second": report["rows_per_second"]}
         self._show(report["entry"]["epoch"], report["epochs"], report["steps"], report["steps"], loss)
 
@@ -145,6 +147,10 @@ def progress(verbose: int) -> Progress:
     """
     if verbose <= 0:
         return Progress()
+    from farandole.spark.common.notebook import Notebook, in_notebook
+
+    if in_notebook():
+        return Notebook()
     if not sys.stderr.isatty():
         return Lines()
     try:
@@ -153,5 +159,10 @@ def progress(verbose: int) -> Progress:
         return Lines()
 
 
-def _scores(entry: dict[str, Any]) -> str:
+def scores(entry: dict[str, Any]) -> str:
+    """Loss and metrics of an epoch, in one line.
+
+    Args:
+        entry: of the history.
+    """
     return "  ".join(f"{name} {value:.4f}" for name, value in flat(entry).items() if name not in _HIDDEN)

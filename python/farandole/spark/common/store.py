@@ -283,7 +283,7 @@ class AbstractFilesystemStore(Store):
     @property
     def fs(self) -> StoreFileSystem:
         """An fsspec file system over this store; paths are URLs, or local paths where the store is local."""
-        return StoreFileSystem()
+        return StoreFileSystem(storage=self._options)
 
     def gc(self, older_than: timedelta | float) -> list[str]:
         """Deletes prepared data below the prefix that is old and that no process uses.

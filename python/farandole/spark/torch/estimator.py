@@ -2,46 +2,70 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`TorchEstimator`: a PyTorch model fitted data-parallel on a DataFrame."""
 
-# ruff: noqa: ARG002, N815 - keyword_only reads the arguments; Spark ML's names
+# ruff: noqa: ARG002, PLC0415 - keyword_only reads the arguments; cycle with persistence
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pyspark import keyword_only
+from pyspark.ml.util import MLReadable, MLWritable
 
-from farandole.spark.common import check
-from farandole.spark.common.columns import check_sizes, row_shape
+from farandole.spark.common.columns import check_sizes
+from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.params import accessors, declare
-from farandole.spark.torch import payload
+from farandole.spark.common.outputs import Output
+from farandole.spark.torch import callbacks, mapping, payload
+from farandole.spark.torch.description import data_of, loop_of, transformation_of
 from farandole.spark.torch.job import Job, Label, Objects, Trained
-from farandole.spark.torch.losses import label_dtype, shaped, weighted
-from farandole.spark.torch.model import Output, TorchModel
+from farandole.spark.torch.losses import constructed, weighted
+from farandole.spark.torch.model import TorchModel
+from farandole.spark.torch.params import TorchParams
 from farandole.spark.torch.remote import train
-from farandole.spark.torch.scores import Scores
-from farandole.spark.torch.tensors import inputs_of, outputs_of, told_misfit
+from farandole.spark.torch.tensors import inputs_of, told_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.backend import Backend
-    from farandole.spark.common.prepare import Prepared
+    from farandole.spark.common.persistence import ParamsReader, ParamsWriter
     from farandole.spark.common.progress import Progress
     from farandole.spark.common.store import Store
 
 
-class TorchEstimator(FarandoleEstimator):
+class TorchEstimatorParamsWritable(MLWritable):
+    """Saves an estimator by Spark ML's `write()`."""
+
+    def write(self) -> ParamsWriter:
+        """The writer; `write().overwrite().save(path)` replaces what is there. Backend and store are not saved."""
+        from farandole.spark.torch.persistence import TorchParamsWriter
+
+        return TorchParamsWriter(cast("Any", self))
+
+
+class TorchEstimatorParamsReadable(MLReadable["TorchEstimator"]):
+    """Loads an estimator by Spark ML's `read()`."""
+
+    @classmethod
+    def read(cls) -> ParamsReader[Any]:
+        """The reader; loading runs the code that was pickled with the estimator."""
+        from farandole.spark.torch.persistence import TorchParamsReader
+
+        return TorchParamsReader(cls)
+
+
+class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadable, TorchEstimatorParamsWritable):
     """Fits a PyTorch model on a DataFrame, on several processes at once.
 
     How columns become tensors: every feature column is one float32 tensor and one argument of the model, `(rows, n)`
-    for vectors and arrays of length n, `(rows, 1)` for numbers, unless `input_shapes` says otherwise. A label is int64
+    for vectors and arrays of length n, `(rows, 1)` for numbers, unless `input_shapes` or `input_dtypes` say otherwise;
+    columns listed together, `feature_cols=[["a", "b"], "image"]`, are one tensor, side by side. A label is int64
     where its loss takes class indices (`CrossEntropyLoss`, `NLLLoss`, ...) or where the loss is your own and the
-    column holds integers, else float32.
+    column holds integers, else float32. The first rows are tried on the driver and the mapping is printed.
 
     How it learns: gradients are averaged over processes and the learning rate is multiplied by their number, on a
     fresh and on a resumed run alike. Each row of a step counts the same. Every process takes the same number of steps;
@@ -57,9 +81,12 @@ class TorchEstimator(FarandoleEstimator):
         store: Where prepared data, checkpoints and logs live: a `Store`, or a path.
         optimizer: A torch optimizer over the model's parameters.
         loss: A loss of (output, label), or a list of one per label column.
+        loss_constructors: Instead of `loss`: a function that makes it, or a list of one per label column, called in
+            every training process with those of `model`, `optimizer`, `rank` and `size` that it takes by name.
         loss_weights: Weight of each label's loss; default: equal weights.
-        metrics: Functions of (output, label), averaged over rows; a list inside the list gives one per label.
-        feature_cols: Columns for the model.
+        metrics: Functions of (output, label), averaged over rows, or metrics of torchmetrics; a list inside the list
+            gives one per label.
+        feature_cols: Columns for the model; a list in the list makes one tensor of several columns.
         label_cols: Columns to compare the outputs with.
         validation: Share of rows held out, or a column: true or positive rows are held out.
         sample_weight_col: Column with each row's weight in the loss.
@@ -67,22 +94,57 @@ class TorchEstimator(FarandoleEstimator):
         val_batch_size: The same for validation; default: `batch_size`.
         epochs: Times the rows are seen; default 1.
         verbose: 0 silent, 1 progress, 2 also what workers print; default 1.
+        callbacks: Called on every rank while the model trains: `farandole.spark.torch.callbacks.Callback`, or
+            functions of a `TrainingState` for the end of epochs.
         random_seed: Seed of everything.
         shuffle: Whether each epoch has its own order; default True.
         partitions_per_process: Most files of prepared data per process; default 10.
         run_id: Name of the run; default `pytorch_<time>`.
-        train_steps_per_epoch: Fewer training steps per epoch.
-        validation_steps_per_epoch: Fewer validation steps per epoch.
-        input_shapes: Shape of each feature's tensor, -1 for its rows.
+        train_steps_per_epoch: Training steps per epoch, fewer or more than one pass over the rows takes.
+        validation_steps_per_epoch: The same for validation.
+        input_shapes: Shape of each input's tensor, -1 for its rows.
+        input_dtypes: Type of each input's tensor, such as `"int64"`; default: `"float32"`.
         label_shapes: Shape of each label's tensor, -1 for its rows.
         use_gpu: Train on GPUs where every process sees one; default True.
         backward_passes_per_step: Batches whose gradients make one step; default 1.
         gradient_compression: Such as `farandole.torch.Compression.fp16`.
+        train_minibatch_fn: Trains on one batch, with Horovod's arguments: (model, optimizer, transform_outputs,
+            loss_fn, inputs, labels, sample_weights, backward_passes_per_step, batch_idx); it may leave out the last
+            ones. It returns (outputs, loss).
+        transformation_fn: Makes other values of each row, a dict by column, in the training processes; marked by
+            `farandole.spark.common.transform.batched`, of whole batches.
+        transformation_edit_fields: Columns it changes: (name, NumPy type, shape, whether nulls are allowed).
+        transformation_removed_fields: Columns it removes.
+        train_reader_num_workers: Reading threads per process; default 2.
+        val_reader_num_workers: The same for validation.
+        reader_pool_type: Accepted for Horovod's sake: readers are native threads.
+        inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
+        data_module: A class that gives batches instead of the native reader, built with the arguments of Horovod's
+            `DataModule`.
+        mp_start_method: How training processes start processes of their own.
+        shuffle_buffer_size: Ignored.
+        compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
+        fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+        allow_nan: Whether NaN is a value like any other; default False.
+        continuous_cols: NVTabular's; not used.
+        categorical_cols: NVTabular's; not used.
+        precision: `"fp32"`, or `"bf16"` or `"fp16"` for autocast, the latter with a GradScaler; default `"fp32"`.
+        gradient_clip_norm: Most norm of all gradients together, after they were averaged.
+        lr_scheduler: A scheduler over the optimizer, or a function that makes one of an optimizer. It sees the
+            learning rates of one process.
+        lr_scheduler_interval: `"epoch"` or `"step"`: when it takes its step; default `"epoch"`.
+        early_stopping: Epochs without an improvement after which the run ends, or a dict of `monitor`, `patience`,
+            `min_delta` and `mode`.
+        best_checkpoint: Number of the history by which the best epoch is kept, and returned in place of the last.
+        checkpoint_every: Epochs from one checkpoint that stays to the next.
+        compile: Whether `torch.compile` compiles the model; default False.
+        deterministic: Whether equal seeds and sizes give equal bits; default False.
+        max_steps: Steps of the optimizer after which the run ends.
+        max_time: Seconds of training after which the run ends, within an epoch too.
+        mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
+        on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
+        max_restarts: Most restarts of one fit; default 3.
     """
-
-    input_shapes = declare("input_shapes", "shape of each feature's tensor", check.shapes("input_shapes"))
-
-    setInputShapes, getInputShapes = accessors("input_shapes")
 
     @keyword_only
     def __init__(
@@ -94,9 +156,10 @@ class TorchEstimator(FarandoleEstimator):
         store: Store | str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         loss: Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]] | None = None,
+        loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         loss_weights: Sequence[float] | None = None,
         metrics: Sequence[Any] | None = None,
-        feature_cols: Sequence[str] | None = None,
+        feature_cols: Sequence[str | Sequence[str]] | None = None,
         label_cols: Sequence[str] | None = None,
         validation: float | str | None = None,
         sample_weight_col: str | None = None,
@@ -104,20 +167,51 @@ class TorchEstimator(FarandoleEstimator):
         val_batch_size: int | None = None,
         epochs: int | None = None,
         verbose: int | None = None,
+        callbacks: Sequence[Any] | None = None,
         random_seed: int | None = None,
         shuffle: bool | None = None,
+        shuffle_buffer_size: int | None = None,
         partitions_per_process: int | None = None,
         run_id: str | None = None,
         train_steps_per_epoch: int | None = None,
         validation_steps_per_epoch: int | None = None,
         input_shapes: Sequence[Sequence[int]] | None = None,
+        input_dtypes: Sequence[str] | None = None,
         label_shapes: Sequence[Sequence[int]] | None = None,
         use_gpu: bool | None = None,
         backward_passes_per_step: int | None = None,
         gradient_compression: Any = None,
+        train_minibatch_fn: Callable[..., Any] | None = None,
+        transformation_fn: Callable[..., Any] | None = None,
+        transformation_edit_fields: Sequence[Any] | None = None,
+        transformation_removed_fields: Sequence[str] | None = None,
+        train_reader_num_workers: int | None = None,
+        val_reader_num_workers: int | None = None,
+        reader_pool_type: str | None = None,
+        inmemory_cache_all: bool | None = None,
+        data_module: type | None = None,
+        mp_start_method: str | None = None,
+        compress_sparse_cols: bool | None = None,
+        fill: Any = None,
+        allow_nan: bool | None = None,
+        continuous_cols: Sequence[str] | None = None,
+        categorical_cols: Sequence[str] | None = None,
+        precision: str | None = None,
+        gradient_clip_norm: float | None = None,
+        lr_scheduler: Any = None,
+        lr_scheduler_interval: str | None = None,
+        early_stopping: Any = None,
+        best_checkpoint: Any = None,
+        checkpoint_every: int | None = None,
+        compile: bool | None = None,  # noqa: A002 - torch's word
+        deterministic: bool | None = None,
+        max_steps: int | None = None,
+        max_time: float | None = None,
+        mlflow: bool | None = None,
+        on_failure: str | None = None,
+        max_restarts: int | None = None,
     ) -> None:
         super().__init__()
-        self._setDefault(input_shapes=None)
         # Only what was passed is set: a default in the signature must not win over a param map.
         self.setParams(**cast("dict[str, Any]", self._input_kwargs))  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -132,43 +226,61 @@ class TorchEstimator(FarandoleEstimator):
         strange = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
         if strange:
             raise ValueError(f"the optimizer holds parameters that are not the model's: {strange}")
+        scheduled = getattr(self.getLrScheduler(), "optimizer", optimizer)
+        if scheduled is not optimizer:
+            raise ValueError("lr_scheduler was made with another optimizer than the one given")
         losses = self._losses()
         if len(losses) != len(self.getLabelCols()):
             raise ValueError(f"loss needs one loss, or one per label column {len(self.getLabelCols())}: {len(losses)}")
-        if self.getSampleWeightCol() is not None:
+        if self.getSampleWeightCol() is not None and self.getLossConstructors() is None:
             for loss in losses:
                 weighted(loss)
+        if self.getInputDtypes() is not None and len(self.getInputDtypes()) != len(self._inputs()):
+            raise ValueError(f"input_dtypes needs one type per input {len(self._inputs())}: {self.getInputDtypes()}")
+        callbacks.check(self.getCallbacks())
+        if not callable(check_data_module(self.getDataModule()) or type):
+            raise TypeError(f"data_module must be a class: {self.getDataModule()!r}")
 
     def _losses(self) -> list[Any]:
-        loss = self.getLoss()
-        if loss is None:
+        """The losses, or their constructors, one per label."""
+        loss, constructors = self.getLoss(), self.getLossConstructors()
+        if loss is not None and constructors is not None:
+            raise ValueError("at most one of parameters loss and loss_constructors may be specified")
+        given = constructors if loss is None else loss
+        if given is None:
             raise ValueError("loss is required")
-        losses = list(loss) if isinstance(loss, list | tuple) else [loss] * len(self.getLabelCols())
+        losses = list(given) if isinstance(given, list | tuple) else [given]
+        losses = losses * len(self.getLabelCols()) if len(losses) == 1 else losses
         for one in losses:
             if not callable(one):
                 raise TypeError(f"loss must be a function of (output, label): {one!r}")
         return losses
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
-        job, objects = self._job(prepared)
-        outputs = _try_on_zeros(job, objects)
+        job, objects, losses, tensors = self._job(prepared)
+        outputs = mapping.try_out(job, objects, losses, tensors)
+        shown.message(told_mapping(job.inputs, job.labels, outputs, losses))
         checkpoint = job.paths().get("checkpoint")
         if checkpoint is not None and self._store().exists(checkpoint):
-            shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {job.epochs}")
-        results = backend.run(train, args=(job,), on_progress=lambda _rank, record: shown.report(record))
-        trained = cast("Trained", results[0])
-        state = payload.unpack_state(trained.checkpoint)
-        objects.model.load_state_dict(state["model"])
-        objects.optimizer.load_state_dict(state["optimizer"])
+            shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {job.loop.epochs}")
+        with self._tracked(job.run_id) as tracker:
+            trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
+            state = payload.unpack_state(trained.checkpoint)
+            objects.model.load_state_dict(state["model"])
+            objects.optimizer.load_state_dict(state["optimizer"])
+            tracker.model(objects.model, "pytorch")
         return TorchModel(
             history=trained.history,
             model=objects.model,
             feature_columns=self.getFeatureCols(),
             input_shapes=self.getInputShapes(),
+            input_dtypes=self.getInputDtypes(),
             label_columns=self.getLabelCols(),
             optimizer=objects.optimizer,
             run_id=job.run_id,
             loss=self.getLoss(),
+            loss_constructors=self.getLossConstructors(),
+            fill=self.getFill(),
             paths=job.paths(),
             outputs=[
                 Output(one.column.dtype, bool(one.column.shape), output[1:].numel())
@@ -176,86 +288,45 @@ class TorchEstimator(FarandoleEstimator):
             ],
         )
 
-    def _job(self, prepared: Prepared) -> tuple[Job, Objects]:
-        """The run's description, and a copy of the user's objects that nobody else holds."""
-        features, labels, shapes = self.getFeatureCols(), self.getLabelCols(), self.getLabelShapes()
-        check_sizes(prepared.columns, features, self.getInputShapes(), "feature")
-        check_sizes(prepared.columns, labels, shapes, "label")
-        losses = self._losses()
+    def _job(self, prepared: Prepared) -> tuple[Job, Objects, list[Any], dict[str, torch.Tensor]]:
+        """The run's description, a copy of the user's objects that nobody else holds, its losses, and some rows."""
+        transformation = transformation_of(self)
+        raw = self._roles().kept
+        columns, tensors = mapping.transformed_columns(prepared, raw, transformation)
+        inputs, labels = self._inputs(), self.getLabelCols()
+        missing = [name for name in raw if name not in columns]
+        if missing:
+            raise ValueError(f"transformation_fn leaves no column of these names: {', '.join(missing)}")
+        check_sizes(columns, inputs, self.getInputShapes(), "feature")
+        check_sizes(columns, [[name] for name in labels], self.getLabelShapes(), "label")
+        mapping.check_statistics(prepared, self.getSampleWeightCol())
         objects = Objects(
             model=self.getModel(),
             optimizer=self.getOptimizer(),
-            losses=losses,
+            losses=self._losses(),
+            constructed=self.getLoss() is None,
             metrics=[list(one) if isinstance(one, list | tuple) else [one] for one in self.getMetrics() or []],
             compression=self.getGradientCompression(),
+            scheduler=self.getLrScheduler(),
+            train_minibatch=self.getTrainMinibatchFn(),
+            transformation=transformation,
+            callbacks=tuple(self.getCallbacks()),
+            data_module=check_data_module(self.getDataModule()),
         )
         packed = payload.pack(objects)
+        mine = payload.unpack(packed)
+        losses = constructed(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
         run_id = self.getRunId() or f"pytorch_{int(time.time())}_{secrets.token_hex(2)}"
-        seed = self.getRandomSeed()
-        label_columns = [prepared.columns[name] for name in labels]
+        shapes = self.getLabelShapes()
         job = Job(
             objects=packed,
             store=self._store().to_remote(run_id, prepared.index),
             run_id=run_id,
-            train_url=prepared.train_url,
-            val_url=prepared.val_url,
-            inputs=inputs_of([prepared.columns[name] for name in features], self.getInputShapes()),
-            labels=tuple(
-                Label(
-                    column,
-                    label_dtype(loss, column),
-                    None if shapes is None else (-1, *row_shape(shapes[index], column.size)),
-                )
-                for index, (loss, column) in enumerate(zip(losses, label_columns, strict=True))
-            ),
+            data=data_of(self, prepared, raw),
+            loop=loop_of(self),
+            inputs=inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes()),
+            labels=tuple(Label(*one) for one in mapping.labels_of(labels, columns, losses, shapes)),
             weight=self.getSampleWeightCol(),
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(labels)] * len(labels)),
-            batch_size=self.getBatchSize(),
-            val_batch_size=self.getValBatchSize() or self.getBatchSize(),
-            epochs=self.getEpochs(),
-            order_seed=secrets.randbelow(2**31) if seed is None else seed,
-            random_seed=seed,
-            shuffle=self.getShuffle(),
-            train_steps=self.getTrainStepsPerEpoch(),
-            val_steps=self.getValidationStepsPerEpoch(),
-            backward_passes=self.getBackwardPassesPerStep(),
-            use_gpu=self.getUseGpu(),
         )
-        return job, payload.unpack(packed)
-
-
-def _try_on_zeros(job: Job, objects: Objects) -> list[torch.Tensor]:
-    """Calls the model and its losses once, on two rows of zeros, so that misfits show before workers start."""
-    Scores(objects.metrics, job)  # refuses metrics that do not go with the labels
-    inputs = [torch.zeros(2, *one.shape[1:]) for one in job.inputs]
-    training = objects.model.training
-    objects.model.eval()
-    try:
-        with torch.no_grad():
-            value = objects.model(*inputs)
-    except Exception as error:
-        raise ValueError(told_misfit([one.column.name for one in job.inputs], inputs, error)) from error
-    finally:
-        objects.model.train(training)
-    outputs = outputs_of(value, len(job.labels))
-    for one, output in zip(job.labels, outputs, strict=True):
-        if output.shape[:1] != (2,):
-            raise ValueError(
-                f"the model must return one row per row of its input: for 2 rows, its output for column "
-                f"{one.column.name!r} has shape {tuple(output.shape)}"
-            )
-    for one, loss, found in zip(job.labels, objects.losses, outputs, strict=True):
-        # As many rows as the output has nowhere else: (2, 2) and (2,) would broadcast where (8, 2) and (8,) do not.
-        rows = next(rows for rows in itertools.count(2) if rows not in found.shape[1:])
-        output = found[:1].expand(rows, *found.shape[1:])
-        zeros = torch.zeros(rows, *one.column.shape, dtype=torch.int64 if one.dtype == "int64" else torch.float32)
-        label = shaped(zeros, output, one.shape)
-        try:
-            lost = loss(output, label)
-        except Exception as error:
-            told = f"output {tuple(output.shape)} and {one.dtype} label {tuple(label.shape)}"
-            raise ValueError(f"the loss of column {one.column.name!r} does not take {told}: {error}") from error
-        if not isinstance(lost, torch.Tensor) or lost.numel() != 1:
-            told = f"a tensor of shape {tuple(lost.shape)}" if isinstance(lost, torch.Tensor) else repr(lost)
-            raise ValueError(f"the loss of column {one.column.name!r} must return one number, a mean over rows: {told}")
-    return outputs
+        return job, mine, losses, tensors

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from farandole.spark.common.columns import Column
+    from farandole.spark.common.stopping import EarlyStopping, Monitor
     from farandole.spark.common.store import RemoteStore
 
 
@@ -21,15 +22,65 @@ class Label:
     """`int64` for class indices, else `float32`."""
     shape: tuple[int, ...] | None
     """Shape of one batch, -1 for its rows; `None`: as the column, or as the output where the sizes agree."""
+    indexes: bool = False
+    """Whether its loss takes it for the index of a class."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A feature column and the tensor made of it."""
+    """One argument of the model: the feature columns side by side, as one tensor."""
 
-    column: Column
+    columns: tuple[str, ...]
     shape: tuple[int, ...]
     """Shape of one batch, -1 for its rows."""
+    dtype: str = "float32"
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.columns[0] if len(self.columns) == 1 else f"[{', '.join(self.columns)}]"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which rows a process reads, and how."""
+
+    train_url: str
+    val_url: str | None
+    train_rows: int
+    val_rows: int
+    columns: dict[str, Column]
+    """Of the data set, before any transformation."""
+    batch_size: int
+    val_batch_size: int
+    order_seed: int
+    shuffle: bool
+    train_steps: int | None
+    val_steps: int | None
+    train_threads: int
+    val_threads: int
+    in_memory: bool
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How the training loop goes."""
+
+    epochs: int
+    backward_passes: int
+    random_seed: int | None
+    use_gpu: bool
+    mp_start_method: str | None
+    precision: str
+    clip_norm: float | None
+    scheduler_interval: str
+    early_stopping: EarlyStopping | None
+    best: Monitor | None
+    checkpoint_every: int | None
+    compile: bool
+    deterministic: bool
+    max_steps: int | None
+    max_time: float | None
 
 
 @dataclass(frozen=True)
@@ -40,29 +91,19 @@ class Job:
     """Pickled `Objects`."""
     store: RemoteStore
     run_id: str
-    train_url: str
-    val_url: str | None
+    data: Data
+    loop: Loop
     inputs: tuple[Input, ...]
     labels: tuple[Label, ...]
     weight: str | None
     loss_weights: tuple[float, ...]
-    batch_size: int
-    val_batch_size: int
-    epochs: int
-    order_seed: int
-    random_seed: int | None
-    shuffle: bool
-    train_steps: int | None
-    val_steps: int | None
-    backward_passes: int
-    use_gpu: bool
 
     def paths(self) -> dict[str, str]:
         """Where the run's files are: those that it has."""
         run, name = self.store.checkpoint_path, self.store.checkpoint_filename
         named = {
-            "training data": self.train_url,
-            "validation data": self.val_url,
+            "training data": self.data.train_url,
+            "validation data": self.data.val_url,
             "checkpoint": None if run is None else f"{run}/{name}",
             "logs": self.store.logs_path,
         }
@@ -76,8 +117,15 @@ class Objects:
     model: Any
     optimizer: Any
     losses: list[Any]
+    """Losses, or with `constructed` functions that make them."""
+    constructed: bool
     metrics: list[list[Any]]
     compression: Any
+    scheduler: Any = None
+    train_minibatch: Any = None
+    transformation: Any = None
+    callbacks: tuple[Any, ...] = ()
+    data_module: Any = None
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,48 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from farandole.spark.common.columns import Column
+    from farandole.spark.torch.job import Objects
 
 _INDEXED = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 _INDEXED_FUNCTIONS = (functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss)
+
+
+def constructed(objects: Objects, **arguments: Any) -> list[Any]:
+    """The losses: those that were given, or what their constructors make.
+
+    Args:
+        objects: the user's.
+        **arguments: what a constructor may ask for by name: `model`, `optimizer`, `rank`, `size`.
+
+    Raises:
+        TypeError: a constructor returns no function.
+    """
+    if not objects.constructed:
+        return list(objects.losses)
+    losses = [constructor(**_asked(constructor, arguments)) for constructor in objects.losses]
+    for loss in losses:
+        if not callable(loss):
+            raise TypeError(f"loss_constructors must return functions of (output, label): {loss!r}")
+    return losses
+
+
+def _asked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # classes written in C do not say
+        return {}
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return arguments
+    return {one.name: arguments[one.name] for one in parameters if one.name in arguments}
+
+
+def takes_indices(loss: Any) -> bool:
+    """Whether a loss of torch takes the index of a class for a label.
+
+    Args:
+        loss: of any kind.
+    """
+    return isinstance(loss, _INDEXED) or loss in _INDEXED_FUNCTIONS
 
 
 def label_dtype(loss: Any, column: Column) -> str:
@@ -37,7 +76,7 @@ def label_dtype(loss: Any, column: Column) -> str:
         loss: the loss of that label.
         column: the label column.
     """
-    if isinstance(loss, _INDEXED) or loss in _INDEXED_FUNCTIONS:
+    if takes_indices(loss):
         return "int64" if column.size == 1 else "float32"
     owner = loss if inspect.isfunction(loss) or inspect.isbuiltin(loss) else type(loss)
     if (getattr(owner, "__module__", None) or "").startswith("torch.nn."):

@@ -21,7 +21,7 @@ from farandole.spark.torch import payload
 from farandole.spark.torch.predict import Predictor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from pyspark.sql import DataFrame
@@ -43,26 +43,40 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     Args:
         history: Losses and metrics of each epoch.
         model: The trained module.
-        feature_columns: Columns for the model.
-        input_shapes: Shape of each feature's tensor, as in the estimator.
+        feature_columns: Columns for the model, as in the estimator.
+        input_shapes: Shape of each input's tensor, as in the estimator.
+        input_dtypes: Type of each input's tensor, as in the estimator.
         label_columns: Columns the outputs are named after.
         optimizer: The optimizer after the last step, with the learning rate of one process.
         run_id: Name of the run.
         loss: As it was trained with.
+        loss_constructors: As it was trained with.
         paths: Where the run left its data, checkpoint and logs.
         output_cols: Names of the added columns, instead of `<label>__output`.
         batch_size: Most rows predicted at once; default 4096.
         outputs: What is known of the outputs; found out when omitted.
+        use_gpu: Whether to predict on a GPU; default: where Spark assigned one to the task.
+        fill: What takes the place of nulls and NaN, as in the estimator.
+        _metadata: Horovod's description of columns; not needed.
     """
 
     input_shapes = declare("input_shapes", "shape of each feature's tensor", check.shapes("input_shapes"))
     optimizer = declare("optimizer", "the optimizer after the last step", check.anything)
+    input_dtypes = declare("input_dtypes", "type of each input's tensor", check.listed("input_dtypes"))
     loss = declare("loss", "as the model was trained with", check.anything)
+    loss_constructors = declare("loss_constructors", "as the model was trained with", check.anything)
+    use_gpu = declare("use_gpu", "whether to predict on a GPU", check.flag("use_gpu"))
     outputs = declare("outputs", "size and label type of each output", outputs_param)
 
+    fill = declare("fill", "what takes the place of nulls and NaN", check.fill)
+
+    setFill, getFill = accessors("fill")
     setInputShapes, getInputShapes = accessors("input_shapes")
     setOptimizer, getOptimizer = accessors("optimizer")
+    setInputDtypes, getInputDtypes = accessors("input_dtypes")
     setLoss, getLoss = accessors("loss")
+    setLossConstructors, getLossConstructors = accessors("loss_constructors")
+    setUseGpu, getUseGpu = accessors("use_gpu")
 
     @keyword_only
     def __init__(
@@ -70,20 +84,27 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         *,
         history: list[dict[str, Any]] | None = None,
         model: torch.nn.Module | None = None,
-        feature_columns: Sequence[str] | None = None,
+        feature_columns: Sequence[str | Sequence[str]] | None = None,
         input_shapes: Sequence[Sequence[int]] | None = None,
+        input_dtypes: Sequence[str] | None = None,
         label_columns: Sequence[str] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         run_id: str | None = None,
         loss: Any = None,
+        loss_constructors: Any = None,
         paths: dict[str, str] | None = None,
         output_cols: Sequence[str] | None = None,
         batch_size: int | None = None,
         outputs: Sequence[Output] | None = None,
+        use_gpu: bool | None = None,
+        fill: Any = None,
+        _metadata: Any = None,
     ) -> None:
         super().__init__()
-        self._setDefault(input_shapes=None, optimizer=None, loss=None, outputs=None)
-        self.setParams(**cast("dict[str, Any]", self._input_kwargs))  # pyright: ignore[reportAttributeAccessIssue]
+        names = ("input_shapes", "input_dtypes", "optimizer", "loss", "loss_constructors", "outputs", "use_gpu", "fill")
+        self._setDefault(**dict.fromkeys(names))
+        given = cast("dict[str, Any]", self._input_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        self.setParams(**{name: value for name, value in given.items() if name != "_metadata"})
 
     def write(self) -> TorchModelWriter:
         """The writer; `write().overwrite().save(path)` replaces what is there."""
@@ -98,11 +119,14 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
 
         return TorchModelReader(cls)
 
+    def _prediction_fn(self) -> Callable[..., Any] | None:
+        return None
+
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        features, names = self.getFeatureColumns(), self.getOutputCols()
+        features, names = self._inputs(), self.getOutputCols()
         if self.getModel() is None or not features or not self.getLabelColumns():
             raise ValueError("model, feature_columns and label_columns are required")
-        roles = Roles(features=tuple(features), labels=())
+        roles = Roles(features=tuple(name for group in features for name in group), labels=())
         check_present(roles, dataset.columns, "DataFrame")
         check_types(roles, dataset.schema)
         taken = [name for name in names if name in dataset.columns]
@@ -113,11 +137,15 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         predictor = Predictor(
             model=payload.pack(self.getModel()),
             columns=tuple(dataset.columns),
-            features=tuple(features),
+            features=tuple(tuple(group) for group in features),
             shapes=self.getInputShapes(),
+            dtypes=self.getInputDtypes(),
             labels=len(names),
             kinds=(),
             batch_size=self.getBatchSize(),
+            use_gpu=self.getUseGpu(),
+            fill=self.getFill(),
+            function=self._prediction_fn(),
         )
         outputs = self.getOrDefault("outputs") or found_outputs(dataset, self.getLabelColumns(), predictor.probe)
         return add_predictions(dataset, names, outputs, predictor.with_kinds([one.kind for one in outputs]).predict)

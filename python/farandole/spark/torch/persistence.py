@@ -1,38 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Saving and loading `TorchModel` with Spark ML's own persistence.
+"""What of PyTorch's estimators and models is saved, and in which form.
 
-A saved model is a directory, written and read by Spark, on any file system it reaches:
+A model has the parts "state" and "objects". "state" holds the weights as safetensors (as torch's zip of plain tensors
+where they are of types that safetensors has not) and is loaded without running anything. "objects" is a pickle of
+module, optimizer and loss in which every weight is a reference into "state"; loading it runs code.
 
-    metadata/    Spark ML's JSON: class, uid, parameters
-    data/        Parquet with rows of (part, chunk, bytes): the parts "state" and "objects", cut in pieces
-
-"state" holds the weights as plain tensors and is loaded without running anything. "objects" is a pickle of module,
-optimizer and loss in which every weight is a reference into "state"; loading it runs code.
+An estimator has the part "objects" alone: a pickle of its model, optimizer, functions and the like.
 """
-
-# ruff: noqa: N802, PLC0415, SLF001 - Spark ML's names and its own helpers; cycle with the model
 
 from __future__ import annotations
 
 import io
-import logging
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 
-from farandole.spark.torch import payload
+from farandole.spark.common.outputs import describe
+from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain, warn_of_code
+from farandole.spark.torch import payload, tensorfile
 
 if TYPE_CHECKING:
     from farandole.spark.torch.model import TorchModel
 
-_CHUNK = 16 << 20
-_OBJECTS = ("model", "optimizer", "loss")
-_DATA = "part string, chunk int, bytes binary"
-_log = logging.getLogger("farandole")
+_OBJECTS = ("model", "optimizer", "loss", "loss_constructors")
+_ZIP = b"PK"
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -64,40 +58,30 @@ class _Unpickler(pickle.Unpickler):
         return self._made[name]
 
 
-class TorchModelWriter(MLWriter):
+class TorchModelWriter(ParamsWriter):
     """Writes a `TorchModel`."""
 
-    def __init__(self, instance: TorchModel) -> None:
-        super().__init__()
-        self._instance = instance
-
-    def saveImpl(self, path: str) -> None:
-        """Writes the model to a path where nothing is."""
-        from farandole.spark.common.outputs import describe
-
-        model = self._instance
-        module = model.getModel()
+    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """As `ParamsWriter.parts`."""
+        module = values["model"]
         weights = {
             name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)
         }
         pickled = io.BytesIO()
-        _Pickler(pickled, weights).dump({name: model.getOrDefault(name) for name in _OBJECTS})
-        values = {param.name: value for param, value in model._paramMap.items() if value is not None}
+        _Pickler(pickled, weights).dump({name: values.get(name) for name in _OBJECTS})
         plain = {name: value for name, value in values.items() if name not in _OBJECTS}
         if "outputs" in plain:
             plain["outputs"] = describe(plain["outputs"])
-        DefaultParamsWriter.saveMetadata(model, path, self.sparkSession, paramMap=plain)
-        state = payload.pack_state({name: tensor.detach().cpu() for name, tensor in weights.items()})
-        rows = [*_chunks("state", state), *_chunks("objects", pickled.getvalue())]
-        self.sparkSession.createDataFrame(rows, _DATA).coalesce(1).write.parquet(f"{path}/data")
+        bare = {name: tensor.detach().cpu() for name, tensor in weights.items()}
+        state = tensorfile.dump(bare) if tensorfile.can_hold(bare) else payload.pack_state(bare)
+        return plain, {"state": state, "objects": pickled.getvalue()}
 
 
-class TorchModelReader(MLReader["TorchModel"]):
+class TorchModelReader(ParamsReader["TorchModel"]):
     """Reads a `TorchModel`."""
 
     def __init__(self, kind: type[TorchModel]) -> None:
-        super().__init__()
-        self._kind = kind
+        super().__init__(kind)
         self._module: torch.nn.Module | None = None
 
     def model(self, module: torch.nn.Module) -> TorchModelReader:
@@ -109,32 +93,33 @@ class TorchModelReader(MLReader["TorchModel"]):
         self._module = module
         return self
 
-    def load(self, path: str) -> TorchModel:
-        """Reads the model at a path.
-
-        Args:
-            path: where it was saved.
-        """
-        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
-        rows = self.sparkSession.read.parquet(f"{path}/data").collect()
-        weights = payload.unpack_state(_part(rows, "state"))
-        loaded = self._kind()
-        loaded._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(loaded, metadata)
+    def restore(self, loaded: TorchModel, parts: dict[str, bytes], path: str) -> None:
+        """As `ParamsReader.restore`."""
+        state = parts["state"]
+        weights = payload.unpack_state(state) if state.startswith(_ZIP) else tensorfile.load(state)
         if self._module is not None:
             self._module.load_state_dict(weights)
-            return loaded.setModel(self._module)
-        _log.warning(
-            "loading a model from %s runs the code pickled in it; TorchModel.read().model(module) does not", path
-        )
-        objects = _Unpickler(io.BytesIO(_part(rows, "objects")), weights).load()
-        return loaded.setParams(**{name: value for name, value in objects.items() if value is not None})
+            loaded.setModel(self._module)
+            return
+        warn_of_code(path, f", or use {self.kind.__name__}.read().model(module), which runs none")
+        objects = _Unpickler(io.BytesIO(parts["objects"]), weights).load()
+        loaded.setParams(**{name: value for name, value in objects.items() if value is not None})
 
 
-def _chunks(part: str, data: bytes) -> list[tuple[str, int, bytearray]]:
-    starts = range(0, max(len(data), 1), _CHUNK)
-    return [(part, index, bytearray(data[start : start + _CHUNK])) for index, start in enumerate(starts)]
+class TorchParamsWriter(ParamsWriter):
+    """Writes an estimator."""
+
+    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """As `ParamsWriter.parts`."""
+        plain = {name: value for name, value in values.items() if is_plain(value)}
+        rest = {name: value for name, value in values.items() if name not in plain}
+        return plain, {"objects": payload.pack(rest)}
 
 
-def _part(rows: list[Any], part: str) -> bytes:
-    return b"".join(bytes(row.bytes) for row in sorted(rows, key=lambda row: row.chunk) if row.part == part)
+class TorchParamsReader(ParamsReader[Any]):
+    """Reads an estimator; its backend and store are unset."""
+
+    def restore(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
+        """As `ParamsReader.restore`."""
+        warn_of_code(path)
+        loaded.setParams(**payload.unpack(parts["objects"]))

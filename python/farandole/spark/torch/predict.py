@@ -33,11 +33,18 @@ class Predictor:
 
     model: bytes
     columns: tuple[str, ...]
-    features: tuple[str, ...]
+    features: tuple[tuple[str, ...], ...]
+    """The columns of each input."""
     shapes: list[list[int]] | None
+    dtypes: list[str] | None
     labels: int
     kinds: tuple[str, ...]
     batch_size: int
+    use_gpu: bool | None
+    fill: Any = None
+    """What takes the place of nulls, for all columns or by column."""
+    function: Any = None
+    """Makes outputs of the model and its inputs; `None` calls the model."""
 
     def with_kinds(self, kinds: Sequence[str]) -> Predictor:
         """The same, knowing what its predictions become.
@@ -79,39 +86,68 @@ class Predictor:
                 return
 
     def _load(self) -> torch.nn.Module:
-        key = hashlib.sha256(self.model).hexdigest()
+        device = self._device()
+        key = f"{hashlib.sha256(self.model).hexdigest()} {device}"
         if key not in _MODELS:
             from farandole.spark.torch import payload
 
             while len(_MODELS) >= _KEPT:
                 _MODELS.pop(next(iter(_MODELS)))
-            _MODELS[key] = payload.unpack(self.model).eval()
+            _MODELS[key] = payload.unpack(self.model).eval().to(device)
         return _MODELS[key]
+
+    def _device(self) -> str:
+        """Where this task predicts: on the GPU that Spark gave it, or with `use_gpu` on one that it sees."""
+        import torch
+
+        from farandole.spark.task import resources
+
+        assigned = resources().get("gpu", [])
+        if self.use_gpu is False or not torch.cuda.is_available() or not (assigned or self.use_gpu):
+            return "cpu"
+        index = int(assigned[0]) if assigned and assigned[0].isdecimal() else 0
+        return f"cuda:{index if index < torch.cuda.device_count() else 0}"
 
     def _outputs(self, model: torch.nn.Module, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """Shape (rows, elements) per output."""
         import torch
 
         from farandole.spark.common.arrow import rows
-        from farandole.spark.common.columns import row_shape
         from farandole.spark.torch.tensors import outputs_of, told_misfit
 
         if batch.num_rows == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
-        inputs: list[torch.Tensor] = []
-        for index, name in enumerate(self.features):
-            values = rows(batch.column(self.columns.index(name)), name).astype(np.float32)
-            size = values[0].size
-            shape = (size,) if self.shapes is None else row_shape(self.shapes[index], size)
-            inputs.append(torch.from_numpy(values).reshape(-1, *shape))
+        fill = self.fill.get if isinstance(self.fill, dict) else lambda _name: self.fill
+        columns = {
+            name: torch.from_numpy(np.ascontiguousarray(rows(batch.column(self.columns.index(name)), name, fill(name))))
+            for group in self.features
+            for name in group
+        }
+        inputs = [self._input(columns, index) for index in range(len(self.features))]
+        device = next((one.device for one in model.parameters()), torch.device("cpu"))
         parts: list[list[torch.Tensor]] = []
         with torch.inference_mode():
             for start in range(0, batch.num_rows, self.batch_size):
-                some = [tensor[start : start + self.batch_size] for tensor in inputs]
+                some = [tensor[start : start + self.batch_size].to(device) for tensor in inputs]
                 try:
-                    value = model(*some)
+                    value = model(*some) if self.function is None else self.function(model, *some)
                 except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
-                    raise ValueError(told_misfit(self.features, some, error)) from None
-                parts.append(outputs_of(value, self.labels))
+                    names = [", ".join(group) for group in self.features]
+                    raise ValueError(told_misfit(names, some, error)) from None
+                parts.append([output.float().cpu() for output in outputs_of(value, self.labels)])
         whole = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
-        return [output.detach().float().reshape(batch.num_rows, -1).numpy() for output in whole]
+        return [output.reshape(batch.num_rows, -1).numpy() for output in whole]
+
+    def _input(self, columns: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        import torch
+
+        from farandole.spark.common.columns import row_shape
+        from farandole.spark.torch.job import Input
+        from farandole.spark.torch.tensors import input_tensor
+
+        names = self.features[index]
+        count = len(columns[names[0]])
+        size = sum(columns[name][0].numel() for name in names)
+        shape = (size,) if self.shapes is None else row_shape(self.shapes[index], size)
+        one = Input(names, (-1, *shape), "float32" if self.dtypes is None else self.dtypes[index])
+        return input_tensor(columns, one, count, torch.device("cpu"))

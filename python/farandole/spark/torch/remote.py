@@ -9,26 +9,25 @@ all together, so that a repeated run costs only what was lost.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import farandole.torch as hvd
-from farandole._native.reader import Dataset, Reader
 from farandole.spark import task
 from farandole.spark.torch import payload
-from farandole.spark.torch.job import Job, Objects, Trained
-from farandole.spark.torch.losses import shaped, share, weighted
+from farandole.spark.torch.batches import Batches, UserMinibatch
+from farandole.spark.torch.callbacks import Callbacks, TrainingState
+from farandole.spark.torch.checkpoints import Checkpoints
+from farandole.spark.torch.losses import constructed, share
 from farandole.spark.torch.scores import Scores
-from farandole.spark.torch.tensors import column_tensor, outputs_of
+from farandole.spark.torch.setup import device_of, on_device, prepare_process, sources
+from farandole.spark.torch.steps import Stepper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from farandole._native.reader import Batch
+    from farandole.spark.torch.job import Job, Objects, Trained
+    from farandole.spark.torch.source import Rows, Source
 
 _REPORT_SECONDS = 0.2
 
@@ -51,195 +50,182 @@ def train(job: Job) -> Trained | None:
 
 class _Trainer:
     def __init__(self, job: Job) -> None:
-        self.job = job
+        self.job, self.loop = job, job.loop
         self.size, self.rank = hvd.size(), hvd.rank()
-        _share_cores()
-        self.device = _device(job.use_gpu)
-        if job.random_seed is not None:
-            torch.manual_seed(job.random_seed + self.rank)
+        prepare_process(job.loop, self.rank)
+        self.device = device_of(job.loop.use_gpu)
         objects: Objects = payload.unpack(job.objects)
         self.model: torch.nn.Module = objects.model.to(self.device)
-        self.losses = [_on_device(loss, self.device) for loss in objects.losses]
-        self.row_losses = [weighted(loss) for loss in self.losses] if job.weight else []
         self.metrics = objects.metrics
         self.history: list[dict[str, Any]] = []
-        self._resume(objects.optimizer)
+        self.checkpoints = Checkpoints(job, self.rank)
+        found = self.checkpoints.resume(self.model, objects.optimizer)
+        self.history = found.get("history", [])
         for group in objects.optimizer.param_groups:
             group["lr"] = group["lr"] * self.size
         self.optimizer: Any = hvd.DistributedOptimizer(
             objects.optimizer,
             named_parameters=self.model.named_parameters(),
             compression=objects.compression or hvd.Compression.none,
-            backward_passes_per_step=job.backward_passes,
+            backward_passes_per_step=job.loop.backward_passes,
         )
-        self.train_reader = self._reader(job.train_url, job.batch_size, shuffle=job.shuffle)
-        self.val_reader = None if job.val_url is None else self._reader(job.val_url, job.val_batch_size, shuffle=True)
-        self.reported = 0.0
+        self.stepper = Stepper(self.optimizer, objects.scheduler, job.loop, self.device, self.size)
+        self.stepper.load(found)
+        losses = constructed(objects, model=self.model, optimizer=self.optimizer, rank=self.rank, size=self.size)
+        callable_model = torch.compile(self.model) if job.loop.compile else self.model
+        self.batches = Batches(
+            callable_model, [on_device(one, self.device) for one in losses], job, self.device, self.size
+        )
+        self.minibatch = (
+            UserMinibatch(objects.train_minibatch, self.batches, self.stepper) if objects.train_minibatch else None
+        )
+        self.train_source, self.val_source, self.module = sources(job, objects, self.rank, self.size)
+        state = TrainingState(self.model, self.optimizer, self.rank, self.size, job.loop.epochs, history=self.history)
+        self.callbacks = Callbacks(objects.callbacks, state)
+        self.started = self.reported = time.monotonic()
+        self.over: str | None = None
 
     def run(self) -> Trained | None:
-        for epoch in range(len(self.history), self.job.epochs):
-            started = time.monotonic()
-            entry: dict[str, Any] = {"epoch": epoch, "train": self._train_epoch(epoch)}
-            seconds = time.monotonic() - started
-            if self.val_reader is not None:
-                entry["validation"] = self._validate(self.val_reader, epoch)
-            entry |= {"seconds": time.monotonic() - started, "rows": self._rows_seen(self._train_steps())}
-            self.history.append(entry)
-            if self.rank == 0:
-                self._publish(entry, entry["rows"] / max(seconds, 1e-9))
-        return Trained(self._checkpoint(), self.history) if self.rank == 0 else None
+        self.stepper.taken = sum(entry.get("steps", 0) for entry in self.history)
+        self.callbacks.call("on_train_begin")
+        with self.module:
+            for epoch in range(len(self.history), self.loop.epochs):
+                if self._is_over():
+                    break
+                self._epoch(epoch)
+        self.callbacks.call("on_train_end")
+        return self.checkpoints.result(self._checkpoint, self.history)
 
-    def _train_epoch(self, epoch: int) -> dict[str, Any]:
+    def _epoch(self, epoch: int) -> None:
+        state = self.callbacks.state
+        state.epoch, state.step = epoch, 0
+        self.callbacks.call("on_epoch_begin")
+        started, steps_before = time.monotonic(), self.stepper.taken
+        scores, steps = self._train_epoch(epoch)
+        entry: dict[str, Any] = {"epoch": epoch, "train": scores}
+        seconds = time.monotonic() - started
+        if self.val_source is not None:
+            entry["validation"] = self._validate(self.val_source, epoch)
+        rows = self._rows(self.train_source, 0, steps)
+        entry |= {"seconds": time.monotonic() - started, "rows": rows, "steps": self.stepper.taken - steps_before}
+        self.history.append(entry)
+        self._check_weights()
+        self.batches.first_pass = False
+        if self.loop.scheduler_interval == "epoch":
+            self.stepper.schedule(entry.get("validation", entry["train"])["loss"])
+        self.callbacks.call("on_epoch_end")
+        self.checkpoints.publish(self._checkpoint, self.history)
+        if self.rank == 0:
+            told = {
+                "entry": entry,
+                "epochs": self.loop.epochs,
+                "steps": steps,
+                "rows_per_second": rows / max(seconds, 1e-9),
+            }
+            task.report({"kind": "epoch", **told})
+
+    def _train_epoch(self, epoch: int) -> tuple[dict[str, Any], int]:
         self.model.train()
-        scores = Scores(self.metrics, self.job)
-        steps, passes = self._train_steps(), self.job.backward_passes
-        started = time.monotonic()
-        batches = self.train_reader.epoch(epoch)
-        for step in range(steps):
-            batch = next(batches)
-            if step % passes == 0:
-                self.optimizer.zero_grad()
-            outputs, labels, loss = self._forward(batch)
-            first = step - step % passes
-            everywhere = self._rows_seen(min(first + passes, steps)) - self._rows_seen(first)
-            (loss * share(batch.valid_rows, self.size, everywhere)).backward()
-            if step % passes == passes - 1 or step == steps - 1:
-                self.optimizer.step()
-            scores.add(outputs, labels, loss, batch.valid_rows)
-            self._tell(epoch, step + 1, steps, started, scores)
-        batches.close()
-        return scores.everywhere()
+        scores = Scores(self.metrics, self.job.labels)
+        steps, state = self._steps(self.train_source, self.job.data.train_steps), self.callbacks.state
+        started, step = time.monotonic(), 0
+        for step, rows in enumerate(self.train_source.epoch(epoch, steps), start=1):
+            outputs, labels, loss = self._train_batch(rows, step - 1, steps)
+            scores.add(outputs, labels, loss, rows.valid)
+            if self.callbacks.has("on_batch_end"):
+                state.step, state.loss = step, scores.loss()
+                self.callbacks.call("on_batch_end")
+            if self._is_cut():
+                break
+            self._tell(epoch, step, steps, started, scores)
+        if self.minibatch is not None:
+            self.minibatch.end()
+        return scores.everywhere(), step
 
-    def _validate(self, reader: Reader, epoch: int) -> dict[str, Any]:
+    def _train_batch(
+        self, rows: Rows, step: int, steps: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        passes = self.loop.backward_passes
+        first = step - step % passes
+        last = min(first + passes, steps)
+        everywhere = self.train_source.rows_in(first, last)
+        if self.minibatch is not None:
+            return self.minibatch(rows, step, passes, everywhere)
+        if step == first:
+            self.optimizer.zero_grad()
+        with self.stepper.autocast():
+            outputs, labels, loss = self.batches.forward(rows, self.model)
+        factor = 1.0 / (last - first) if everywhere is None else share(rows.valid, self.size, everywhere)
+        self.stepper.backward(loss * factor)
+        if step == last - 1:
+            self.stepper.step()
+            if self.loop.scheduler_interval == "step":
+                self.stepper.schedule(None)
+        return outputs, labels, loss
+
+    def _validate(self, source: Source, epoch: int) -> dict[str, Any]:
         self.model.eval()
-        scores = Scores(self.metrics, self.job)
-        batches = reader.epoch(epoch)
-        with torch.no_grad():
-            for _ in range(_capped(reader.steps(), self.job.val_steps)):
-                batch = next(batches)
-                if batch.valid_rows:
-                    outputs, labels, loss = self._forward(batch)
-                    scores.add(outputs, labels, loss, batch.valid_rows)
-        batches.close()
+        scores = Scores(self.metrics, self.job.labels)
+        with torch.no_grad(), self.stepper.autocast():
+            for rows in source.epoch(epoch, self._steps(source, self.job.data.val_steps)):
+                if rows.valid:
+                    scores.add(*self.batches.forward(rows, self.model), rows.valid)
         return scores.everywhere()
 
-    def _forward(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-        """Outputs and labels of the rows that count, and their mean loss."""
-        valid = batch.valid_rows
-        # A batch norm needs two rows to train on, and every rank a backward pass: those steps go through padded.
-        rows = valid if valid > 1 else batch.rows
-        tensors = [
-            column_tensor(batch, one.column.name, self.device)[:rows].reshape(one.shape) for one in self.job.inputs
-        ]
-        running = [buffer.clone() for buffer in self.model.buffers()] if self.model.training and rows > valid else []
-        outputs = outputs_of(self.model(*tensors), len(self.job.labels))
-        for buffer, before in zip(self.model.buffers() if running else (), running, strict=True):
-            buffer.data.copy_(before)  # padding must not move a batch norm's statistics
-        if valid == 0:
-            return outputs, outputs, torch.stack([output.sum() for output in outputs]).sum() * 0.0
-        outputs = [output[:valid] for output in outputs]
-        labels = [
-            shaped(column_tensor(batch, one.column.name, self.device)[:valid], output, one.shape)
-            for one, output in zip(self.job.labels, outputs, strict=True)
-        ]
-        parts = zip(self._losses(batch), outputs, labels, self.job.loss_weights, strict=True)
-        return outputs, labels, torch.stack([loss(out, label) * weight for loss, out, label, weight in parts]).sum()
+    def _is_over(self) -> bool:
+        """Whether the run ends before its last epoch; every rank comes to the same answer."""
+        if self.over is not None or self._has_enough_steps():
+            return True
+        if self.loop.early_stopping is not None and self.loop.early_stopping.is_over(self.history):
+            return True
+        stopping = float(self.callbacks.state.stopping)
+        if self.callbacks:
+            stopping = float(hvd.allreduce(torch.tensor([stopping]), op=hvd.Max, name="farandole.stopping"))
+        return stopping > 0
 
-    def _losses(self, batch: Batch) -> list[Callable[..., torch.Tensor]]:
-        if self.job.weight is None:
-            return self.losses
-        weights = column_tensor(batch, self.job.weight, self.device)[: batch.valid_rows].reshape(-1)
-        return [lambda out, label, one=one: one(out, label, weights) for one in self.row_losses]
+    def _is_cut(self) -> bool:
+        """Whether the run ends here, within an epoch."""
+        if self._has_enough_steps():
+            self.over = "max_steps"
+        elif self.loop.max_time is not None:
+            # The clock of rank 0 counts for all.
+            late = float(self.rank == 0 and time.monotonic() - self.started > self.loop.max_time)
+            if float(hvd.allreduce(torch.tensor([late]), op=hvd.Max, name="farandole.time")) > 0:
+                self.over = "max_time"
+        return self.over is not None
 
-    def _resume(self, optimizer: torch.optim.Optimizer) -> None:
-        found = self.job.store.read(self.job.store.checkpoint_filename) if self.rank == 0 else None
-        if hvd.broadcast_object(found is not None, root_rank=0):
-            if found is not None:
-                state = payload.unpack_state(found)
-                try:
-                    self.model.load_state_dict(state["model"])
-                    optimizer.load_state_dict(state["optimizer"])
-                except (RuntimeError, ValueError) as error:
-                    raise ValueError(
-                        f"the checkpoint of run {self.job.run_id!r} is of another model or optimizer: choose another "
-                        f"run_id, or delete {self.job.store.run_path}: {error}"
-                    ) from error
-                self.history = state["history"]
-            self.history = hvd.broadcast_object(self.history, root_rank=0)
-        optimizer.load_state_dict(optimizer.state_dict())  # moves its tensors to where the parameters are
-        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    def _has_enough_steps(self) -> bool:
+        return self.loop.max_steps is not None and self.stepper.taken >= self.loop.max_steps
 
-    def _checkpoint(self) -> bytes:
+    def _check_weights(self) -> None:
+        if self.job.weight is None or not self.batches.first_pass:
+            return
+        seen = float(hvd.allreduce(torch.tensor([self.batches.weight_seen]), op=hvd.Sum, name="farandole.weights"))
+        if not seen > 0:
+            raise ValueError(
+                f"the weights in column {self.job.weight!r} add up to {seen:g}: nothing can be learned from such rows"
+            )
+
+    def _checkpoint(self) -> dict[str, Any]:
         optimizer = payload.optimizer_state(self.optimizer, self.size)
-        return payload.pack_state({"model": self.model.state_dict(), "optimizer": optimizer, "history": self.history})
-
-    def _publish(self, entry: dict[str, Any], speed: float) -> None:
-        store = self.job.store
-        if store.saving_runs:
-            store.write(store.checkpoint_filename, self._checkpoint())
-            lines = "".join(json.dumps(one) + "\n" for one in self.history)
-            store.write(f"{store.logs_subdir}/history.jsonl", lines.encode())
-        steps = self._train_steps()
-        task.report(
-            {"kind": "epoch", "entry": entry, "epochs": self.job.epochs, "steps": steps, "rows_per_second": speed}
-        )
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": optimizer,
+            "history": self.history,
+        } | self.stepper.state()
 
     def _tell(self, epoch: int, step: int, steps: int, started: float, scores: Scores) -> None:
         now = time.monotonic()
         if self.rank != 0 or now - self.reported < _REPORT_SECONDS:
             return
         self.reported = now
-        speed = self._rows_seen(step) / max(now - started, 1e-9)
-        place = {"epoch": epoch, "epochs": self.job.epochs, "step": step, "steps": steps}
+        speed = self._rows(self.train_source, 0, step) / max(now - started, 1e-9)
+        place = {"epoch": epoch, "epochs": self.loop.epochs, "step": step, "steps": steps}
         task.report({"kind": "step", **place, "rows_per_second": speed, "loss": scores.loss()})
 
-    def _rows_seen(self, steps: int) -> int:
-        """Rows of all processes in the first steps of an epoch."""
-        return min(steps * self.size * self.job.batch_size, self.train_rows)
+    def _rows(self, source: Source, first: int, last: int) -> int:
+        known = source.rows_in(first, last)
+        return (last - first) * self.size * self.job.data.batch_size if known is None else known
 
-    def _train_steps(self) -> int:
-        return _capped(self.train_reader.steps(), self.job.train_steps)
-
-    def _reader(self, url: str, batch_size: int, *, shuffle: bool) -> Reader:
-        job = self.job
-        dataset = Dataset.open(url)
-        if url == job.train_url:
-            self.train_rows = dataset.rows
-        floats = [*(one.column.name for one in job.inputs), *([job.weight] if job.weight else [])]
-        cast = {**dict.fromkeys(floats, "float32"), **{one.column.name: one.dtype for one in job.labels}}
-        return Reader(
-            dataset,
-            columns=list(cast),
-            batch_size=batch_size,
-            rank=self.rank,
-            size=self.size,
-            seed=job.order_seed,
-            shuffle=shuffle,
-            tail="pad",
-            cast=cast,
-        )
-
-
-def _capped(steps: int, most: int | None) -> int:
-    return steps if most is None else min(steps, most)
-
-
-def _on_device(loss: Any, device: torch.device) -> Any:
-    return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
-
-
-def _share_cores() -> None:
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
-
-
-def _device(wanted: bool) -> torch.device:
-    """The device of this rank; every rank must come to the same kind."""
-    here = wanted and torch.cuda.is_available()
-    ranks = int(hvd.allreduce(torch.tensor([int(here)]), op=hvd.Sum, name="farandole.devices"))
-    if ranks not in (0, hvd.size()):
-        raise RuntimeError(
-            f"ranks do not all have a GPU: {ranks} of {hvd.size()} have; set use_gpu=False to train on CPUs"
-        )
-    return torch.device("cuda", hvd.local_rank() % torch.cuda.device_count()) if here else torch.device("cpu")
+    def _steps(self, source: Source, asked: int | None) -> int:
+        return source.steps if asked is None else asked

@@ -3,7 +3,8 @@
 """Means of loss and metrics over rows, whichever process holds them.
 
 A metric is called with the output and the label of one batch and its value counts once per row, so that a short last
-batch, or a process with fewer rows, weighs what it holds. Sums stay on the device until somebody asks.
+batch, or a process with fewer rows, weighs what it holds. Sums stay on the device until somebody asks. A metric of
+torchmetrics gathers what it needs by itself; its states of all processes are put together at the end of the pass.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 import farandole.torch as hvd
 
 if TYPE_CHECKING:
-    from farandole.spark.torch.job import Job
+    from collections.abc import Sequence
+
+    from farandole.spark.torch.job import Label
 
 
 class Scores:
@@ -23,18 +26,21 @@ class Scores:
 
     Args:
         metrics: one group per metric: a function for every label, or one per label.
-        job: which labels there are.
+        labels: which labels there are.
     """
 
-    def __init__(self, metrics: list[list[Any]], job: Job) -> None:
-        labels = [one.column.name for one in job.labels]
+    def __init__(self, metrics: list[list[Any]], labels: Sequence[Label]) -> None:
+        names = [one.column.name for one in labels]
         self._groups = [
-            [(name, index, function) for index, (name, function) in enumerate(zip(names, functions, strict=True))]
-            for names, functions in (_spread(group, labels) for group in _distinct(metrics))
+            [(name, index, function) for index, (name, function) in enumerate(zip(*_spread(group, names), strict=True))]
+            for group in _distinct(metrics)
         ]
-        count = sum(len(group) for group in self._groups)
+        self._flat = [one for group in self._groups for one in group]
         self._rows = 0
-        self._sums: list[Any] = [0.0] * (1 + count)
+        self._sums: list[Any] = [0.0] * (1 + len(self._flat))
+        for _, _, function in self._flat:
+            if is_stateful(function):
+                function.reset()
 
     def add(self, outputs: list[torch.Tensor], labels: list[torch.Tensor], loss: torch.Tensor, rows: int) -> None:
         """Counts one batch.
@@ -50,17 +56,12 @@ class Scores:
         self._rows += rows
         self._sums[0] = self._sums[0] + loss.detach().double() * rows
         with torch.no_grad():
-            values = [function(outputs[index], labels[index]) for group in self._groups for _, index, function in group]
-        for position, value in enumerate(values, start=1):
-            self._sums[position] = self._sums[position] + self._number(value, position) * rows
-
-    def _number(self, value: Any, position: int) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return float(value)
-        if value.numel() != 1:
-            name = [name for group in self._groups for name, _, _ in group][position - 1]
-            raise ValueError(f"metric {name} must return one number, it returned shape {tuple(value.shape)}")
-        return value.detach().double()
+            for position, (name, index, function) in enumerate(self._flat, start=1):
+                if is_stateful(function):
+                    function.to(outputs[index].device).update(outputs[index].detach(), labels[index])
+                else:
+                    value = _number(function(outputs[index].detach(), labels[index]), name)
+                    self._sums[position] = self._sums[position] + value * rows
 
     def loss(self) -> float:
         """Mean loss so far, of this process alone."""
@@ -77,8 +78,47 @@ class Scores:
         means = iter([total / max(rows, 1.0) for total in sums])
         return {
             "loss": next(means),
-            "all_metrics": [{name: next(means) for name, _, _ in group} for group in self._groups],
+            "all_metrics": [
+                {key: value for name, _, function in group for key, value in _told(name, function, next(means)).items()}
+                for group in self._groups
+            ],
         }
+
+
+def is_stateful(function: Any) -> bool:
+    """Whether a metric gathers a state of its own, as those of torchmetrics do."""
+    return all(callable(getattr(function, name, None)) for name in ("update", "compute", "reset", "to"))
+
+
+def _told(name: str, function: Any, mean: float) -> dict[str, float]:
+    if not is_stateful(function):
+        return {name: mean}
+    parts = list(function.values()) if hasattr(function, "values") else [function]
+    for part in parts:
+        part.dist_sync_fn = _gather
+        part.distributed_available_fn = _has_others
+    value = function.compute()
+    if isinstance(value, dict):
+        return {f"{name}_{key}": _number(one, key).item() for key, one in value.items()}
+    return {name: float(_number(value, name))}
+
+
+def _has_others() -> bool:
+    return hvd.size() > 1
+
+
+def _gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """What torchmetrics asks of a world: the tensor of every rank, whatever their shapes."""
+    del group
+    return [one.to(tensor.device) for one in hvd.allgather_object(tensor.detach().cpu())]
+
+
+def _number(value: Any, name: str) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(float(value), dtype=torch.float64)
+    if value.numel() != 1:
+        raise ValueError(f"metric {name} must return one number, it returned shape {tuple(value.shape)}")
+    return value.detach().double().reshape(())
 
 
 def _distinct(metrics: list[list[Any]]) -> list[list[tuple[str, Any]]]:
@@ -96,6 +136,10 @@ def _distinct(metrics: list[list[Any]]) -> list[list[tuple[str, Any]]]:
 
 
 def _spread(group: list[tuple[str, Any]], labels: list[str]) -> tuple[list[str], list[Any]]:
+    if len(group) == 1 and len(labels) > 1 and is_stateful(group[0][1]):
+        import copy  # noqa: PLC0415 - a state for every label
+
+        group = [(name, copy.deepcopy(function)) for name, function in group for _ in labels]
     functions = group * len(labels) if len(group) == 1 else group
     if len(functions) != len(labels):
         raise ValueError(

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """How columns become tensors, in training and in transform alike.
 
-One tensor per feature column, cast to float32. A vector or list column of `n` elements is `(rows, n)`, a scalar column
-`(rows, 1)`; `input_shapes` says otherwise, one shape per column, with -1 for the rows (`[-1, 1, 8, 8]`; a shape of one
-row, `[1, 8, 8]`, does as well).
+One tensor per feature column, cast to float32 unless `input_dtypes` says otherwise. A vector or list column of `n`
+elements is `(rows, n)`, a scalar column `(rows, 1)`; `input_shapes` says otherwise, one shape per input, with -1 for
+the rows (`[-1, 1, 8, 8]`; a shape of one row, `[1, 8, 8]`, does as well). Columns listed together become one tensor,
+side by side in the order of the list.
 """
 
 from __future__ import annotations
@@ -17,37 +18,76 @@ from farandole.spark.common.columns import row_shape
 from farandole.spark.torch.job import Input
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from farandole._native.reader import Batch
     from farandole.spark.common.columns import Column
+    from farandole.spark.torch.job import Label
+    from farandole.spark.torch.source import Rows
 
-_DTYPES = {"float32": torch.float32, "int64": torch.int64}
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
+"""What an input may be cast to."""
 
 
-def inputs_of(columns: Sequence[Column], shapes: Sequence[Sequence[int]] | None) -> tuple[Input, ...]:
-    """The tensor that each feature column becomes.
+def inputs_of(
+    groups: Sequence[Sequence[str]],
+    columns: Mapping[str, Column],
+    shapes: Sequence[Sequence[int]] | None,
+    dtypes: Sequence[str] | None,
+) -> tuple[Input, ...]:
+    """The tensor that each group of feature columns becomes.
 
     Args:
-        columns: the feature columns.
-        shapes: one per column, where the user set them.
+        groups: the columns of each input.
+        columns: by name.
+        shapes: one per input, where the user set them.
+        dtypes: one per input, where the user set them.
     """
-    if shapes is None:
-        return tuple(Input(column, (-1, column.size)) for column in columns)
-    pairs = zip(columns, shapes, strict=True)
-    return tuple(Input(column, (-1, *row_shape(shape, column.size))) for column, shape in pairs)
+    made: list[Input] = []
+    for index, group in enumerate(groups):
+        size = sum(columns[name].size for name in group)
+        shape = (size,) if shapes is None else row_shape(shapes[index], size)
+        made.append(Input(tuple(group), (-1, *shape), "float32" if dtypes is None else dtypes[index]))
+    return tuple(made)
 
 
-def column_tensor(batch: Batch, name: str, device: torch.device) -> torch.Tensor:
-    """A column of a batch; on the CPU it shares the batch's memory.
+def input_tensor(columns: Mapping[str, torch.Tensor], one: Input, rows: int, device: torch.device) -> torch.Tensor:
+    """The tensor of one input.
 
     Args:
-        batch: as the reader gives it.
-        name: of the column.
+        columns: tensors by name, rows first.
+        one: the input.
+        rows: how many of the first rows.
         device: where the tensor is wanted.
     """
-    column = batch.column(name)
-    return torch.frombuffer(column, dtype=_DTYPES[column.dtype]).view(column.shape).to(device)
+    dtype = getattr(torch, one.dtype)
+    if len(one.columns) == 1:
+        return columns[one.columns[0]][:rows].to(device, dtype).reshape(one.shape)
+    parts = [columns[name][:rows].to(device, dtype).reshape(rows, -1) for name in one.columns]
+    return torch.cat(parts, dim=1).reshape(one.shape)
+
+
+def label_tensor(rows: Rows, one: Label, count: int, device: torch.device, *, checked: bool) -> torch.Tensor:
+    """The tensor of one label column.
+
+    Args:
+        rows: of the batch.
+        one: the label.
+        count: how many of the first rows.
+        device: where the tensor is wanted.
+        checked: whether values that no loss can mean are refused.
+
+    Raises:
+        ValueError: the column is not in the batch, or has values that are not numbers, or no indices.
+    """
+    name = one.column.name
+    values = rows.columns[name][:count]
+    if checked and values.is_floating_point():
+        strange = int(torch.isnan(values).sum())
+        if strange:
+            raise ValueError(f"label column {name!r} has values that are not a number (NaN): {strange} of {count} rows")
+        if one.dtype == "int64" and bool((values != values.round()).any()):
+            raise ValueError(f"label column {name!r} holds fractions, its loss takes indices of classes")
+    return values.to(device, getattr(torch, one.dtype))
 
 
 def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:
@@ -72,12 +112,42 @@ def told_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exc
     """What to say when a model does not take its inputs.
 
     Args:
-        names: the feature columns.
+        names: of the inputs.
         inputs: their tensors.
         error: what the model raised.
     """
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, inputs, strict=True))
     return f"the model does not take its {len(inputs)} feature columns as ({shapes}): {error}"
+
+
+def told_mapping(
+    inputs: Sequence[Input],
+    labels: Sequence[Label],
+    outputs: Sequence[torch.Tensor],
+    losses: Sequence[Callable[..., Any]],
+) -> str:
+    """How columns go into the model and come out of it, for the user to see.
+
+    Args:
+        inputs: the arguments of the model.
+        labels: the label columns.
+        outputs: what the model made of some rows.
+        losses: one per label.
+    """
+    parts = [f"{one.name} -> {one.dtype} {_shown(one.shape)}" for one in inputs]
+    ends = [
+        f"{_shown((-1, *output.shape[1:]))} with {label.column.name} {label.dtype} by {_name(loss)}"
+        for label, output, loss in zip(labels, outputs, losses, strict=True)
+    ]
+    return f"the model gets {', '.join(parts)}; it returns {', '.join(ends)}"
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _kind(value: Any) -> str:

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What users have called while a model trains.
+
+A callback is a `Callback`, any object with some of its methods, or a function, which is called at the end of epochs.
+All are called on every rank, with the same `TrainingState`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+_MOMENTS = ("on_train_begin", "on_epoch_begin", "on_batch_end", "on_epoch_end", "on_train_end")
+
+
+@dataclass
+class TrainingState:
+    """What callbacks see of a run, and can change.
+
+    Attributes:
+        model: the module, on its device.
+        optimizer: the distributed optimizer; its learning rates are multiplied by `size`.
+        rank: of this process.
+        size: processes.
+        epoch: the running epoch, from 0.
+        epochs: how many there will be.
+        step: batches of the epoch so far.
+        loss: mean loss of this process in the epoch so far, at the end of batches.
+        history: entries of complete epochs; at the end of an epoch the last is its own.
+        stopping: whether the run ends after this epoch; true anywhere means true everywhere.
+    """
+
+    model: torch.nn.Module
+    optimizer: Any
+    rank: int
+    size: int
+    epochs: int
+    epoch: int = 0
+    step: int = 0
+    loss: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    stopping: bool = False
+
+    def stop(self) -> None:
+        """Ends the run after this epoch."""
+        self.stopping = True
+
+
+class Callback:
+    """Something to be called while a model trains; every method does nothing unless overridden."""
+
+    def on_train_begin(self, state: TrainingState) -> None:
+        """Before the first epoch; also of a resumed run."""
+
+    def on_epoch_begin(self, state: TrainingState) -> None:
+        """Before an epoch's first batch."""
+
+    def on_batch_end(self, state: TrainingState) -> None:
+        """After a batch."""
+
+    def on_epoch_end(self, state: TrainingState) -> None:
+        """After an epoch and its validation, before its checkpoint."""
+
+    def on_train_end(self, state: TrainingState) -> None:
+        """After the last epoch."""
+
+
+class Callbacks:
+    """Those of one run, by the moment they are called at.
+
+    Args:
+        callbacks: as users gave them.
+        state: what they are called with.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], state: TrainingState) -> None:
+        self.state = state
+        self._at = {moment: _of_moment(callbacks, moment) for moment in _MOMENTS}
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return any(self._at.values())
+
+    def has(self, moment: str) -> bool:
+        """Whether any is called at that moment."""
+        return bool(self._at[moment])
+
+    def call(self, moment: str) -> None:
+        """Calls those of a moment.
+
+        Args:
+            moment: name of the method.
+        """
+        for function in self._at[moment]:
+            function(self.state)
+
+
+def check(callbacks: Sequence[Any]) -> None:
+    """Refuses what nobody would ever call.
+
+    Args:
+        callbacks: as users gave them.
+
+    Raises:
+        TypeError: naming the object.
+    """
+    for one in callbacks:
+        if not callable(one) and not any(hasattr(one, moment) for moment in _MOMENTS):
+            raise TypeError(f"a callback must be a function or have one of the methods {', '.join(_MOMENTS)}: {one!r}")
+
+
+def _of_moment(callbacks: Sequence[Any], moment: str) -> list[Any]:
+    found: list[Any] = []
+    for one in callbacks:
+        method = getattr(one, moment, None)
+        overridden = method is not None and getattr(type(one), moment, None) is not getattr(Callback, moment)
+        if overridden:
+            found.append(method)
+        elif moment == "on_epoch_end" and callable(one) and not any(hasattr(one, name) for name in _MOMENTS):
+            found.append(one)
+    return found

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A run's checkpoints: the last, the best, and those of every so many epochs.
+
+<runs>/<run_id>/checkpoint               after the last complete epoch; what a repeated run goes on from
+<runs>/<run_id>/checkpoint.best          after the best epoch, with `best_checkpoint`
+<runs>/<run_id>/checkpoint.epoch-0010    after the tenth epoch, with `checkpoint_every=10`
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import farandole.torch as hvd
+from farandole.spark.common.events import scalars
+from farandole.spark.torch import payload
+from farandole.spark.torch.job import Trained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from farandole.spark.torch.job import Job
+
+
+class Checkpoints:
+    """Writes them on rank 0 and reads them back.
+
+    Args:
+        job: the run.
+        rank: of this process.
+    """
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job = job
+        self._store = job.store
+        self._rank = rank
+        self._best: bytes | None = None
+
+    def resume(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Takes the run's checkpoint into model and optimizer, everywhere alike; a collective call.
+
+        Args:
+            model: on its device.
+            optimizer: over its parameters.
+
+        Returns:
+            The rest of the checkpoint; empty for a fresh run.
+
+        Raises:
+            ValueError: the checkpoint is of another model or optimizer.
+        """
+        found = self._store.read(self._store.checkpoint_filename) if self._rank == 0 else None
+        rest: dict[str, Any] = {}
+        if hvd.broadcast_object(found is not None, root_rank=0):
+            if found is not None:
+                rest = self._load(found, model, optimizer)
+            rest = hvd.broadcast_object(rest, root_rank=0)
+        optimizer.load_state_dict(optimizer.state_dict())  # moves its tensors to where the parameters are
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        return rest
+
+    def _load(self, found: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = payload.unpack_state(found)
+        try:
+            model.load_state_dict(state.pop("model"))
+            optimizer.load_state_dict(state.pop("optimizer"))
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"the checkpoint of run {self._job.run_id!r} is of another model or optimizer: choose another "
+                f"run_id, or delete {self._store.run_path}: {error}"
+            ) from error
+        return state
+
+    def publish(self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]) -> None:
+        """Writes what there is to write after an epoch.
+
+        Args:
+            state: makes the checkpoint.
+            history: of all epochs so far.
+        """
+        best = self._job.loop.best
+        is_best = best is not None and best.best(history) == len(history) - 1
+        if self._rank != 0 or not (self._store.saving_runs or is_best):
+            return
+        packed = payload.pack_state(state())
+        if is_best:
+            self._best = packed
+        if not self._store.saving_runs:
+            return
+        name, every = self._store.checkpoint_filename, self._job.loop.checkpoint_every
+        if is_best:
+            self._store.write(f"{name}.best", packed)
+        if every is not None and len(history) % every == 0:
+            self._store.write(f"{name}.epoch-{len(history):04d}", packed)
+        self._store.write(name, packed)
+        logs = self._store.logs_subdir
+        self._store.write(f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in history).encode())
+        self._store.write(f"{logs}/events.out.tfevents.farandole", scalars(history))
+
+    def result(self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]) -> Trained | None:
+        """What rank 0 brings back: the last state, or the best one where that was asked for.
+
+        Args:
+            state: makes a checkpoint.
+            history: of all epochs.
+        """
+        if self._rank != 0:
+            return None
+        if self._job.loop.best is not None and self._job.loop.best.best(history) is not None:
+            # A resumed run whose best epoch came before has it in the store alone.
+            best = self._best or self._store.read(f"{self._store.checkpoint_filename}.best")
+            if best is not None:
+                return Trained(best, history)
+        return Trained(payload.pack_state(state()), history)

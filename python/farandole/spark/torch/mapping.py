@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a driver finds out before workers start: how columns become tensors, and whether all of it fits together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole._native import prepare as native
+from farandole.spark.common.columns import Column, row_shape
+from farandole.spark.torch.batches import told_classes
+from farandole.spark.torch.losses import label_dtype, shaped, takes_indices
+from farandole.spark.torch.scores import Scores
+from farandole.spark.torch.source import sample, tensors_of
+from farandole.spark.torch.tensors import input_tensor, outputs_of, told_misfit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from farandole.data.prepare import PreparedData as Prepared
+    from farandole.spark.torch.job import Input, Job, Label, Objects
+
+_ROWS = 2
+
+
+def transformed_columns(
+    prepared: Prepared, names: Sequence[str], transformation: Any
+) -> tuple[dict[str, Column], dict[str, torch.Tensor]]:
+    """The columns that training processes will see, and some rows of them.
+
+    Args:
+        prepared: the data.
+        names: columns that are read.
+        transformation: of the user; or `None`.
+    """
+    arrays = sample(prepared.train_url, names, _ROWS, transformation)
+    tensors = tensors_of(arrays)
+    if transformation is None:
+        return {name: prepared.columns[name] for name in names}, tensors
+    columns = {name: Column(name, str(arrays[name].dtype), tuple(arrays[name].shape[1:])) for name in tensors}
+    return columns, tensors
+
+
+def labels_of(
+    names: Sequence[str], columns: dict[str, Column], losses: Sequence[Any], shapes: Sequence[Sequence[int]] | None
+) -> list[tuple[Column, str, tuple[int, ...] | None, bool]]:
+    """What becomes of each label column: column, type, shape, whether it holds indices of classes.
+
+    Args:
+        names: of the columns.
+        columns: by name.
+        losses: one per label.
+        shapes: as the user set them.
+    """
+    found = []
+    for index, (name, loss) in enumerate(zip(names, losses, strict=True)):
+        column = columns[name]
+        shape = None if shapes is None else (-1, *row_shape(shapes[index], column.size))
+        dtype = label_dtype(loss, column)
+        found.append((column, dtype, shape, dtype == "int64" and takes_indices(loss)))
+    return found
+
+
+def statistics(url: str) -> dict[str, tuple[float, float]]:
+    """The smallest and the largest value of each column that a preparation took note of.
+
+    Args:
+        url: of the data set.
+    """
+    manifest = native.read_manifest(url)
+    columns = [] if manifest is None else json.loads(manifest)["columns"]
+    return {
+        one["name"]: (one["min"], one["max"])
+        for one in columns
+        if one.get("min") is not None and one.get("max") is not None
+    }
+
+
+def check_statistics(prepared: Prepared, weight: str | None) -> None:
+    """Refuses weights that leave nothing to learn from.
+
+    Args:
+        prepared: the data.
+        weight: column of weights.
+
+    Raises:
+        ValueError: all weights are 0, or one is negative.
+    """
+    known = statistics(prepared.train_url).get(weight or "")
+    if known is None:
+        return
+    low, high = known
+    if high <= 0:
+        raise ValueError(f"the weights in column {weight!r} are all 0: nothing can be learned from such rows")
+    if low < 0:
+        raise ValueError(f"the weights in column {weight!r} must not be negative: {low:g}")
+
+
+def try_out(job: Job, objects: Objects, losses: Sequence[Any], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Calls the model and its losses once, on some rows, so that misfits show before workers start.
+
+    Args:
+        job: the run.
+        objects: copies of the user's.
+        losses: one per label.
+        tensors: some rows.
+
+    Returns:
+        The model's outputs.
+
+    Raises:
+        ValueError: what does not fit, by name and shape.
+    """
+    Scores(objects.metrics, job.labels)  # refuses metrics that do not go with the labels
+    outputs = outputs_of_model(job.inputs, job.labels, objects.model, tensors)
+    for one, loss, found in zip(job.labels, losses, outputs, strict=True):
+        _check_classes(job, one, found)
+        _try_loss(one, loss, found)
+    return outputs
+
+
+def outputs_of_model(
+    inputs: Sequence[Input], labels: Sequence[Label], model: torch.nn.Module, rows: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """What a model makes of some rows.
+
+    Args:
+        inputs: its arguments.
+        labels: one per output.
+        model: the model.
+        rows: columns by name.
+
+    Raises:
+        ValueError: it does not take them, or returns something else than a row of outputs for each.
+    """
+    tensors = [input_tensor(rows, one, _ROWS, torch.device("cpu")) for one in inputs]
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            value = model(*tensors)
+    except Exception as error:
+        raise ValueError(told_misfit([one.name for one in inputs], tensors, error)) from error
+    finally:
+        model.train(training)
+    outputs = outputs_of(value, len(labels))
+    for one, output in zip(labels, outputs, strict=True):
+        if output.shape[:1] != (_ROWS,):
+            raise ValueError(
+                f"the model must return one row per row of its input: for {_ROWS} rows, its output for column "
+                f"{one.column.name!r} has shape {tuple(output.shape)}"
+            )
+    return outputs
+
+
+def _check_classes(job: Job, one: Label, output: torch.Tensor) -> None:
+    known = statistics(job.data.train_url).get(one.column.name)
+    if not one.indexes or known is None or output.dim() < 2 or one.column.name not in job.data.columns:  # noqa: PLR2004 - (rows, classes)
+        return
+    # One below 0 may be the loss's `ignore_index`: that is for the loss to say.
+    if known[1] >= output.shape[1]:
+        raise ValueError(told_classes(one.column.name, known[1], output.shape[1]))
+
+
+def _try_loss(one: Label, loss: Any, found: torch.Tensor) -> None:
+    # As many rows as the output has nowhere else: (2, 2) and (2,) would broadcast where (8, 2) and (8,) do not.
+    rows = next(rows for rows in itertools.count(2) if rows not in found.shape[1:])
+    output = found[:1].expand(rows, *found.shape[1:])
+    zeros = torch.zeros(rows, *one.column.shape, dtype=torch.int64 if one.dtype == "int64" else torch.float32)
+    label = shaped(zeros, output, one.shape)
+    try:
+        lost = loss(output, label)
+    except Exception as error:
+        told = f"output {tuple(output.shape)} and {one.dtype} label {tuple(label.shape)}"
+        raise ValueError(f"the loss of column {one.column.name!r} does not take {told}: {error}") from error
+    if not isinstance(lost, torch.Tensor) or lost.numel() != 1:
+        told = f"a tensor of shape {tuple(lost.shape)}" if isinstance(lost, torch.Tensor) else repr(lost)
+        raise ValueError(f"the loss of column {one.column.name!r} must return one number, a mean over rows: {told}")

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Tensors as bytes in the format of safetensors, which holds no code.
+
+Eight bytes (little endian) give the length of a JSON header; the header gives type, shape and place of each tensor in
+the bytes after it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+_ALIGN = 8
+
+
+def can_hold(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the format has a place for all of them.
+
+    Args:
+        tensors: by name.
+    """
+    return all(one.dtype in _NAMES and one.layout is torch.strided and not one.is_quantized for one in tensors.values())
+
+
+def dump(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Tensors as bytes.
+
+    Args:
+        tensors: by name; `can_hold` says whether that is possible.
+    """
+    header: dict[str, object] = {}
+    parts: list[bytes] = []
+    start = 0
+    # Wide types first, so that each tensor starts at a multiple of its element's size.
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        end = start + len(data)
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        parts.append(data)
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGN)
+    return b"".join([struct.pack("<Q", len(text)), text, *parts])
+
+
+def load(data: bytes) -> dict[str, torch.Tensor]:
+    """Bytes as tensors.
+
+    Args:
+        data: what `dump`, or the library of that name, made.
+
+    Raises:
+        ValueError: they are none, or cut off.
+    """
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        return {name: _tensor(data, 8 + length, one) for name, one in header.items()}
+    except (struct.error, KeyError, RuntimeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"not a whole file of tensors: {error}") from error
+
+
+def _tensor(data: bytes, base: int, one: dict[str, list[int]]) -> torch.Tensor:
+    start, end = one["data_offsets"]
+    raw = bytearray(data[base + start : base + end])
+    if len(raw) != end - start:
+        raise ValueError(f"not a whole file of tensors: {len(data)} bytes")
+    dtype = _TYPES[str(one["dtype"])]
+    if not raw:
+        return torch.empty(one["shape"], dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype).reshape(one["shape"])
