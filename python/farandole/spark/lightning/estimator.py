@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`TorchEstimator` of Lightning: a `LightningModule` fitted data-parallel on a DataFrame."""
+
+# ruff: noqa: ARG002, PLC0415 - keyword_only reads the arguments; cycle with persistence
+
+from __future__ import annotations
+
+import secrets
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from pyspark import keyword_only
+from pyspark.ml.util import MLReadable, MLWritable
+
+from farandole.spark.common.columns import check_sizes
+from farandole.spark.common.datamodule import check_data_module
+from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.outputs import Output
+from farandole.spark.lightning.job import LightningJob, LightningObjects
+from farandole.spark.lightning.model import TorchModel
+from farandole.spark.lightning.params import LightningParams
+from farandole.spark.lightning.remote import train
+from farandole.spark.lightning.wrapped import wrap
+from farandole.spark.torch import mapping, payload
+from farandole.spark.torch.description import data_of, loop_of, transformation_of
+from farandole.spark.torch.job import Job, Label
+from farandole.spark.torch.losses import constructed
+from farandole.spark.torch.tensors import inputs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from farandole.data.prepare import PreparedData as Prepared
+    from farandole.spark.common.backend import Backend
+    from farandole.spark.common.persistence import ParamsReader, ParamsWriter
+    from farandole.spark.common.progress import Progress
+    from farandole.spark.common.store import Store
+    from farandole.spark.torch.job import Trained
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+class TorchEstimatorParamsWritable(MLWritable):
+    """Saves an estimator by Spark ML's `write()`."""
+
+    def write(self) -> ParamsWriter:
+        """The writer; `write().overwrite().save(path)` replaces what is there. Backend and store are not saved."""
+        from farandole.spark.torch.persistence import TorchParamsWriter
+
+        return TorchParamsWriter(cast("Any", self))
+
+
+class TorchEstimatorParamsReadable(MLReadable["LightningEstimator"]):
+    """Loads an estimator by Spark ML's `read()`."""
+
+    @classmethod
+    def read(cls) -> ParamsReader[Any]:
+        """The reader; loading runs the code that was pickled with the estimator."""
+        from farandole.spark.torch.persistence import TorchParamsReader
+
+        return TorchParamsReader(cls)
+
+
+class LightningEstimator(
+    LightningParams, FarandoleEstimator, TorchEstimatorParamsReadable, TorchEstimatorParamsWritable
+):
+    """Fits a `LightningModule` on a DataFrame, on several processes at once.
+
+    A batch is a dict of tensors by column: features as `farandole.spark.torch.TorchEstimator` makes them, labels and
+    sample weights with one number per row. Columns listed together in `feature_cols` are under `"[a, b]"`. A plain
+    module with `optimizer` and `loss` does as well.
+
+    The learning rate is the module's own business and is not scaled. What the module logs becomes the history, as a
+    mean over rows of all processes. A `run_id` whose checkpoint is in the store is resumed after its last complete
+    epoch, optimizers and schedulers included.
+
+    Args:
+        num_proc: Training processes; default: Spark's default parallelism.
+        model: A `LightningModule`, or a plain module.
+        backend: Where processes run, instead of `num_proc`: `SparkBackend`, `LocalBackend`.
+        store: Where prepared data, checkpoints and logs live: a `Store`, or a path.
+        optimizer: For a plain module: a torch optimizer over its parameters.
+        loss: For a plain module: a loss of (output, label), or a list of one per label column.
+        loss_constructors: Instead of `loss`, as in `farandole.spark.torch`.
+        loss_weights: For a plain module: weight of each label's loss; default: equal weights.
+        metrics: For a plain module: functions of (output, label).
+        feature_cols: Columns for the model; a list in the list makes one tensor of several columns.
+        label_cols: Columns to compare the outputs with; in `transform` they name the outputs.
+        validation: Share of rows held out, or a column: true or positive rows are held out.
+        sample_weight_col: Column with each row's weight.
+        batch_size: Rows per step and process; default 32.
+        val_batch_size: The same for validation; default: `batch_size`.
+        epochs: Times the rows are seen; default 1.
+        verbose: 0 silent, 1 progress, 2 also what workers print; default 1.
+        callbacks: Lightning's. A `ModelCheckpoint` writes into the run's directory of the store, and the fitted model
+            has the weights of its best checkpoint.
+        random_seed: Seed of everything.
+        shuffle: Whether each epoch has its own order; default True.
+        partitions_per_process: Most files of prepared data per process; default 10.
+        fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+        allow_nan: Whether NaN is a value like any other; default False.
+        run_id: Name of the run; default `pytorch_<time>`.
+        train_steps_per_epoch: Training steps per epoch.
+        validation_steps_per_epoch: The same for validation.
+        input_shapes: Shape of each input's tensor, -1 for its rows.
+        input_dtypes: Type of each input's tensor; default: `"float32"`.
+        label_shapes: Shape of each label's tensor, -1 for its rows.
+        use_gpu: Train on GPUs where every process sees one; default True.
+        num_gpus: GPUs per process: 0 keeps to CPUs.
+        backward_passes_per_step: Batches whose gradients make one step; default 1.
+        train_minibatch_fn: Accepted for Horovod's sake; the module's `training_step` trains.
+        transformation_fn: As in `farandole.spark.torch`.
+        transformation_edit_fields: As in `farandole.spark.torch`.
+        transformation_removed_fields: As in `farandole.spark.torch`.
+        train_reader_num_workers: Reading threads per process; default 2.
+        val_reader_num_workers: The same for validation.
+        reader_pool_type: Accepted for Horovod's sake: readers are native threads.
+        inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
+        data_module: A `LightningDataModule`, or a class of them that is built with Horovod's arguments.
+        loader_num_epochs: Accepted for Horovod's sake: an epoch is one pass.
+        logger: Lightning's logger, or a list of them; files go to the run's logs in the store.
+        log_every_n_steps: Steps between rows of a log; default 50.
+        profiler: Lightning's profiler.
+        terminate_on_nan: Whether a loss that is no number ends the run; default False.
+        trainer_args: Arguments of Lightning's `Trainer` that win over all others.
+        debug_data_loader: Accepted for Horovod's sake.
+        train_async_data_loader_queue_size: Accepted for Horovod's sake: batches are read ahead.
+        val_async_data_loader_queue_size: The same for validation.
+        mp_start_method: How training processes start processes of their own.
+        precision: `"fp32"`, `"bf16"` or `"fp16"`; default `"fp32"`.
+        gradient_clip_norm: Most norm of all gradients together.
+        lr_scheduler: For a plain module: a scheduler over the optimizer, or a function that makes one.
+        early_stopping: As in `farandole.spark.torch`.
+        best_checkpoint: As in `farandole.spark.torch`.
+        checkpoint_every: Epochs from one checkpoint that stays to the next.
+        deterministic: Whether equal seeds and sizes give equal bits; default False.
+        max_steps: Steps after which the run ends.
+        max_time: Seconds of training after which the run ends.
+        mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
+        on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
+        max_restarts: Most restarts of one fit; default 3.
+    """
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        num_proc: int | None = None,
+        model: Any = None,
+        backend: Backend | None = None,
+        store: Store | str | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss: Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]] | None = None,
+        loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        loss_weights: Sequence[float] | None = None,
+        metrics: Sequence[Any] | None = None,
+        feature_cols: Sequence[str | Sequence[str]] | None = None,
+        label_cols: Sequence[str] | None = None,
+        validation: float | str | None = None,
+        sample_weight_col: str | None = None,
+        batch_size: int | None = None,
+        val_batch_size: int | None = None,
+        epochs: int | None = None,
+        verbose: int | None = None,
+        callbacks: Sequence[Any] | None = None,
+        random_seed: int | None = None,
+        shuffle: bool | None = None,
+        shuffle_buffer_size: int | None = None,
+        partitions_per_process: int | None = None,
+        fill: Any = None,
+        allow_nan: bool | None = None,
+        run_id: str | None = None,
+        train_steps_per_epoch: int | None = None,
+        validation_steps_per_epoch: int | None = None,
+        input_shapes: Sequence[Sequence[int]] | None = None,
+        input_dtypes: Sequence[str] | None = None,
+        label_shapes: Sequence[Sequence[int]] | None = None,
+        use_gpu: bool | None = None,
+        num_gpus: int | None = None,
+        backward_passes_per_step: int | None = None,
+        gradient_compression: Any = None,
+        train_minibatch_fn: Callable[..., Any] | None = None,
+        transformation_fn: Callable[..., Any] | None = None,
+        transformation_edit_fields: Sequence[Any] | None = None,
+        transformation_removed_fields: Sequence[str] | None = None,
+        train_reader_num_workers: int | None = None,
+        val_reader_num_workers: int | None = None,
+        reader_pool_type: str | None = None,
+        inmemory_cache_all: bool | None = None,
+        data_module: Any = None,
+        loader_num_epochs: int | None = None,
+        logger: Any = None,
+        log_every_n_steps: int | None = None,
+        profiler: Any = None,
+        terminate_on_nan: bool | None = None,
+        trainer_args: dict[str, Any] | None = None,
+        debug_data_loader: bool | None = None,
+        train_async_data_loader_queue_size: float | None = None,
+        val_async_data_loader_queue_size: float | None = None,
+        mp_start_method: str | None = None,
+        precision: str | None = None,
+        gradient_clip_norm: float | None = None,
+        lr_scheduler: Any = None,
+        early_stopping: Any = None,
+        best_checkpoint: Any = None,
+        checkpoint_every: int | None = None,
+        deterministic: bool | None = None,
+        max_steps: int | None = None,
+        max_time: float | None = None,
+        mlflow: bool | None = None,
+        on_failure: str | None = None,
+        max_restarts: int | None = None,
+    ) -> None:
+        super().__init__()
+        # Only what was passed is set: a default in the signature must not win over a param map.
+        self.setParams(**cast("dict[str, Any]", self._input_kwargs))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _check(self) -> None:
+        super()._check()
+        if not isinstance(self.getModel(), torch.nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module: {type(self.getModel()).__name__}")
+        if self.getLoss() is not None and self.getLossConstructors() is not None:
+            raise ValueError("at most one of parameters loss and loss_constructors may be specified")
+        if self._package() is not None:
+            for name in ("optimizer", "loss", "loss_constructors", "loss_weights", "lr_scheduler"):
+                if self.getOrDefault(name) is not None:
+                    raise ValueError(f"{name} is for plain modules: a LightningModule brings its own")
+            if self.getMetrics():
+                raise ValueError("metrics are for plain modules: a LightningModule logs its own")
+        elif self.getOptimizer() is None:
+            raise ValueError("optimizer is required for a plain module")
+        elif self.getLoss() is None and self.getLossConstructors() is None:
+            raise ValueError("loss is required for a plain module")
+        if self.getGradientCompression() is not None:
+            raise ValueError("gradient_compression is not for Lightning: register a communication hook in the strategy")
+
+    def _package(self) -> str | None:
+        """The package whose `LightningModule` the model is; `None` for a plain module."""
+        for package in _PACKAGES:
+            if find_spec(package.partition(".")[0]) is not None and isinstance(
+                self.getModel(), import_module(package).LightningModule
+            ):
+                return package
+        return None
+
+    def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
+        job, objects, sizes = self._job(prepared)
+        base = job.base
+        checkpoint = base.paths().get("checkpoint")
+        if checkpoint is not None and self._store().exists(checkpoint):
+            shown.message(f"run {base.run_id} goes on from its checkpoint {checkpoint}, up to epoch {base.loop.epochs}")
+        with self._tracked(base.run_id) as tracker:
+            trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
+            objects.module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
+            module = objects.module.model if self._package() is None else objects.module
+            tracker.model(module, "pytorch")
+        outputs = None
+        if sizes is not None:
+            outputs = [
+                Output(one.column.dtype, bool(one.column.shape), size)
+                for one, size in zip(base.labels, sizes, strict=True)
+            ]
+        return TorchModel(
+            history=trained.history,
+            model=module,
+            feature_columns=self.getFeatureCols(),
+            input_shapes=self.getInputShapes(),
+            input_dtypes=self.getInputDtypes(),
+            label_columns=self.getLabelCols(),
+            run_id=base.run_id,
+            loss=self.getLoss(),
+            loss_constructors=self.getLossConstructors(),
+            fill=self.getFill(),
+            paths=base.paths(),
+            outputs=outputs,
+        )
+
+    def _job(self, prepared: Prepared) -> tuple[LightningJob, LightningObjects, list[int] | None]:
+        """The run's description, a copy of the user's objects, and the size of each output where it can be tried."""
+        transformation = transformation_of(self)
+        raw = self._roles().kept
+        columns, tensors = mapping.transformed_columns(prepared, raw, transformation)
+        inputs, names = self._inputs(), self.getLabelCols()
+        check_sizes(columns, inputs, self.getInputShapes(), "feature")
+        check_sizes(columns, [[name] for name in names], self.getLabelShapes(), "label")
+        mapping.check_statistics(prepared, self.getSampleWeightCol())
+        package = self._package()
+        losses = self._losses(len(names))
+        shapes = self.getLabelShapes()
+        labels = tuple(Label(*one) for one in mapping.labels_of(names, columns, losses, shapes))
+        made = inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes())
+        objects = LightningObjects(
+            module=self.getModel(),
+            transformation=transformation,
+            data_module=check_data_module(self.getDataModule()),
+            callbacks=tuple(self.getCallbacks()),
+            logger=self.getLogger(),
+            profiler=self.getProfiler(),
+            trainer_args=self.getTrainerArgs() or {},
+        )
+        if package is None:
+            objects.module = wrap(
+                next(one for one in _PACKAGES if find_spec(one.partition(".")[0]) is not None),
+                model=self.getModel(),
+                optimizer=self.getOptimizer(),
+                scheduler=self.getLrScheduler(),
+                losses=losses,
+                loss_weights=self.getLossWeights() or [1.0 / len(names)] * len(names),
+                metrics=[list(one) if isinstance(one, list | tuple) else [one] for one in self.getMetrics() or []],
+                inputs=made,
+                labels=labels,
+                weight=self.getSampleWeightCol(),
+            )
+        packed = payload.pack(objects)
+        run_id = self.getRunId() or f"pytorch_{int(time.time())}_{secrets.token_hex(2)}"
+        base = Job(
+            objects=packed,
+            store=self._store().to_remote(run_id, prepared.index),
+            run_id=run_id,
+            data=data_of(self, prepared, raw),
+            loop=loop_of(self),
+            inputs=made,
+            labels=labels,
+            weight=self.getSampleWeightCol(),
+            loss_weights=(),
+        )
+        mine: LightningObjects = payload.unpack(packed)
+        job = LightningJob(
+            base=base,
+            package=package or next(one for one in _PACKAGES if find_spec(one.partition(".")[0]) is not None),
+            batches=package is not None,
+            log_every=self.getLogEveryNSteps(),
+            terminate_on_nan=self.getTerminateOnNan(),
+            gpus=self.getNumGpus(),
+        )
+        sizes = None
+        if package is None:
+            outputs = mapping.outputs_of_model(made, labels, mine.module, tensors)
+            sizes = [output[1:].numel() for output in outputs]
+        return job, mine, sizes
+
+    def _losses(self, count: int) -> list[Any]:
+        """The losses of a plain module; for a `LightningModule` what says that labels keep their kind."""
+        given = self.getLoss() or self.getLossConstructors()
+        if given is None:
+            return [_own_loss] * count
+        losses = list(given) if isinstance(given, list | tuple) else [given] * count
+        if len(losses) != count:
+            raise ValueError(f"loss needs one loss, or one per label column {count}: {len(losses)}")
+        if self.getLoss() is not None:
+            return losses
+        from farandole.spark.torch.job import Objects
+
+        objects = Objects(self.getModel(), self.getOptimizer(), losses, True, [], None)
+        return constructed(objects, model=self.getModel(), optimizer=self.getOptimizer(), rank=0, size=1)
+
+
+def _own_loss(_output: Any, _label: Any) -> None:
+    """Stands for the loss that a `LightningModule` computes by itself."""
+
+
+TorchEstimator = LightningEstimator
+"""Horovod's name of it."""

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a training process is told: plain values and one pickle of the user's objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farandole.spark.torch.job import Job
+
+
+@dataclass(frozen=True)
+class LightningJob:
+    """One run."""
+
+    base: Job
+    """Data, loop, inputs and labels as for plain PyTorch; its objects are `LightningObjects`."""
+    package: str
+    """`lightning.pytorch` or `pytorch_lightning`, whichever the module is of."""
+    batches: bool
+    """Whether batches are dicts by column, as a user's module takes them."""
+    log_every: int
+    terminate_on_nan: bool
+    gpus: int | None
+
+
+@dataclass
+class LightningObjects:
+    """The user's objects, in one pickle."""
+
+    module: Any
+    transformation: Any = None
+    data_module: Any = None
+    callbacks: tuple[Any, ...] = ()
+    logger: Any = None
+    profiler: Any = None
+    trainer_args: dict[str, Any] = field(default_factory=dict)

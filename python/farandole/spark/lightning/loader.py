@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Batches by column for Lightning: dicts of tensors, read by native threads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole.spark.torch.tensors import input_tensor, label_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from farandole.spark.torch.job import Job
+    from farandole.spark.torch.source import Source
+
+
+class Loader:
+    """One rank's batches: every iteration is the next epoch, of equally many steps on every rank.
+
+    A batch has a tensor per input, by its column (or `"[a, b]"` for columns listed together), one per label, and the
+    sample weights. On a rank that has no row left for the last step it repeats one.
+
+    Args:
+        source: of the rows.
+        job: says what columns become.
+        steps: of one epoch; `None` takes one pass.
+        epoch: the first.
+    """
+
+    def __init__(self, source: Source, job: Job, steps: int | None, epoch: int) -> None:
+        self._source = source
+        self._job = job
+        self._steps = source.steps if steps is None else steps
+        self._epoch = epoch
+        self.checked = False
+
+    def __len__(self) -> int:
+        """Steps of one epoch."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The next epoch."""
+        epoch = self._epoch
+        self._epoch += 1
+        host = torch.device("cpu")
+        for rows in self._source.epoch(epoch, self._steps):
+            count = rows.valid or 1
+            batch: dict[str, Any] = {one.name: input_tensor(rows.columns, one, count, host) for one in self._job.inputs}
+            for one in self._job.labels:
+                label = label_tensor(rows, one, count, host, checked=not self.checked)
+                batch[one.column.name] = label if one.shape is None else label.reshape(one.shape)
+            if self._job.weight is not None:
+                batch[self._job.weight] = rows.columns[self._job.weight][:count].float().reshape(-1)
+            yield batch
+        self.checked = True

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`TorchModel` of Lightning's estimator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from farandole.spark.torch.model import TorchModel as PlainTorchModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class TorchModel(PlainTorchModel):
+    """Adds predictions to DataFrames, as `farandole.spark.torch.TorchModel`: of the module's `forward`.
+
+    A subclass that overrides `get_prediction_fn` predicts in its own way, batch by batch.
+    """
+
+    def get_prediction_fn(self) -> Callable[..., Any]:
+        """What a prediction is: a function of the module and its inputs, which returns its outputs.
+
+        The inputs are tensors as in `fit`, one per entry of `feature_columns`, rows first.
+        """
+        return _forward
+
+    def _prediction_fn(self) -> Callable[..., Any] | None:
+        function = self.get_prediction_fn()
+        return None if function is _forward else function
+
+
+def _forward(module: Any, *inputs: Any) -> Any:
+    return module(*inputs)

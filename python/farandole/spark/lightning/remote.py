@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Lightning's training, as it runs in every process of a job.
+
+A run whose checkpoint exists goes on after the last complete epoch, with the state of optimizers and schedulers.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import farandole.torch as hvd
+from farandole.spark.lightning.loader import Loader
+from farandole.spark.lightning.watch import Watch
+from farandole.spark.torch import payload
+from farandole.spark.torch.job import Objects, Trained
+from farandole.spark.torch.setup import device_of, prepare_process, sources
+
+if TYPE_CHECKING:
+    from farandole.spark.lightning.job import LightningJob, LightningObjects
+
+_PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+
+def train(job: LightningJob) -> Trained | None:
+    """Trains one rank's part of a run.
+
+    Args:
+        job: what to do, the same on every rank.
+
+    Returns:
+        What rank 0 brings back; `None` from the others.
+    """
+    # What is logged is averaged here, whether the module synchronizes it or not; the directory holds logs, too.
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty.*")
+    hvd.init(process_sets="dynamic")
+    scratch = Path(tempfile.mkdtemp(prefix="farandole-lightning-"))
+    try:
+        return _train(job, scratch)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        hvd.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _train(job: LightningJob, scratch: Path) -> Trained | None:
+    base, rank, size = job.base, hvd.rank(), hvd.size()
+    prepare_process(base.loop, rank)
+    device = device_of(base.loop.use_gpu and job.gpus != 0)
+    objects: LightningObjects = payload.unpack(base.objects)
+    found = base.store.read(base.store.checkpoint_filename)
+    resume, history = None, []
+    if found is not None:
+        resume = scratch / "resume.ckpt"
+        resume.write_bytes(found)
+        history = payload.unpack(found).get("farandole_history", [])
+    train_source, val_source, context = sources(
+        base, Objects(None, None, [], False, [], None, transformation=objects.transformation), rank, size
+    )
+    watch = Watch(job, scratch, history, rank, size)
+    trainer = _trainer(job, objects, watch, scratch, device)
+    if objects.data_module is not None:
+        data: dict[str, Any] = {"datamodule": _data_module(job, objects, rank, size)}
+    else:
+        data = {"train_dataloaders": Loader(train_source, base, base.data.train_steps, len(history))}
+        if val_source is not None:
+            data["val_dataloaders"] = Loader(val_source, base, base.data.val_steps, len(history))
+    with context:
+        # The checkpoint is this run's own, out of the user's store: it may hold any object of the module's.
+        trainer.fit(objects.module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
+    if rank != 0:
+        return None
+    return Trained(payload.pack_state({"model": watch.best_state(trainer, objects.module)}), watch.history)
+
+
+def _trainer(job: LightningJob, objects: LightningObjects, watch: Watch, scratch: Path, device: torch.device) -> Any:
+    from farandole.lightning.strategy import strategy_class  # noqa: PLC0415 - needs one of the two packages
+
+    loop = job.base.loop
+    lightning = import_module(job.package)
+    checkpoint = lightning.callbacks.ModelCheckpoint
+    own = [one for one in objects.callbacks if isinstance(one, checkpoint)]
+    for one in own:
+        one.dirpath = str(scratch / "run")
+    loggers = objects.logger if isinstance(objects.logger, list | tuple) else [objects.logger] if objects.logger else []
+    for logger in loggers:
+        _redirect(logger, scratch / "run" / job.base.store.logs_subdir)
+    callbacks = [*objects.callbacks, watch.callback(lightning.Callback)]
+    arguments: dict[str, Any] = {
+        "accelerator": "gpu" if device.type == "cuda" else "cpu",
+        "devices": 1 if device.type == "cpu" else [device.index or 0],
+        "strategy": strategy_class(job.package)(),
+        "max_epochs": loop.epochs,
+        "max_steps": loop.max_steps or -1,
+        "max_time": None if loop.max_time is None else {"seconds": loop.max_time},
+        "callbacks": callbacks,
+        "logger": list(loggers) or False,
+        "log_every_n_steps": job.log_every,
+        "num_sanity_val_steps": 0,
+        "precision": _PRECISIONS[loop.precision],
+        "accumulate_grad_batches": loop.backward_passes,
+        "gradient_clip_val": loop.clip_norm,
+        "deterministic": loop.deterministic or None,
+        "profiler": objects.profiler,
+        "enable_checkpointing": bool(own),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "default_root_dir": str(scratch / "run"),
+    }
+    return lightning.Trainer(**arguments | objects.trainer_args)
+
+
+def _redirect(logger: Any, directory: Path) -> None:
+    """Has a logger that writes files write them where they are taken to the store from."""
+    for name in ("_root_dir", "_save_dir"):
+        if hasattr(logger, name):
+            setattr(logger, name, str(directory))
+
+
+def _trusting(trainer: Any) -> dict[str, Any]:
+    import inspect  # noqa: PLC0415 - once per run
+
+    return {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+
+
+def _data_module(job: LightningJob, objects: LightningObjects, rank: int, size: int) -> Any:
+    base, data = job.base, job.base.data
+    if not isinstance(objects.data_module, type):
+        return objects.data_module
+    return objects.data_module(
+        train_dir=data.train_url,
+        val_dir=data.val_url,
+        num_train_epochs=base.loop.epochs,
+        has_val=data.val_url is not None,
+        train_batch_size=data.batch_size,
+        val_batch_size=data.val_batch_size,
+        shuffle=data.shuffle,
+        cur_shard=rank,
+        shard_count=size,
+        schema_fields=list(data.columns),
+        storage_options=None,
+        steps_per_epoch_train=data.train_steps or max(1, data.train_rows // (data.batch_size * size)),
+        steps_per_epoch_val=data.val_steps or max(1, data.val_rows // (data.val_batch_size * size)),
+        verbose=False,
+    )

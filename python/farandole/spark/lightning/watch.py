@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What watches a run of Lightning: history, progress, checkpoints in the store, an early end.
+
+The history has a mean over rows of all processes for everything the module logs: names that start with `val_` are of
+validation, a `train_` before others is left out, and `train` always has a `loss`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import farandole.torch as hvd
+from farandole.spark import task
+from farandole.spark.common.events import scalars
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from farandole.spark.lightning.job import LightningJob
+
+_REPORT_SECONDS = 0.2
+_TENSORS = ("model", "optimizer")
+
+
+class Watch:
+    """One rank's view of a run.
+
+    Args:
+        job: the run.
+        scratch: local directory.
+        history: of epochs before.
+        rank: of this process.
+        size: processes.
+    """
+
+    def __init__(self, job: LightningJob, scratch: Path, history: list[dict[str, Any]], rank: int, size: int) -> None:
+        self.job, self.store = job, job.base.store
+        self.scratch = scratch
+        self.history = history
+        self.rank, self.size = rank, size
+        self.best: dict[str, Any] | None = None
+        self.started = self.reported = time.monotonic()
+        self.rows = 0
+        self.val_rows = 0
+        self.total = 0.0
+
+    def callback(self, base: type[Any]) -> Any:
+        """A callback of Lightning's that tells this.
+
+        Args:
+            base: Lightning's class of callbacks.
+        """
+        return type("FarandoleWatch", (_Moments, base), {"__module__": __name__})(self)
+
+    def epoch_begins(self) -> None:
+        """Forgets what was counted."""
+        self.started = time.monotonic()
+        self.rows, self.val_rows, self.total = 0, 0, 0.0
+
+    def batch_ends(self, trainer: Any, outputs: Any, rows: int, index: int) -> None:
+        """Counts a batch, and tells the driver now and then.
+
+        Raises:
+            ValueError: the loss is no number, where that is to end the run.
+        """
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self.rows += rows
+        if isinstance(loss, torch.Tensor):
+            value = float(loss.detach())
+            if self.job.terminate_on_nan and not value - value == 0.0:
+                raise ValueError(f"the loss is {value} in batch {index} of epoch {trainer.current_epoch}")
+            self.total += value * rows
+        now = time.monotonic()
+        if self.rank != 0 or now - self.reported < _REPORT_SECONDS:
+            return
+        self.reported = now
+        speed = self.rows * self.size / max(now - self.started, 1e-9)
+        place = {"epoch": trainer.current_epoch, "epochs": self.job.base.loop.epochs}
+        steps = {"step": index + 1, "steps": int(trainer.num_training_batches)}
+        task.report(
+            {"kind": "step", **place, **steps, "rows_per_second": speed, "loss": self.total / max(self.rows, 1)}
+        )
+
+    def epoch_ends(self, trainer: Any) -> None:
+        """Writes the history's entry and the checkpoint; a collective call."""
+        seconds = time.monotonic() - self.started
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        told = hvd.allgather_object((logged, self.rows, self.val_rows, self.total))
+        rows = sum(one[1] for one in told)
+        parts: dict[str, dict[str, float]] = {"train": {}, "validation": {}}
+        for name in logged:
+            is_val = name.startswith("val_")
+            weights = [one[2] if is_val else one[1] for one in told]
+            total = sum(one[0].get(name, 0.0) * weight for one, weight in zip(told, weights, strict=True))
+            parts["validation" if is_val else "train"][name.removeprefix("val_").removeprefix("train_")] = total / max(
+                sum(weights), 1
+            )
+        parts["train"].setdefault("loss", sum(one[3] for one in told) / max(rows, 1))
+        entry: dict[str, Any] = {"epoch": len(self.history)}
+        for part, numbers in parts.items():
+            if numbers:
+                loss = numbers.pop("loss", float("nan"))
+                entry[part] = {"loss": loss, "all_metrics": [{name: value} for name, value in numbers.items()]}
+        entry |= {"seconds": seconds, "rows": rows}
+        self.history.append(entry)
+        self._publish(trainer)
+        if self.rank == 0:
+            told_steps = {"epochs": self.job.base.loop.epochs, "steps": int(trainer.num_training_batches)}
+            task.report({"kind": "epoch", "entry": entry, **told_steps, "rows_per_second": rows / max(seconds, 1e-9)})
+        stopping = self.job.base.loop.early_stopping
+        if stopping is not None and stopping.is_over(self.history):
+            trainer.should_stop = True
+
+    def _publish(self, trainer: Any) -> None:
+        best, every = self.job.base.loop.best, self.job.base.loop.checkpoint_every
+        is_best = best is not None and best.best(self.history) == len(self.history) - 1
+        if is_best and self.rank == 0:
+            self.best = {
+                name: value.detach().cpu().clone() for name, value in trainer.lightning_module.state_dict().items()
+            }
+        if not self.store.saving_runs:
+            return
+        path = self.scratch / "checkpoint"
+        trainer.save_checkpoint(str(path))  # all ranks take part
+        if self.rank != 0:
+            return
+        data, name = path.read_bytes(), self.store.checkpoint_filename
+        if is_best:
+            self.store.write(f"{name}.best", data)
+        if every is not None and len(self.history) % every == 0:
+            self.store.write(f"{name}.epoch-{len(self.history):04d}", data)
+        self.store.write(name, data)
+        logs = self.store.logs_subdir
+        self.store.write(f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in self.history).encode())
+        self.store.write(f"{logs}/events.out.tfevents.farandole", scalars(self.history))
+        self.publish_files()
+
+    def publish_files(self) -> None:
+        """Takes what loggers and checkpoint callbacks have written to the store."""
+        if self.rank != 0 or not self.store.saving_runs:
+            return
+        run = self.scratch / "run"
+        for file in sorted(run.rglob("*")):
+            if file.is_file():
+                self.store.write(file.relative_to(run).as_posix(), file.read_bytes())
+
+    def best_state(self, trainer: Any, module: Any) -> dict[str, torch.Tensor]:
+        """The weights that the run is for: the best where that was asked for, else the last.
+
+        Args:
+            trainer: after the fit.
+            module: that it trained.
+        """
+        if self.best is not None:
+            return self.best
+        found = self.store.read(f"{self.store.checkpoint_filename}.best") if self.job.base.loop.best else None
+        chosen = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if found is None and chosen:
+            with open(chosen, "rb") as file:  # noqa: PTH123 - Lightning's own path
+                found = file.read()
+        if found is not None:
+            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=False)["state_dict"]
+        return {name: value.detach().cpu() for name, value in module.state_dict().items()}
+
+
+class _Moments:
+    """Lightning's callback: hands everything on."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.watch.epoch_begins()
+
+    def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.watch.batch_ends(trainer, outputs, _rows(batch), index)
+
+    def on_validation_batch_end(self, _trainer: Any, _module: Any, _outputs: Any, batch: Any, *_: Any) -> None:
+        self.watch.val_rows += _rows(batch)
+
+    def on_train_epoch_end(self, trainer: Any, _module: Any) -> None:
+        self.watch.epoch_ends(trainer)
+
+    def on_fit_end(self, *_: Any) -> None:
+        self.watch.publish_files()  # Lightning's own checkpoint of the last epoch comes after ours
+
+    def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["farandole_history"] = self.watch.history
+
+
+def _rows(batch: Any) -> int:
+    values = (
+        list(batch.values()) if isinstance(batch, dict) else list(batch) if isinstance(batch, list | tuple) else [batch]
+    )
+    first = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    return 1 if first is None or first.dim() == 0 else len(first)
