@@ -2,18 +2,21 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Shuffled batches as torch tensors, next to pyarrow's plain scan of the same files in the same run.
 
-    python bench/data.py [--rows 2000000] [--repeat 5]
+    python bench/data.py [--rows 2000000] [--repeat 5] [--json bench/results/data.json]
 
-Prints medians: rows per second of each, and the ratio to the scan (no shuffle, no tensors).
+Prints medians: rows per second of each, and the ratio to the scan (no shuffle, no tensors) or to pyarrow's dataset
+writer; then how well rows are mixed, and how long plans and first batches of many files take.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,34 +86,126 @@ def measure(cases: dict[str, Callable[[], int]], repeat: int) -> dict[str, float
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def compare(title: str, tables: list[pa.Table], repeat: int) -> None:
+def write_dataset(tables: list[pa.Table], path: Path) -> int:
+    """All tables, as pyarrow's dataset writer writes them, compressed."""
+    shutil.rmtree(path, ignore_errors=True)
+    options = ds.ParquetFileFormat().make_write_options(compression="snappy")
+    ds.write_dataset(tables, path, format="parquet", file_options=options, schema=tables[0].schema)
+    return 0
+
+
+def write_prepared(tables: list[pa.Table], path: Path, compression: str) -> int:
+    """All tables, as one prepared data set."""
+    shutil.rmtree(path, ignore_errors=True)
+    prepared(tables, str(path), compression)
+    return 0
+
+
+def quality(title: str, orders: dict[str, list[np.ndarray]], batch: int = BATCH) -> None:
+    """How well rows are mixed: numbers next to those of a full shuffle, which are 1.
+
+    The distance of neighbours is that of two rows that follow each other, in rows of the files; the spread of batches
+    is the standard deviation of the mean row number of a batch: below 1, batches are more even than chance makes them.
+    """
+    print(f"\n{title}: how well rows are mixed, next to a full shuffle")
+    for name, batches in orders.items():
+        rows = np.concatenate(batches)
+        count = len(rows)
+        distance = np.abs(np.diff(rows)).mean() / ((count + 1) / 3)
+        means = np.array([part.mean() for part in batches if len(part) == batch])
+        spread = means.std() / (count / np.sqrt(12 * batch))
+        print(f"  {name:<32} distance of neighbours {distance:6.3f}    spread of batches {spread:6.3f}")
+
+
+def mixed(tables: list[pa.Table], directory: Path) -> None:
+    """Prints how well rows are mixed that lie in order in the files."""
+    rows = sum(table.num_rows for table in tables)
+    numbered, start = [], 0
+    for table in tables:
+        numbered.append(pa.table({"row": np.arange(start, start + table.num_rows), "c0": table["c0"]}))
+        start += table.num_rows
+    foreign = directory / "numbered"
+    foreign.mkdir()
+    for number, table in enumerate(numbered):
+        pq.write_table(table, foreign / f"part-{number}.parquet", row_group_size=len(table) // 8)
+    write_prepared(numbered, directory / "numbered-prepared", "none")
+
+    def read(path: Path, *, shuffle: bool) -> list[np.ndarray]:
+        loader = ParquetLoader(path, BATCH, columns=["row"], shuffle=shuffle, tail="drop_last")
+        return [batch["row"] for batch in loader]
+
+    full = np.random.default_rng(0).permutation(rows)
+    quality(
+        f"{rows} rows in {len(tables)} files",
+        {
+            "file order": read(foreign, shuffle=False),
+            "farandole, foreign files": read(foreign, shuffle=True),
+            "farandole, prepared": read(directory / "numbered-prepared" / "train", shuffle=True),
+            "full shuffle": [full[at : at + BATCH] for at in range(0, rows - BATCH + 1, BATCH)],
+        },
+    )
+
+
+def first_batches(directory: Path) -> None:
+    """Prints how long plans and first batches of many files take; the files are links to one."""
+    one = directory / "one.parquet"
+    pq.write_table(pa.table({f"c{number}": np.zeros(1000, np.float32) for number in range(20)}), one)
+    print("\nmany files of 1000 rows")
+    for files in (100, 1000, 10_000):
+        many = directory / f"many-{files}"
+        many.mkdir()
+        for number in range(files):
+            (many / f"part-{number:05}.parquet").hardlink_to(one)
+        start = time.perf_counter()
+        loader = ParquetLoader(many, BATCH, framework="torch")
+        plan = time.perf_counter() - start
+        firsts = []
+        for _ in range(5):
+            start = time.perf_counter()
+            epoch = iter(loader)
+            next(epoch)
+            firsts.append(time.perf_counter() - start)
+            epoch.close()
+        first = statistics.median(firsts)
+        print(f"  {files:6} files: plan {plan * 1e3:8.1f} ms, then the first batch {first * 1e3:8.2f} ms")
+
+
+def compare(title: str, tables: list[pa.Table], repeat: int) -> dict[str, dict[str, float]]:
     """Prints one table of results."""
     rows = sum(table.num_rows for table in tables)
-    with tempfile.TemporaryDirectory() as directory:
-        foreign = Path(directory) / "foreign"
+    results: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        foreign = directory / "foreign"
         foreign.mkdir()
-        start = time.perf_counter()
         for number, table in enumerate(tables):
             pq.write_table(table, foreign / f"part-{number}.parquet")
-        writing = {"write: pyarrow, snappy": time.perf_counter() - start}
+        writers = {"write: pyarrow, snappy": lambda: write_dataset(tables, directory / "theirs")}
         for compression in ("none", "snappy", "lz4"):
-            start = time.perf_counter()
-            prepared(tables, f"{directory}/{compression}", compression)
-            writing[f"write: farandole, {compression}"] = time.perf_counter() - start
+            path = directory / compression
+            case = partial(write_prepared, tables, path, compression)
+            writers[f"write: farandole, {compression}"] = case
+        writing = measure(writers, repeat)
         epochs = iter(range(1_000_000))
         cases = {
             "scan: pyarrow": lambda: scan(foreign),
             "farandole, foreign files": lambda: batches(str(foreign), epochs),
         }
         for compression in ("none", "snappy", "lz4"):
-            path = f"{directory}/{compression}/train"
-            cases[f"farandole, prepared, {compression}"] = lambda path=path: batches(path, epochs)
+            path = directory / compression / "train"
+            cases[f"farandole, prepared, {compression}"] = partial(batches, str(path), epochs)
+        kept = ParquetLoader(foreign, BATCH, framework="torch", inmemory_cache_all=True)
+        for _ in range(2):
+            sum(len(batch["label"]) for batch in kept)
+        cases["farandole, kept in memory"] = lambda: sum(len(batch["label"]) for batch in kept)
         reading = measure(cases, repeat)
     print(f"\n{title}: {rows} rows in {len(tables)} files, batches of {BATCH}")
     for times, base in ((writing, "write: pyarrow, snappy"), (reading, "scan: pyarrow")):
-        for name, seconds in times.items():
+        for case, seconds in times.items():
             speed = times[base] / seconds
-            print(f"  {name:<32} {seconds * 1e3:9.1f} ms {rows / seconds / 1e6:8.2f} M rows/s {speed:7.2f} x")
+            results[case] = {"seconds": seconds, "rows_per_second": rows / seconds, "ratio": speed}
+            print(f"  {case:<32} {seconds * 1e3:9.1f} ms {rows / seconds / 1e6:8.2f} M rows/s {speed:7.2f} x")
+    return results
 
 
 def main() -> None:
@@ -118,10 +213,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Batches next to a plain scan.")
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="where results go as JSON")
     given = parser.parse_args()
-    compare("20 float32 columns", [scalars(given.rows // FILES, seed) for seed in range(FILES)], given.repeat)
+    flat = [scalars(given.rows // FILES, seed) for seed in range(FILES)]
+    results = {"scalars": compare("20 float32 columns", flat, given.repeat)}
     wide = given.rows // 50
-    compare("784 float32 a row", [vectors(wide // FILES, seed) for seed in range(FILES)], given.repeat)
+    results["vectors"] = compare(
+        "784 float32 a row", [vectors(wide // FILES, seed) for seed in range(FILES)], given.repeat
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        mixed(flat, Path(directory))
+        first_batches(Path(directory))
+    if given.json:
+        given.json.write_text(json.dumps({"rows": given.rows, "repeat": given.repeat, **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

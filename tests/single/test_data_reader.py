@@ -219,6 +219,6 @@ def test_a_request_that_cannot_be_is_refused(files):
     with pytest.raises(ValueError, match="rank 2 of 2 with batches of 5"):
         Reader(dataset, batch_size=5, rank=2, size=2)
     with pytest.raises(ValueError, match="tail must be"):
-        Reader(dataset, batch_size=5, tail="join")
+        Reader(dataset, batch_size=5, tail="later")
     with pytest.raises(FileNotFoundError, match="no Parquet files and no manifest"):
         Dataset.open(str(files / "nowhere"))

@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Batches of Parquet data as tensors or arrays, read by Rust threads.
+"""Data for training, without Spark: prepared from files and frames, read as batches of tensors by Rust threads.
 
 Example:
+    ```python
+    data = prepare_data("/raw/*.csv", "/data/farandole", label_cols=["label"], validation=0.1)
+    loader = ParquetLoader(data.train_url, batch_size=1024, framework="torch")
+    ```
+
+    or, on Parquet that anybody wrote,
+
     ```python
     loader = ParquetLoader("/data/train", batch_size=1024, columns=["features", "label"], framework="torch")
     for epoch in range(3):
@@ -11,6 +18,8 @@ Example:
     ```
 """
 
+from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.loader import ParquetLoader
+from farandole.data.prepare import PreparedData, prepare_data
 
-__all__ = ["ParquetLoader"]
+__all__ = ["AsyncDataLoaderMixin", "BaseDataLoader", "ParquetLoader", "PreparedData", "prepare_data"]

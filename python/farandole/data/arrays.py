@@ -14,11 +14,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from farandole._native.reader import Batch, Field
 
     Convert = Callable[[Batch, Sequence[Field], str | None], dict[str, Any]]
+    Wrap = Callable[[Batch, Mapping[str, Any], str | None], dict[str, Any]]
 
 ALIGN = 64
 """Columns start at multiples of this."""
@@ -136,3 +137,41 @@ def _torch() -> Convert:
         return tensors
 
     return convert
+
+
+def wrapper(framework: str) -> Wrap:
+    """The function that turns what a `transformation_fn` returned into a batch.
+
+    Args:
+        framework: `numpy` or `torch`, which `converter` has accepted.
+    """
+    import numpy as np  # noqa: PLC0415 - optional
+
+    if framework == "torch":
+        import torch  # noqa: PLC0415 - optional
+
+        def one(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value
+            array = np.asarray(value)
+            return torch.from_numpy(array if array.flags.writeable else array.copy())
+    else:
+
+        def one(value: Any) -> Any:
+            array = np.asarray(value)
+            return array if array.flags.writeable else array.copy()
+
+    def wrap(batch: Batch, result: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
+        values = {name: one(value) for name, value in result.items()}
+        lengths = {name: len(value) for name, value in values.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"transformation_fn made columns of different lengths: {lengths}")
+        if weights is not None:
+            if any(length != batch.rows for length in lengths.values()):
+                raise ValueError(
+                    f'transformation_fn must keep the {batch.rows} rows of a batch with tail="pad", it made {lengths}'
+                )
+            values[weights] = one(np.frombuffer(memoryview(batch.weights()), np.float32))
+        return values
+
+    return wrap

@@ -8,19 +8,26 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
-from farandole.data.arrays import converter
+from farandole.data.arrays import converter, wrapper
+from farandole.data.data_loader_base import BaseDataLoader
+from farandole.data.datasets import open_dataset
+from farandole.data.memory import directory_for
+from farandole.data.transform import Transform
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 BYTE_BUDGET = 512 << 20
-"""Bytes of decoded data that one loader holds, by default."""
+"""Bytes that one loader holds, by default."""
 
 WEIGHTS = "_weights"
 """Key of the rows' weights in a batch, with `tail="pad"`."""
 
+_STATE_VERSION = 1
+_TAILS = {"keep": "keep", "pad": "pad", "drop_last": "drop", "drop": "drop", "join": "join"}
 
-class ParquetLoader:
+
+class ParquetLoader(BaseDataLoader):
     """One rank's batches of a data set; every iteration is the next epoch.
 
     The order of an epoch is a function of the data set, the seed and the number of the epoch: where `size * batch_size`
@@ -33,17 +40,23 @@ class ParquetLoader:
         self,
         path_or_dataset: str | os.PathLike[str] | Dataset,
         batch_size: int,
-        *,
         columns: Sequence[str] | None = None,
+        *,
         shuffle: bool = True,
         seed: int = 0,
         rank: int | None = None,
         size: int | None = None,
-        tail: Literal["keep", "pad", "drop"] = "keep",
+        tail: Literal["keep", "pad", "drop_last", "join"] = "keep",
         cast: Mapping[str, str] | None = None,
+        fill: Mapping[str, float] | None = None,
+        allow_nan: bool = False,
         framework: Literal["numpy", "torch"] = "numpy",
         byte_budget: int = BYTE_BUDGET,
         threads: int | None = None,
+        inmemory_cache_all: bool = False,
+        transformation_fn: Callable[[Any], Any] | None = None,
+        transform_workers: int = 2,
+        transform_pool: Literal["thread", "process", "dummy"] = "thread",
     ) -> None:
         """Opens the data set.
 
@@ -56,64 +69,241 @@ class ParquetLoader:
             seed: Of the shuffle; the same on every rank.
             rank: This rank; default: that of the running job, or 0.
             size: How many ranks share the data; default: that of the running job, or 1.
-            tail: What becomes of the rows that do not fill a batch on every rank: a shorter last batch (which may be
-                empty on some ranks), a last batch filled up with rows of weight 0 (then batches have `"_weights"`), or
-                nothing at all.
+            tail: What becomes of the rows that do not fill a batch on every rank. `keep`: a shorter last batch, which
+                may be empty on some ranks. `pad`: a last batch filled up with rows of weight 0; batches then have
+                `"_weights"`. `drop_last`: they are left out. `join`: a shorter last batch, and no batch on ranks
+                without rows: those have one batch less and call `join()`.
             cast: Types to convert to, by column: `{"features": "float32"}`; `"*"` stands for all other float columns.
+            fill: What to put in place of nulls, and of NaN in columns of floats, by column: `{"age": 0.0}`; `"*"`
+                stands for all other columns. Without it they are errors.
+            allow_nan: Takes NaN as a value like any other.
             framework: Arrays of NumPy or tensors of torch.
-            byte_budget: Bytes of decoded data held at once.
-            threads: Reading threads; default: 2.
+            byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at once. It never
+                changes the order. What a `transformation_fn` makes comes on top.
+            threads: Decoding threads; default: 2. Storage over the network is fetched by threads of its own.
+            inmemory_cache_all: Keeps what was decoded in shared memory, for all loaders of this host that read the same
+                columns: later epochs read no file. It needs as much memory as the decoded data set.
+            transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record batch, a table, or a
+                dict of arrays.
+            transform_workers: How many batches are transformed at a time.
+            transform_pool: `thread`, `process` for functions that hold the interpreter's lock, or `dummy`: the thread
+                that iterates.
 
         Raises:
             FileNotFoundError: There is no Parquet at this path.
-            ValueError: Files that disagree, columns that do not exist or that no batch can hold.
+            ValueError: Files that disagree, columns that do not exist or that no batch can hold, a tail or framework
+                that does not exist.
         """
-        opened = path_or_dataset if isinstance(path_or_dataset, Dataset) else Dataset.open(os.fspath(path_or_dataset))
-        here, everywhere = _world()
-        self.dataset = opened
+        if tail not in _TAILS:
+            raise ValueError(f"tail must be keep, pad, drop_last or join: {tail}")
+        here, everywhere = _world() if rank is None or size is None else (rank, size)
         self.rank = here if rank is None else rank
         self.size = everywhere if size is None else size
-        self.batch_size = batch_size
-        self._epoch = 0
-        self._convert = converter(framework)
-        self._weights = WEIGHTS if tail == "pad" else None
-        self._reader = Reader(
-            opened,
-            columns=None if columns is None else list(columns),
-            batch_size=batch_size,
-            rank=self.rank,
-            size=self.size,
-            seed=seed,
-            shuffle=shuffle,
-            byte_budget=byte_budget,
-            threads=threads,
-            tail=tail,
-            cast=None if cast is None else dict(cast),
+        self.batch_size, self.seed, self.shuffle, self.tail = batch_size, seed, shuffle, tail
+        self.framework = framework
+        self._columns = None if columns is None else list(columns)
+        self._cast, self._fill = dict(cast or {}), dict(fill or {})
+        self._allow_nan, self._budget, self._threads = allow_nan, byte_budget, threads
+        self._cached = inmemory_cache_all
+        self._transform = (
+            None if transformation_fn is None else Transform(transformation_fn, transform_workers, transform_pool)
         )
+        self._next = (0, 0)
+        self._made = self._taken = self._next
+        self._open(path_or_dataset)
+
+    def _open(self, path_or_dataset: str | os.PathLike[str] | Dataset) -> None:
+        given = path_or_dataset
+        self.dataset = given if isinstance(given, Dataset) else open_dataset(os.fspath(given))
+        self._convert = converter(self.framework)
+        self._wrap = wrapper(self.framework)
+        self._reader = self._make_reader(self.rank, self.size)
         self._fields = self._reader.columns
+
+    def _make_reader(self, rank: int, size: int) -> Reader:
+        return Reader(
+            self.dataset,
+            columns=self._columns,
+            batch_size=self.batch_size,
+            rank=rank,
+            size=size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            byte_budget=self._budget,
+            threads=self._threads,
+            tail=_TAILS[self.tail],  # pyright: ignore[reportArgumentType]
+            cast=self._cast or None,
+            fill=self._fill or None,
+            allow_nan=self._allow_nan,
+            cache=directory_for(self.dataset, self._columns) if self._cached else None,
+        )
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns of a batch."""
+        """Names of the columns that are read."""
         return [field.name for field in self._fields]
+
+    def signature(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name of NumPy's dtype and shape of one row, of each column of a batch.
+
+        Raises:
+            ValueError: There is a `transformation_fn`: only its results tell.
+        """
+        if self._transform is not None:
+            raise ValueError("a transformation_fn decides what its batches hold: apply it to the dataset instead")
+        columns = {field.name: (field.dtype, field.shape) for field in self._fields}
+        return {**columns, WEIGHTS: ("float32", ())} if self.tail == "pad" else columns
+
+    @property
+    def epoch(self) -> int:
+        """Which epoch the next iteration is."""
+        return self._next[0]
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses which epoch the next iteration is."""
-        self._epoch = epoch
+        self._start_at(epoch, 0)
+
+    def _start_at(self, epoch: int, rows: int) -> None:
+        self._next = self._made = self._taken = (epoch, rows)
 
     def __len__(self) -> int:
-        """Batches of one epoch."""
-        return self._reader.steps()
+        """Batches of the next iteration: of a whole epoch, or of what is left of the one that was resumed."""
+        return self._reader.steps(self._next[1])
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def state_dict(self) -> dict[str, Any]:
+        """Where the consumer is: the same on every rank after the same number of batches, and less than a kilobyte.
+
+        Taken after any batch, it makes another loader of the same data set go on with the row after it, also one of
+        another `batch_size` or `size`. A batch counts as soon as it was handed out.
+        """
+        epoch, rows = self._taken
+        return {
+            "version": _STATE_VERSION,
+            "epoch": epoch,
+            "rows": rows,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "fingerprint": self.dataset.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next iteration go on where a state was taken.
+
+        Args:
+            state: From `state_dict`; its seed and shuffling replace this loader's.
+
+        Raises:
+            ValueError: A state of another data set, or that this version cannot read.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(f"not a state of this version of ParquetLoader: version {state.get('version')}")
+        if state["fingerprint"] != self.dataset.fingerprint:
+            raise ValueError(
+                f"the state is of another data set, or its files have changed: {state['fingerprint']} there, "
+                f"{self.dataset.fingerprint} in {self.dataset.url}"
+            )
+        if (state["seed"], state["shuffle"]) != (self.seed, self.shuffle):
+            self.seed, self.shuffle = state["seed"], state["shuffle"]
+            self._reader = self._make_reader(self.rank, self.size)
+        self._start_at(state["epoch"], state["rows"])
+
+    def _mark(self) -> tuple[int, int]:
+        return self._made
+
+    def _reached(self, mark: tuple[int, int]) -> None:
+        self._taken = mark
+
+    def _iterate(self) -> Iterator[dict[str, Any]]:
         """Reads an epoch; threads end with the iteration, also when it is left early."""
-        epoch = self._reader.epoch(self._epoch)
-        self._epoch += 1
+        epoch, start = self._next
+        self._next = (epoch + 1, 0)
+        whole = self.size * self.batch_size
+        left = self.dataset.rows - start
+        steps = left // whole if self.tail.startswith("drop") else -(-left // whole)
+        for done, batch in enumerate(self._batches(self._reader, epoch, start), 1):
+            self._made = (epoch, start + done * whole) if done < steps else (epoch + 1, 0)
+            yield batch
+
+    def _batches(self, reader: Reader, epoch: int, start: int) -> Iterator[dict[str, Any]]:
+        """Batches of a reader from a row of an epoch on."""
+        batches = reader.epoch(epoch, start)
+        weights = WEIGHTS if self.tail == "pad" else None
         try:
-            for batch in epoch:
-                yield self._convert(batch, self._fields, self._weights)
+            if self._transform is None:
+                for batch in batches:
+                    yield self._convert(batch, self._fields, weights)
+            else:
+                for batch, result in self._transform.run(iter(batches), self._fields):
+                    yield self._wrap(batch, result, weights)
         finally:
-            epoch.close()
+            batches.close()
+
+    def _share(self, worker: int, workers: int, epoch: int, start: int, skip: int) -> Iterator[dict[str, Any]]:
+        """The batches of this rank number `worker`, `worker + workers`, ... from `start` on, for a worker process.
+
+        As long as there are batches for all workers of all ranks, every worker reads as if it were a rank: no two
+        decode the same rows. What is left at the end is less than a batch for every worker; it is dealt out batch by
+        batch.
+        """
+        round_rows = workers * self.size * self.batch_size
+        rounds = (self.dataset.rows - start) // round_rows
+        if skip < rounds:
+            reader = self._make_reader(self.rank * workers + worker, self.size * workers)
+            batches = self._batches(reader, epoch, start + skip * round_rows)
+            try:
+                for _, batch in zip(range(rounds - skip), batches, strict=False):
+                    yield batch
+            finally:
+                batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+        rest = start + rounds * round_rows + worker * self.size * self.batch_size
+        if skip <= rounds and rest < self.dataset.rows and self._reader.steps(rest) > 0:
+            batches = self._batches(self._reader, epoch, rest)
+            try:
+                yield from _first(batches)
+            finally:
+                batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def as_torch_dataset(self) -> Any:
+        """The loader as a `torch.utils.data.IterableDataset` of whole batches, for `DataLoader(..., batch_size=None)`.
+
+        In a `DataLoader` with workers, batches are as many and as large as without, and every row comes once; their
+        rows are others, since every worker reads as if it were a rank. Every iteration is the next epoch, with workers
+        as without.
+        """
+        from farandole.data.torch_dataset import TorchDataset  # noqa: PLC0415 - optional
+
+        return TorchDataset(self)
+
+    def as_tf_dataset(self) -> Any:
+        """The loader as a `tf.data.Dataset` of whole batches, as dicts; every iteration is the next epoch."""
+        from farandole.data.tf_dataset import tf_dataset  # noqa: PLC0415 - optional
+
+        return tf_dataset(self)
+
+    def close(self) -> None:
+        """Ends the worker processes of `transformation_fn`; the loader can be used again."""
+        if self._transform is not None:
+            self._transform.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process; the other one opens the data set again."""
+        kept = {k: v for k, v in vars(self).items() if k not in ("dataset", "_reader", "_fields", "_convert", "_wrap")}
+        return {**kept, "_source": (self.dataset.url, self.dataset.fingerprint)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Opens the data set again."""
+        url, fingerprint = state.pop("_source")
+        vars(self).update(state)
+        self._open(url)
+        if self.dataset.fingerprint != fingerprint:
+            raise ValueError(f"the files have changed since the loader was pickled: {url}")
+
+
+def _first(batches: Iterator[Any]) -> Iterator[Any]:
+    """The first batch, if there is one."""
+    for batch in batches:
+        yield batch
+        return
 
 
 def _world() -> tuple[int, int]:

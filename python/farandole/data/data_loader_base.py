@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What loaders have in common, and a mixin that fetches batches ahead in a thread of its own.
+
+Example:
+    ```python
+    class Lines(BaseDataLoader):
+        def __len__(self):
+            return 3
+
+        def _iterate(self):
+            yield from ("a", "b", "c")
+
+
+    class AsyncLines(AsyncDataLoaderMixin, Lines):  # the mixin comes first
+        pass
+
+
+    for batch in AsyncLines(async_loader_queue_size=8): ...
+    ```
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_log = logging.getLogger(__name__)
+
+_SLICE = 0.1
+"""Seconds between two looks at whether the other side still lives."""
+
+_JOIN = 30.0
+"""Seconds that closing waits for a batch in the making."""
+
+
+class BaseDataLoader(ABC):
+    """An iterable of batches: a subclass says how many there are and how they come about."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Batches of one epoch."""
+
+    @abstractmethod
+    def _iterate(self) -> Iterator[Any]:
+        """Makes the batches of one epoch."""
+
+    def _process_batch(self, batch: Any) -> Any:
+        """Changes a batch before it is handed out, on the consumer's thread."""
+        return batch
+
+    def _mark(self) -> Any:
+        """Where the loader is after the batch that `_iterate` made last."""
+        return None
+
+    def _reached(self, mark: Any) -> None:  # noqa: B027 - loaders without a state have nothing to do
+        """Told before a batch is handed out: the consumer is at `mark`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches of one epoch."""
+        for batch in self._iterate():
+            self._reached(self._mark())
+            yield self._process_batch(batch)
+
+
+class AsyncDataLoaderMixin:
+    """Makes batches in a thread while the consumer works on earlier ones.
+
+    Stands before the loader among the bases. The thread lives as long as one iteration: an epoch that is left early
+    leaves nothing behind, and the next iteration starts a new one.
+    """
+
+    def __init__(
+        self, async_loader_queue_size: int = 64, debug_data_loader: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        """Passes everything else on to the loader.
+
+        Args:
+            async_loader_queue_size: Batches made ahead; 0 makes them when they are asked for, without a thread.
+            debug_data_loader: Logs how many batches wait and when the thread starts and ends.
+            args: For the loader.
+            kwargs: For the loader.
+        """
+        if async_loader_queue_size < 0:
+            raise ValueError(f"async_loader_queue_size must not be negative: {async_loader_queue_size}")
+        self.async_loader_queue_size = async_loader_queue_size
+        self.debug_data_loader = debug_data_loader
+        self._async_runs: set[_Run] = set()
+        super().__init__(*args, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches of one epoch, made ahead."""
+        if self.async_loader_queue_size == 0:
+            yield from super().__iter__()  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        loader: Any = self
+        run = _Run(loader, self.async_loader_queue_size, debug=self.debug_data_loader)
+        self._async_runs.add(run)
+        try:
+            for batch, mark in run:
+                loader._reached(mark)  # noqa: SLF001 - ours
+                yield loader._process_batch(batch)  # noqa: SLF001
+        finally:
+            self._async_runs.discard(run)
+            run.close()
+
+    def close_async_loader(self) -> None:
+        """Ends the threads of all iterations; they raise no error and make no more batches."""
+        for run in list(self._async_runs):
+            run.close()
+        self._async_runs.clear()
+
+
+class _End:
+    """The last thing in a queue, with what went wrong."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class _Run:
+    """One epoch in a thread."""
+
+    def __init__(self, loader: Any, size: int, *, debug: bool) -> None:
+        self._queue: queue.Queue[Any] = queue.Queue(size)
+        self._closed = threading.Event()
+        self._debug = debug
+        self._thread = threading.Thread(target=self._make, args=(loader,), name="fd-async-loader", daemon=True)
+        self._thread.start()
+
+    def _make(self, loader: Any) -> None:
+        error = None
+        batches = loader._iterate()  # noqa: SLF001 - ours
+        try:
+            for batch in batches:
+                if not self._put((batch, loader._mark())):  # noqa: SLF001
+                    break
+        except BaseException as raised:  # noqa: BLE001 - the consumer raises it
+            error = raised
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+        self._tell("the thread of an epoch ends")
+        self._put(_End(error))
+
+    def _put(self, item: Any) -> bool:
+        """Whether there is still somebody to put it for."""
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=_SLICE)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        self._tell("the thread of an epoch starts")
+        while not self._closed.is_set():
+            try:
+                item = self._queue.get(timeout=_SLICE)
+            except queue.Empty:
+                continue
+            if isinstance(item, _End):
+                if item.error is not None:
+                    raise item.error
+                return
+            self._tell("%d batches wait", self._queue.qsize())
+            yield item
+
+    def _tell(self, text: str, *values: object) -> None:
+        if self._debug:
+            _log.info(text, *values)
+
+    def close(self) -> None:
+        """Ends the thread; a batch in the making is waited for."""
+        self._closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN)
+            if self._thread.is_alive():
+                _log.warning("the loader's thread still makes a batch after %.0f s; it is left behind", _JOIN)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A loader as `tf.data.Dataset`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from farandole.data.loader import ParquetLoader
+
+
+def tf_dataset(loader: ParquetLoader) -> Any:
+    """Whole batches, as dicts of tensors.
+
+    Args:
+        loader: What to read; batches of torch tensors are refused.
+
+    Raises:
+        ImportError: TensorFlow is not installed.
+        ValueError: The loader makes torch tensors.
+    """
+    try:
+        import tensorflow as tf  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise ImportError("as_tf_dataset needs TensorFlow: pip install 'farandole[tensorflow]'") from error
+    if loader.framework != "numpy":
+        raise ValueError(f'as_tf_dataset needs a loader with framework="numpy": {loader.framework}')
+    signature = loader.signature()
+    rows = loader.batch_size if loader.tail in ("pad", "drop_last", "drop") else None
+
+    def batches() -> Iterator[dict[str, Any]]:
+        yield from loader
+
+    specs = {
+        name: tf.TensorSpec((rows, *shape), tf.dtypes.as_dtype(dtype)) for name, (dtype, shape) in signature.items()
+    }
+    return tf.data.Dataset.from_generator(batches, output_signature=specs).prefetch(1)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A user's function on whole batches, in worker threads or processes.
+
+The function takes a `pyarrow.RecordBatch` (scalars as columns of their type, vectors as fixed-size lists) and returns
+another one, a `pyarrow.Table`, or a dict of arrays. Batches come out in the order they went in.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+from collections import deque
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from farandole._native.reader import Batch, Field
+
+POOLS = ("thread", "process", "dummy")
+"""Where a function may run; `dummy` is the thread that iterates."""
+
+
+class Transform:
+    """A function with the workers that run it."""
+
+    def __init__(self, function: Callable[[Any], Any], workers: int, pool: str) -> None:
+        """Starts nothing yet.
+
+        Args:
+            function: From a record batch to a record batch, a table or a dict of arrays.
+            workers: How many batches are transformed at a time.
+            pool: `thread`, `process` or `dummy`.
+
+        Raises:
+            ValueError: Another pool, or no workers.
+        """
+        if pool not in POOLS:
+            raise ValueError(f"transform_pool must be one of {', '.join(POOLS)}: {pool}")
+        if workers < 1:
+            raise ValueError(f"transform_workers must be at least 1: {workers}")
+        self.function, self.workers, self.pool = function, workers, pool
+        self._processes: ProcessPoolExecutor | None = None
+
+    def __getstate__(self) -> tuple[bytes, int, str]:
+        """Without its workers; the function by value."""
+        return cloudpickle.dumps(self.function), self.workers, self.pool
+
+    def __setstate__(self, state: tuple[bytes, int, str]) -> None:
+        """Starts nothing yet."""
+        function, self.workers, self.pool = state
+        self.function = cloudpickle.loads(function)
+        self._processes = None
+
+    def run(self, batches: Iterator[Batch], fields: Sequence[Field]) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Transforms batches, up to two a worker ahead of the consumer.
+
+        Args:
+            batches: As the reader gives them.
+            fields: Their columns.
+        """
+        if self.pool == "dummy":
+            for batch in batches:
+                yield batch, _checked(self.function(to_arrow(batch, fields)))
+            return
+        waiting: deque[tuple[Batch, Any]] = deque()
+        executor = self._executor()
+        call = _call_here if self.pool == "process" else self.function
+        try:
+            for batch in batches:
+                waiting.append((batch, executor.submit(call, to_arrow(batch, fields))))
+                if len(waiting) > 2 * self.workers:
+                    first, result = waiting.popleft()
+                    yield first, _checked(result.result())
+            while waiting:
+                first, result = waiting.popleft()
+                yield first, _checked(result.result())
+        finally:
+            for _, result in waiting:
+                result.cancel()
+            if executor is not self._processes:
+                executor.shutdown(wait=True)
+
+    def _executor(self) -> Executor:
+        if self.pool == "thread":
+            return ThreadPoolExecutor(self.workers, thread_name_prefix="fd-transform")
+        if self._processes is None:
+            # A fork of this process would have its locks but not its threads.
+            context = multiprocessing.get_context("forkserver")
+            function = cloudpickle.dumps(self.function)
+            self._processes = ProcessPoolExecutor(self.workers, context, _start, (function,))
+        return self._processes
+
+    def close(self) -> None:
+        """Ends worker processes."""
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.shutdown(wait=True, cancel_futures=True)
+
+
+_function: Callable[[Any], Any] | None = None
+
+
+def _start(function: bytes) -> None:
+    """In a worker process: takes the function and watches the process it works for."""
+    global _function  # noqa: PLW0603 - a worker has one function
+    _function = cloudpickle.loads(function)
+    threading.Thread(target=_die_with_parent, name="fd-watch-parent", daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _call_here(batch: Any) -> Any:
+    if _function is None:
+        raise RuntimeError("this worker process was not given its function")
+    return _checked(_function(batch))
+
+
+def to_arrow(batch: Batch, fields: Sequence[Field]) -> Any:
+    """A batch as a `pyarrow.RecordBatch` that shares its memory; only booleans are copied.
+
+    Args:
+        batch: As the reader gives it.
+        fields: Its columns.
+    """
+    try:
+        import pyarrow as pa  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise ImportError("transformation_fn needs pyarrow: pip install pyarrow") from error
+    arrays = []
+    for field in fields:
+        count = batch.rows * math.prod(field.shape)
+        buffer = pa.py_buffer(memoryview(batch.column(field.name)))
+        if field.dtype == "bool":
+            values = pa.Array.from_buffers(pa.uint8(), count, [None, buffer]).cast(pa.bool_())
+        else:
+            kind = pa.type_for_alias(_ALIASES.get(field.dtype, field.dtype))
+            values = pa.Array.from_buffers(kind, count, [None, buffer])
+        arrays.append(pa.FixedSizeListArray.from_arrays(values, math.prod(field.shape)) if field.shape else values)
+    return pa.RecordBatch.from_arrays(arrays, [field.name for field in fields])
+
+
+_ALIASES = {"float32": "float", "float64": "double"}
+
+
+def _checked(result: Any) -> dict[str, Any]:
+    """What a function returned, as arrays by name."""
+    if isinstance(result, dict):
+        return result
+    names = getattr(result, "column_names", None) or getattr(getattr(result, "schema", None), "names", None)
+    if names is None or not hasattr(result, "column"):
+        kind = type(result).__name__
+        raise TypeError(f"transformation_fn must return a RecordBatch, a Table or a dict of arrays, it returned {kind}")
+    return {name: from_arrow(name, result.column(index)) for index, name in enumerate(names)}
+
+
+def from_arrow(name: str, column: Any) -> Any:
+    """A column as a NumPy array of shape `(rows,)` or, for lists of one length, `(rows, length)`.
+
+    Args:
+        name: Of the column, for messages.
+        column: An Arrow array or chunked array.
+
+    Raises:
+        ValueError: Nulls, lists of different lengths, types that are no numbers.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - optional
+    import pyarrow.types as kinds  # noqa: PLC0415
+
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+        if isinstance(column, pa.ChunkedArray):
+            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    if column.null_count:
+        raise ValueError(f"transformation_fn left {column.null_count} nulls in column {name}")
+    kind = column.type
+    if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
+        lengths = column.value_lengths().unique()
+        if len(lengths) > 1:
+            raise ValueError(f"transformation_fn made lists of different lengths in column {name}")
+        values = from_arrow(name, column.flatten())
+        return values.reshape(len(column), -1) if len(column) else values.reshape(0, getattr(kind, "list_size", 0))
+    if not (kinds.is_integer(kind) or kinds.is_floating(kind) or kinds.is_boolean(kind)):
+        raise ValueError(f"transformation_fn made column {name} of {kind}, which is no number and no list of numbers")
+    return column.to_numpy(zero_copy_only=False)

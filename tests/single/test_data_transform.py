@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What happens to batches on their way: functions of the user, threads, values in place of nulls."""
+
+import os
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from farandole.data import AsyncDataLoaderMixin, BaseDataLoader, ParquetLoader
+
+ROWS = 500
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("transform")
+    ids = np.arange(ROWS)
+    table = pa.table(
+        {
+            "id": ids,
+            "x": ids.astype(np.float32),
+            "v": np.stack([ids, ids], 1).astype(np.float32).tolist(),
+            "even": ids % 2 == 0,
+        }
+    )
+    pq.write_table(table, directory / "f.parquet", row_group_size=120)
+    return directory
+
+
+def doubled(batch):
+    """A record batch in, a record batch out, with a column more."""
+    twice = pc.multiply(batch.column("x"), 2)
+    where = pa.array([os.getpid()] * len(batch))
+    return pa.record_batch([*batch.columns, twice, where], [*batch.schema.names, "twice", "process"])
+
+
+@pytest.mark.parametrize(
+    ("pool", "framework"), [("thread", "numpy"), ("thread", "torch"), ("process", "numpy"), ("dummy", "numpy")]
+)
+def test_a_function_works_on_whole_batches_in_order(path, pool, framework):
+    if framework == "torch":
+        pytest.importorskip("torch")
+    plain = ParquetLoader(path, 32, framework=framework)
+    loader = ParquetLoader(path, 32, framework=framework, transformation_fn=doubled, transform_pool=pool)
+    try:
+        pairs = list(zip(plain, loader, strict=True))
+    finally:
+        loader.close()
+    for before, after in pairs:
+        assert before["id"].tolist() == after["id"].tolist()
+        assert (before["x"] * 2).tolist() == after["twice"].tolist()
+        assert before["v"].tolist() == after["v"].tolist()
+        assert before["even"].tolist() == after["even"].tolist()
+        after["x"][0] = 7  # not the read-only memory of Arrow
+        assert type(before["x"]) is type(after["x"])
+    elsewhere = {process for _, after in pairs for process in after["process"].tolist()} - {os.getpid()}
+    assert bool(elsewhere) == (pool == "process")
+
+
+def test_a_function_may_return_a_dict_and_other_rows(path):
+    loader = ParquetLoader(path, 50, transformation_fn=lambda batch: {"s": batch.column("x").to_numpy()[::2]})
+    assert [len(batch["s"]) for batch in loader] == [25] * 10
+    padded = ParquetLoader(path, 50, tail="pad", transformation_fn=lambda _: {"s": np.zeros(3)})
+    with pytest.raises(ValueError, match='must keep the 50 rows of a batch with tail="pad"'):
+        list(padded)
+    padded = ParquetLoader(path, 60, tail="pad", transformation_fn=lambda batch: batch.select(["id"]))
+    assert [int(batch["_weights"].sum()) for batch in padded] == [60] * 8 + [20]
+
+
+@pytest.mark.parametrize("pool", ["thread", "dummy"])
+def test_what_a_function_raises_arrives(path, pool):
+    def broken(batch):
+        raise RuntimeError(f"no good: {len(batch)}")
+
+    loader = ParquetLoader(path, 50, transformation_fn=broken, transform_pool=pool)
+    with pytest.raises(RuntimeError, match="no good: 50"):
+        list(loader)
+    loader.close()
+
+
+def test_results_that_are_no_batches_are_refused(path):
+    def run(function):
+        list(ParquetLoader(path, 50, transformation_fn=function))
+
+    with pytest.raises(TypeError, match="it returned int"):
+        run(lambda _: 7)
+    with pytest.raises(ValueError, match="left 50 nulls in column n"):
+        run(lambda _: pa.table({"n": pa.nulls(50, pa.int64())}))
+    with pytest.raises(ValueError, match="made column s of string"):
+        run(lambda _: pa.table({"s": ["a"] * 50}))
+    with pytest.raises(ValueError, match="lists of different lengths in column r"):
+        run(lambda _: pa.table({"r": [[1], [1, 2]]}))
+    with pytest.raises(ValueError, match="columns of different lengths"):
+        run(lambda _: {"a": np.zeros(2), "b": np.zeros(3)})
+    with pytest.raises(ValueError, match="transform_pool must be one of"):
+        ParquetLoader(path, 50, transformation_fn=doubled, transform_pool="gpu")
+
+
+def test_threads_of_a_function_end_with_their_epoch(path):
+    before = threading.active_count()
+    epoch = iter(ParquetLoader(path, 10, transformation_fn=doubled, transform_workers=3))
+    next(epoch)
+    assert threading.active_count() > before
+    epoch.close()
+    assert threading.active_count() == before
+
+
+class Numbers(BaseDataLoader):
+    """0, 1, 2, ... and an error where it is told."""
+
+    def __init__(self, count, error_at=None):
+        self.count, self.error_at, self.made = count, error_at, 0
+
+    def __len__(self):
+        return self.count
+
+    def _iterate(self):
+        for number in range(self.count):
+            if number == self.error_at:
+                raise KeyError(number)
+            self.made += 1
+            yield number
+
+    def _process_batch(self, batch):
+        return batch * 10
+
+
+class AsyncNumbers(AsyncDataLoaderMixin, Numbers):
+    pass
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 64])
+def test_batches_made_ahead_come_in_order_and_epoch_after_epoch(size):
+    loader = AsyncNumbers(size, False, 10)
+    before = threading.active_count()
+    for _ in range(3):
+        assert list(loader) == [number * 10 for number in range(10)]
+    assert threading.active_count() == before
+    loader.close_async_loader()
+
+
+def test_batches_are_made_ahead_up_to_the_size_of_the_queue():
+    loader = AsyncNumbers(4, False, 100)
+    epoch = iter(loader)
+    next(epoch)
+    (run,) = loader._async_runs
+    assert run._queue.maxsize == 4
+    loader.close_async_loader()
+    assert list(epoch) == []
+    assert loader.made <= 7
+
+
+def test_an_epoch_that_is_left_early_leaves_nothing_for_the_next_one():
+    loader = AsyncNumbers(async_loader_queue_size=2, count=5)
+    for batch in loader:
+        if batch == 10:
+            break
+    assert list(loader) == [0, 10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("size", [0, 8])
+def test_an_error_arrives_after_the_batches_before_it(size):
+    seen = []
+    with pytest.raises(KeyError):
+        seen.extend(AsyncNumbers(size, True, 10, error_at=3))
+    assert seen == [0, 10, 20]
+    with pytest.raises(ValueError, match="async_loader_queue_size must not be negative"):
+        AsyncNumbers(-1, False, 1)
+
+
+def holes(tmp_path):
+    table = pa.table(
+        {
+            "f": pa.array([1.0, None, float("nan"), 4.0], pa.float32()),
+            "i": pa.array([1, 2, None, 4], pa.int32()),
+            "v": pa.array([[1.0, 2.0], [3.0, None], [float("nan"), 6.0], [7.0, 8.0]], pa.list_(pa.float64())),
+            "d": pa.array([1, None, 3, 4]).cast(pa.decimal128(22, 2)),
+        }
+    )
+    pq.write_table(table, tmp_path / "f.parquet")
+    return tmp_path
+
+
+def test_nulls_and_nan_are_errors_that_name_the_column_and_the_file(tmp_path):
+    path = holes(tmp_path)
+    for column, text in {"i": "1 nulls", "f": "1 nulls", "v": "1 nulls", "d": "1 nulls"}.items():
+        with pytest.raises(ValueError, match=rf"column {column} has {text} in row group 0 of .*f\.parquet"):
+            list(ParquetLoader(path, 4, columns=[column]))
+    pq.write_table(pa.table({"f": [1.0, float("nan")]}), tmp_path / "f.parquet")
+    with pytest.raises(ValueError, match=r"column f has 1 NaN in row group 0 of .*f\.parquet; fill or allow_nan"):
+        list(ParquetLoader(tmp_path, 4))
+    (batch,) = ParquetLoader(tmp_path, 4, allow_nan=True, shuffle=False)
+    assert np.isnan(batch["f"]).tolist() == [False, True]
+
+
+def test_nulls_and_nan_are_filled_on_request(tmp_path):
+    loader = ParquetLoader(holes(tmp_path), 4, shuffle=False, fill={"*": -1.0, "i": 9, "d": 0.5})
+    (batch,) = loader
+    assert batch["f"].tolist() == [1, -1, -1, 4]
+    assert batch["i"].tolist() == [1, 2, 9, 4]
+    assert batch["v"].tolist() == [[1, 2], [3, -1], [-1, 6], [7, 8]]
+    assert batch["d"].tolist() == [1, 0.5, 3, 4]
+    with pytest.raises(ValueError, match="it is filled but not selected"):
+        ParquetLoader(tmp_path, 4, columns=["f"], fill={"i": 0})
+
+
+def test_tensorflow_takes_the_batches(path):
+    tf = pytest.importorskip("tensorflow")
+    loader = ParquetLoader(path, 64, tail="pad")
+    dataset = loader.as_tf_dataset()
+    assert dataset.element_spec["v"].shape == (64, 2)
+    assert dataset.element_spec["_weights"].dtype == tf.float32
+    epochs = [[batch["id"].numpy().tolist() for batch in dataset] for _ in range(2)]
+    assert [len(epoch) for epoch in epochs] == [len(loader)] * 2
+    assert epochs[0] != epochs[1]
+    assert {row for batch in epochs[1] for row in batch} == set(range(ROWS))
+    with pytest.raises(ValueError, match='framework="numpy"'):
+        ParquetLoader(path, 64, framework="torch").as_tf_dataset()
