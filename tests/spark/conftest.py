@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+# Where the tests of estimators have Keras run; it is the backend that is imported anyway. Slow tests take the others.
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
+
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """A classic session with two slots."""

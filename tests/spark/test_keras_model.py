@@ -43,7 +43,6 @@ def frame(spark):
 
 @pytest.fixture(scope="module")
 def by_hand():
-    keras.utils.set_random_seed(0)
     left, right = keras.Input((2,)), keras.Input((2,))
     joined = keras.layers.Concatenate()([left, right])
     model = keras.Model([left, right], [keras.layers.Dense(1)(joined), keras.layers.Dense(3)(joined)])
@@ -109,7 +108,6 @@ def test_a_lambda_in_a_saved_model_is_refused_unless_asked_for(frame, tmp_path):
 
 
 def estimator(directory, **params):
-    keras.utils.set_random_seed(0)
     known = {
         "num_proc": 2,
         "model": keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import random
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ class Trainer:
         self.size, self.rank = basics.size(), basics.rank()
         keras.config.set_floatx(job.floatx)
         if job.random_seed is not None:
-            keras.utils.set_random_seed((job.random_seed + self.rank) % 2**32)
+            _seed((job.random_seed + self.rank) % 2**32)
         self.objects: Objects = cloudpickle.loads(job.objects)
         self.module: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.train, self.val = self._feeds() if self.objects.data_module is None else self._feeds_of_module()
@@ -77,6 +78,7 @@ class Trainer:
                 steps_per_epoch=train.steps,
                 epochs=self.job.epochs,
                 initial_epoch=done,
+                shuffle=False,  # the reader does
                 validation_data=validation,
                 validation_steps=None if val is None else val.steps,
                 verbose=2 if self.job.verbose > 1 and self.rank == 0 else 0,
@@ -221,6 +223,21 @@ class Trainer:
             in_memory=job.data.in_memory,
             transformation=objects.transformation,
         )
+
+
+def _seed(seed: int) -> None:
+    """Seeds what Keras and users draw from; `keras.utils.set_random_seed` would import every backend there is."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the state that others draw from
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf  # noqa: PLC0415 - the backend
+
+        tf.random.set_seed(seed)
+    elif backend == "torch":
+        import torch  # noqa: PLC0415 - the backend
+
+        torch.manual_seed(seed)
 
 
 def _build(model: Any, example: tuple[Any, ...]) -> None:
