@@ -11,6 +11,7 @@ runs one after the other share it.
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -100,13 +101,14 @@ class Predictor:
         """Where this task predicts: on the GPU that Spark gave it, or with `use_gpu` on one that it sees."""
         import torch
 
-        from farandole.spark.task import resources
+        from farandole.spark.task import choose_device, resources
 
         assigned = resources().get("gpu", [])
         if self.use_gpu is False or not torch.cuda.is_available() or not (assigned or self.use_gpu):
             return "cpu"
-        index = int(assigned[0]) if assigned and assigned[0].isdecimal() else 0
-        return f"cuda:{index if index < torch.cuda.device_count() else 0}"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        choice = choose_device(torch.cuda.device_count(), 0, 1, assigned, visible)
+        return "cpu" if choice is None else f"cuda:{choice.index}"
 
     def _outputs(self, model: torch.nn.Module, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """Shape (rows, elements) per output."""
