@@ -3,6 +3,7 @@
 """Epochs over files that others wrote: order, shares of ranks, bad input."""
 
 import threading
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -222,3 +223,37 @@ def test_a_request_that_cannot_be_is_refused(files):
         Reader(dataset, batch_size=5, tail="later")
     with pytest.raises(FileNotFoundError, match="no Parquet files and no manifest"):
         Dataset.open(str(files / "nowhere"))
+
+
+def test_the_first_batch_does_not_wait_for_thousands_of_files(tmp_path):
+    one = tmp_path / "one.parquet"
+    pq.write_table(pa.table({"x": np.arange(500, dtype=np.float32)}), one)
+    seconds = {}
+    for files in (100, 10_000):
+        directory = tmp_path / str(files)
+        directory.mkdir()
+        for number in range(files):
+            (directory / f"{number}.parquet").hardlink_to(one)
+        reader = Reader(Dataset.open(str(directory)), batch_size=100)
+        firsts = []
+        for number in range(5):
+            start = time.perf_counter()
+            epoch = reader.epoch(number)
+            next(epoch)
+            firsts.append(time.perf_counter() - start)
+            epoch.close()
+        seconds[files] = min(firsts)
+    # The plan of an epoch knows all its files: that takes milliseconds. Opening them all would take seconds.
+    assert seconds[10_000] < seconds[100] + 0.1
+
+
+def test_a_directory_of_a_thousand_files_is_planned_in_a_second(tmp_path):
+    pq.write_table(pa.table({f"c{n}": np.zeros(100, np.float32) for n in range(20)}), tmp_path / "one.parquet")
+    for number in range(999):
+        (tmp_path / f"{number}.parquet").hardlink_to(tmp_path / "one.parquet")
+    best = 10.0
+    for _ in range(3):
+        start = time.perf_counter()
+        assert Dataset.open(str(tmp_path)).rows == 100_000
+        best = min(best, time.perf_counter() - start)
+    assert best < 1

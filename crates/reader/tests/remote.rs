@@ -16,6 +16,8 @@ use farandole_prepare::{PartitionWriter, Summary, commit};
 use farandole_reader::{Dataset, Next, Options, Reader};
 use farandole_store::Store;
 use farandole_world::Rank;
+use parquet::arrow::ArrowWriter;
+use parquet::file::properties::WriterProperties;
 
 const WAIT: Duration = Duration::from_secs(60);
 
@@ -108,6 +110,45 @@ fn every_byte_is_fetched_by_one_rank() {
         let small = u64::from(size) * (64 << 10) * 3;
         let fetched = bucket.counts().1 - before;
         assert!(fetched <= whole * 11 / 10 + small, "{fetched} of {whole} bytes at size {size}");
+    }
+}
+
+#[test]
+fn row_groups_larger_than_a_block_are_fetched_by_their_pages() {
+    const ROWS: i64 = 1_200_000;
+    for index in [true, false] {
+        let name = format!("large-{index}");
+        let store = Store::open(&format!("memory://{name}")).unwrap();
+        for file in 0..2 {
+            let column = Float32Array::from(vec![1.0; usize::try_from(ROWS).unwrap()]);
+            let columns: Vec<ArrayRef> = (0..10).map(|_| Arc::new(column.clone()) as ArrayRef).collect();
+            let names = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"];
+            let batch = RecordBatch::try_from_iter(names.into_iter().zip(columns)).unwrap();
+            let properties = WriterProperties::builder()
+                .set_dictionary_enabled(false)
+                .set_max_row_group_row_count(None)
+                .set_data_page_row_count_limit(20_000)
+                .set_offset_index_disabled(!index)
+                .build();
+            let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties)).unwrap();
+            writer.write(&batch).unwrap();
+            store.write(&format!("{file}.parquet"), writer.into_inner().unwrap().into()).unwrap();
+        }
+        let manifest = Dataset::open(&format!("memory://{name}")).unwrap().manifest().to_json().unwrap();
+        store.write("_manifest.json", manifest.into()).unwrap();
+        let bucket = Bucket::of(&name, &store);
+        let whole: u64 = store.list("").unwrap().iter().map(|entry| entry.bytes).sum();
+        for size in [1, 4] {
+            let (_, before) = bucket.counts();
+            let mut rows = 0;
+            for rank in 0..size {
+                let options = Options { batch_size: 10_000, rank: Rank(rank), size, ..Options::default() };
+                rows += read(&reader(&bucket.url, options)).0;
+            }
+            assert_eq!(rows, 2_400_000);
+            let fetched = bucket.counts().1 - before;
+            assert!(fetched <= whole * 11 / 10, "{fetched} of {whole} bytes at size {size}, index: {index}");
+        }
     }
 }
 

@@ -88,6 +88,25 @@ proptest! {
     }
 
     #[test]
+    fn rd_1_ranks_that_join_have_no_empty_batch_and_miss_nothing(files in files(), size in 1_u32..9, batch in 1_u64..20) {
+        let lanes = Lanes::new(&manifest(&files, 100));
+        let plans: Vec<Plan> = (0..size)
+            .map(|rank| Plan::new(&lanes, &Request { tail: Tail::Join, ..request(rank, size, batch) }).unwrap())
+            .collect();
+        let mut seen = BTreeSet::new();
+        for plan in &plans {
+            for step in 0..plan.steps() {
+                let rows = rows(plan, step);
+                prop_assert!(!rows.is_empty());
+                prop_assert!(rows.into_iter().all(|row| seen.insert(row)));
+            }
+        }
+        prop_assert_eq!(seen.len() as u64, lanes.rows());
+        let steps = || plans.iter().map(Plan::steps);
+        prop_assert!(steps().max().unwrap() - steps().min().unwrap() <= 1);
+    }
+
+    #[test]
     fn rd_2_global_batches_are_the_same_at_every_size(files in files(), row_bytes in 1_u64..(2 << 20), batch in 1_u64..5, shuffle: bool) {
         let lanes = Lanes::new(&manifest(&files, row_bytes));
         let alone = global(&world(&lanes, 1, batch * 12, |r| r.shuffle = shuffle));
@@ -180,6 +199,17 @@ fn lanes_grow_with_the_data_but_not_past_open_memory() {
     );
     assert_eq!(count(1000, 16), 16);
     assert_eq!(count(20, 100), 8, "large groups are cut into blocks");
+}
+
+#[test]
+fn large_row_groups_are_cut_at_powers_of_two() {
+    let lanes = Lanes::new(&Manifest::new(
+        String::new(),
+        Vec::new(),
+        vec![DataFile::new("0".into(), 0, vec![RowGroup { rows: 1_000_000, bytes: 84_000_000 }])],
+    ));
+    let edges: Vec<u64> = lanes.blocks().map(|(_, _, rows)| rows.end).collect();
+    assert_eq!(edges, [262_144, 524_288, 786_432, 1_000_000]);
 }
 
 #[test]
