@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 HOME = Path(pyspark.__path__[0])
 MAJOR = int(pyspark.__version__.partition(".")[0])
-STARTS = 90.0
+PATIENCE = float(os.environ.get("FARANDOLE_TEST_PATIENCE", "1"))
+"""By how much longer everything may take on a machine that is slow, or busy."""
+STARTS = 90.0 * PATIENCE
 
 SESSION = """
 import os, sys
@@ -49,7 +51,7 @@ def drive(code: str, directory: Path, limit: float, **env: str) -> subprocess.Co
     """Runs a driver's program to its end, and ends what is left of it when the time is over."""
     with driver(code, directory, **env) as process:
         try:
-            out, err = process.communicate(timeout=limit)
+            out, err = process.communicate(timeout=limit * PATIENCE)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()

@@ -5,9 +5,17 @@
 from __future__ import annotations
 
 import pytest
-from tests.spark.deployments import MAJOR, connect_server, drive, driver, standalone
+from tests.spark.deployments import MAJOR, PATIENCE, connect_server, drive, driver, standalone
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(280 * PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The URL of a Spark Connect server with two slots."""
+    with connect_server(tmp_path_factory.mktemp("connect")) as url:
+        yield url
+
 
 PROGRAM = """
 def work(offset):
@@ -55,7 +63,7 @@ def fit(spark, folder):
 """
 
 
-def test_a_spark_connect_client_runs_functions_and_fits_models_and_is_told_of_missing_slots(tmp_path):
+def test_a_spark_connect_client_runs_functions_and_fits_models_and_is_told_of_missing_slots(server, tmp_path):
     body = """
 spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
 assert type(spark).__module__.startswith("pyspark.sql.connect")
@@ -66,15 +74,14 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    with connect_server(tmp_path) as url:
-        done = drive(PROGRAM + FIT + body, tmp_path, 150, SERVER=url, SPARK_CONNECT_MODE_ENABLED="1")
+    done = drive(PROGRAM + FIT + body, tmp_path, 150, SERVER=server)
     assert "all well" in done.stdout
     assert "fitted" in done.stdout
     assert "TimeoutError" in done.stdout
     assert "needs 3 task slots at once" in done.stdout
 
 
-def test_interrupting_the_connect_session_takes_the_workers_along(tmp_path, pids):
+def test_interrupting_the_connect_session_takes_the_workers_along(server, tmp_path, pids):
     body = f"""
 import threading
 folder = {pids.folder!r}
@@ -94,16 +101,16 @@ try:
 except farandole.spark.FarandoleJobError as error:
     print("told:", error.reason)
 """
-    with connect_server(tmp_path) as url, driver(body, tmp_path, SERVER=url) as process:
-        pids.wait(2, 90)
+    with driver(body, tmp_path, SERVER=server) as process:
+        pids.wait(2, 90 * PATIENCE)
         gone = pids.gone(2, limit=8)  # it takes a moment until somebody interrupts, then at most five
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=30 * PATIENCE)
     assert gone
     assert "told:" in out, err[-3000:]
     assert "cancel" in out.lower() or "interrupt" in out.lower(), out
 
 
-def test_a_gang_whose_connect_client_nobody_can_dial_meets_among_itself_and_tells_by_the_store(tmp_path):
+def test_a_gang_whose_connect_client_nobody_can_dial_meets_among_itself_and_tells_by_the_store(server, tmp_path):
     body = """
 import io, time
 spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
@@ -137,8 +144,7 @@ except farandole.spark.FarandoleJobError as error:
     print("raised", type(error.__cause__).__name__, error.rank)
 print("left", [name for _, _, names in os.walk(folder + "/store") for name in names])
 """
-    with connect_server(tmp_path) as url:
-        done = drive(PROGRAM + body, tmp_path, 150, SERVER=url, FARANDOLE_DRIVER_HOST="192.0.2.1")
+    done = drive(PROGRAM + body, tmp_path, 150, SERVER=server, FARANDOLE_DRIVER_HOST="192.0.2.1")
     assert "met [(0, 2, 2), (1, 2, 2)]" in done.stdout, done.stderr[-3000:]
     assert "alone [7, 7]" in done.stdout
     assert "raised KeyError 1" in done.stdout

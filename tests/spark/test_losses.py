@@ -7,9 +7,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.spark.deployments import drive, driver
+from tests.spark.deployments import PATIENCE, drive, driver
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400 * PATIENCE)]
 
 KILLS = """
 import pathlib, signal, threading, time
@@ -154,9 +154,9 @@ print(farandole.spark.run(sleep, num_proc=2))
 spark.stop()
 """
     with driver(KILLS + body, tmp_path) as process:
-        pids.wait(2, 90)
+        pids.wait(2, 90 * PATIENCE)
         gone = pids.gone(2, limit=6)
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=90 * PATIENCE)
     assert gone, err[-3000:]
     assert "['second time', 'second time']" in out, err[-3000:]
     assert re.search(r"task \d \(rank \d on \S+\) was lost: its agent's connection closed", err), err[-3000:]
@@ -177,7 +177,7 @@ def sleep():
 farandole.spark.run(sleep, num_proc=2)
 """
     with driver(body, tmp_path) as process:
-        pids.wait(4, 90)
+        pids.wait(4, 90 * PATIENCE)
         process.kill()  # the driver alone: its JVM, its executors and their workers have to notice
         assert pids.gone(4, limit=5)
 

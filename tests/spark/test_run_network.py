@@ -80,7 +80,7 @@ def test_a_driver_that_no_task_can_reach_is_said_with_every_address_and_its_reas
     started = time.monotonic()
     # Documentation's own network: nothing answers, and nothing says so.
     monkeypatch.setenv("FARANDOLE_DRIVER_HOST", "192.0.2.1")
-    with pytest.raises(FarandoleJobError, match="task [01] on .* cannot reach the registrar of job") as caught:
+    with pytest.raises(FarandoleJobError, match=r"task [01] on .* cannot reach the registrar of job") as caught:
         farandole.spark.run(lambda: 1, num_proc=2, start_timeout=20)
     assert "192.0.2.1:" in str(caught.value)
     assert "FARANDOLE_DRIVER_HOST" in str(caught.value)

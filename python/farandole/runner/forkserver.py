@@ -346,7 +346,9 @@ def _own_state() -> None:
         numpy.random.seed()
     if torch is not None:
         asked = os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS") or ""
-        torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) else len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(min(int(asked), cores) if asked.isdigit() and int(asked) else cores)
+        torch.default_generator.seed()
 
 
 def _kill(group: int, number: int) -> None:
