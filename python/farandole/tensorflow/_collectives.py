@@ -4,14 +4,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Adasum, Average, Sum, choose_op
+from farandole.tensorflow import _xla
 from farandole.tensorflow.compression import Compression, Compressor
-from farandole.tensorflow.mpi_ops import as_tensor, grouped_allgather, grouped_reduce, size_op
+from farandole.tensorflow.mpi_ops import (
+    as_tensor,
+    grouped_allgather,
+    grouped_reduce,
+    is_eager,
+    reduce_eagerly,
+    size_op,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +42,8 @@ def allreduce(
     """Combines all ranks' tensors into a new one, the same on every rank.
 
     Differentiable for `Average` and `Sum`. An `IndexedSlices` is gathered: its values and indices of all ranks, which
-    add up where it is applied; the values are divided by the number of ranks for `Average`.
+    add up where it is applied; the values are divided by the number of ranks for `Average`. In a function that XLA
+    compiles it becomes a tensor first, for how much is gathered could not be known.
 
     Args:
         tensor: A tensor, a variable or an `IndexedSlices`; equal shape and dtype on all ranks.
@@ -55,6 +65,12 @@ def allreduce(
         ValueError: When an argument is wrong.
         NotImplementedError: When slices are to be reduced by anything but `Average` or `Sum`, or scaled.
     """
+    if is_eager(tensor) and not device_dense:
+        op = choose_op(op, average)
+        check_adasum(op, process_set)
+        value, ctx = compression.compress(tensor)
+        reduced = reduce_eagerly(value, op, prescale_factor, postscale_factor, name, process_set, ignore_name_scope)
+        return compression.decompress(reduced, ctx)
     reduced = grouped_allreduce(
         [tensor],
         average,
@@ -88,15 +104,25 @@ def grouped_allreduce(
     op = choose_op(op, average)
     check_adasum(op, process_set)
     factors = (prescale_factor, postscale_factor)
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors) and _xla.is_tracing():
+        tensors = [as_tensor(tensor) for tensor in tensors]
     sparse = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
     dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
-    with tf.device(device_dense):
+    with _on(device_dense):
         pairs = [compression.compress(as_tensor(tensor)) for tensor in dense]
         reduced = grouped_reduce([pair[0] for pair in pairs], op, factors, name, process_set, ignore_name_scope)
-        done = iter([compression.decompress(value, ctx) for value, (_, ctx) in zip(reduced, pairs, strict=True)])
-    with tf.device(device_sparse):
+        done = [compression.decompress(value, ctx) for value, (_, ctx) in zip(reduced, pairs, strict=True)]
+    if not sparse:
+        return done
+    done = iter(done)
+    with _on(device_sparse):
         gathered = iter(_gather_slices(sparse, op, factors, name, process_set, ignore_name_scope))
     return [next(gathered) if isinstance(tensor, tf.IndexedSlices) else next(done) for tensor in tensors]
+
+
+def _on(device: str) -> Any:
+    """Places ops; nowhere in particular when no device is named, which costs nothing then."""
+    return tf.device(device) if device else nullcontext()
 
 
 def check_adasum(op: int, process_set: ProcessSet) -> None:
@@ -197,7 +223,7 @@ def _scatter(
 ) -> list[Any]:
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("slices cannot be reduced and scattered: convert them to tensors")
-    with tf.device(device):
+    with _on(device):
         pairs = [compression.compress(as_tensor(tensor)) for tensor in tensors]
         values = [pair[0] for pair in pairs]
         parts = grouped_reduce(values, op, factors, name, process_set, ignore_name_scope, scatter=True)

@@ -9,8 +9,7 @@ other forever.
 
 from __future__ import annotations
 
-import struct
-import weakref
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,15 +18,13 @@ import tensorflow as tf
 import farandole.numpy as hvd
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.tensorflow._names import ONE, double
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-ONE = 4607182418800017408
-"""1.0 by its bits, as the native ops take factors."""
-
-_last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""The op made last in each graph."""
+_LAST = "_farandole_last"
+"""Attribute of a graph: the op made last in it."""
 
 
 class Gathered(NamedTuple):
@@ -51,19 +48,22 @@ class Dealt(NamedTuple):
     received_splits: Any
 
 
-class _Numbered:
-    """A process set that is known by its number only."""
-
-    def __init__(self, number: int) -> None:
-        self.process_set_id = number
-
-
 def _set(number: int) -> ProcessSet:
-    return global_process_set if number == 0 else _Numbered(number)  # type: ignore[return-value]
+    """The process set of this number.
 
+    Raises:
+        ValueError: When there is none.
+    """
+    from farandole._native import engine  # noqa: PLC0415
 
-def _factor(bits: int) -> float:
-    return struct.unpack("<d", struct.pack("<q", bits))[0]
+    if number == 0:
+        return global_process_set
+    members = engine.process_sets()
+    if number not in members:
+        raise ValueError(f"no such process set: {number}")
+    process_set = ProcessSet(members[number])
+    process_set.process_set_id = number
+    return process_set
 
 
 def _call(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
@@ -80,26 +80,80 @@ def _call(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(value) for value in run(*map(tf.convert_to_tensor, inputs))]
     graph = tf.compat.v1.get_default_graph()
-    before = [] if isinstance(graph, tf.__internal__.FuncGraph) or graph not in _last else [_last[graph]]
+    last = None if isinstance(graph, tf.__internal__.FuncGraph) else getattr(graph, _LAST, None)
+    before = [] if last is None else [last]
     with tf.control_dependencies(before):
         results = tf.py_function(run, list(inputs), list(dtypes))
     results = results if isinstance(results, list) else [results]
-    _last[graph] = results[0].op
+    setattr(graph, _LAST, results[0].op)
     return results
 
 
-def _shaped(results: Sequence[Any], like: Sequence[Any], rows_differ: bool) -> list[Any]:
-    for result, tensor in zip(results, like, strict=True):
-        shape = tensor.shape
-        if rows_differ and shape.rank:
-            shape = tf.TensorShape([None]).concatenate(shape[1:])
-        if not tf.executing_eagerly():
-            result.set_shape(shape)
-    return list(results)
+def _collective(
+    function: Callable[..., Any],
+    tensors: Sequence[Any],
+    gradient: Callable[..., Any],
+    *,
+    rows_differ: bool = False,
+    more: Sequence[Any] = (),
+    more_dtypes: Sequence[Any] = (),
+) -> list[Any]:
+    """Runs `function` on tensors, with a gradient of its own.
+
+    Args:
+        function: Takes one array for each of `tensors` and `more`, returns one for each tensor and of `more_dtypes`.
+        tensors: What is sent.
+        gradient: Takes the module, gradients of results for `tensors`, and the further results; returns those of
+            `tensors`.
+        rows_differ: Whether results have other numbers of rows.
+        more: Further inputs, which have no gradient.
+        more_dtypes: Of further results, which have none either.
+    """
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+
+    @tf.custom_gradient
+    def run(*values: Any) -> tuple[list[Any], Any]:
+        results = _call(function, [*values, *more], [*(value.dtype for value in values), *more_dtypes])
+        for result, value in zip(results, values, strict=False):
+            shape = value.shape
+            if rows_differ and shape.rank:
+                shape = tf.TensorShape([None]).concatenate(shape[1:])
+            if not tf.executing_eagerly():
+                result.set_shape(shape)
+
+        def backward(*grads: Any) -> list[Any]:
+            return gradient(sys.modules[__name__], list(grads[: len(values)]), *results[len(values) :])
+
+        return results, backward
+
+    results = run(*tensors)
+    return list(results) if isinstance(results, list | tuple) else [results]
 
 
-def _name(tensor_name: str) -> str | None:
-    return tensor_name or None
+def _gradients() -> Any:
+    from farandole.tensorflow import _gradients  # noqa: PLC0415 - it asks whether these functions are needed
+
+    return _gradients
+
+
+def _reduce(reduce: Callable[..., Any], gradient: str, tensors: Sequence[Any], told: dict[str, Any]) -> list[Any]:
+    """A reduction of several tensors; `gradient` names its gradient."""
+    tensor_name, process_set = told["tensor_name"], told["process_set"]
+
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        return reduce(
+            list(arrays),
+            name=tensor_name or None,
+            op=told["reduce_op"],
+            prescale_factor=double(told["prescale"]),
+            postscale_factor=double(told["postscale"]),
+            process_set=_set(process_set),
+        )
+
+    def backward(here: Any, grads: list[Any]) -> list[Any]:
+        return getattr(_gradients(), gradient)(here, grads, told)
+
+    return _collective(run, tensors, backward, rows_differ=gradient == "reducescatter")
 
 
 def farandole_grouped_allreduce(
@@ -110,82 +164,16 @@ def farandole_grouped_allreduce(
     reduce_op: int = 0,
     prescale: int = ONE,
     postscale: int = ONE,
-    name: str | None = None,  # noqa: ARG001
 ) -> list[Any]:
     """Combines several tensors as one unit."""
-    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-
-    def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        return hvd.grouped_allreduce(
-            list(arrays),
-            name=_name(tensor_name),
-            op=reduce_op,
-            prescale_factor=_factor(prescale),
-            postscale_factor=_factor(postscale),
-            process_set=_set(process_set),
-        )
-
-    return _shaped(_call(run, tensors, [tensor.dtype for tensor in tensors]), tensors, rows_differ=False)
-
-
-def farandole_allreduce(tensor: Any, **arguments: Any) -> Any:
-    """Combines one tensor."""
-    return farandole_grouped_allreduce([tensor], **arguments)[0]
-
-
-def farandole_grouped_broadcast(
-    tensors: Sequence[Any],
-    tensor_name: str = "",
-    process_set: int = 0,
-    attended: bool = False,  # noqa: ARG001
-    root_rank: int = 0,
-    name: str | None = None,  # noqa: ARG001
-) -> list[Any]:
-    """The root's tensors on every rank."""
-    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-
-    def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        names = [f"{tensor_name}_{index}" if tensor_name else None for index in range(len(arrays))]
-        handles = [
-            hvd.broadcast_async(array, root_rank, name=name, process_set=_set(process_set))
-            for array, name in zip(arrays, names, strict=True)
-        ]
-        return [hvd.synchronize(handle) for handle in handles]
-
-    return _shaped(_call(run, tensors, [tensor.dtype for tensor in tensors]), tensors, rows_differ=False)
-
-
-def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
-    """The root's tensor on every rank."""
-    return farandole_grouped_broadcast([tensor], **arguments)[0]
-
-
-def farandole_grouped_allgather(
-    tensors: Sequence[Any],
-    tensor_name: str = "",
-    process_set: int = 0,
-    attended: bool = False,  # noqa: ARG001
-    name: str | None = None,  # noqa: ARG001
-) -> GroupedGathered:
-    """All ranks' tensors, and how many rows each rank gave of each."""
-    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-
-    def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        chosen = _set(process_set)
-        counts = np.array([[len(array) if array.ndim else 0] for array in arrays], np.int64)
-        rows = hvd.allgather(
-            counts.reshape(1, -1), name=_name(tensor_name and f"{tensor_name}.rows"), process_set=chosen
-        )
-        return [*hvd.grouped_allgather(list(arrays), name=_name(tensor_name), process_set=chosen), rows.T.copy()]
-
-    *outputs, rows = _call(run, tensors, [*(tensor.dtype for tensor in tensors), tf.int64])
-    return GroupedGathered(_shaped(outputs, tensors, rows_differ=True), rows)
-
-
-def farandole_allgather(tensor: Any, **arguments: Any) -> Gathered:
-    """All ranks' tensors."""
-    outputs, rows = farandole_grouped_allgather([tensor], **arguments)
-    return Gathered(outputs[0], rows)
+    told = {
+        "tensor_name": tensor_name,
+        "process_set": process_set,
+        "reduce_op": reduce_op,
+        "prescale": prescale,
+        "postscale": postscale,
+    }
+    return _reduce(hvd.grouped_allreduce, "allreduce", tensors, told)
 
 
 def farandole_grouped_reducescatter(
@@ -196,27 +184,64 @@ def farandole_grouped_reducescatter(
     reduce_op: int = 0,
     prescale: int = ONE,
     postscale: int = ONE,
-    name: str | None = None,  # noqa: ARG001
 ) -> list[Any]:
     """Combines several tensors and keeps this rank's rows."""
-    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    told = {
+        "tensor_name": tensor_name,
+        "process_set": process_set,
+        "reduce_op": reduce_op,
+        "prescale": prescale,
+        "postscale": postscale,
+    }
+    return _reduce(hvd.grouped_reducescatter, "reducescatter", tensors, told)
+
+
+def farandole_grouped_broadcast(
+    tensors: Sequence[Any],
+    tensor_name: str = "",
+    process_set: int = 0,
+    attended: bool = False,  # noqa: ARG001
+    root_rank: int = 0,
+) -> list[Any]:
+    """The root's tensors on every rank."""
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        return hvd.grouped_reducescatter(
-            list(arrays),
-            name=_name(tensor_name),
-            op=reduce_op,
-            prescale_factor=_factor(prescale),
-            postscale_factor=_factor(postscale),
-            process_set=_set(process_set),
-        )
+        names = [f"{tensor_name}_{index}" if tensor_name else None for index in range(len(arrays))]
+        handles = [
+            hvd.broadcast_async(array, root_rank, name=name, process_set=_set(process_set))
+            for array, name in zip(arrays, names, strict=True)
+        ]
+        return [hvd.synchronize(handle) for handle in handles]
 
-    return _shaped(_call(run, tensors, [tensor.dtype for tensor in tensors]), tensors, rows_differ=True)
+    told = {"tensor_name": tensor_name, "process_set": process_set, "root_rank": root_rank}
+    return _collective(run, tensors, lambda here, grads: _gradients().broadcast(here, grads, told))
 
 
-def farandole_reducescatter(tensor: Any, **arguments: Any) -> Any:
-    """Combines one tensor and keeps this rank's rows."""
-    return farandole_grouped_reducescatter([tensor], **arguments)[0]
+def farandole_grouped_allgather(
+    tensors: Sequence[Any],
+    tensor_name: str = "",
+    process_set: int = 0,
+    attended: bool = False,  # noqa: ARG001
+) -> GroupedGathered:
+    """All ranks' tensors, and how many rows each rank gave of each."""
+
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        chosen = _set(process_set)
+        counts = np.array([[len(array) if array.ndim else 0] for array in arrays], np.int64)
+        name = f"{tensor_name}.rows" if tensor_name else None
+        rows = hvd.allgather(counts.reshape(1, -1), name=name, process_set=chosen)
+        gathered = hvd.grouped_allgather(list(arrays), name=tensor_name or None, process_set=chosen)
+        return [*gathered, rows.T.copy()]
+
+    told = {"tensor_name": tensor_name, "process_set": process_set}
+    *outputs, rows = _collective(
+        run,
+        tensors,
+        lambda here, grads, rows: _gradients().allgather(here, grads, told, rows),
+        rows_differ=True,
+        more_dtypes=[tf.int64],
+    )
+    return GroupedGathered(outputs, rows)
 
 
 def farandole_alltoall(
@@ -225,48 +250,62 @@ def farandole_alltoall(
     tensor_name: str = "",
     process_set: int = 0,
     attended: bool = False,  # noqa: ARG001
-    name: str | None = None,  # noqa: ARG001
 ) -> Dealt:
     """Deals rows out to all ranks."""
-    tensor = tf.convert_to_tensor(tensor)
 
     def run(array: np.ndarray, splits: np.ndarray) -> list[np.ndarray]:
         chosen, sent = _set(process_set), splits.astype(np.int32)
         if not len(sent):
-            size = int(farandole_size(process_set))
+            size = chosen.size() or 1
             if not array.ndim or len(array) % size:
                 raise ValueError(f"rows must divide by the {size} ranks: {array.shape}")
             sent = np.full(size, len(array) // size, np.int32)
-        output, received = hvd.alltoall(array, sent, name=_name(tensor_name), process_set=chosen)
+        output, received = hvd.alltoall(array, sent, name=tensor_name or None, process_set=chosen)
         return [output, np.asarray(received, np.int32)]
 
-    output, received = _call(run, [tensor, splits], [tensor.dtype, tf.int32])
-    return Dealt(_shaped([output], [tensor], rows_differ=True)[0], received)
+    told = {"tensor_name": tensor_name, "process_set": process_set}
+    output, received = _collective(
+        run,
+        [tensor],
+        lambda here, grads, received: [_gradients().alltoall(here, grads[0], told, received)],
+        rows_differ=True,
+        more=[splits],
+        more_dtypes=[tf.int32],
+    )
+    return Dealt(output, received)
 
 
-def farandole_join(tensor_name: str = "", process_set: int = 0, attended: bool = False, name: str | None = None) -> Any:  # noqa: ARG001
+def farandole_allreduce(tensor: Any, **arguments: Any) -> Any:
+    """Combines one tensor."""
+    return farandole_grouped_allreduce([tensor], **arguments)[0]
+
+
+def farandole_reducescatter(tensor: Any, **arguments: Any) -> Any:
+    """Combines one tensor and keeps this rank's rows."""
+    return farandole_grouped_reducescatter([tensor], **arguments)[0]
+
+
+def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
+    """The root's tensor on every rank."""
+    return farandole_grouped_broadcast([tensor], **arguments)[0]
+
+
+def farandole_allgather(tensor: Any, **arguments: Any) -> Gathered:
+    """All ranks' tensors."""
+    outputs, rows = farandole_grouped_allgather([tensor], **arguments)
+    return Gathered(outputs[0], rows)
+
+
+def farandole_join(tensor_name: str = "", process_set: int = 0, attended: bool = False) -> Any:  # noqa: ARG001
     """Waits for all ranks to join."""
     return _call(lambda: [np.int32(hvd.join())], [], [tf.int32])[0]
 
 
 def _number(question: Callable[[ProcessSet], int], process_set: int) -> Any:
-    return _call(lambda: [np.int32(question(_registered(process_set)))], [], [tf.int32])[0]
+    return _call(lambda: [np.int32(question(_set(process_set)))], [], [tf.int32])[0]
 
 
-def _registered(number: int) -> ProcessSet:
-    from farandole._native import engine  # noqa: PLC0415
-
-    if number == 0:
-        return global_process_set
-    members = engine.process_sets()
-    if number not in members:
-        raise ValueError(f"no such process set: {number}")
-    process_set = ProcessSet(members[number])
-    process_set.process_set_id = number
-    return process_set
-
-
-def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
+def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
     """Ranks in the set."""
     return _number(lambda chosen: chosen.size() or 0, process_set)
 
