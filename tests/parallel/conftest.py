@@ -194,10 +194,18 @@ def trio(_shared):
     return _shared_world(_shared, 3)
 
 
-def _shared_world(worlds, size):
-    if size not in worlds or not worlds[size].is_open:
-        worlds[size] = World(size)
-    return worlds[size]
+@pytest.fixture
+def tensorflow_pair(_shared):
+    """A world of two ranks for TensorFlow and Keras on it, shared with other tests: importing them takes its time."""
+    env = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "FARANDOLE_DYNAMIC_PROCESS_SETS": "1"}
+    return _shared_world(_shared, 2, "tensorflow", env)
+
+
+def _shared_world(worlds, size, kind="", env=None):
+    key = (size, kind)
+    if key not in worlds or not worlds[key].is_open:
+        worlds[key] = World(size, env)
+    return worlds[key]
 
 
 @pytest.fixture

@@ -171,12 +171,67 @@ def saved_models_load_with_and_without():
         hvd.broadcast_global_variables(0)
 
 
+def copies_reduce_too():
+    """From its configuration, by deepcopy and by pickle; and ranks that make optimizers in different orders."""
+    import copy
+    import pickle
+
+    import keras
+
+    import farandole.keras as hvd
+    from farandole._keras import is_distributed
+
+    x, y = batches()
+    if hvd.rank() == 1:
+        # Not used, but made.
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    made = [hvd.DistributedOptimizer(keras.optimizers.SGD(rate)) for rate in ((0.1, 0.2), (0.2, 0.1))[hvd.rank()]]
+    mine_of = {float(keras.ops.convert_to_numpy(optimizer.learning_rate)): optimizer for optimizer in made}
+    for rate in (0.1, 0.2):
+        [optimizer] = [one for known, one in mine_of.items() if abs(known - rate) < 1e-6]
+        expected, model = build(keras.optimizers.SGD(rate)), build(optimizer)
+        fit(expected, x, y, BATCH)
+        fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS)
+        same(model, expected, f"rate {rate}")
+
+    def kinds():
+        yield hvd.DistributedOptimizer(keras.optimizers.Adam(0.05, clipnorm=0.1), gradient_predivide_factor=2.0)
+        yield hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+        yield hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2)
+
+    ways = {
+        "configuration": lambda one: type(one).from_config(one.get_config()),
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda one: pickle.loads(pickle.dumps(one)),
+    }
+    for index, original in enumerate(kinds()):
+        expected = build(original)
+        fit(expected, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS)
+        for how, way in ways.items():
+            copied = way(list(kinds())[index])
+            assert is_distributed(copied)
+            assert type(copied).__name__ == type(original).__name__
+            model = build(copied)
+            fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS)
+            same(model, expected, f"{how} of {original.name}")
+    trained = pickle.loads(pickle.dumps(model.optimizer))
+    assert [tuple(one.shape) for one in trained.variables] == [tuple(one.shape) for one in model.optimizer.variables]
+    model.optimizer.register_local_var(model.trainable_variables[0])
+    with pytest.raises(TypeError, match="local variables"):
+        copy.deepcopy(model.optimizer)
+
+
 @pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
-def test_fit_on_two_ranks_equals_one_process(backend, fresh_world):
+def test_fit_on_two_ranks_equals_one_process(backend, request):
     if find_spec(backend) is None:
         pytest.skip(f"needs {backend}")
-    world = fresh_world(RANKS, env={"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PLATFORMS": "cpu"})
+    if backend == "tensorflow":
+        world = request.getfixturevalue("tensorflow_pair")
+    else:
+        env = {"KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu"}
+        world = request.getfixturevalue("fresh_world")(RANKS, env=env)
     assert world.run(fit_equals_one_process) == [backend] * RANKS
     world.run(an_inf_on_one_rank_skips_the_step_on_all)
     world.run(passes_and_local_layers_and_rates)
     world.run(saved_models_load_with_and_without)
+    world.run(copies_reduce_too)

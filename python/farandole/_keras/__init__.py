@@ -8,6 +8,6 @@ if _find_spec("keras") is None:
     raise ImportError("farandole.keras needs Keras: pip install keras, and a backend for it", name="keras")
 
 from farandole._keras.optimizer import distribute, is_distributed, is_optimizer
-from farandole._keras.reducer import make_reducer
+from farandole._keras.settings import Settings
 
-__all__ = ["distribute", "is_distributed", "is_optimizer", "make_reducer"]
+__all__ = ["Settings", "distribute", "is_distributed", "is_optimizer"]

@@ -9,41 +9,66 @@ take a step or none.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from farandole._keras import patches
+from farandole._keras.reducer import make_reducer
 from farandole.common.util import Average, Sum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from farandole._keras.reducer import Reducer
+    from farandole._keras.settings import Settings
 
 
 class Distribution:
     """What makes an optimizer distributed.
 
     Args:
-        reducer: Reduces gradients.
-        factor: Multiplies accumulated gradients, which Keras has averaged.
+        settings: What was asked for.
     """
 
-    def __init__(self, reducer: Reducer, factor: float) -> None:
-        self.reducer = reducer
-        self.factor = factor
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.reducer: Reducer = make_reducer(settings)
         self.variables: list[Any] = []
+
+    @property
+    def factor(self) -> float:
+        """Multiplies accumulated gradients, which Keras has averaged."""
+        passes = self.settings.backward_passes_per_step
+        return 1.0 if self.settings.average_aggregated_gradients else float(passes)
 
 
 class _Distributed:
     """Mixed in before an optimizer's own class."""
 
     _farandole: Distribution
+    _farandole_settings: Settings
+    _farandole_kind: Any
 
     def register_local_var(self, var: Any) -> None:
         """Leaves a variable's gradients to this rank."""
         self._farandole.reducer.register_local(var)
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new distributed optimizer of the same settings."""
+        return _wrapped(cls._farandole_kind.from_config(*args, **kwargs), cls._farandole_settings)
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles are distributed, too.
+
+        Raises:
+            TypeError: When variables are local: a copy has others.
+        """
+        if self._farandole.reducer.local:
+            raise TypeError("an optimizer with local variables cannot be copied: its copy has other variables")
+        plain = object.__new__(self._farandole_kind)
+        plain.__dict__.update({key: value for key, value in self.__dict__.items() if key != "_farandole"})
+        return _wrapped, (plain, self._farandole_settings)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         self._farandole.variables = list(trainable_variables)
@@ -54,11 +79,11 @@ class _Distributed:
 
     def _reduced(self, grads: list[Any]) -> list[Any]:
         distribution, steps = self._farandole, self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        reducer, variables = distribution.reducer, distribution.variables
+        reducer, variables, factor = distribution.reducer, distribution.variables, distribution.factor
 
         def reduce(grads: list[Any]) -> list[Any]:
-            if distribution.factor != 1.0:
-                grads = [grad if grad is None else grad * distribution.factor for grad in grads]
+            if factor != 1.0:
+                grads = [grad if grad is None else grad * factor for grad in grads]
             return reducer(grads, variables)
 
         if not steps or keras.backend.backend() != "jax":
@@ -68,6 +93,26 @@ class _Distributed:
 
         is_due = (self._iterations + 1) % steps == 0  # type: ignore[attr-defined]
         return lax.cond(is_due, reduce, list, grads)
+
+
+class _Scaling:
+    """Mixed in before a `LossScaleOptimizer`'s own class whose inner optimizer is distributed."""
+
+    _farandole_settings: Settings
+    _farandole_kind: Any
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new one of the same settings."""
+        return _scaling(cls._farandole_kind.from_config(*args, **kwargs), cls._farandole_settings)
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles are distributed, too."""
+        inner = self.inner_optimizer.__reduce__()[1][0]  # type: ignore[attr-defined]
+        plain = object.__new__(self._farandole_kind)
+        plain.__dict__.update(self.__dict__)
+        plain.__dict__["inner_optimizer"] = inner
+        return _scaling, (plain, self._farandole_settings)
 
 
 def is_optimizer(value: Any) -> bool:
@@ -80,24 +125,12 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, _Distributed) or isinstance(getattr(value, "inner_optimizer", None), _Distributed)
 
 
-def distribute(
-    optimizer: Any,
-    *,
-    name: str | None,
-    make_reducer: Callable[[], Reducer],
-    op: int,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-) -> Any:
+def distribute(optimizer: Any, settings: Settings) -> Any:
     """A distributed optimizer with the state of the given one, which is not to be used any more.
 
     Args:
         optimizer: Keras's.
-        name: Its new name, if any.
-        make_reducer: Makes what reduces gradients.
-        op: The reduction.
-        backward_passes_per_step: Gradients of this many steps are accumulated, by Keras, and applied once.
-        average_aggregated_gradients: Whether they are averaged rather than summed.
+        settings: What is asked for.
 
     Returns:
         An instance of a subclass of the same name and module, so that saved models load without Farandole.
@@ -105,48 +138,55 @@ def distribute(
     Raises:
         ValueError: When arguments do not fit together, or it is distributed already.
     """
-    if op not in (Average, Sum):
-        raise ValueError(f"Keras optimizers reduce by Average or Sum: {op}")
-    if backward_passes_per_step <= 0:
-        raise ValueError(f"backward_passes_per_step must be positive: {backward_passes_per_step}")
+    passes = settings.backward_passes_per_step
+    if settings.op not in (Average, Sum):
+        raise ValueError(f"Keras optimizers reduce by Average or Sum: {settings.op}")
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be positive: {passes}")
     if is_distributed(optimizer):
         raise ValueError("the optimizer is distributed already")
-    patches.install()
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return _with_inner(optimizer, name, make_reducer, op, backward_passes_per_step, average_aggregated_gradients)
-    kind = type(optimizer)
-    members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    # Made anew without __init__ and given the old one's state: variables, slots and schedules stay what they are.
-    new = object.__new__(type(kind.__name__, (_Distributed, kind), members))
-    new.__dict__.update(optimizer.__dict__)
-    factor = 1.0
-    if backward_passes_per_step > 1:
-        if new.gradient_accumulation_steps:
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    target: Any = optimizer.inner_optimizer if scaled else optimizer
+    if passes > 1:
+        if target.gradient_accumulation_steps:
             raise ValueError("give either backward_passes_per_step or gradient_accumulation_steps, not both")
-        if new.built:
+        if target.built:
             raise ValueError("backward_passes_per_step > 1 needs an optimizer that has not been built")
-        new.gradient_accumulation_steps = backward_passes_per_step
-        factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
-    if name is not None:
-        new.name = name
-    new.__dict__["_farandole"] = Distribution(make_reducer(), factor)
+        target.gradient_accumulation_steps = passes
+    new = _scaling(optimizer, settings) if scaled else _wrapped(optimizer, settings)
+    if settings.name is not None:
+        new.name = settings.name
     return new
 
 
-def _with_inner(
-    optimizer: Any, name: str | None, make_reducer: Callable[[], Reducer], op: int, passes: int, average: bool
-) -> Any:
-    inner = distribute(
-        optimizer.inner_optimizer,
-        name=None,
-        make_reducer=make_reducer,
-        op=op,
-        backward_passes_per_step=passes,
-        average_aggregated_gradients=average,
-    )
-    new = object.__new__(type(optimizer))
+def _subclass(optimizer: Any, mixed_in: type, settings: Settings) -> Any:
+    """An instance of a subclass that looks like the optimizer's own class.
+
+    It is made without __init__ and given the old one's state: variables, slots and schedules stay what they are.
+    """
+    kind = type(optimizer)
+    members = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "_farandole_kind": kind,
+        "_farandole_settings": settings,
+    }
+    new = object.__new__(type(kind.__name__, (mixed_in, kind), members))
     new.__dict__.update(optimizer.__dict__)
+    return new
+
+
+def _wrapped(optimizer: Any, settings: Settings) -> Any:
+    patches.install()
+    new = _subclass(optimizer, _Distributed, settings)
+    new.__dict__["_farandole"] = Distribution(settings)
+    return new
+
+
+def _scaling(optimizer: Any, settings: Settings) -> Any:
+    patches.install()
+    new = _subclass(optimizer, _Scaling, settings)
+    inner = _wrapped(optimizer.inner_optimizer, dataclasses.replace(settings, name=None))
     new.__dict__["inner_optimizer"] = inner
-    if name is not None:
-        new.name = name
     return new

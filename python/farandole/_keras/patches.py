@@ -19,7 +19,7 @@ def install() -> None:
 
     - `LossScaleOptimizer.check_finite`: one rank's inf must skip the step on all ranks, or the others would wait for
       it in their reduction. `compile` may wrap a distributed optimizer by itself, so a subclass would not do.
-    - Whether a model may be compiled by XLA: on TensorFlow the collectives cannot.
+    - Whether a model may be compiled by XLA: on TensorFlow that depends on whether the collectives can.
     """
     global _installed  # noqa: PLW0603 - what is patched is global, too
     with _lock:
@@ -56,7 +56,9 @@ def _keep_from_xla() -> None:
 
     def model_supports_jit(model: Any) -> bool:
         if keras.backend.backend() == "tensorflow" and is_distributed(getattr(model, "optimizer", None)):
-            return False
+            from farandole.tensorflow import _xla  # noqa: PLC0415 - the backend
+
+            return _xla.problem() is None and supports(model)
         return supports(model)
 
     trainer.model_supports_jit = model_supports_jit

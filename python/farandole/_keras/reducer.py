@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
 
-from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common import basics
 from farandole.common.reduction import check_groups, check_predivide, partition
-from farandole.common.util import Average, Min
+from farandole.common.util import Min
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from farandole._keras.settings import Settings
+
 
 class Reducer(Protocol):
     """What a distributed optimizer needs."""
+
+    local: set[Any]
 
     def __call__(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduces gradients; `None` stays `None`."""
@@ -33,30 +37,49 @@ class Reducer(Protocol):
         ...
 
 
-_numbers = itertools.count()
-"""Tells the reducers of a process apart; ranks make theirs in the same order."""
+class _Labels:
+    """Tells the reducers of a process apart: by the optimizer's name, if the script gave one, else by their order.
+
+    That is the order in which they first reduce, in which ranks agree, for they wait for each other there; some may
+    have made more optimizers than others, or in another order. It begins anew with every world.
+    """
+
+    def __init__(self) -> None:
+        self.world = 0
+        self.numbers = itertools.count()
+        basics.on_init(self._reset)
+
+    def _reset(self) -> None:
+        self.world += 1
+        self.numbers = itertools.count()
+
+
+_labels = _Labels()
 
 
 class _Reducer:
     """Groups, factors, local variables and compression, on any backend."""
 
-    def __init__(
-        self,
-        compression: Any,
-        op: int,
-        gradient_predivide_factor: float,
-        groups: Any,
-        process_set: ProcessSet,
-        scale_local_gradients: bool,
-    ) -> None:
-        self.compression = compression
-        self.op = op
-        self.factors = check_predivide(gradient_predivide_factor, op)
-        self.groups = check_groups(groups, id)
-        self.process_set = process_set
-        self.scale_local_gradients = scale_local_gradients
+    def __init__(self, settings: Settings) -> None:
+        from farandole._keras.compression import Compression  # noqa: PLC0415 - not for TensorFlow
+
+        self.compression = settings.compression or Compression.none
+        self.op = settings.op
+        self.factors = check_predivide(settings.gradient_predivide_factor, settings.op)
+        self.groups = check_groups(settings.groups, id)
+        self.process_set = settings.process_set
+        self.scale_local_gradients = settings.scale_local_gradients
         self.local: set[int] = set()
-        self.number = next(_numbers)
+        self._name = settings.name
+        self._number = (-1, 0)
+
+    def label(self) -> str:
+        """This reducer's name across ranks, asked when it reduces."""
+        if self._name is not None:
+            return self._name
+        if self._number[0] != _labels.world:
+            self._number = (_labels.world, next(_labels.numbers))
+        return str(self._number[1])
 
     def register_local(self, variable: Any) -> None:
         self.local.add(id(variable))
@@ -76,27 +99,25 @@ class _Reducer:
                 shared.append(index)
         for part, group in enumerate(partition(shared, keys, self.groups)):
             pairs = [self.compression.compress(results[index]) for index in group]
-            name = f"keras.{self.number}.gradients.{part}"
-            reduced = self._reduce([pair[0] for pair in pairs], self.op, self.factors, name)
+            reduced = self._reduce([pair[0] for pair in pairs], self.op, self.factors, f"gradients.{part}")
             for index, grad, (_, ctx) in zip(group, reduced, pairs, strict=True):
                 results[index] = self.compression.decompress(grad, ctx)
         return results
 
-    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], name: str) -> list[Any]:
+    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], part: str) -> list[Any]:
         raise NotImplementedError
 
     def agree(self, flag: Any) -> Any:
         if not self.process_set.included():
             return flag
         number = keras.ops.cast(flag, "int32")
-        name = f"keras.{self.number}.finite"
-        return keras.ops.cast(self._reduce([number], Min, (1.0, 1.0), name)[0], "bool")
+        return keras.ops.cast(self._reduce([number], Min, (1.0, 1.0), "finite")[0], "bool")
 
 
 class _TorchReducer(_Reducer):
     """Reduces in place of the backward pass's results, which nobody else reads."""
 
-    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], name: str) -> list[Any]:
+    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], part: str) -> list[Any]:
         import torch  # noqa: PLC0415 - the backend
 
         from farandole.torch import grouped_allreduce  # noqa: PLC0415
@@ -104,7 +125,7 @@ class _TorchReducer(_Reducer):
         def reduce() -> list[Any]:
             return grouped_allreduce(
                 [grad.detach().contiguous() for grad in grads],
-                name=name,
+                name=f"keras.{self.label()}.{part}",
                 op=op,
                 prescale_factor=factors[0],
                 postscale_factor=factors[1],
@@ -119,7 +140,7 @@ class _TorchReducer(_Reducer):
 class _JaxReducer(_Reducer):
     """Calls out of the compiled step, once for every unit, in the same order on every rank."""
 
-    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], name: str) -> list[Any]:
+    def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], part: str) -> list[Any]:
         import jax  # noqa: PLC0415 - the backend
         import numpy as np  # noqa: PLC0415
         from jax.core import Tracer  # noqa: PLC0415
@@ -130,7 +151,7 @@ class _JaxReducer(_Reducer):
         def reduce(*arrays: Any) -> list[Any]:
             return grouped_allreduce(
                 [np.asarray(array) for array in arrays],
-                name=name,
+                name=f"keras.{self.label()}.{part}",
                 op=op,
                 prescale_factor=factors[0],
                 postscale_factor=factors[1],
@@ -143,17 +164,7 @@ class _JaxReducer(_Reducer):
         return list(io_callback(reduce, shapes, *grads, ordered=True))
 
 
-def make_reducer(
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = None,
-    sparse_as_dense: bool = False,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-) -> Reducer:
+def make_reducer(settings: Settings) -> Reducer:
     """The reducer of the backend that Keras runs on.
 
     Raises:
@@ -165,20 +176,18 @@ def make_reducer(
         from farandole.tensorflow.compression import Compression  # noqa: PLC0415
 
         return GradientReducer(
-            device_dense,
-            device_sparse,
-            compression or Compression.none,
-            sparse_as_dense,
-            op,
-            gradient_predivide_factor,
-            groups,
-            process_set,
-            scale_local_gradients,
+            settings.device_dense,
+            settings.device_sparse,
+            settings.compression or Compression.none,
+            settings.sparse_as_dense,
+            settings.op,
+            settings.gradient_predivide_factor,
+            settings.groups,
+            settings.process_set,
+            settings.scale_local_gradients,
+            name=settings.name,
         )
-    from farandole._keras.compression import Compression  # noqa: PLC0415
-
     kinds = {"torch": _TorchReducer, "jax": _JaxReducer}
     if backend not in kinds:
         raise ValueError(f"distributed optimizers need Keras on TensorFlow, torch or JAX: {backend}")
-    compression = compression or Compression.none
-    return kinds[backend](compression, op, gradient_predivide_factor, groups, process_set, scale_local_gradients)
+    return kinds[backend](settings)

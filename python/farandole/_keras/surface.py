@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from farandole._keras import values
 from farandole._keras.optimizer import distribute, is_distributed
-from farandole._keras.reducer import make_reducer
+from farandole._keras.settings import Settings
 from farandole.common.util import Average
 
 if TYPE_CHECKING:
@@ -54,9 +55,22 @@ def load_model(
     model: Any = keras.saving.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not is_distributed(optimizer):
-        model.optimizer = distribute(
-            optimizer, name=None, make_reducer=lambda: make_reducer(compression=compression), op=Average
-        )
+        model.optimizer = distribute(optimizer, Settings(compression=compression))
         # Asked again, now that the optimizer is another one.
         model.jit_compile = model.jit_compile
     return model
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """All ranks' values, one after the other along the first dimension, as a NumPy array."""
+    return values.allgather(value, name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """One rank's value on all, as a NumPy array."""
+    return values.broadcast(value, root_rank, name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
+    """This rank's rows of the reduced value, as a NumPy array."""
+    return values.reducescatter(value, name, op)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from farandole._native import engine
+from farandole._native import door, engine
 from farandole.common import basics
 
 if TYPE_CHECKING:
@@ -25,21 +25,11 @@ Finish: TypeAlias = Callable[[list[Outcome]], Any]
 """Turns the outcomes of an operation's members into what the caller gets."""
 
 
-class _Joins:
-    """How often all ranks have joined in this world: ranks that ran out of data gave out fewer numbers than others."""
-
-    count = 0
-
-    @classmethod
-    def reset(cls) -> None:
-        cls.count = 0
-
-
-basics.on_init(_Joins.reset)
-
-
 def joined(last: int) -> int:
     """Notes that a join has completed, from where on all ranks number unnamed operations alike again.
+
+    Ranks that ran out of data gave out fewer numbers than others. The native library counts, for its own operations
+    and for those of every framework.
 
     Args:
         last: The rank that joined last.
@@ -47,7 +37,7 @@ def joined(last: int) -> int:
     Returns:
         The same.
     """
-    _Joins.count += 1
+    door.joined()
     return last
 
 
@@ -68,12 +58,15 @@ class HandleTable:
     def __init__(self, family: str) -> None:
         self._family = family
         self._entries: dict[int, _Entry] = {}
+        self._boarding: dict[int, Any] = {}
+        self._tickets = itertools.count()
         self._numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
         self._joins = 0
         basics.on_init(self._reset)
 
     def _reset(self) -> None:
         self._entries.clear()
+        self._boarding.clear()
         self._numbers.clear()
         self._joins = 0
 
@@ -86,12 +79,35 @@ class HandleTable:
         """
         if name is not None:
             return f"{operation}.{name}"
-        if self._joins != _Joins.count:
-            self._joins = _Joins.count
+        if self._joins != (joins := door.joins()):
+            self._joins = joins
             self._numbers.pop((), None)
         ranks = () if process_set is None or process_set.process_set_id == 0 else tuple(process_set.ranks or ())
         family = f"{self._family}.{self._joins}" if self._joins and not ranks else self._family
         return f"{operation}.{family}.{next(self._numbers[ranks])}"
+
+    def submit(self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any) -> int:
+        """Starts an operation or a group of them, and keeps `keep` alive until the returned handle is consumed.
+
+        From before the engine knows the first address: Ctrl-C may come between its call and the next line. Then the
+        memory is kept as long as the world.
+
+        Args:
+            keep: Whatever owns the memory the engine works on.
+            finish: Gets the outcomes in the order of members, and makes the result.
+            call: A function of the engine that returns a handle or several.
+            *arguments: Its arguments.
+        """
+        ticket = next(self._tickets)
+        self._boarding[ticket] = keep
+        try:
+            members = call(*arguments)
+        except Exception:
+            del self._boarding[ticket]  # refused, so not started
+            raise
+        handle = self.track(members if isinstance(members, list) else (members,), keep, finish)
+        del self._boarding[ticket]
+        return handle
 
     def track(self, members: Sequence[int], keep: Any, finish: Finish) -> int:
         """Keeps `keep` alive until the returned handle is consumed; `finish` makes its result.

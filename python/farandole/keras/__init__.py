@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from farandole._keras import distribute, make_reducer
+from farandole._keras import Settings, distribute
 from farandole._keras import values as _values
-from farandole._keras.surface import broadcast_global_variables, load_model
+from farandole._keras.surface import allgather, broadcast, broadcast_global_variables, load_model, reducescatter
 from farandole.common.basics import (
     ccl_built,
     cross_rank,
@@ -129,7 +129,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Args:
         optimizer: Keras's; its state goes on in the distributed one, and it is not to be used any more.
-        name: A new name, if any.
+        name: A new name, if any; it names the reductions, too, which optimizers that train at the same time in several
+            threads need.
         device_dense: Where ops for dense gradients are placed, on TensorFlow.
         device_sparse: Where ops for slices are placed, on TensorFlow.
         compression: Makes gradients smaller on the wire.
@@ -150,24 +151,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises:
         ValueError: When arguments do not fit together.
     """
-    return distribute(
-        optimizer,
-        name=name,
-        make_reducer=lambda: make_reducer(
-            device_dense,
-            device_sparse,
-            compression,
-            sparse_as_dense,
-            op,
-            gradient_predivide_factor,
-            choose_groups(groups, num_groups),
-            process_set,
-            scale_local_gradients,
-        ),
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
+    settings = Settings(
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        choose_groups(groups, num_groups),
+        process_set,
+        scale_local_gradients,
     )
+    return distribute(optimizer, settings)
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -258,18 +256,3 @@ def allreduce(
     """
     chosen = choose_op(op, None if op is not None and average is True else average)
     return _values.allreduce(value, name, chosen, prescale_factor, postscale_factor, compression)
-
-
-def allgather(value: Any, name: str | None = None) -> Any:
-    """All ranks' values, one after the other along the first dimension, as a NumPy array."""
-    return _values.allgather(value, name)
-
-
-def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """One rank's value on all, as a NumPy array."""
-    return _values.broadcast(value, root_rank, name)
-
-
-def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """This rank's rows of the reduced value, as a NumPy array."""
-    return _values.reducescatter(value, name, op)

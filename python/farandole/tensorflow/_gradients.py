@@ -1,82 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Gradients of the ops. The loss is the sum of all ranks' losses: what a rank gave to others, others send back."""
+"""Gradients of the ops. The loss is the sum of all ranks' losses: what a rank gave to others, others send back.
+
+Each takes the module whose ops it uses, the gradients of the results, what the forward op was told, and makes the
+gradients of its tensors. The native ops' are registered with TensorFlow here; stand-ins call them by themselves.
+"""
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import tensorflow as tf
 
 from farandole.common.util import Average, Sum
 from farandole.tensorflow._library import ops
-from farandole.tensorflow._names import gradient_arguments
+from farandole.tensorflow._names import double, gradient_arguments, normalize
+
+REDUCTION = ("reduce_op", "prescale", "postscale")
+"""What reductions are told."""
 
 
-def _reduction(op: Any) -> dict[str, Any]:
+def _reduction(told: dict[str, Any]) -> dict[str, Any]:
     """The attributes of a reduction.
 
     Raises:
         ValueError: When it has no gradient.
     """
-    if op.get_attr("reduce_op") not in (Average, Sum):
+    if told["reduce_op"] not in (Average, Sum):
         raise ValueError("only Average and Sum have a gradient")
-    return {key: op.get_attr(key) for key in ("reduce_op", "prescale", "postscale")}
+    return {key: told[key] for key in REDUCTION}
 
 
-def _allreduce(op: Any, grad: Any) -> Any:
-    return ops.farandole_allreduce(tensor=grad, **_reduction(op), **gradient_arguments(op))
+def allreduce(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
+    """The same reduction of the gradients."""
+    return list(here.farandole_grouped_allreduce(tensors=grads, **_reduction(told), **gradient_arguments(told)))
 
 
-def _grouped_allreduce(op: Any, *grads: Any) -> list[Any]:
-    return list(ops.farandole_grouped_allreduce(tensors=list(grads), **_reduction(op), **gradient_arguments(op)))
-
-
-def _at_root(op: Any, grads: list[Any]) -> list[Any]:
-    """Sums of gradients where they came from, nothing elsewhere."""
-    summed = ops.farandole_grouped_allreduce(tensors=grads, reduce_op=Sum, **gradient_arguments(op))
-    is_root = tf.equal(ops.farandole_rank(), op.get_attr("root_rank"))
+def broadcast(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
+    """Sums of gradients where the values came from, nothing elsewhere."""
+    summed = here.farandole_grouped_allreduce(tensors=grads, reduce_op=Sum, **gradient_arguments(told))
+    is_root = tf.equal(here.farandole_rank(), told["root_rank"])
     return [tf.where(is_root, total, tf.zeros_like(total)) for total in summed]
 
 
-def _broadcast(op: Any, grad: Any) -> Any:
-    return _at_root(op, [grad])[0]
-
-
-def _grouped_broadcast(op: Any, *grads: Any) -> list[Any]:
-    return _at_root(op, list(grads))
-
-
-def _own_rows(op: Any, grads: list[Any], rows: Any) -> list[Any]:
+def allgather(here: Any, grads: list[Any], told: dict[str, Any], rows: Any) -> list[Any]:
     """Sums of gradients, of which each rank takes the rows it gave."""
-    arguments = gradient_arguments(op)
-    summed = ops.farandole_grouped_allreduce(tensors=grads, reduce_op=Sum, **arguments)
-    rank = ops.farandole_rank(process_set=arguments["process_set"])
+    arguments = gradient_arguments(told)
+    summed = here.farandole_grouped_allreduce(tensors=grads, reduce_op=Sum, **arguments)
+    rank = here.farandole_rank(process_set=arguments["process_set"])
     starts, counts = tf.cumsum(rows, axis=1, exclusive=True)[:, rank], rows[:, rank]
     return [total[starts[index] : starts[index] + counts[index]] for index, total in enumerate(summed)]
 
 
-def _allgather(op: Any, grad: Any, _rows: Any) -> Any:
-    return _own_rows(op, [grad], op.outputs[1])[0]
+def alltoall(here: Any, grad: Any, told: dict[str, Any], received: Any) -> Any:
+    """The gradients of rows, back to whom they came from."""
+    splits = tf.cast(received, tf.int64)
+    return here.farandole_alltoall(tensor=grad, splits=splits, **gradient_arguments(told)).output
 
 
-def _grouped_allgather(op: Any, *grads: Any) -> list[Any]:
-    return _own_rows(op, list(grads[:-1]), op.outputs[-1])
-
-
-def _alltoall(op: Any, grad: Any, _splits: Any) -> list[Any]:
-    splits = tf.cast(op.outputs[1], tf.int64)
-    returned = ops.farandole_alltoall(tensor=grad, splits=splits, **gradient_arguments(op)).output
-    return [returned, None]
-
-
-def _gathered(op: Any, grads: list[Any]) -> list[Any]:
+def reducescatter(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
     """Every rank's part of the gradient, by the factors."""
-    attributes, arguments = _reduction(op), gradient_arguments(op)
-    parts = ops.farandole_grouped_allgather(tensors=grads, **arguments).outputs
-    factor = _double(attributes["prescale"]) * _double(attributes["postscale"])
-    divisor = ops.farandole_size(process_set=arguments["process_set"]) if attributes["reduce_op"] == Average else None
+    reduction, arguments = _reduction(told), gradient_arguments(told)
+    parts = here.farandole_grouped_allgather(tensors=grads, **arguments).outputs
+    factor = double(reduction["prescale"]) * double(reduction["postscale"])
+    divisor = here.farandole_size(process_set=arguments["process_set"]) if reduction["reduce_op"] == Average else None
     return [_scaled(part, factor, divisor) for part in parts]
 
 
@@ -86,29 +73,32 @@ def _scaled(tensor: Any, factor: float, divisor: Any) -> Any:
     return tensor if divisor is None else tensor / tf.cast(divisor, tensor.dtype)
 
 
-def _double(bits: int) -> float:
-    return struct.unpack("<d", struct.pack("<q", bits))[0]
-
-
-def _reducescatter(op: Any, grad: Any) -> Any:
-    return _gathered(op, [grad])[0]
-
-
-def _grouped_reducescatter(op: Any, *grads: Any) -> list[Any]:
-    return _gathered(op, list(grads))
+def _told(op: Any, *more: str) -> dict[str, Any]:
+    """What a native op was told."""
+    name = op.get_attr("tensor_name").decode()
+    if not name and not tf.executing_eagerly():
+        name = f"Farandole_{normalize(op.name)}"
+    told = {key: op.get_attr(key) for key in ("process_set", *more)}
+    return {"tensor_name": name, **told}
 
 
 def _register() -> None:
+    def one(gradient: Any, *more: str) -> Any:
+        return lambda op, grad: gradient(ops, [grad], _told(op, *more))[0]
+
+    def several(gradient: Any, *more: str) -> Any:
+        return lambda op, *grads: gradient(ops, list(grads), _told(op, *more))
+
     gradients = {
-        "Allreduce": _allreduce,
-        "GroupedAllreduce": _grouped_allreduce,
-        "Broadcast": _broadcast,
-        "GroupedBroadcast": _grouped_broadcast,
-        "Allgather": _allgather,
-        "GroupedAllgather": _grouped_allgather,
-        "Alltoall": _alltoall,
-        "Reducescatter": _reducescatter,
-        "GroupedReducescatter": _grouped_reducescatter,
+        "Allreduce": one(allreduce, *REDUCTION),
+        "GroupedAllreduce": several(allreduce, *REDUCTION),
+        "Broadcast": one(broadcast, "root_rank"),
+        "GroupedBroadcast": several(broadcast, "root_rank"),
+        "Allgather": lambda op, grad, _rows: allgather(ops, [grad], _told(op), op.outputs[1])[0],
+        "GroupedAllgather": lambda op, *grads: allgather(ops, list(grads[:-1]), _told(op), op.outputs[-1]),
+        "Alltoall": lambda op, grad, _splits: [alltoall(ops, grad, _told(op), op.outputs[1]), None],
+        "Reducescatter": one(reducescatter, *REDUCTION),
+        "GroupedReducescatter": several(reducescatter, *REDUCTION),
     }
     for name, gradient in gradients.items():
         tf.RegisterGradient(f"Farandole{name}")(gradient)

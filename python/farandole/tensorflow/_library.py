@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import warnings
@@ -16,6 +17,10 @@ from farandole._native import door
 
 PATH = Path(__file__).with_name("libfarandole_tensorflow.so")
 """The library with the ops."""
+
+
+library: Any = None
+"""The library as ctypes sees it; none while the native ops are not in use."""
 
 
 class _UnusableError(RuntimeError):
@@ -32,37 +37,53 @@ def _connect() -> Any:
         raise _UnusableError(f"{PATH} is missing")
     # First of all: TensorFlow makes functions of those ops that appear while it opens the file itself.
     ops = tf.load_op_library(str(PATH))
-    library = ctypes.CDLL(str(PATH), mode=os.RTLD_LOCAL | os.RTLD_NOW)
-    library.farandole_tensorflow_problem.restype = ctypes.c_char_p
-    problem = library.farandole_tensorflow_problem()
+    loaded = ctypes.CDLL(str(PATH), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+    for name in ("farandole_tensorflow_problem", "farandole_tensorflow_register_xla"):
+        getattr(loaded, name).restype = ctypes.c_char_p
+    problem = loaded.farandole_tensorflow_problem()
     if problem is not None:
         raise _UnusableError(problem.decode())
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    version = library.farandole_tensorflow_connect(ctypes.c_void_p(pointer(door.capsule(), b"farandole.door")))
+    version = loaded.farandole_tensorflow_connect(ctypes.c_void_p(pointer(door.capsule(), b"farandole.door")))
     if version != 0:
         raise _UnusableError(f"{PATH} was built for version {version} of the engine's door")
     _probe(ops)
+    global library  # noqa: PLW0603 - one library, as there is one engine
+    library = loaded
     return ops
 
 
 def _probe(ops: Any) -> None:
-    """Runs an op whose callback comes after its kernel has returned, eagerly and in a function.
+    """Runs an op whose callback comes after its kernel has returned.
+
+    In a session of its own, without GPUs: a script must still be able to choose devices and threads, which TensorFlow
+    refuses once anything has run eagerly.
 
     Raises:
         _UnusableError: When it does not come back, or not with the right value.
     """
-    with tf.init_scope(), tf.device("CPU:0"):
-        graph = tf.Graph()
-        with graph.as_default():
-            doubled = ops.farandole_probe(tensor=tf.constant([21], tf.int64))
-        try:
-            with tf.compat.v1.Session(graph=graph) as session:
-                result = session.run(doubled)
-        except tf.errors.OpError as error:
-            raise _UnusableError(f"the probe failed: {error}") from error
+    v1 = tf.compat.v1
+    config = v1.ConfigProto(device_count={"GPU": 0}, use_per_session_threads=True)
+    graph = tf.Graph()
+    with graph.as_default():
+        doubled = ops.farandole_probe(tensor=tf.constant([21], tf.int64))
+    try:
+        with v1.Session(graph=graph, config=config) as session:
+            result = session.run(doubled)
+    except tf.errors.OpError as error:
+        raise _UnusableError(f"the probe failed: {error}") from error
     if result.tolist() != [42]:
         raise _UnusableError(f"the probe returned {result!r}")
+
+
+def _keep_from_autograph() -> None:
+    """Has AutoGraph call this package's functions as they are, as it does TensorFlow's: none needs to be converted."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from tensorflow.python.autograph.core import config  # noqa: PLC0415 - private: functions work without, too
+
+        rules: Any = config
+        rules.CONVERSION_RULES = (config.DoNotConvert("farandole"), *config.CONVERSION_RULES)
 
 
 def _load() -> Any:
@@ -80,5 +101,6 @@ def _load() -> Any:
         return _fallback
 
 
+_keep_from_autograph()
 ops: Any = _load()
 """`farandole_allreduce`, ...: what `tf.load_op_library` makes of the native ops, or their Python stand-ins."""

@@ -27,6 +27,19 @@ def base_name(name: str, ignore_name_scope: bool) -> str:
     return name.rsplit("/", 1)[-1] if ignore_name_scope else name
 
 
+def eager_arguments(operation: str, name: str | None, process_set: Any, ignore_name_scope: bool) -> dict[str, Any]:
+    """As `arguments`, when running eagerly."""
+    chosen = "" if name is None else f"{operation}.{base_name(name, ignore_name_scope)}"
+    return {"tensor_name": chosen, "process_set": _number(process_set), "attended": not context.is_async()}
+
+
+def _number(process_set: Any) -> int:
+    number = process_set.process_set_id
+    if number is None:
+        raise ValueError(f"the process set is not registered: {process_set!r}")
+    return number
+
+
 def arguments(
     operation: str, tensors: Sequence[Any], name: str | None, process_set: Any, ignore_name_scope: bool = False
 ) -> dict[str, Any]:
@@ -38,15 +51,14 @@ def arguments(
     Raises:
         ValueError: When the process set is not registered.
     """
-    number = getattr(process_set, "process_set_id", process_set)
-    if number is None:
-        raise ValueError(f"the process set is not registered: {process_set!r}")
     if tf.executing_eagerly():
-        chosen = "" if name is None else f"{operation}.{base_name(name, ignore_name_scope)}"
-        return {"tensor_name": chosen, "process_set": number, "attended": not context.is_async()}
+        return eager_arguments(operation, name, process_set, ignore_name_scope)
+    number = _number(process_set)
     if name is None:
         ends = [tensors[0], tensors[-1]] if len(tensors) > 1 else tensors[:1]
-        parts = [normalize(base_name(tensor.name, ignore_name_scope)) for tensor in ends]
+        # A tensor made eagerly outside of the graph has none.
+        labels = [getattr(tensor, "name", "captured") for tensor in ends]
+        parts = [normalize(base_name(label, ignore_name_scope)) for label in labels]
         chosen = unique("_".join([f"Farandole{operation}", *parts]))
     else:
         chosen = f"Farandole{operation}_{normalize(base_name(name, ignore_name_scope))}"
@@ -58,15 +70,25 @@ def unique(name: str) -> str:
     return tf.compat.v1.get_default_graph().unique_name(name)
 
 
+ONE = 4607182418800017408
+"""1.0 by its bits."""
+
+
+def double(number: int) -> float:
+    """The inverse of `bits`."""
+    return struct.unpack("<d", struct.pack("<q", number))[0]
+
+
 def bits(factor: float) -> int:
     """A double by its bits: attributes of ops are singles."""
+    if factor == 1.0:
+        return ONE
     return struct.unpack("<q", struct.pack("<d", float(factor)))[0]
 
 
-def gradient_arguments(op: Any, suffix: str = "grad") -> dict[str, Any]:
-    """What the collective in the gradient of `op` is told."""
-    number = op.get_attr("process_set")
+def gradient_arguments(told: dict[str, Any]) -> dict[str, Any]:
+    """What the collective in the gradient of another is told, of what that was told."""
+    number = told["process_set"]
     if tf.executing_eagerly():
         return {"tensor_name": "", "process_set": number, "attended": not context.is_async()}
-    name = op.get_attr("tensor_name").decode() or f"Farandole_{normalize(op.name)}"
-    return {"tensor_name": unique(f"{name}_{suffix}"), "process_set": number}
+    return {"tensor_name": unique(f"{told['tensor_name'] or 'Farandole'}_grad"), "process_set": number}

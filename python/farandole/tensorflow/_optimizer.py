@@ -200,19 +200,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if op == Adasum and average_aggregated_gradients:
         raise ValueError("average_aggregated_gradients does not go with op=Adasum")
     groups = choose_groups(groups, num_groups)
-    reduction = (
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
     if isinstance(optimizer, _Base):
-        reducer = GradientReducer(*reduction)
+        reducer = GradientReducer(
+            device_dense,
+            device_sparse,
+            compression,
+            sparse_as_dense,
+            op,
+            gradient_predivide_factor,
+            groups,
+            process_set,
+            scale_local_gradients,
+            name=name,
+        )
         if op == Adasum:
             return _AdasumOptimizer(optimizer, name, use_locking, compression, backward_passes_per_step)
         return _DistributedOptimizer(
@@ -222,11 +222,18 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     if not _keras.is_optimizer(optimizer):
         raise ValueError(f"optimizer must be Keras's or one of tf.compat.v1.train: {type(optimizer).__name__}")
-    return _keras.distribute(
-        optimizer,
-        name=name,
-        make_reducer=lambda: GradientReducer(*reduction),
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
+    settings = _keras.Settings(
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        groups,
+        process_set,
+        scale_local_gradients,
     )
+    return _keras.distribute(optimizer, settings)

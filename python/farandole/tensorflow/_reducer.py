@@ -40,6 +40,7 @@ class GradientReducer:
             no list forms one more.
         process_set: The ranks that take part; others keep their gradients.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+        name: Names the reductions in graphs, where several run at the same time.
 
     Raises:
         ValueError: When arguments do not fit together.
@@ -57,6 +58,7 @@ class GradientReducer:
         groups: int | Sequence[Sequence[Any]] | None = None,
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
+        name: str | None = None,
     ) -> None:
         check_adasum(op, process_set)
         self.devices = (device_dense, device_sparse)
@@ -68,6 +70,7 @@ class GradientReducer:
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
         self.local: set[Any] = set()
+        self.name = "gradients" if name is None else f"gradients_{name}"
 
     def register_local(self, variable: Any) -> None:
         """Leaves a variable's gradients to this rank."""
@@ -97,13 +100,13 @@ class GradientReducer:
         """Whether a boolean is true on all ranks."""
         if not self.process_set.included():
             return flag
-        name = None if tf.executing_eagerly() else unique("finite")
+        name = None if tf.executing_eagerly() else unique(f"finite_{self.name}")
         number = tf.cast(flag, tf.int32)
         return tf.cast(grouped_reduce([number], Min, name=name, process_set=self.process_set)[0], tf.bool)
 
     def _reduce(self, grads: list[Any], name: str | None) -> list[Any]:
         if not tf.executing_eagerly():
-            name = unique(name or "gradients")
+            name = unique(name or self.name)
         pre, post = self.factors
         return grouped_allreduce(
             grads,

@@ -57,8 +57,10 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
     def translated(*args: Any, **kwargs: Any) -> _Result:
         try:
             return func(*args, **kwargs)
-        except tf.errors.UnknownError as error:
-            if "Farandole" in error.message:
+        except tf.errors.OpError as error:
+            # In functions that XLA compiled all failures have one code, whatever was the matter.
+            compiled = "FarandoleInternalError: " in error.message
+            if compiled or (isinstance(error, tf.errors.UnknownError) and "Farandole" in error.message):
                 raise FarandoleInternalError(error.message) from error
             raise
 

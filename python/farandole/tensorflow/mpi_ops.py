@@ -3,8 +3,10 @@
 """The collectives as ops of TensorFlow, on dense tensors; `farandole.tensorflow` adds slices, compression and devices.
 
 All work eagerly, in `tf.function`, in graphs of `tf.compat.v1` and in SavedModels. In a graph the ranks must build the
-same operations under the same names; eager operations without a name match in the order they are issued. They cannot
-be compiled by XLA: a function with `jit_compile=True` that holds one is refused by TensorFlow.
+same operations under the same names; eager operations without a name match in the order they are issued.
+
+A function with `jit_compile=True` may hold them on a CPU, when shapes are known as it is traced and all ranks have the
+same number of rows: XLA then calls into the library by itself. Where that cannot be, tracing says why.
 
 Failures are TensorFlow's errors: `InvalidArgumentError` for a wrong call, `FailedPreconditionError` when ranks ask for
 different things or `init` is missing, `AbortedError` for what a dtype cannot do, `UnknownError` when a peer failed.
@@ -15,6 +17,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
+from tensorflow.python.framework.ops import (
+    EagerTensor,
+)  # its type: what tf.Tensor asks for takes longer than a small op
 
 from farandole.common.basics import (
     ccl_built,
@@ -40,9 +45,9 @@ from farandole.common.basics import (
 )
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
-from farandole.tensorflow import _gradients  # noqa: F401 - registers them
+from farandole.tensorflow import _xla
 from farandole.tensorflow._library import ops
-from farandole.tensorflow._names import arguments, bits
+from farandole.tensorflow._names import arguments, bits, eager_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,6 +95,8 @@ __all__ = [
 
 def as_tensor(value: Any) -> Any:
     """A tensor of what is one, a variable of TensorFlow's or Keras's, or what TensorFlow makes a tensor of."""
+    if type(value) is EagerTensor or isinstance(value, tf.Tensor):
+        return value
     return tf.convert_to_tensor(native_variable(value))
 
 
@@ -97,6 +104,11 @@ def native_variable(value: Any) -> Any:
     """TensorFlow's variable under a Keras one; anything else as it is."""
     inner = getattr(value, "value", None)
     return inner if isinstance(inner, tf.Variable) else value
+
+
+def chosen() -> Any:
+    """The ops for where one is about to be made: in a function that XLA will compile, or anywhere else."""
+    return _xla if _xla.is_tracing() else ops
 
 
 def grouped_reduce(
@@ -114,13 +126,38 @@ def grouped_reduce(
         return []
     attributes = {"reduce_op": op, "prescale": bits(factors[0]), "postscale": bits(factors[1])}
     kind = "Reducescatter" if scatter else "Allreduce"
+    here = chosen()
     if len(tensors) == 1:
         told = arguments(kind, tensors, name, process_set, ignore_name_scope)
-        one = ops.farandole_reducescatter if scatter else ops.farandole_allreduce
+        one = here.farandole_reducescatter if scatter else here.farandole_allreduce
         return [one(tensor=tensors[0], **attributes, **told)]
     told = arguments(f"Grouped{kind}", tensors, name, process_set, ignore_name_scope)
-    several = ops.farandole_grouped_reducescatter if scatter else ops.farandole_grouped_allreduce
+    several = here.farandole_grouped_reducescatter if scatter else here.farandole_grouped_allreduce
     return list(several(tensors=tensors, **attributes, **told))
+
+
+def is_eager(value: Any) -> bool:
+    """Whether this is a tensor with a value, about to be used eagerly."""
+    return type(value) is EagerTensor and tf.executing_eagerly()
+
+
+def reduce_eagerly(
+    tensor: Any,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    name: str | None,
+    process_set: ProcessSet,
+    ignore_name_scope: bool,
+) -> Any:
+    """Reduces one eager tensor, by the shortest way."""
+    return ops.farandole_allreduce(
+        tensor=tensor,
+        reduce_op=op,
+        prescale=bits(prescale_factor),
+        postscale=bits(postscale_factor),
+        **eager_arguments("Allreduce", name, process_set, ignore_name_scope),
+    )
 
 
 def _allreduce(
@@ -169,7 +206,7 @@ def allgather(
     """
     tensor = as_tensor(tensor)
     told = arguments("Allgather", [tensor], name, process_set, ignore_name_scope)
-    return ops.farandole_allgather(tensor=tensor, **told).output
+    return chosen().farandole_allgather(tensor=tensor, **told).output
 
 
 def grouped_allgather(
@@ -183,7 +220,7 @@ def grouped_allgather(
     if not tensors:
         return []
     told = arguments("GroupedAllgather", tensors, name, process_set, ignore_name_scope)
-    return list(ops.farandole_grouped_allgather(tensors=tensors, **told).outputs)
+    return list(chosen().farandole_grouped_allgather(tensors=tensors, **told).outputs)
 
 
 def broadcast(
@@ -207,7 +244,7 @@ def broadcast(
     """
     tensor = as_tensor(tensor)
     told = arguments("Broadcast", [tensor], name, process_set, ignore_name_scope)
-    return ops.farandole_broadcast(tensor=tensor, root_rank=root_rank, **told)
+    return chosen().farandole_broadcast(tensor=tensor, root_rank=root_rank, **told)
 
 
 def broadcast_(
@@ -232,7 +269,7 @@ def broadcast_(
         return []
     tensors = [tf.convert_to_tensor(target) for target in targets]
     told = arguments("Broadcast", tensors, name, process_set)
-    values = ops.farandole_grouped_broadcast(tensors=tensors, root_rank=root_rank, **told)
+    values = chosen().farandole_grouped_broadcast(tensors=tensors, root_rank=root_rank, **told)
     return [_assign(target, value) for target, value in zip(targets, values, strict=True)]
 
 
@@ -264,7 +301,7 @@ def alltoall(
     tensor = as_tensor(tensor)
     told = arguments("Alltoall", [tensor], name, process_set, ignore_name_scope)
     sent = tf.constant([], tf.int64) if splits is None else tf.cast(tf.convert_to_tensor(splits), tf.int64)
-    output, received = ops.farandole_alltoall(tensor=tensor, splits=sent, **told)
+    output, received = chosen().farandole_alltoall(tensor=tensor, splits=sent, **told)
     return output if splits is None else (output, received)
 
 
@@ -303,29 +340,29 @@ def join() -> Any:
         The rank that joined last, the same on all.
     """
     told = {} if tf.executing_eagerly() else {"tensor_name": "join"}
-    return ops.farandole_join(**told)
+    return chosen().farandole_join(**told)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Number of ranks in a process set, an int32 asked when the graph runs."""
-    return ops.farandole_size(process_set=process_set_id, name=name)
+    return chosen().farandole_size(process_set=process_set_id, name=name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """1 when this rank is a member of a process set, else 0; an int32 asked when the graph runs."""
-    return ops.farandole_included(process_set=process_set_id, name=name)
+    return chosen().farandole_included(process_set=process_set_id, name=name)
 
 
 def rank_op(name: str | None = None) -> Any:
     """This rank, an int32 asked when the graph runs."""
-    return ops.farandole_rank(name=name)
+    return chosen().farandole_rank(name=name)
 
 
 def local_rank_op(name: str | None = None) -> Any:
     """This rank's number on its host, an int32 asked when the graph runs."""
-    return ops.farandole_local_rank(name=name)
+    return chosen().farandole_local_rank(name=name)
 
 
 def local_size_op(name: str | None = None) -> Any:
     """Number of ranks on this host, an int32 asked when the graph runs."""
-    return ops.farandole_local_size(name=name)
+    return chosen().farandole_local_size(name=name)

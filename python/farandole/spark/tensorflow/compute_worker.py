@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Workers of tf.data's service on Spark: `spark-submit .../farandole/spark/tensorflow/compute_worker.py service.json`.
+
+The driver writes the file, by which trainers find the service: they must be able to read it, and to reach the driver.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from farandole.spark import run
+from farandole.tensorflow.data.compute_service import compute_worker_fn, serving
+from farandole.tensorflow.data.compute_worker import parser
+
+
+def main(
+    output_filename: str,
+    dispatchers: int = 1,
+    dispatcher_side: str = "compute",
+    timeout: float = 60,
+    num_proc: int | None = None,
+) -> None:
+    """What the driver does.
+
+    Args:
+        output_filename: Where trainers will look.
+        dispatchers: Number of dispatchers, which must divide the number of workers.
+        dispatcher_side: Where they are, `"compute"` or `"training"`.
+        timeout: Seconds that waits for each other last at most.
+        num_proc: Number of workers, by default all that Spark has room for.
+
+    Raises:
+        ValueError: When workers cannot be dealt out evenly.
+    """
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - optional
+
+    session = SparkSession.builder.getOrCreate()  # pyright: ignore[reportAttributeAccessIssue]
+    num_proc = num_proc or session.sparkContext.defaultParallelism
+    with serving(num_proc, dispatchers, dispatcher_side, timeout) as config:
+        config.write(output_filename)
+        try:
+            run(compute_worker_fn, args=(config,), num_proc=num_proc)
+        finally:
+            Path(output_filename).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    told = parser().parse_args()
+    main(told.configfile, told.dispatchers, told.dispatcher_side, told.timeout)

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Stand-ins for the native ops inside of functions that XLA compiles for the CPU: custom calls into the same library.
+
+XLA compiles no ops that it does not know, but calls functions by name. What the calls need to know beyond addresses,
+shapes above all, stands in a text that is fixed when the function is traced; so shapes must be known by then.
+
+Calls block the thread that runs the program. XLA runs what does not depend on each other in any order, also at the same
+time; so every call takes a token from the one before it, lest ranks wait for each other in different calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util  # the one place that tells whether XLA will compile a graph
+
+from farandole.common.util import Sum
+from farandole.tensorflow import _gradients, _library
+from farandole.tensorflow._names import ONE, unique
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+try:
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops  # custom calls are in no public module
+except ImportError:
+    gen_xla_ops = None
+
+TARGET = "farandole"
+"""Name of the custom call; what it says and does is in crates/tensorflow/src/xla."""
+ALLREDUCE, BROADCAST, ALLGATHER, ALLTOALL, REDUCESCATTER = range(5)
+SIZE, RANK, LOCAL_SIZE, LOCAL_RANK, INCLUDED = range(100, 105)
+PROBE = 200
+
+_AFTER = "_farandole_after"
+"""Attribute of a graph: the token that its last call gave."""
+
+
+class Gathered(NamedTuple):
+    """Result of an allgather."""
+
+    output: Any
+    rows: Any
+
+
+class GroupedGathered(NamedTuple):
+    """Result of a grouped allgather."""
+
+    outputs: list[Any]
+    rows: Any
+
+
+class Dealt(NamedTuple):
+    """Result of an all-to-all."""
+
+    output: Any
+    received_splits: Any
+
+
+def is_tracing() -> bool:
+    """Whether the function that is being traced is one that XLA will compile."""
+    if tf.executing_eagerly():
+        return False
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+@functools.cache
+def problem() -> str | None:
+    """Why compiled functions cannot hold collectives; `None` when they can. Tries it, once."""
+    if _library.library is None:
+        return "the native ops are not in use"
+    if gen_xla_ops is None:
+        return f"TensorFlow {tf.__version__} has no custom calls"
+    if tf.config.list_physical_devices("GPU"):
+        return "on a GPU, XLA would need the collectives to be kernels of the GPU's"
+    reason = _library.library.farandole_tensorflow_register_xla()
+    if reason is not None:
+        return reason.decode()
+
+    def doubled(number: Any) -> Any:
+        return _custom_call(_text(PROBE), [number], [tf.TensorSpec([], tf.int32)])[0]
+
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            result = tf.function(doubled, jit_compile=True)(tf.constant(21))
+    except (tf.errors.OpError, ValueError, TypeError) as error:
+        return f"a compiled custom call failed: {error}"
+    return None if int(result) == 42 else f"a compiled custom call returned {result!r}"  # noqa: PLR2004 - twice 21
+
+
+def check() -> None:
+    """Refuses to put a collective into a compiled function where that cannot be.
+
+    Raises:
+        NotImplementedError: With the reason.
+    """
+    reason = problem()
+    if reason is not None:
+        raise NotImplementedError(
+            f"collectives cannot be in a function with jit_compile=True here, for {reason}; reduce outside of it"
+        )
+
+
+def _text(
+    kind: int, process_set: int = 0, name: str = "", *, op: int = 0, factors: Any = (ONE, ONE), root: int = 0
+) -> str:
+    return f"{kind},{op},{factors[0]},{factors[1]},{root},{process_set},{name}"
+
+
+def _custom_call(text: str, tensors: Sequence[Any], results: Sequence[tf.TensorSpec]) -> list[Any]:
+    """One call after those that this graph has already."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    before, outer = None, graph
+    while before is None and outer is not None:
+        before, outer = getattr(outer, _AFTER, None), getattr(outer, "outer_graph", None)
+    calls: Any = gen_xla_ops
+    *values, token = calls.xla_custom_call_v2(
+        operands=[*tensors, tf.constant(0) if before is None else before],
+        call_target_name=TARGET,
+        backend_config=text,
+        has_side_effect=True,
+        result_dtypes=[*(result.dtype for result in results), tf.int32],
+        result_shapes=[*(result.shape for result in results), tf.TensorShape([])],
+    )
+    setattr(graph, _AFTER, token)
+    return values
+
+
+def _bytes(spec: Any) -> int:
+    return math.prod(spec.shape) * (1 if spec.dtype == tf.bool else spec.dtype.size)
+
+
+def _collective(
+    head: str,
+    tensors: Sequence[Any],
+    shape_of: Callable[[tf.TensorShape], tf.TensorShape],
+    gradient: Callable[..., Sequence[Any]],
+) -> list[Any]:
+    """A call on tensors; `shape_of` makes a result's shape of its tensor's, `gradient` takes those of the results.
+
+    Raises:
+        NotImplementedError: When this TensorFlow cannot carry it.
+        ValueError: When a shape is not known.
+    """
+    check()
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    for tensor in tensors:
+        if not tensor.shape.is_fully_defined():
+            raise ValueError(
+                f"a collective in a compiled function needs shapes that are known when it is traced: {tensor!r}"
+            )
+    results = [tf.TensorSpec(shape_of(tensor.shape), tensor.dtype) for tensor in tensors]
+    parts = [
+        f"{tensor.dtype.as_datatype_enum}:{_bytes(result)}:{','.join(map(str, tensor.shape))}"
+        for tensor, result in zip(tensors, results, strict=True)
+    ]
+
+    @tf.custom_gradient
+    def run(*values: Any) -> tuple[list[Any], Any]:
+        return _custom_call(";".join([head, *parts]), values, results), gradient
+
+    reduced = run(*tensors)
+    return list(reduced) if isinstance(reduced, list | tuple) else [reduced]
+
+
+def _here() -> Any:
+    return sys.modules[__name__]
+
+
+def _same(shape: tf.TensorShape) -> tf.TensorShape:
+    return shape
+
+
+def _number(question: int, process_set: int) -> Any:
+    check()
+    return _custom_call(_text(question, process_set), [], [tf.TensorSpec([], tf.int32)])[0]
+
+
+def _members(process_set: int) -> tuple[int, int]:
+    """Size and position in a set, as they are while the function is traced."""
+    with tf.init_scope():
+        size = int(_library.ops.farandole_size(process_set=process_set))
+        return size, int(_library.ops.farandole_rank(process_set=process_set))
+
+
+def farandole_grouped_allreduce(
+    tensors: Sequence[Any],
+    tensor_name: str = "",
+    process_set: int = 0,
+    reduce_op: int = 0,
+    prescale: int = ONE,
+    postscale: int = ONE,
+) -> list[Any]:
+    """Combines several tensors as one unit."""
+    told = {
+        "tensor_name": tensor_name,
+        "process_set": process_set,
+        "reduce_op": reduce_op,
+        "prescale": prescale,
+        "postscale": postscale,
+    }
+    head = _text(ALLREDUCE, process_set, tensor_name, op=reduce_op, factors=(prescale, postscale))
+    return _collective(head, tensors, _same, lambda *grads: _gradients.allreduce(_here(), list(grads), told))
+
+
+def farandole_allreduce(tensor: Any, **arguments: Any) -> Any:
+    """Combines one tensor."""
+    return farandole_grouped_allreduce([tensor], **arguments)[0]
+
+
+def farandole_grouped_broadcast(
+    tensors: Sequence[Any], tensor_name: str = "", process_set: int = 0, root_rank: int = 0
+) -> list[Any]:
+    """The root's tensors on every rank."""
+    told = {"tensor_name": tensor_name, "process_set": process_set, "root_rank": root_rank}
+    head = _text(BROADCAST, process_set, tensor_name, root=root_rank)
+    return _collective(head, tensors, _same, lambda *grads: _gradients.broadcast(_here(), list(grads), told))
+
+
+def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
+    """The root's tensor on every rank."""
+    return farandole_grouped_broadcast([tensor], **arguments)[0]
+
+
+def farandole_grouped_allgather(tensors: Sequence[Any], tensor_name: str = "", process_set: int = 0) -> GroupedGathered:
+    """All ranks' tensors, which must have the same number of rows."""
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    size, rank = _members(process_set)
+    rows = [_rows(tensor.shape) for tensor in tensors]
+
+    def gradient(*grads: Any) -> list[Any]:
+        summed = farandole_grouped_allreduce(grads, unique(f"{tensor_name}_grad"), process_set, Sum)
+        return [total[rank * count : (rank + 1) * count] for total, count in zip(summed, rows, strict=True)]
+
+    outputs = _collective(
+        _text(ALLGATHER, process_set, tensor_name),
+        tensors,
+        lambda shape: _of_rows(shape, _rows(shape) * size),
+        gradient,
+    )
+    return GroupedGathered(outputs, tf.constant([[count] * size for count in rows], tf.int64))
+
+
+def farandole_allgather(tensor: Any, **arguments: Any) -> Gathered:
+    """All ranks' tensors, which must have the same number of rows."""
+    outputs, rows = farandole_grouped_allgather([tensor], **arguments)
+    return Gathered(outputs[0], rows)
+
+
+def _rows(shape: tf.TensorShape) -> int:
+    if not shape.rank:
+        raise ValueError("a tensor of at least one dimension is needed")
+    return int(shape[0] or 0)
+
+
+def _of_rows(shape: tf.TensorShape, rows: int) -> tf.TensorShape:
+    return tf.TensorShape([rows, *shape[1:]])
+
+
+def farandole_grouped_reducescatter(
+    tensors: Sequence[Any],
+    tensor_name: str = "",
+    process_set: int = 0,
+    reduce_op: int = 0,
+    prescale: int = ONE,
+    postscale: int = ONE,
+) -> list[Any]:
+    """Combines several tensors and keeps this rank's rows; all ranks get the same number of them."""
+    size, _ = _members(process_set)
+
+    def share(shape: tf.TensorShape) -> tf.TensorShape:
+        rows = _rows(shape)
+        if rows % size:
+            raise ValueError(f"in a compiled function rows must divide by the {size} ranks: {rows}")
+        return _of_rows(shape, rows // size)
+
+    told = {
+        "tensor_name": tensor_name,
+        "process_set": process_set,
+        "reduce_op": reduce_op,
+        "prescale": prescale,
+        "postscale": postscale,
+    }
+
+    def gradient(*grads: Any) -> list[Any]:
+        return _gradients.reducescatter(_here(), list(grads), told)
+
+    head = _text(REDUCESCATTER, process_set, tensor_name, op=reduce_op, factors=(prescale, postscale))
+    return _collective(head, tensors, share, gradient)
+
+
+def farandole_reducescatter(tensor: Any, **arguments: Any) -> Any:
+    """Combines one tensor and keeps this rank's rows."""
+    return farandole_grouped_reducescatter([tensor], **arguments)[0]
+
+
+def farandole_alltoall(tensor: Any, splits: Any, tensor_name: str = "", process_set: int = 0) -> Dealt:
+    """Deals rows out to all ranks in equal parts."""
+    known = tf.get_static_value(splits)
+    size, _ = _members(process_set)
+    if known is None or len(known):
+        raise NotImplementedError("a compiled function deals rows out in equal parts only: leave splits out")
+    tensor = tf.convert_to_tensor(tensor)
+
+    def gradient(grad: Any) -> list[Any]:
+        name = unique(f"{tensor_name}_grad")
+        return [farandole_alltoall(grad, tf.constant([], tf.int64), name, process_set).output]
+
+    [output] = _collective(_text(ALLTOALL, process_set, tensor_name), [tensor], _same, gradient)
+    return Dealt(output, tf.fill([size], _rows(tensor.shape) // size))
+
+
+def farandole_join(tensor_name: str = "", process_set: int = 0) -> Any:
+    """Refuses: a rank that has joined would hold up everything else that its program does."""
+    raise NotImplementedError("join cannot be in a function with jit_compile=True")
+
+
+def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
+    """Ranks in the set."""
+    return _number(SIZE, process_set)
+
+
+def farandole_rank(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
+    """Position in the set."""
+    return _number(RANK, process_set)
+
+
+def farandole_local_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
+    """Ranks on this host."""
+    return _number(LOCAL_SIZE, process_set)
+
+
+def farandole_local_rank(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
+    """Position on this host."""
+    return _number(LOCAL_RANK, process_set)
+
+
+def farandole_included(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
+    """Whether this rank is in the set."""
+    return _number(INCLUDED, process_set)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""tf.data's service for a training job: processes of their own prepare batches, trainers fetch them.
+
+Example:
+    # on hosts with CPUs to spare: farandole run -np 4 python -m farandole.tensorflow.data.compute_worker service.json
+    config = TfDataServiceConfig.read("service.json", wait_for_file_creation=True)
+    dataset = dataset.send_to_data_service(config, hvd.rank(), hvd.size())
+    ...
+    config.compute_client().shutdown()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import tensorflow as tf
+
+import farandole.tensorflow as hvd
+from farandole.tensorflow.data._meeting import MeetingClient, MeetingServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "TfDataServiceConfig",
+    "compute_worker_fn",
+    "send_to_data_service",
+    "serving",
+    "tf_data_service",
+]
+
+SIDES = ("training", "compute")
+
+
+@dataclasses.dataclass
+class TfDataServiceConfig:
+    """What trainers and workers need to find each other.
+
+    Args:
+        dispatchers: How many there are; each hands out the work to workers of its own.
+        workers_per_dispatcher: How many.
+        dispatcher_side: `"compute"` when workers' processes hold the dispatchers, `"training"` when trainers' do.
+        addresses: Where the service may be asked, as host and port.
+        key: Proves who belongs to it: keep it secret.
+        timeout: Seconds that waits for each other last at most.
+
+    Raises:
+        ValueError: For another side.
+    """
+
+    dispatchers: int
+    workers_per_dispatcher: int
+    dispatcher_side: str
+    addresses: list[tuple[str, int]]
+    key: bytes
+    timeout: float = 60
+
+    def __post_init__(self) -> None:
+        """Checks the side."""
+        if self.dispatcher_side not in SIDES:
+            raise ValueError(f"dispatcher_side must be one of {SIDES}: {self.dispatcher_side!r}")
+        self.addresses = [(str(host), int(port)) for host, port in self.addresses]
+
+    def compute_client(self, verbose: int = 1) -> MeetingClient:
+        """What asks the service.
+
+        Args:
+            verbose: Taken for Horovod's sake.
+        """
+        del verbose
+        return MeetingClient(self.addresses, self.key, self.timeout)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As numbers, texts and lists; the key in hexadecimal."""
+        return {**dataclasses.asdict(self), "key": self.key.hex()}
+
+    @staticmethod
+    def from_dict(config: dict[str, Any]) -> TfDataServiceConfig:
+        """The inverse of `to_dict`."""
+        return TfDataServiceConfig(**{**config, "key": bytes.fromhex(config["key"])})
+
+    def write(self, filename: str) -> None:
+        """Writes a file that only its owner reads; whoever reads it finds all of it or nothing."""
+        target = Path(filename)
+        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(self.to_dict(), file)
+            Path(name).replace(target)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    @staticmethod
+    def read(filename: str, wait_for_file_creation: bool = False, timeout: float = 600.0) -> TfDataServiceConfig:
+        """Reads what `write` wrote.
+
+        Args:
+            filename: The file.
+            wait_for_file_creation: Whether to wait for it.
+            timeout: How many seconds at most.
+
+        Raises:
+            FileNotFoundError: When it is not there, or does not come.
+        """
+        end = time.monotonic() + timeout
+        while wait_for_file_creation and not Path(filename).exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        return TfDataServiceConfig.from_dict(json.loads(Path(filename).read_text()))
+
+
+@contextlib.contextmanager
+def serving(
+    processes: int, dispatchers: int = 1, dispatcher_side: str = "compute", timeout: float = 60
+) -> Iterator[Any]:
+    """Runs the service's meeting point in this process for as long as the context lasts.
+
+    Args:
+        processes: Number of workers.
+        dispatchers: Number of dispatchers.
+        dispatcher_side: Where they are.
+        timeout: Seconds that waits for each other last at most.
+
+    Yields:
+        The `TfDataServiceConfig` of it.
+
+    Raises:
+        ValueError: When workers cannot be dealt out evenly.
+    """
+    if dispatchers <= 0 or processes % dispatchers:
+        raise ValueError(f"the number of processes must be a multiple of the {dispatchers} dispatchers: {processes}")
+    server = MeetingServer(dispatchers, processes // dispatchers)
+    try:
+        yield TfDataServiceConfig(
+            dispatchers, processes // dispatchers, dispatcher_side, server.addresses, server.key, timeout
+        )
+    finally:
+        server.close()
+
+
+def _dispatcher(client: MeetingClient, number: int) -> Any:
+    """Starts a dispatcher in this process and makes it known."""
+    server = tf.data.experimental.service.DispatchServer(tf.data.experimental.service.DispatcherConfig(port=0))
+    protocol, address = server.target.split("://", 1)
+    client.register_dispatcher(number, f"{protocol}://{client.here()}:{address.rsplit(':', 1)[1]}")
+    return server
+
+
+@contextlib.contextmanager
+def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
+    """Finds this trainer's dispatcher and waits for its workers; starts it first when trainers hold the dispatchers.
+
+    Args:
+        compute_config: Of the service.
+        rank: Of this trainer.
+
+    Yields:
+        The dispatcher's address, for `tf.data.experimental.service.distribute`.
+
+    Raises:
+        TimeoutError: When dispatcher or workers do not come in time.
+    """
+    client = compute_config.compute_client()
+    own = None
+    if compute_config.dispatcher_side == "training" and rank < compute_config.dispatchers:
+        own = _dispatcher(client, rank)
+    number = rank % compute_config.dispatchers
+    address = client.wait_for_dispatcher_registration(number)
+    client.wait_for_dispatcher_worker_registration(number)
+    try:
+        yield address
+    finally:
+        # Stops when nobody refers to it any more; stopping it here would wait for the workers to go.
+        del own
+
+
+def send_to_data_service(
+    dataset: tf.data.Dataset,
+    compute_config: TfDataServiceConfig,
+    rank: int,
+    size: int | None = None,
+    processing_mode: Any = "distributed_epoch",
+    reuse_dataset: bool = False,
+    round_robin: bool = False,
+) -> tf.data.Dataset:
+    """Has a dataset computed by the service; also a method of `tf.data.Dataset`.
+
+    Args:
+        dataset: What is computed: what comes after this call stays here.
+        compute_config: Of the service, whose dispatchers must be on the compute side.
+        rank: Of this trainer.
+        size: Number of trainers; needed for `round_robin`.
+        processing_mode: As in `tf.data.experimental.service.distribute`.
+        reuse_dataset: Whether trainers of one dispatcher share one pass over the data.
+        round_robin: With `reuse_dataset`: whether they take turns, so that each step's batches are alike.
+
+    Returns:
+        A dataset of the same elements.
+
+    Raises:
+        RuntimeError: When trainers hold the dispatchers: those end with the context of `tf_data_service`.
+        ValueError: When `round_robin` lacks what it needs.
+        TimeoutError: When dispatcher or workers do not come in time.
+    """
+    if compute_config.dispatcher_side == "training":
+        raise RuntimeError(
+            "send_to_data_service needs dispatchers on the compute side: use tf_data_service and "
+            "tf.data.experimental.service.distribute"
+        )
+    if round_robin and (size is None or not reuse_dataset):
+        raise ValueError("round_robin needs size and reuse_dataset=True")
+    with tf_data_service(compute_config, rank) as address:
+        distribute = tf.data.experimental.service.distribute(
+            processing_mode=processing_mode,
+            service=address,
+            job_name="job" if reuse_dataset else None,
+            consumer_index=rank if round_robin else None,
+            num_consumers=size if round_robin else None,
+        )
+        return dataset.apply(distribute)
+
+
+cast("Any", tf.data.Dataset).send_to_data_service = send_to_data_service
+
+
+def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
+    """Works for the service until it is shut down: what every compute process runs.
+
+    Args:
+        compute_config: Of the service; the number of ranks is the number of workers.
+
+    Raises:
+        ConnectionError: When the service is gone.
+        TimeoutError: When the dispatcher does not come in time.
+    """
+    hvd.init()
+    client = compute_config.compute_client()
+    number, place = divmod(hvd.rank(), compute_config.workers_per_dispatcher)
+    dispatcher = None
+    if compute_config.dispatcher_side == "compute" and place == 0:
+        dispatcher = _dispatcher(client, number)
+    address = client.wait_for_dispatcher_registration(number)
+    service = tf.data.experimental.service
+    worker = service.WorkerServer(
+        service.WorkerConfig(
+            dispatcher_address=address.split("://", 1)[1],
+            worker_address=f"{client.here()}:%port%",
+            heartbeat_interval_ms=1000,
+        )
+    )
+    try:
+        client.register_worker_for_dispatcher(number, hvd.rank())
+        client.wait_for_shutdown()
+    finally:
+        del worker, dispatcher

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Workers of tf.data's service: `farandole run -np 4 python -m farandole.tensorflow.data.compute_worker service.json`.
+
+Rank 0 writes the file, by which trainers find the service, and removes it at the end. All end when a trainer calls
+`TfDataServiceConfig.compute_client().shutdown()`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+
+import farandole.tensorflow as hvd
+from farandole.tensorflow.data.compute_service import SIDES, compute_worker_fn, serving
+
+
+def main(output_filename: str, dispatchers: int = 1, dispatcher_side: str = "compute", timeout: float = 60) -> None:
+    """What every rank does.
+
+    Args:
+        output_filename: Where trainers will look.
+        dispatchers: Number of dispatchers, which must divide the number of ranks.
+        dispatcher_side: Where they are, `"compute"` or `"training"`.
+        timeout: Seconds that waits for each other last at most.
+
+    Raises:
+        ValueError: When ranks cannot be dealt out evenly.
+    """
+    hvd.init()
+    with contextlib.ExitStack() as stack:
+        config = None
+        if hvd.rank() == 0:
+            config = stack.enter_context(serving(hvd.size(), dispatchers, dispatcher_side, timeout))
+        config = hvd.broadcast_object(config, name="farandole.tensorflow.data")
+        if hvd.rank() == 0:
+            config.write(output_filename)
+            stack.callback(Path(output_filename).unlink, missing_ok=True)
+        compute_worker_fn(config)
+        # The service outlives the others' last question.
+        hvd.allgather_object(None, name="farandole.tensorflow.data.end")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command's arguments."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("configfile", help="file to write, which trainers read")
+    arguments.add_argument("--dispatchers", type=int, default=1, help="number of dispatchers")
+    arguments.add_argument("--dispatcher-side", choices=SIDES, default="compute", help="who holds them")
+    arguments.add_argument("--timeout", type=float, default=60, help="seconds that waits last at most")
+    return arguments
+
+
+if __name__ == "__main__":
+    told = parser().parse_args()
+    main(told.configfile, told.dispatchers, told.dispatcher_side, told.timeout)

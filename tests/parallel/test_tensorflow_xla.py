@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Collectives inside of functions that XLA compiles for the CPU, against the same functions uncompiled."""
+
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("tensorflow") is None:
+    pytest.skip("needs TensorFlow", allow_module_level=True)
+
+
+def close(actual, expected, what):
+    import numpy as np
+
+    actual, expected = (np.asarray(value).astype(np.float64) for value in (actual, expected))
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, err_msg=what)
+
+
+def compiled_functions_equal_others():
+    import tensorflow as tf
+
+    import farandole.tensorflow as hvd
+    from farandole.tensorflow import _xla
+
+    assert _xla.problem() is None, _xla.problem()
+    rank = hvd.rank()
+
+    def everything(x):
+        doubled = hvd.allreduce(x, op=hvd.Sum)
+        # One after the other and beside each other, in a branch and in a loop.
+        chosen = tf.cond(doubled[0, 0] > 1e9, lambda: x, lambda: hvd.allreduce(x * 2, op=hvd.Max))
+        looped = tf.while_loop(
+            lambda step, _: step < 3,
+            lambda step, value: (step + 1, hvd.allreduce(value, op=hvd.Average) + 1),
+            [tf.constant(0), x],
+        )[1]
+        return {
+            "sum": doubled,
+            "chained": hvd.allreduce(doubled, op=hvd.Min, prescale_factor=0.5),
+            "chosen": chosen,
+            "looped": looped,
+            "group": hvd.grouped_allreduce([x, tf.cast(x, tf.int32), x[0, 0]], op=hvd.Sum),
+            "halves": hvd.allreduce(tf.cast(x, tf.bfloat16), postscale_factor=4.0),
+            "broadcast": hvd.broadcast(x, 1),
+            "gathered": hvd.allgather(x),
+            "scattered": hvd.reducescatter(x, op=hvd.Sum),
+            "dealt": hvd.alltoall(x),
+            "nothing": hvd.allreduce(x[:0]),
+            "slices": hvd.allreduce(tf.IndexedSlices(x, tf.constant([rank, 0]), tf.constant([2, 3]))),
+            "numbers": [hvd.size_op(), hvd.rank_op(), hvd.local_size_op(), hvd.local_rank_op()],
+        }
+
+    mine = tf.reshape(tf.range(6, dtype=tf.float32), [2, 3]) + rank
+    expected, compiled = tf.function(everything)(mine), tf.function(everything, jit_compile=True)
+    for turn in range(3):
+        actual = compiled(mine)
+        for what, value in expected.items():
+            one, other = tf.nest.flatten(actual[what]), tf.nest.flatten(value, expand_composites=False)
+            for ours, theirs in zip(one, other, strict=True):
+                assert ours.dtype == theirs.dtype
+                dense = tf.convert_to_tensor(theirs)
+                close(tf.cast(ours, tf.float64), tf.cast(dense, tf.float64), f"{what}, turn {turn}")
+
+
+def gradients_are_compiled_too():
+    import tensorflow as tf
+
+    import farandole.tensorflow as hvd
+
+    rank = hvd.rank()
+    dense, table = tf.Variable(tf.ones(3)), tf.Variable(tf.ones([4, 2]))
+
+    def step(**options):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(dense * (rank + 1.0)) + tf.reduce_sum(tf.gather(table, [rank]))
+        return hvd.DistributedGradientTape(tape, **options).gradient(loss, [dense, table])
+
+    for options in ({}, {"groups": 2, "compression": hvd.Compression.bf16}, {"gradient_predivide_factor": 2.0}):
+        grads = tf.function(step, jit_compile=True)(**options)
+        close(grads[0], [1.5] * 3, f"dense, {options}")
+        close(grads[1], [[0.5] * 2, [0.5] * 2, [0.0] * 2, [0.0] * 2], f"rows, {options}")
+
+    def through(operation):
+        variable = tf.Variable(tf.ones([2, 2]))
+
+        def gradient():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((rank + 1.0) * operation(variable))
+            return tape.gradient(loss, variable)
+
+        return tf.function(gradient, jit_compile=True)(), tf.function(gradient)()
+
+    operations = {
+        "sum": lambda x: hvd.allreduce(x, op=hvd.Sum),
+        "group": lambda x: hvd.grouped_allreduce([x, x])[1],
+        "broadcast": lambda x: hvd.broadcast(x, 0),
+        "allgather": hvd.allgather,
+        "alltoall": hvd.alltoall,
+        "reducescatter": hvd.reducescatter,
+    }
+    for what, operation in operations.items():
+        close(*through(operation), what)
+
+
+def keras_compiles_the_whole_step():
+    import keras
+    import numpy as np
+
+    import farandole.keras as hvd
+
+    random = np.random.default_rng(3)
+    x = random.normal(size=(32, 5)).astype(np.float32)
+    y = (x @ random.normal(size=(5, 1))).astype(np.float32)
+    mine = slice(hvd.rank(), None, 2)
+
+    def build(optimizer, **options):
+        kernels = [keras.initializers.GlorotUniform(seed) for seed in (1, 2)]
+        layers = [keras.Input((5,)), keras.layers.Dense(4, activation="tanh", kernel_initializer=kernels[0])]
+        model = keras.Sequential([*layers, keras.layers.Dense(1, kernel_initializer=kernels[1])])
+        model.compile(optimizer, loss="mse", **options)
+        return model
+
+    def fit(model, rows, batch):
+        model.fit(x[rows], y[rows], batch_size=batch, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    kinds = {
+        "plain": lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.1),
+        "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+        "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
+    }
+    for what, make in kinds.items():
+        expected = fit(build(make()), slice(None), 8)
+        for how in (True, "auto"):
+            model = build(hvd.DistributedOptimizer(make()), jit_compile=how)
+            assert model.jit_compile is (how is True)
+            for ours, theirs in zip(fit(model, mine, 4), expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6, err_msg=f"{what}, {how}")
+
+
+def what_cannot_be_compiled_says_why():
+    import tensorflow as tf
+
+    import farandole.tensorflow as hvd
+    from farandole.tensorflow import _xla
+
+    def compiled(function, *specs):
+        return tf.function(function, jit_compile=True, input_signature=specs or None)
+
+    with pytest.raises(ValueError, match="shapes that are known"):
+        compiled(hvd.allreduce, tf.TensorSpec([None]))(tf.ones(2))
+    with pytest.raises(NotImplementedError, match="join"):
+        compiled(hvd.join)()
+    with pytest.raises(NotImplementedError, match="equal parts"):
+        compiled(lambda x: hvd.alltoall(x, splits=[1, 1])[0])(tf.ones(2))
+    with pytest.raises(ValueError, match="must divide by the 2 ranks: 3"):
+        compiled(hvd.reducescatter)(tf.ones(3))
+    uneven = compiled(hvd.allgather)
+    with pytest.raises(tf.errors.OpError, match="same number of rows from every rank"):
+        uneven(tf.ones([hvd.rank() + 1]))
+    different = compiled(hvd.allreduce)
+    with pytest.raises(tf.errors.OpError, match=r"FarandoleAllreduce: .*ismatch"):
+        different(tf.ones([3 + hvd.rank()]))
+    close(compiled(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.ones(3)), [2.0] * 3, "afterwards")
+    # Where the custom call is not to be had.
+    possible, _xla.problem = _xla.problem, lambda: "some reason"
+    try:
+        with pytest.raises(NotImplementedError, match="for some reason; reduce outside of it"):
+            compiled(hvd.allreduce)(tf.ones(5))
+    finally:
+        _xla.problem = possible
+
+
+def test_collectives_are_compiled_by_xla(tensorflow_pair):
+    tensorflow_pair.run(compiled_functions_equal_others)
+    tensorflow_pair.run(gradients_are_compiled_too)
+
+
+def test_a_compiled_fit_equals_one_process(tensorflow_pair):
+    tensorflow_pair.run(keras_compiles_the_whole_step)
+
+
+def test_what_xla_cannot_compile_says_why(tensorflow_pair):
+    tensorflow_pair.run(what_cannot_be_compiled_says_why)
