@@ -40,3 +40,21 @@ def test_parquet_is_trained_on_without_spark(tmp_path):
     done = run("fit_on_parquet_no_spark.py", tmp_path)
     assert "epoch 10/10" in done.stderr
     assert len(done.stdout.splitlines()) == 11
+
+
+def test_a_table_with_categories_is_learned_and_its_history_drawn(tmp_path):
+    done = run("spark_torch_tabular.py", tmp_path)
+    assert "the model gets [store_index, day_of_week_index, state_holiday_index] -> int64 (rows, 3)" in done.stderr
+    error = re.fullmatch(r"relative error on later days (\d\.\d+)", done.stdout.splitlines()[0])
+    assert error is not None
+    assert float(error[1]) < 0.15  # the table's own noise is 0.05
+    assert (tmp_path / "farandole-tabular" / "history.svg").read_text().startswith("<svg")
+
+
+def test_a_lightning_module_recognises_digits(tmp_path):
+    done = run("spark_lightning_digits.py", tmp_path)
+    lines = done.stdout.splitlines()
+    accuracy = re.fullmatch(r"test accuracy (\d\.\d+)", lines[0])
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.9
+    assert lines[1].split() == ["epoch", "loss", "val_loss", "val_accuracy", "seconds", "rows"]
