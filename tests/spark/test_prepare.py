@@ -20,7 +20,7 @@ from farandole.spark.common import LocalStore
 from farandole.spark.common.columns import Roles
 from farandole.spark.common.prepare import clear_training_cache, find_data, prepare_data
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 ROLES = Roles(features=("x",), labels=("y",))
 
 
@@ -151,10 +151,10 @@ def test_files_of_somebody_else_are_passed_over(store, frame, tmp_path):
 def test_data_of_a_process_that_has_ended_gives_its_place(store, frame, tmp_path):
     first = prepared(store, frame)
     clear_training_cache()
-    lease = tmp_path / "intermediate_train_data.0" / "_lease.json"
-    lease.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "time": 0}))
+    mark = tmp_path / "intermediate_train_data.0" / "_use-other.json"
+    mark.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "time": 0}))
     assert prepared(store, frame.where("id > 5")).index == 1
-    lease.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "time": time.time()}))
+    mark.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "time": time.time()}))
     assert prepared(store, frame.where("id > 6")).train_url == first.train_url
 
 
@@ -221,8 +221,165 @@ def test_what_a_killed_preparation_left_is_emptied(store, frame, tmp_path):
         left.mkdir()
         (left / "part-00000-0badcafe-3.parquet").write_bytes(b"")
     gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "time": time.time()}
-    (tmp_path / "intermediate_train_data.0" / "_lease.json").write_text(json.dumps(gone))
+    (tmp_path / "intermediate_train_data.0" / "_lease-1.json").write_text(json.dumps(gone))
+    begun = {"key": "once-upon-a-time", "time": time.time()}
+    (tmp_path / "intermediate_train_data.0" / "_preparation.json").write_text(json.dumps(begun))
     found = prepared(store, frame, Roles(("x",), ("y",), validation=0.5))
     assert found.index == 0
     assert len(os.listdir(tmp_path / "intermediate_val_data.0")) <= 3
     assert "part-00000-0badcafe-3.parquet" not in os.listdir(tmp_path / "intermediate_val_data.0")
+
+
+TYPES = """
+    array(cast(id as float), 1f) as floats, array(array(cast(id as int), 2)) as nested, array(true, id > 3) as flags,
+    cast(id as decimal(10, 2)) / 4 as price, cast(id % 2 as boolean) as yes,
+    date_add(date'1970-01-01', cast(id as int)) as day,
+    timestamp_micros(id) as at, cast(timestamp_micros(id) as timestamp_ntz) as wall, cast(id as string) as word,
+    cast(cast(id as string) as binary) as bytes, cast(id as byte) as tiny, cast(id as short) as small, id as y
+"""
+EXPECTED = {
+    "floats": ("float32", (2,), [3.0, 1.0]),
+    "nested": ("int32", (1, 2), [[3, 2]]),
+    "flags": ("bool", (2,), [True, False]),
+    "price": ("float64", (), 0.75),
+    "yes": ("bool", (), True),
+    "day": ("int64", (), 3),
+    "at": ("int64", (), 3),
+    "wall": ("int64", (), 3),
+    "tiny": ("int8", (), 3),
+    "small": ("int16", (), 3),
+}
+
+
+def test_every_type_of_spark_that_can_be_a_feature(store, spark):
+    import numpy as np
+
+    from farandole._native.reader import Dataset, Reader
+
+    frame = spark.range(20).selectExpr(*[one.strip() for one in split(TYPES)])
+    found = prepared(store, frame, Roles(tuple(name for name in frame.columns if name != "y"), ("y",)))
+    assert (found.columns["word"].dtype, found.columns["bytes"].dtype) == ("utf8", "binary")
+    (batch,) = Reader(
+        Dataset.open(found.train_url), columns=[*EXPECTED, "y"], batch_size=100, shuffle=False, tail="keep"
+    ).epoch(0)
+    held = {name: batch.column(name) for name in batch.names}
+    values = {name: np.frombuffer(one, one.dtype).reshape(one.shape) for name, one in held.items()}
+    row = values["y"].tolist().index(3)
+    for name, (dtype, shape, value) in EXPECTED.items():
+        assert (found.columns[name].dtype, found.columns[name].shape) == (dtype, shape), name
+        assert values[name][row].tolist() == value, name
+
+
+def split(text):
+    """Splits at commas outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def test_sparse_vectors_take_little_room_when_asked_to(store, spark):
+    rows = [(Vectors.sparse(2000, [index % 2000], [1.5]), index) for index in range(200)]
+    frame = spark.createDataFrame(rows, ["x", "y"])
+    plain, small = prepared(store, frame), prepared(store, frame, compress_sparse=True)
+    sizes = [sum(file.stat().st_size for file in _files(one)) for one in (plain, small)]
+    assert sizes[1] * 20 < sizes[0]
+    assert small.columns["x"].shape == (2000,)
+    assert small.columns["x"].dtype == "float64"
+
+
+def _files(found):
+    from pathlib import Path
+
+    return Path(found.train_url.removeprefix("file://")).glob("*.parquet")
+
+
+def test_words_hold_rows_out_and_a_fill_takes_the_place_of_nulls(store, spark):
+    frame = spark.range(10).selectExpr(
+        "case when id < 6 then 'train' when id < 9 then 'VALIDATION' else 'test' end as side",
+        "case when id % 2 = 0 then cast(id as double) end as x",
+        "id as y",
+    )
+    roles = Roles(("x",), ("y",), validation="side")
+    with pytest.raises(ValueError, match=r"column x has nulls in \d+ of \d+ rows, in partition \d"):
+        prepared(store, frame, roles)
+    found = prepared(store, frame, roles, fill={"x": -1})
+    assert (found.train_rows, found.val_rows, found.dropped) == (6, 3, 1)
+
+
+def test_a_null_inside_an_array_is_counted_by_rows(store, spark):
+    frame = spark.range(0, 8, 1, 1).selectExpr("array(1f, if(id in (2, 5), null, 3f), 5f) as x", "id as y")
+    with pytest.raises(
+        ValueError, match=r"column x has nulls inside arrays in 2 of 8 rows, in partition 0, first at its row 2"
+    ):
+        prepared(store, frame)
+
+
+def test_data_read_from_files_is_found_by_another_session_and_goes_on_after_a_kill(store, frame, spark, tmp_path):
+    source = f"{tmp_path}/source"
+    frame.select("y", "id").repartition(4).write.parquet(source)
+
+    def plan():
+        return spark.read.parquet(source).where("id >= 10").selectExpr("id * 2 as id", "y")
+
+    roles = Roles(("id",), ("y",))
+    first = prepared(store, plan(), roles)
+    assert not first.reused
+    clear_training_cache()
+    assert prepared(store, plan(), roles).reused
+    assert not prepared(store, plan().where("id < 100"), roles).reused
+
+    place = tmp_path / "intermediate_train_data.0"
+    manifest = json.loads((place / "_manifest.json").read_text())
+    assert manifest["fingerprint"].startswith("fit-")
+    assert len(manifest["files"]) > 1
+    # As a driver leaves it that is killed before the last partition: half of the marks, no manifest.
+    from farandole.data import places
+    from farandole.spark.common import plan as plans
+    from farandole.spark.common import prepare
+
+    kept, base = {}, plan()
+    columns = base.select(*[base[name].alias(f"column{index}") for index, name in enumerate(("id", "y"))])
+    sources = plans.parts(columns.coalesce(20))
+    assert sources is not None
+    assert len(set(sources)) == len(sources)
+    (place / "_manifest.json").unlink()
+    (place / "_preparation.json").write_text(json.dumps({"key": manifest["fingerprint"], "time": time.time()}))
+    side = {"columns": manifest["columns"]}
+    for file in manifest["files"][:-1]:
+        number = int(file["path"].split("-")[1])
+        kept[number] = file["path"]
+        part = {"partition": number, "rows": file["rows"], "dropped": 0, "train": {"file": file, **side}, "val": None}
+        places.note(str(place), number, json.dumps(part).encode(), source=sources[number])
+    again = prepared(store, plan(), roles)
+    assert (again.index, again.resumed, again.reused) == (0, len(kept), False)
+    files = os.listdir(place)
+    assert set(kept.values()) <= set(files)
+    assert ids(again.train_url) == ids_of(plan())
+    assert prepare.find_data(store, roles, 0).train_rows == 190
+
+
+def ids_of(frame):
+    return sorted(row.id for row in frame.collect())
+
+
+def test_plans_that_say_too_little_of_themselves_are_not_found_by_others(spark, tmp_path):
+    from farandole.spark.common import plan
+
+    spark.range(10).write.parquet(f"{tmp_path}/rows")
+    rows = spark.read.parquet(f"{tmp_path}/rows")
+    assert plan.lasting(rows.selectExpr("id + 1 as x").where("x > 3")) is not None
+    assert plan.lasting(rows.selectExpr("id + 1 as x")) != plan.lasting(rows.selectExpr("id + 2 as x"))
+    double = sf.udf(lambda value: value * 2, "long")
+    for strange in (
+        rows.select(double("id").alias("x")),
+        rows.where(sf.current_date() > sf.lit("2020-01-01")),
+        rows.where(sf.rand() < 0.5),
+        rows.groupBy("id").count(),
+        spark.createDataFrame([(1,)], ["id"]),
+    ):
+        assert plan.lasting(strange) is None

@@ -124,20 +124,18 @@ def parts(df: DataFrame) -> list[str] | None:
 
 
 def _parts(df: DataFrame) -> list[str] | None:
-    frame, session = cast("Any", df)._jdf, cast("Any", df.sparkSession)
-    text = session._jvm.java.util.Arrays.toString
     told: list[str] = []
     left = _MOST
-    for partition in frame.queryExecution().toRdd().partitions():
+    for partition in cast("Any", df)._jdf.queryExecution().toRdd().partitions():
         coalesced = partition.getClass().getSimpleName() == "CoalescedRDDPartition"
-        parents = _each(partition.parents()) if coalesced else [partition]
-        left -= len(parents)
-        if left < 0:
-            return None
         words = []
-        for parent in parents:
+        for parent in _each(partition.parents()) if coalesced else [partition]:
             kind = parent.getClass().getSimpleName()
-            words.append(text(parent.files()) if kind == "FilePartition" else f"{kind} {parent.index()}")
+            files = [str(file.toString()) for file in parent.files()] if kind == "FilePartition" else []
+            words += [f"{kind} {parent.index()}", *files]
+            left -= 1 + len(files)
+            if left < 0:
+                return None
         told.append("\n".join(words))
     return told
 
