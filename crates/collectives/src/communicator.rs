@@ -111,7 +111,7 @@ pub trait Device: Send + Sync {
     /// Ordinal as the framework counts.
     fn ordinal(&self) -> u32;
 
-    /// Host memory that transfers fast to and from this device.
+    /// Host memory that transfers fast to and from this device: at least so many bytes, with anything in them.
     ///
     /// # Errors
     /// `Device` when it is out of memory.

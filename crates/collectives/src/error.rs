@@ -31,6 +31,12 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// Members that cannot be reached any more, as a library tells that does not say which.
+    #[error("members of a communicator were lost: {reason}")]
+    Lost {
+        /// What the library says.
+        reason: String,
+    },
     /// A device failed.
     #[error("device {ordinal} failed: {reason}")]
     Device {
@@ -45,7 +51,7 @@ impl Error {
     /// What the trainer may do now.
     pub fn fault(&self) -> Fault {
         match self {
-            Self::Transport(_) => Fault::Peer,
+            Self::Transport(_) | Self::Lost { .. } => Fault::Peer,
             Self::Unsupported { .. } | Self::Shape { .. } => Fault::Usage,
             Self::Device { .. } => Fault::Environment,
         }

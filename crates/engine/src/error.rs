@@ -289,7 +289,9 @@ impl Cause {
             Self::ShutDown | Self::Departed { .. } => Fault::Membership,
             Self::Removed { .. } => Fault::Usage,
             Self::Collective(error) => match error {
-                farandole_collectives::Error::Transport(_) => Fault::Peer,
+                farandole_collectives::Error::Transport(_) | farandole_collectives::Error::Lost { .. } => {
+                    Fault::Peer
+                }
                 farandole_collectives::Error::Device { .. } => Fault::Environment,
                 _ => Fault::Bug,
             },

@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The driver's functions: the table, and each as a call that says which failed and why.
+#![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
+
+use std::ffi::{CStr, c_char, c_uint, c_void};
+use std::ptr::null_mut;
+use std::sync::Arc;
+
+use crate::library::table;
+use crate::{Error, Kind, Places, Result};
+
+/// Work that is done in order.
+pub type Stream = *mut c_void;
+/// A point in it.
+pub type Mark = *mut c_void;
+/// A function on the device.
+pub type Function = *mut c_void;
+
+const NOT_READY: i32 = 600;
+const NO_DEVICE: i32 = 100;
+const MAJOR: i32 = 75;
+const MINOR: i32 = 76;
+/// A stream that does not wait for the default one.
+const NON_BLOCKING: c_uint = 1;
+/// An event that takes no time.
+const NO_TIMING: c_uint = 2;
+/// Host memory that is page-locked for every context.
+const PORTABLE: c_uint = 1;
+
+table! {
+    /// Functions of the driver, by its header's types; contexts, streams, events and modules are pointers to what only
+    /// the driver knows, addresses on the device are numbers.
+    pub struct Table -> i32 {
+        needed {
+            init = "cuInit"(c_uint);
+            version = "cuDriverGetVersion"(*mut i32);
+            count = "cuDeviceGetCount"(*mut i32);
+            device = "cuDeviceGet"(*mut i32, i32);
+            attribute = "cuDeviceGetAttribute"(*mut i32, i32, i32);
+            name = "cuDeviceGetName"(*mut c_char, i32, i32);
+            uuid = "cuDeviceGetUuid_v2"(*mut [u8; 16], i32);
+            memory = "cuDeviceTotalMem_v2"(*mut usize, i32);
+            retain = "cuDevicePrimaryCtxRetain"(*mut *mut c_void, i32);
+            release = "cuDevicePrimaryCtxRelease_v2"(i32);
+            push = "cuCtxPushCurrent_v2"(*mut c_void);
+            pop = "cuCtxPopCurrent_v2"(*mut *mut c_void);
+            priorities = "cuCtxGetStreamPriorityRange"(*mut i32, *mut i32);
+            stream_create = "cuStreamCreateWithPriority"(*mut Stream, c_uint, i32);
+            stream_destroy = "cuStreamDestroy_v2"(Stream);
+            stream_wait = "cuStreamWaitEvent"(Stream, Mark, c_uint);
+            stream_synchronize = "cuStreamSynchronize"(Stream);
+            event_create = "cuEventCreate"(*mut Mark, c_uint);
+            event_destroy = "cuEventDestroy_v2"(Mark);
+            event_record = "cuEventRecord"(Mark, Stream);
+            event_query = "cuEventQuery"(Mark);
+            event_synchronize = "cuEventSynchronize"(Mark);
+            host_register = "cuMemHostRegister_v2"(*mut c_void, usize, c_uint);
+            host_unregister = "cuMemHostUnregister"(*mut c_void);
+            to_device = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, Stream);
+            to_host = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, Stream);
+            module_load = "cuModuleLoadData"(*mut *mut c_void, *const c_void);
+            module_unload = "cuModuleUnload"(*mut c_void);
+            function = "cuModuleGetFunction"(*mut Function, *mut c_void, *const c_char);
+            launch = "cuLaunchKernel"(
+                Function, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Stream, *mut *mut c_void,
+                *mut *mut c_void
+            );
+            error_name = "cuGetErrorName"(i32, *mut *const c_char);
+            error_string = "cuGetErrorString"(i32, *mut *const c_char);
+        }
+        optional {}
+    }
+}
+
+/// The driver, initialised.
+#[derive(Clone)]
+pub struct Driver {
+    table: Arc<Table>,
+}
+
+/// What a device is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Facts {
+    /// Such as `NVIDIA H100`.
+    pub name: String,
+    /// Tells it from every other.
+    pub uuid: [u8; 16],
+    /// Compute capability, such as 90.
+    pub arch: u32,
+    /// Its memory in bytes.
+    pub bytes: u64,
+}
+
+impl Driver {
+    /// Finds, loads and initialises it. No context is made.
+    ///
+    /// # Errors
+    /// `NotFound`, `Symbols`, `Driver`.
+    pub fn load(places: &Places) -> Result<Self> {
+        let library = places.load(Kind::Driver)?;
+        Self::over(Table::of(&library)?)
+    }
+
+    /// Initialises a driver of these functions.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn over(table: Table) -> Result<Self> {
+        let driver = Self { table: Arc::new(table) };
+        // SAFETY: 0 is the only flag there is.
+        driver.check("cuInit", 0, unsafe { (driver.table.init)(0) })?;
+        Ok(driver)
+    }
+
+    /// The functions.
+    pub(crate) fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// The newest version of CUDA it serves, such as 13020.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn version(&self) -> Result<i32> {
+        let mut version = 0;
+        // SAFETY: the place lives across the call.
+        self.check("cuDriverGetVersion", 0, unsafe { (self.table.version)(&raw mut version) })?;
+        Ok(version)
+    }
+
+    /// Devices that this process sees.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn count(&self) -> Result<u32> {
+        let mut count = 0;
+        // SAFETY: the place lives across the call.
+        match unsafe { (self.table.count)(&raw mut count) } {
+            NO_DEVICE => Ok(0),
+            status => {
+                self.check("cuDeviceGetCount", 0, status)?;
+                Ok(u32::try_from(count).unwrap_or_default())
+            }
+        }
+    }
+
+    /// The driver's own number of a device.
+    ///
+    /// # Errors
+    /// `Driver` when there is no such device.
+    pub(crate) fn device(&self, ordinal: u32) -> Result<i32> {
+        let mut device = 0;
+        let number = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        // SAFETY: the place lives across the call.
+        self.check("cuDeviceGet", ordinal, unsafe { (self.table.device)(&raw mut device, number) })?;
+        Ok(device)
+    }
+
+    /// What a device is; no context is made to find out.
+    ///
+    /// # Errors
+    /// `Driver` when there is no such device.
+    pub fn facts(&self, ordinal: u32) -> Result<Facts> {
+        let device = self.device(ordinal)?;
+        let attribute = |which| {
+            let mut value = 0;
+            // SAFETY: the place lives across the call.
+            let status = unsafe { (self.table.attribute)(&raw mut value, which, device) };
+            self.check("cuDeviceGetAttribute", ordinal, status)?;
+            Ok(u32::try_from(value).unwrap_or_default())
+        };
+        let arch = attribute(MAJOR)? * 10 + attribute(MINOR)?;
+        let mut name = [0_u8; 128];
+        // SAFETY: the place has room for the 127 bytes that are asked for, and ends with a zero.
+        let status = unsafe { (self.table.name)(name.as_mut_ptr().cast(), 127, device) };
+        self.check("cuDeviceGetName", ordinal, status)?;
+        let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
+        let (mut uuid, mut bytes) = ([0; 16], 0);
+        // SAFETY: the place has the 16 bytes of the type.
+        self.check("cuDeviceGetUuid", ordinal, unsafe { (self.table.uuid)(&raw mut uuid, device) })?;
+        // SAFETY: the place lives across the call.
+        self.check("cuDeviceTotalMem", ordinal, unsafe { (self.table.memory)(&raw mut bytes, device) })?;
+        Ok(Facts { name, uuid, arch, bytes: bytes as u64 })
+    }
+
+    /// The context that the framework uses, too.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn context(&self, ordinal: u32) -> Result<Context> {
+        let device = self.device(ordinal)?;
+        let mut context = null_mut();
+        // SAFETY: the place lives across the call, and what is retained here is released once.
+        let status = unsafe { (self.table.retain)(&raw mut context, device) };
+        self.check("cuDevicePrimaryCtxRetain", ordinal, status)?;
+        Ok(Context { driver: self.clone(), ordinal, device, context })
+    }
+
+    /// Nothing, or the error of a function that failed.
+    pub(crate) fn check(&self, function: &'static str, ordinal: u32, status: i32) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        let say = |tell: unsafe extern "C" fn(i32, *mut *const c_char) -> i32| {
+            let mut text = std::ptr::null();
+            // SAFETY: the place lives across the call; the text is the driver's own, for ever.
+            let told = unsafe { tell(status, &raw mut text) } == 0 && !text.is_null();
+            // SAFETY: as above; it ends with a zero.
+            told.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+        };
+        let (name, words) = (say(self.table.error_name), say(self.table.error_string));
+        let reason = match (name, words) {
+            (Some(name), Some(words)) => format!("{name}, {words}"),
+            (name, words) => name.or(words).unwrap_or_else(|| format!("status {status}")),
+        };
+        Err(Error::Driver { function, ordinal, reason })
+    }
+}
+
+/// A device's context, shared with whoever else in the process uses the device.
+pub struct Context {
+    driver: Driver,
+    ordinal: u32,
+    device: i32,
+    context: *mut c_void,
+}
+
+// SAFETY: contexts may be used from any thread; each thread makes it its current one first.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once at creation.
+        unsafe { (self.driver.table.release)(self.device) };
+    }
+}
+
+impl Context {
+    /// The driver.
+    pub fn driver(&self) -> &Driver {
+        &self.driver
+    }
+
+    /// The device's number among those that this process sees.
+    pub fn ordinal(&self) -> u32 {
+        self.ordinal
+    }
+
+    /// Calls a function of the driver with this context current, and leaves the thread as it was.
+    ///
+    /// # Errors
+    /// `Driver` with the function's name.
+    pub(crate) fn call(&self, function: &'static str, call: impl FnOnce(&Table) -> i32) -> Result<()> {
+        self.status(function, call).and_then(|status| self.driver.check(function, self.ordinal, status))
+    }
+
+    fn status(&self, function: &'static str, call: impl FnOnce(&Table) -> i32) -> Result<i32> {
+        let table = self.driver.table();
+        // SAFETY: the context is retained.
+        self.driver.check(function, self.ordinal, unsafe { (table.push)(self.context) })?;
+        let status = call(table);
+        let mut popped = null_mut();
+        // SAFETY: the place lives across the call; what was pushed above is popped.
+        unsafe { (table.pop)(&raw mut popped) };
+        Ok(status)
+    }
+
+    /// A stream that does not wait for the default one, of the highest priority.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub(crate) fn stream(&self) -> Result<Stream> {
+        let mut stream = null_mut();
+        self.call("cuStreamCreateWithPriority", |table| {
+            let (mut least, mut greatest) = (0, 0);
+            // SAFETY: the places live across the calls.
+            unsafe {
+                match (table.priorities)(&raw mut least, &raw mut greatest) {
+                    0 => (table.stream_create)(&raw mut stream, NON_BLOCKING, greatest),
+                    status => status,
+                }
+            }
+        })?;
+        Ok(stream)
+    }
+
+    /// An event without a time.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub(crate) fn mark(&self) -> Result<Mark> {
+        let mut mark = null_mut();
+        // SAFETY: the place lives across the call.
+        self.call("cuEventCreate", |table| unsafe { (table.event_create)(&raw mut mark, NO_TIMING) })?;
+        Ok(mark)
+    }
+
+    /// Whether everything before the mark is done.
+    ///
+    /// # Errors
+    /// `Driver` when the work failed.
+    pub(crate) fn is_reached(&self, mark: Mark) -> Result<bool> {
+        // SAFETY: the caller owns the mark.
+        match self.status("cuEventQuery", |table| unsafe { (table.event_query)(mark) })? {
+            NOT_READY => Ok(false),
+            status => self.driver.check("cuEventQuery", self.ordinal, status).map(|()| true),
+        }
+    }
+
+    /// Locks host memory, so that copies need not stop on the way.
+    ///
+    /// # Errors
+    /// `Driver` when no more can be locked.
+    pub(crate) fn lock(&self, address: *mut u8, bytes: usize) -> Result<()> {
+        // SAFETY: the caller keeps the memory until it is unlocked.
+        self.call("cuMemHostRegister", |table| unsafe {
+            (table.host_register)(address.cast(), bytes, PORTABLE)
+        })
+    }
+
+    /// The inverse of `lock`.
+    pub(crate) fn unlock(&self, address: *mut u8) {
+        // SAFETY: locked before, and still there. There is nothing to do about a failure.
+        drop(self.call("cuMemHostUnregister", |table| unsafe { (table.host_unregister)(address.cast()) }));
+    }
+}

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What can go wrong with libraries and devices.
+
+use std::path::PathBuf;
+
+use farandole_world::Fault;
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A library or a device that refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No library of this kind is there, or none could be loaded.
+    #[error("{library} was not found: {tried}")]
+    NotFound {
+        /// Its name.
+        library: &'static str,
+        /// Where it was looked for, and what was wrong with each.
+        tried: String,
+    },
+    /// A library was found that lacks functions.
+    #[error("{path} lacks functions: {symbols}")]
+    Symbols {
+        /// Where it is.
+        path: String,
+        /// Their names.
+        symbols: String,
+    },
+    /// A library was found that is too old.
+    #[error("{path} has version {version}, at least {least} is needed")]
+    Version {
+        /// Where it is.
+        path: String,
+        /// What it says.
+        version: String,
+        /// What is needed.
+        least: &'static str,
+    },
+    /// A function of the driver failed.
+    #[error("{function} failed on device {ordinal}: {reason}")]
+    Driver {
+        /// Which.
+        function: &'static str,
+        /// Of which device.
+        ordinal: u32,
+        /// The driver's words.
+        reason: String,
+    },
+    /// A function of NCCL failed.
+    #[error("{function} failed: {reason}")]
+    Nccl {
+        /// Which.
+        function: &'static str,
+        /// The library's words.
+        reason: String,
+    },
+    /// Kernels were not compiled.
+    #[error("kernels were not compiled for sm_{arch}: {log}")]
+    Compile {
+        /// For which architecture.
+        arch: u32,
+        /// The compiler's words.
+        log: String,
+    },
+    /// Arguments of a kernel do not fit together.
+    #[error("a kernel cannot do this: {reason}")]
+    Arguments {
+        /// Why.
+        reason: String,
+    },
+    /// Compiled kernels could not be kept.
+    #[error("the cache of kernels failed at {path}: {reason}", path = path.display())]
+    Cache {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// What the trainer may do now.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::Arguments { .. } => Fault::Usage,
+            Self::Nccl { .. } => Fault::Peer,
+            Self::Compile { .. } => Fault::Bug,
+            Self::NotFound { .. }
+            | Self::Symbols { .. }
+            | Self::Version { .. }
+            | Self::Driver { .. }
+            | Self::Cache { .. } => Fault::Environment,
+        }
+    }
+}
+
+const _: () = assert!(size_of::<Error>() < 128, "errors travel in results");

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Where CUDA's libraries are.
+//!
+//! In this order: folders that somebody named, what the process has loaded already (torch loads its own), wheels next
+//! to this package, and the system's loader. Wheels keep libraries where no loader looks: those of CUDA 13 in
+//! `nvidia/cu13/lib`, those of CUDA 12 in a folder for each, such as `nvidia/cuda_nvrtc/lib`.
+
+use std::path::{Path, PathBuf};
+
+use crate::library::{Library, file_of};
+use crate::{Error, Result};
+
+/// A library of CUDA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// The driver's, which comes with it and in no wheel.
+    Driver,
+    /// The runtime's.
+    Runtime,
+    /// The compiler of kernels.
+    Nvrtc,
+    /// Collectives among GPUs.
+    Nccl,
+}
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Driver, Self::Runtime, Self::Nvrtc, Self::Nccl];
+
+    /// Name without a version.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Driver => "libcuda",
+            Self::Runtime => "libcudart",
+            Self::Nvrtc => "libnvrtc",
+            Self::Nccl => "libnccl",
+        }
+    }
+
+    /// Names of files, the newest version first.
+    const fn files(self) -> &'static [&'static str] {
+        match self {
+            Self::Driver => &["libcuda.so.1"],
+            Self::Runtime => &["libcudart.so.13", "libcudart.so.12"],
+            Self::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12"],
+            Self::Nccl => &["libnccl.so.2"],
+        }
+    }
+
+    /// Folders of wheels below `nvidia`.
+    const fn wheels(self) -> &'static [&'static str] {
+        match self {
+            Self::Driver => &[],
+            Self::Runtime => &["cu13/lib", "cuda_runtime/lib"],
+            Self::Nvrtc => &["cu13/lib", "cuda_nvrtc/lib"],
+            Self::Nccl => &["nccl/lib"],
+        }
+    }
+
+    /// A function that every version has.
+    pub(crate) const fn probe(self) -> &'static std::ffi::CStr {
+        match self {
+            Self::Driver => c"cuInit",
+            Self::Runtime => c"cudaRuntimeGetVersion",
+            Self::Nvrtc => c"nvrtcVersion",
+            Self::Nccl => c"ncclGetVersion",
+        }
+    }
+}
+
+/// Where to look.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Places {
+    /// Folders somebody named; they come first.
+    pub named: Vec<PathBuf>,
+    /// Folders of installed packages.
+    pub packages: Vec<PathBuf>,
+}
+
+impl Places {
+    /// What a knob named, separated by colons, and the packages next to this library.
+    pub fn of(named: &str) -> Self {
+        let named = named.split(':').filter(|folder| !folder.is_empty()).map(PathBuf::from).collect();
+        // The library this function is in: an extension in a package next to others.
+        let here: fn(&str) -> Self = Self::of;
+        let here = file_of(here as *const std::ffi::c_void);
+        let packages = here.and_then(|file| Some(Path::new(&file).parent()?.parent()?.to_owned()));
+        Self { named, packages: packages.into_iter().collect() }
+    }
+
+    /// Where a library may be, in order. Files need not exist, but for those named by a folder.
+    fn candidates(&self, kind: Kind) -> Vec<Candidate> {
+        let files = || kind.files().iter();
+        let mut all = Vec::new();
+        for folder in &self.named {
+            all.extend(files().map(|file| Candidate::File(folder.join(file))));
+        }
+        all.extend(files().map(|file| Candidate::Loaded(file)));
+        for package in &self.packages {
+            for wheel in kind.wheels() {
+                let folder = package.join("nvidia").join(wheel);
+                all.extend(files().map(|file| Candidate::File(folder.join(file))));
+            }
+        }
+        all.extend(files().map(|file| Candidate::System(file)));
+        all
+    }
+
+    /// Loads the first that can be.
+    ///
+    /// # Errors
+    /// `NotFound` with what was wrong with those that are there.
+    pub fn load(&self, kind: Kind) -> Result<Library> {
+        let mut tried = Vec::new();
+        for candidate in self.candidates(kind) {
+            let opened = match &candidate {
+                Candidate::File(path) if !path.exists() => continue,
+                Candidate::File(path) => Library::open(path),
+                Candidate::Loaded(name) => match Library::loaded(name) {
+                    Some(library) => Ok(library),
+                    None => continue,
+                },
+                Candidate::System(name) => Library::open(Path::new(name)),
+            };
+            match opened {
+                Ok(library) => return Ok(library),
+                Err(reason) => tried.push(reason),
+            }
+        }
+        Err(Error::NotFound { library: kind.name(), tried: tried.join("; ") })
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Candidate {
+    File(PathBuf),
+    Loaded(&'static str),
+    System(&'static str),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn places(named: &str, package: &str) -> Places {
+        Places { packages: vec![package.into()], ..Places::of(named) }
+    }
+
+    #[test]
+    fn named_folders_come_first_then_what_is_loaded_then_wheels_then_the_system() {
+        let all = places("/opt/a:/opt/b", "/site").candidates(Kind::Nccl);
+        let file = |path: &str| Candidate::File(path.into());
+        assert_eq!(
+            all,
+            [
+                file("/opt/a/libnccl.so.2"),
+                file("/opt/b/libnccl.so.2"),
+                Candidate::Loaded("libnccl.so.2"),
+                file("/site/nvidia/nccl/lib/libnccl.so.2"),
+                Candidate::System("libnccl.so.2"),
+            ]
+        );
+    }
+
+    #[test]
+    fn wheels_of_cuda_13_and_of_cuda_12_are_looked_into() {
+        let all = places("", "/site").candidates(Kind::Nvrtc);
+        for path in ["/site/nvidia/cu13/lib/libnvrtc.so.13", "/site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"] {
+            assert!(all.contains(&Candidate::File(path.into())), "{path} is not in {all:?}");
+        }
+    }
+
+    #[test]
+    fn a_library_that_cannot_be_loaded_says_why() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("libnccl.so.2"), "no library").unwrap();
+        let named = folder.path().to_str().unwrap();
+        let places = Places { packages: Vec::new(), ..Places::of(named) };
+        if let Err(error) = places.load(Kind::Nccl) {
+            let text = error.to_string();
+            assert!(text.starts_with("libnccl was not found: ") && text.contains(named), "{text}");
+        }
+        let candidates = places.candidates(Kind::Nccl);
+        assert_eq!(candidates[0], Candidate::File(folder.path().join("libnccl.so.2")));
+    }
+
+    #[test]
+    fn a_real_library_in_a_folder_of_wheels_is_loaded_from_there() {
+        let site = tempfile::tempdir().unwrap();
+        let folder = site.path().join("nvidia/cuda_nvrtc/lib");
+        std::fs::create_dir_all(&folder).unwrap();
+        let (source, library) = (site.path().join("empty.c"), folder.join("libnvrtc.so.12"));
+        std::fs::write(&source, "int nvrtcVersion(void) { return 0; }").unwrap();
+        let mut compiler = std::process::Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-o"]).args([&library, &source]);
+        assert!(compiler.status().unwrap().success(), "this test needs a C compiler, as linking does");
+        let places = Places { named: Vec::new(), packages: vec![site.path().to_owned()] };
+        let found = places.load(Kind::Nvrtc).unwrap();
+        assert_eq!(found.name(), library.to_str().unwrap());
+        assert!(found.file(Kind::Nvrtc.probe()).is_some());
+    }
+}

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! NVIDIA GPUs behind the traits `Device`, `Event` and `Communicator`.
+//!
+//! It owns finding and loading CUDA's libraries at run time, our kernels, and how memory of a GPU meets the host's and
+//! other GPUs'. It refuses to know who asks and when: that is the engine's. Nothing here is linked, so everything
+//! builds, and most is tested, where there is no CUDA.
+//!
+//! ```text
+//!   Places ── Library ──┬── Driver ── Context ── Gpu          copies beside the framework's work, by events
+//!                       │                └────── Kernels      pack, unpack, reduce, Adasum: CUDA C++
+//!                       ├── Nvrtc ── Cache ─────────┘         compiled once for each architecture
+//!                       └── Nccl ── NcclCommunicator          collectives, non-blocking, aborted at a deadline
+//! ```
+//!
+//! Invariants:
+//! - `CU-1`: no context is made, and no GPU touched, before somebody uses memory of it.
+//! - `CU-2`: a missing or unfit library is an error that says where was looked and why it was refused, never a panic.
+//! - `CU-3`: when an operation was given up, nothing on the GPU touches its tensors any more.
+//! - `CU-4`: nothing waits for a peer without a deadline.
+
+#![deny(unsafe_code)]
+
+mod cache;
+mod device;
+mod driver;
+mod error;
+mod find;
+mod inventory;
+mod kernels;
+mod library;
+mod nccl;
+mod nvrtc;
+mod staging;
+
+pub use cache::Cache;
+pub use device::Gpu;
+pub use driver::{Context, Driver, Facts, Function, Mark, Stream, Table as DriverTable};
+pub use error::{Error, Result};
+pub use find::{Kind, Places};
+pub use inventory::{Finding, inventory};
+pub use kernels::{
+    Batch, Inputs, Kernels, MEMBERS, SOURCE, TENSORS, TILE, blocks_for, move_name, plan, reduce_name,
+};
+pub use library::Library;
+pub use nccl::{Lane, Nccl, NcclCommunicator, Table as NcclTable, UniqueId, carries};
+pub use nvrtc::{Nvrtc, Table as NvrtcTable};
+pub use staging::{Locks, Pool};

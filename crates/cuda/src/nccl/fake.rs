@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! A table of functions that do what a test says and write down what they are asked for. One of each test's thread.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use farandole_collectives::{Event, Result};
+
+use super::{Comm, Lane, Nccl, SUCCESS, Settings, Stream, Table, UniqueId};
+
+thread_local! {
+    pub(super) static CALLS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+    /// What `ncclCommInitRankConfig` answers.
+    pub(super) static INIT: Cell<i32> = const { Cell::new(7) };
+    /// What `ncclCommGetAsyncError` tells, one after the other, then the last for ever.
+    pub(super) static STATUS: RefCell<VecDeque<i32>> = const { RefCell::new(VecDeque::new()) };
+    /// What `ncclGroupEnd` answers.
+    pub(super) static GROUP: Cell<i32> = const { Cell::new(SUCCESS) };
+    /// How far the clock is ahead.
+    pub(super) static AHEAD: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    pub(super) static VERSION: Cell<i32> = const { Cell::new(23_007) };
+}
+
+pub(super) fn clock() -> Instant {
+    static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
+    *START.get_or_init(Instant::now) + AHEAD.get()
+}
+
+fn note(call: String) -> i32 {
+    CALLS.with_borrow_mut(|calls| calls.push(call));
+    SUCCESS
+}
+
+/// What was called since the last look.
+pub(super) fn calls() -> Vec<String> {
+    CALLS.with_borrow_mut(std::mem::take)
+}
+
+fn at(address: *const c_void) -> String {
+    if address.is_null() { "-".to_owned() } else { format!("{:#x}", address.addr()) }
+}
+
+unsafe extern "C" fn version(version: *mut i32) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *version = VERSION.get() };
+    SUCCESS
+}
+
+unsafe extern "C" fn unique_id(id: *mut UniqueId) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *id = UniqueId([9; 128]) };
+    SUCCESS
+}
+
+unsafe extern "C" fn init(
+    comm: *mut Comm,
+    size: i32,
+    id: UniqueId,
+    rank: i32,
+    settings: *mut Settings,
+) -> i32 {
+    // SAFETY: the caller's places.
+    let settings = unsafe {
+        *comm = std::ptr::without_provenance_mut(0x77);
+        &*settings
+    };
+    note(format!("init {rank}/{size} id {} blocking {}", id.0[0], settings.blocking));
+    INIT.get()
+}
+
+unsafe extern "C" fn abort(_: Comm) -> i32 {
+    note("abort".to_owned())
+}
+
+unsafe extern "C" fn async_error(_: Comm, status: *mut i32) -> i32 {
+    let told = STATUS.with_borrow_mut(|all| match all.len() {
+        0 => SUCCESS,
+        1 => all[0],
+        _ => all.pop_front().unwrap_or_default(),
+    });
+    // SAFETY: the caller's place.
+    unsafe { *status = told };
+    SUCCESS
+}
+
+unsafe extern "C" fn group_start() -> i32 {
+    note("{".to_owned())
+}
+
+unsafe extern "C" fn group_end() -> i32 {
+    note("}".to_owned());
+    GROUP.get()
+}
+
+type Read = *const c_void;
+type Write = *mut c_void;
+
+unsafe extern "C" fn allreduce(
+    from: Read,
+    to: Write,
+    count: usize,
+    kind: i32,
+    op: i32,
+    _: Comm,
+    _: Stream,
+) -> i32 {
+    note(format!("allreduce {}>{} {count} of {kind} by {op}", at(from), at(to)))
+}
+
+unsafe extern "C" fn broadcast(
+    from: Read,
+    to: Write,
+    count: usize,
+    _: i32,
+    root: i32,
+    _: Comm,
+    _: Stream,
+) -> i32 {
+    note(format!("broadcast {}>{} {count} from {root}", at(from), at(to)))
+}
+
+#[expect(clippy::too_many_arguments, reason = "NCCL's")]
+unsafe extern "C" fn reduce(
+    from: Read,
+    to: Write,
+    count: usize,
+    kind: i32,
+    op: i32,
+    root: i32,
+    _: Comm,
+    _: Stream,
+) -> i32 {
+    note(format!("reduce {}>{} {count} of {kind} by {op} to {root}", at(from), at(to)))
+}
+
+unsafe extern "C" fn allgather(from: Read, to: Write, count: usize, _: i32, _: Comm, _: Stream) -> i32 {
+    note(format!("allgather {}>{} {count}", at(from), at(to)))
+}
+
+unsafe extern "C" fn scatter(
+    from: Read,
+    to: Write,
+    count: usize,
+    kind: i32,
+    op: i32,
+    _: Comm,
+    _: Stream,
+) -> i32 {
+    note(format!("reducescatter {}>{} {count} of {kind} by {op}", at(from), at(to)))
+}
+
+unsafe extern "C" fn send(from: Read, count: usize, _: i32, peer: i32, _: Comm, _: Stream) -> i32 {
+    note(format!("send {} {count} to {peer}", at(from)))
+}
+
+unsafe extern "C" fn receive(to: Write, count: usize, _: i32, peer: i32, _: Comm, _: Stream) -> i32 {
+    note(format!("receive {} {count} from {peer}", at(to)))
+}
+
+unsafe extern "C" fn scaled_sum(op: *mut i32, scalar: Write, kind: i32, _: i32, _: Comm) -> i32 {
+    // SAFETY: the caller's places; a factor has the type that is named.
+    let factor = unsafe {
+        *op = 42;
+        if kind == 8 { *scalar.cast::<f64>() } else { f64::from(*scalar.cast::<f32>()) }
+    };
+    note(format!("factor {factor} of {kind}"))
+}
+
+unsafe extern "C" fn scaled_sum_destroy(op: i32, _: Comm) -> i32 {
+    note(format!("no factor {op}"))
+}
+
+unsafe extern "C" fn words(status: i32) -> *const c_char {
+    let text: &CStr = match status {
+        2 => c"unhandled system error",
+        6 => c"remote process exited",
+        _ => c"no error",
+    };
+    text.as_ptr()
+}
+
+pub(super) fn nccl() -> crate::Result<Nccl> {
+    let table = Table {
+        version,
+        unique_id,
+        init,
+        abort,
+        async_error,
+        group_start,
+        group_end,
+        allreduce,
+        broadcast,
+        reduce,
+        allgather,
+        reducescatter: scatter,
+        send,
+        receive,
+        scaled_sum,
+        scaled_sum_destroy,
+        shrink: None,
+        register: None,
+    };
+    Nccl::over(table, Some(words), "libfake.so".to_owned())
+}
+
+/// A device whose work is done when a test says so.
+#[derive(Clone, Default)]
+pub(super) struct FakeLane {
+    marks: Arc<parking_lot::Mutex<Vec<Arc<AtomicBool>>>>,
+}
+
+struct FakeEvent(Arc<AtomicBool>);
+
+impl Event for FakeEvent {
+    fn is_ready(&self) -> Result<bool> {
+        Ok(self.0.load(Ordering::Relaxed))
+    }
+}
+
+impl FakeLane {
+    /// The work behind so many marks is done.
+    pub(super) fn finish(&self, marks: usize) {
+        let mut all = self.marks.lock();
+        let count = marks.min(all.len());
+        for done in all.drain(..count) {
+            done.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Lane for FakeLane {
+    fn ordinal(&self) -> u32 {
+        3
+    }
+
+    fn stream(&self) -> Stream {
+        std::ptr::null_mut()
+    }
+
+    fn mark(&self) -> Result<Box<dyn Event>> {
+        let done = Arc::new(AtomicBool::new(false));
+        self.marks.lock().push(Arc::clone(&done));
+        Ok(Box::new(FakeEvent(done)))
+    }
+
+    fn with(&self, work: &mut dyn FnMut()) -> Result<()> {
+        work();
+        Ok(())
+    }
+}

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! NCCL, by a table of our own: wheels ship it as `libnccl.so.2` alone, which no other loader tries.
+#![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
+
+mod calls;
+mod communicator;
+#[cfg(test)]
+mod fake;
+#[cfg(test)]
+mod tests;
+
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::Arc;
+
+use crate::library::table;
+use crate::{Error, Kind, Places, Result};
+
+pub use calls::carries;
+pub use communicator::{Lane, NcclCommunicator};
+
+/// A communicator of NCCL.
+pub(crate) type Comm = *mut c_void;
+type Stream = *mut c_void;
+
+pub(crate) const SUCCESS: i32 = 0;
+pub(crate) const IN_PROGRESS: i32 = 7;
+/// The oldest version whose configuration has all that is used: 2.18.
+const LEAST: i32 = 21_800;
+const MAGIC: u32 = 0xcafe_beef;
+/// What a configuration leaves to NCCL.
+const UNDEFINED: i32 = i32::MIN;
+
+/// Names a communicator on all its members: made by one, told to the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct UniqueId(pub [u8; 128]);
+
+/// `ncclConfig_t` as of version 2.18; later ones take it as it is.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Settings {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: i32,
+    cga_cluster_size: i32,
+    least_blocks: i32,
+    most_blocks: i32,
+    network: *const c_char,
+    split_share: i32,
+}
+
+impl Settings {
+    /// Calls return before they are done.
+    fn non_blocking() -> Self {
+        Self {
+            size: size_of::<Self>(),
+            magic: MAGIC,
+            version: LEAST.unsigned_abs(),
+            blocking: 0,
+            cga_cluster_size: UNDEFINED,
+            least_blocks: UNDEFINED,
+            most_blocks: UNDEFINED,
+            network: std::ptr::null(),
+            split_share: UNDEFINED,
+        }
+    }
+}
+
+table! {
+    /// Functions of NCCL, by its header's types.
+    pub struct Table -> i32 {
+        needed {
+            version = "ncclGetVersion"(*mut i32);
+            unique_id = "ncclGetUniqueId"(*mut UniqueId);
+            init = "ncclCommInitRankConfig"(*mut Comm, i32, UniqueId, i32, *mut Settings);
+            abort = "ncclCommAbort"(Comm);
+            async_error = "ncclCommGetAsyncError"(Comm, *mut i32);
+            group_start = "ncclGroupStart"();
+            group_end = "ncclGroupEnd"();
+            allreduce = "ncclAllReduce"(*const c_void, *mut c_void, usize, i32, i32, Comm, Stream);
+            broadcast = "ncclBroadcast"(*const c_void, *mut c_void, usize, i32, i32, Comm, Stream);
+            reduce = "ncclReduce"(*const c_void, *mut c_void, usize, i32, i32, i32, Comm, Stream);
+            allgather = "ncclAllGather"(*const c_void, *mut c_void, usize, i32, Comm, Stream);
+            reducescatter = "ncclReduceScatter"(*const c_void, *mut c_void, usize, i32, i32, Comm, Stream);
+            send = "ncclSend"(*const c_void, usize, i32, i32, Comm, Stream);
+            receive = "ncclRecv"(*mut c_void, usize, i32, i32, Comm, Stream);
+            scaled_sum = "ncclRedOpCreatePreMulSum"(*mut i32, *mut c_void, i32, i32, Comm);
+            scaled_sum_destroy = "ncclRedOpDestroy"(i32, Comm);
+        }
+        optional {
+            shrink = "ncclCommShrink"(Comm, *mut i32, i32, *mut Comm, *mut Settings, i32);
+            register = "ncclCommRegister"(Comm, *mut c_void, usize, *mut *mut c_void);
+        }
+    }
+}
+
+/// The texts of errors return no status, so they are not in the table.
+type Words = unsafe extern "C" fn(i32) -> *const c_char;
+
+/// The library.
+#[derive(Clone)]
+pub struct Nccl {
+    table: Arc<Table>,
+    words: Option<Words>,
+    version: i32,
+    path: String,
+}
+
+impl Nccl {
+    /// Finds and loads it.
+    ///
+    /// # Errors
+    /// `NotFound`, `Symbols`, `Version`, `Nccl`.
+    pub fn load(places: &Places) -> Result<Self> {
+        let library = places.load(Kind::Nccl)?;
+        let path = library.file(Kind::Nccl.probe()).unwrap_or_else(|| library.name().to_owned());
+        // SAFETY: the type in NCCL's header.
+        let words = unsafe { library.function::<Words>(c"ncclGetErrorString") };
+        Self::over(Table::of(&library)?, words, path)
+    }
+
+    /// Takes these functions for a library.
+    ///
+    /// # Errors
+    /// `Version`, `Nccl`.
+    pub(crate) fn over(table: Table, words: Option<Words>, path: String) -> Result<Self> {
+        let mut nccl = Self { table: Arc::new(table), words, version: 0, path };
+        let mut version = 0;
+        // SAFETY: the place lives across the call.
+        nccl.check("ncclGetVersion", unsafe { (nccl.table.version)(&raw mut version) })?;
+        if version < LEAST {
+            return Err(Error::Version { path: nccl.path, version: spelled(version), least: "2.18" });
+        }
+        nccl.version = version;
+        Ok(nccl)
+    }
+
+    /// Such as `2.30.7`.
+    pub fn version(&self) -> String {
+        spelled(self.version)
+    }
+
+    /// As NCCL counts, such as 23007.
+    pub fn code(&self) -> i32 {
+        self.version
+    }
+
+    /// The file it was loaded from.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// What this version has besides.
+    pub fn extras(&self) -> Vec<&'static str> {
+        let extras =
+            [("shrink", self.table.shrink.is_some()), ("registration", self.table.register.is_some())];
+        extras.into_iter().filter_map(|(name, there)| there.then_some(name)).collect()
+    }
+
+    /// A name for a new communicator.
+    ///
+    /// # Errors
+    /// `Nccl`.
+    pub fn unique_id(&self) -> Result<UniqueId> {
+        let mut id = UniqueId([0; 128]);
+        // SAFETY: the place has the bytes of the type.
+        self.check("ncclGetUniqueId", unsafe { (self.table.unique_id)(&raw mut id) })?;
+        Ok(id)
+    }
+
+    pub(crate) fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// Nothing, also for what is under way, or the error of a function that failed.
+    pub(crate) fn check(&self, function: &'static str, status: i32) -> Result<()> {
+        match status {
+            SUCCESS | IN_PROGRESS => Ok(()),
+            status => Err(Error::Nccl { function, reason: self.say(status) }),
+        }
+    }
+
+    fn say(&self, status: i32) -> String {
+        // SAFETY: any status may be asked about; the text is the library's own, for ever, and ends with a zero.
+        let text = self.words.map(|words| unsafe { CStr::from_ptr(words(status)) }.to_string_lossy());
+        text.map_or_else(|| format!("status {status}"), |text| format!("{text} (status {status})"))
+    }
+}
+
+fn spelled(code: i32) -> String {
+    format!("{}.{}.{}", code / 10_000, code / 100 % 100, code % 100)
+}

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! How a communicator behaves whatever NCCL does, with functions that do what the test says.
+
+use std::time::Duration;
+
+use farandole_collectives::{
+    Buffer, Communicator as _, DataType, Error, Operation, Place, ReduceOp, Segment, Token,
+};
+use farandole_world::Fault;
+
+use super::fake::{self, AHEAD, FakeLane, GROUP, INIT, STATUS, VERSION, calls, nccl};
+use super::{IN_PROGRESS, NcclCommunicator, SUCCESS, UniqueId, carries};
+
+const PATIENCE: Duration = Duration::from_secs(5);
+
+fn say(statuses: &[i32]) {
+    STATUS.with_borrow_mut(|all| *all = statuses.iter().copied().collect());
+}
+
+fn form(member: usize, size: usize) -> Result<(NcclCommunicator<FakeLane>, FakeLane), Error> {
+    let lane = FakeLane::default();
+    let id = nccl().unwrap().unique_id().unwrap();
+    let place = (member, size);
+    NcclCommunicator::form_by(nccl().unwrap(), lane.clone(), id, place, PATIENCE, fake::clock)
+        .map(|communicator| (communicator, lane))
+}
+
+/// One that is ready, of two members, this one the second.
+fn ready() -> (NcclCommunicator<FakeLane>, FakeLane) {
+    say(&[SUCCESS]);
+    let (mut communicator, lane) = form(1, 2).unwrap();
+    assert!(communicator.progress(&mut Vec::new()).unwrap());
+    calls();
+    (communicator, lane)
+}
+
+fn buffer(address: usize, bytes: usize) -> Buffer {
+    let address = std::ptr::without_provenance_mut(address);
+    // SAFETY: never looked at.
+    unsafe { Buffer::from_raw(address, bytes, Place::Device(3)) }
+}
+
+fn segment(input: usize, read: usize, output: usize, written: usize) -> Segment {
+    Segment { input: buffer(input, read), output: buffer(output, written) }
+}
+
+fn sum(dtype: DataType, op: ReduceOp, factors: (f64, f64)) -> Operation {
+    let segments = vec![segment(0x100, 40, 0x100, 40)];
+    Operation::Allreduce { dtype, op, prescale: factors.0, postscale: factors.1, segments }
+}
+
+fn plain() -> Operation {
+    sum(DataType::F32, ReduceOp::Sum, (1.0, 1.0))
+}
+
+#[test]
+fn it_forms_without_blocking_and_takes_operations_meanwhile() {
+    say(&[IN_PROGRESS, IN_PROGRESS, SUCCESS]);
+    let (mut communicator, lane) = form(1, 2).unwrap();
+    assert_eq!(calls(), ["init 1/2 id 9 blocking 0"]);
+    communicator.submit(Token(1), plain()).unwrap();
+    let mut done = Vec::new();
+    assert!(!communicator.progress(&mut done).unwrap());
+    assert!(!communicator.progress(&mut done).unwrap());
+    assert_eq!(calls(), Vec::<String>::new());
+    assert!(communicator.progress(&mut done).unwrap());
+    assert_eq!(calls(), ["{", "allreduce 0x100>0x100 10 of 7 by 0", "}"]);
+    assert_eq!((done.len(), communicator.pending()), (0, 1));
+    lane.finish(1);
+    assert!(communicator.progress(&mut done).unwrap());
+    assert_eq!((done, communicator.pending()), (vec![Token(1)], 0));
+}
+
+#[test]
+fn a_refused_beginning_is_told_in_the_librarys_words() {
+    INIT.set(2);
+    let error = form(0, 2).map(drop).unwrap_err();
+    assert_eq!(error.fault(), Fault::Peer);
+    assert!(error.to_string().contains("ncclCommInitRankConfig failed: unhandled system error (status 2)"));
+    assert_eq!(calls(), ["init 0/2 id 9 blocking 0", "abort"]);
+}
+
+#[test]
+fn members_that_do_not_come_are_waited_for_until_the_deadline_and_no_longer() {
+    say(&[IN_PROGRESS]);
+    let (mut communicator, _) = form(0, 2).unwrap();
+    communicator.submit(Token(1), plain()).unwrap();
+    AHEAD.set(PATIENCE);
+    assert!(!communicator.progress(&mut Vec::new()).unwrap());
+    calls();
+    AHEAD.set(PATIENCE + Duration::from_millis(1));
+    let error = communicator.progress(&mut Vec::new()).unwrap_err();
+    assert!(error.to_string().contains("device 3: forming it took longer than 5s"), "{error}");
+    assert_eq!((calls(), communicator.pending()), (vec!["abort".to_owned()], 0));
+    drop(communicator);
+    assert_eq!(calls(), Vec::<String>::new(), "what was aborted is not ended again");
+}
+
+#[test]
+fn a_dead_peer_ends_the_kernels_that_wait_for_it() {
+    let (mut communicator, _lane) = ready();
+    communicator.submit(Token(1), plain()).unwrap();
+    communicator.progress(&mut Vec::new()).unwrap();
+    calls();
+    say(&[6]);
+    let error = communicator.progress(&mut Vec::new()).unwrap_err();
+    assert!(error.to_string().contains("remote process exited"), "{error}");
+    assert_eq!((calls(), error.fault()), (vec!["abort".to_owned()], Fault::Peer));
+    assert_eq!(communicator.progress(&mut Vec::new()).unwrap_err().to_string(), error.to_string());
+    assert_eq!(communicator.submit(Token(2), plain()).unwrap_err().to_string(), error.to_string());
+}
+
+#[test]
+fn an_operation_that_hangs_is_aborted_at_the_deadline() {
+    let (mut communicator, lane) = ready();
+    communicator.submit(Token(1), plain()).unwrap();
+    communicator.submit(Token(2), plain()).unwrap();
+    let mut done = Vec::new();
+    communicator.progress(&mut done).unwrap();
+    // Whoever makes progress is not late.
+    AHEAD.set(PATIENCE);
+    lane.finish(1);
+    communicator.progress(&mut done).unwrap();
+    assert_eq!(done, [Token(1)]);
+    AHEAD.set(PATIENCE * 2);
+    assert!(!communicator.progress(&mut done).unwrap());
+    calls();
+    AHEAD.set(PATIENCE * 2 + Duration::from_millis(1));
+    let error = communicator.progress(&mut done).unwrap_err();
+    assert!(error.to_string().contains("an operation took longer than 5s"), "{error}");
+    assert_eq!(calls(), ["abort"]);
+}
+
+#[test]
+fn calls_that_return_late_are_waited_for_before_the_next() {
+    let (mut communicator, lane) = ready();
+    GROUP.set(IN_PROGRESS);
+    say(&[IN_PROGRESS, SUCCESS]);
+    communicator.submit(Token(1), plain()).unwrap();
+    communicator.submit(Token(2), plain()).unwrap();
+    let mut done = Vec::new();
+    communicator.progress(&mut done).unwrap();
+    lane.finish(1);
+    assert!(!communicator.progress(&mut done).unwrap(), "the first one's calls are under way");
+    assert_eq!((calls().len(), communicator.pending()), (3, 2));
+    communicator.progress(&mut done).unwrap();
+    assert_eq!(calls().len(), 3, "now the second one's");
+    lane.finish(1);
+    communicator.progress(&mut done).unwrap();
+    assert_eq!(done, [Token(1)]);
+}
+
+#[test]
+fn what_is_given_up_is_aborted_at_once() {
+    let (mut communicator, _lane) = ready();
+    communicator.submit(Token(1), plain()).unwrap();
+    communicator.progress(&mut Vec::new()).unwrap();
+    calls();
+    communicator.abandon();
+    assert_eq!((calls(), communicator.pending()), (vec!["abort".to_owned()], 0));
+    assert!(communicator.progress(&mut Vec::new()).is_err());
+}
+
+#[test]
+fn tensors_of_one_operation_are_one_group() {
+    let (mut communicator, _lane) = ready();
+    let segments = vec![segment(0x100, 8, 0x200, 8), segment(0x300, 16, 0x400, 16)];
+    let (dtype, op) = (DataType::C64, ReduceOp::Average);
+    let all = Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments };
+    communicator.submit(Token(1), all).unwrap();
+    communicator.progress(&mut Vec::new()).unwrap();
+    let expected = ["{", "allreduce 0x100>0x200 2 of 7 by 4", "allreduce 0x300>0x400 4 of 7 by 4", "}"];
+    assert_eq!(calls(), expected);
+}
+
+#[test]
+fn factors_become_part_of_a_sum() {
+    let (mut communicator, _lane) = ready();
+    communicator.submit(Token(1), sum(DataType::F64, ReduceOp::Average, (0.5, 3.0))).unwrap();
+    communicator.progress(&mut Vec::new()).unwrap();
+    let expected = ["factor 0.75 of 8", "{", "allreduce 0x100>0x100 5 of 8 by 42", "}", "no factor 42"];
+    assert_eq!(calls(), expected);
+}
+
+#[test]
+fn uneven_gathers_scatters_and_exchanges_go_by_parts() {
+    let (mut communicator, _lane) = ready();
+    let gather = |bytes: &[usize]| Operation::Allgather {
+        segments: vec![segment(0x100, bytes[1], 0x200, bytes.iter().sum())],
+        bytes: vec![bytes.to_vec()],
+    };
+    let scatter = |bytes: &[usize]| Operation::Reducescatter {
+        dtype: DataType::F32,
+        op: ReduceOp::Sum,
+        prescale: 1.0,
+        postscale: 1.0,
+        segments: vec![segment(0x100, bytes.iter().sum(), 0x200, bytes[1])],
+        bytes: vec![bytes.to_vec()],
+    };
+    let exchange = Operation::Alltoall {
+        segment: segment(0x100, 12, 0x200, 8),
+        sends: vec![4, 8],
+        receives: vec![0, 8],
+    };
+    let broadcast = Operation::Broadcast { root: 1, segments: vec![segment(0x100, 4, 0x200, 4)] };
+    let cases: [(Operation, &[&str]); 6] = [
+        (gather(&[8, 8]), &["allgather 0x100>0x200 8"]),
+        (gather(&[8, 4]), &["broadcast 0x100>0x200 8 from 0", "broadcast 0x100>0x208 4 from 1"]),
+        (scatter(&[8, 8]), &["reducescatter 0x100>0x200 2 of 7 by 0"]),
+        (scatter(&[8, 4]), &["reduce 0x100>- 2 of 7 by 0 to 0", "reduce 0x108>0x200 1 of 7 by 0 to 1"]),
+        (exchange, &["send 0x100 4 to 0", "send 0x104 8 to 1", "receive 0x200 8 from 1"]),
+        (broadcast, &["broadcast 0x100>0x200 4 from 1"]),
+    ];
+    for (number, (operation, expected)) in (1..).zip(cases) {
+        communicator.submit(Token(number), operation).unwrap();
+        communicator.progress(&mut Vec::new()).unwrap();
+        let calls = calls();
+        assert_eq!(calls[1..calls.len() - 1], *expected);
+    }
+}
+
+#[test]
+fn what_nccl_would_do_otherwise_is_refused() {
+    let all = |dtype, op, factor| carries(&sum(dtype, op, (factor, 1.0)));
+    assert!(all(DataType::Bf16, ReduceOp::Max, 1.0) && all(DataType::I64, ReduceOp::Product, 1.0));
+    assert!(all(DataType::F32, ReduceOp::Sum, 0.5) && all(DataType::C128, ReduceOp::Average, 1.0));
+    for (dtype, op, factor) in [
+        (DataType::I32, ReduceOp::Average, 1.0),
+        (DataType::I32, ReduceOp::Sum, 0.5),
+        (DataType::Bool, ReduceOp::Sum, 1.0),
+        (DataType::I16, ReduceOp::Sum, 1.0),
+        (DataType::F16, ReduceOp::Sum, 0.5),
+        (DataType::F32, ReduceOp::Max, 0.5),
+        (DataType::F32, ReduceOp::Adasum, 1.0),
+        (DataType::C64, ReduceOp::Product, 1.0),
+    ] {
+        assert!(!all(dtype, op, factor), "{op:?} of {dtype} by {factor}");
+    }
+    let (mut communicator, _lane) = ready();
+    assert!(communicator.submit(Token(1), Operation::Barrier).is_err());
+}
+
+#[test]
+fn a_version_that_lacks_what_is_needed_is_refused() {
+    VERSION.set(21_705);
+    let error = nccl().map(drop).unwrap_err();
+    assert_eq!(error.to_string(), "libfake.so has version 2.17.5, at least 2.18 is needed");
+    VERSION.set(21_800);
+    assert_eq!(nccl().unwrap().version(), "2.18.0");
+    assert_eq!(size_of::<UniqueId>(), 128);
+}

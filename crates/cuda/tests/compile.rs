@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The kernels compile for every architecture that is promised, with the compiler that users have. No GPU is needed.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod wheels;
+
+use farandole_collectives::DataType;
+use farandole_cuda::{Cache, Error, Kind, Nvrtc, SOURCE, move_name, reduce_name};
+
+const ARCHITECTURES: [u32; 5] = [75, 80, 90, 100, 120];
+
+fn compiler() -> Option<Nvrtc> {
+    wheels::there(Kind::Nvrtc)?;
+    Some(Nvrtc::load(&wheels::places()).unwrap())
+}
+
+/// Whether machine code has a kernel: its name stands in the table of symbols.
+fn has(code: &[u8], name: &str) -> bool {
+    code.windows(name.len() + 1).any(|bytes| bytes == [name.as_bytes(), b"\0"].concat())
+}
+
+#[test]
+fn every_kernel_compiles_for_every_architecture() {
+    let Some(compiler) = compiler() else { return };
+    let known = compiler.architectures();
+    for arch in ARCHITECTURES {
+        assert!(known.contains(&arch), "{:?} does not compile for sm_{arch}", compiler.version());
+        let code = compiler.compile(SOURCE, arch).unwrap();
+        assert_eq!(&code[..4], b"\x7fELF");
+        for dtype in DataType::ALL.into_iter().filter(|dtype| dtype.size() <= 8) {
+            for side in ["pack", "unpack"] {
+                let name = format!("{side}_{}", move_name(dtype, dtype, 1.0).unwrap());
+                assert!(has(&code, &name), "sm_{arch} lacks {name}");
+            }
+        }
+        for half in [DataType::F16, DataType::Bf16] {
+            let name = format!("pack_{}", move_name(DataType::F32, half, 0.5).unwrap());
+            assert!(has(&code, &name), "sm_{arch} lacks {name}");
+        }
+        let reduced = DataType::ALL.into_iter().filter_map(|dtype| reduce_name(dtype).ok());
+        for name in reduced.chain(["adasum_total".to_owned(), "adasum_products_bf16".to_owned()]) {
+            assert!(has(&code, &name), "sm_{arch} lacks {name}");
+        }
+    }
+}
+
+#[test]
+fn a_mistake_is_told_in_the_compilers_words() {
+    let Some(compiler) = compiler() else { return };
+    let error = compiler.compile("__global__ void broken() { nonsense; }", 90).unwrap_err();
+    assert!(matches!(&error, Error::Compile { arch: 90, log } if log.contains("nonsense")), "{error}");
+    assert!(compiler.compile(SOURCE, 10).is_err());
+}
+
+#[test]
+fn what_was_compiled_is_found_by_the_next_process() {
+    let Some(compiler) = compiler() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let source = "extern \"C\" __global__ void nothing() {}";
+    let first = Cache::new(folder.path()).get(&compiler, source, 90).unwrap();
+    let files: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().path()).collect();
+    let before = std::fs::metadata(&files[0]).unwrap().modified().unwrap();
+    assert_eq!(Cache::new(folder.path()).get(&compiler, source, 90).unwrap(), first);
+    assert_eq!(std::fs::metadata(&files[0]).unwrap().modified().unwrap(), before, "it was not written again");
+}

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The libraries that torch's wheels bring have what is called. No GPU is needed.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod wheels;
+
+use farandole_cuda::{Kind, Nccl, NcclTable, inventory};
+
+#[test]
+fn nccl_of_the_wheel_has_every_function_and_a_version() {
+    let Some(library) = wheels::there(Kind::Nccl) else { return };
+    assert!(library.name().ends_with("nvidia/nccl/lib/libnccl.so.2"), "{}", library.name());
+    let table = NcclTable::of(&library).unwrap();
+    let nccl = Nccl::load(&wheels::places()).unwrap();
+    assert!(nccl.code() >= 21_800, "{}", nccl.version());
+    assert_eq!(nccl.version().split('.').count(), 3);
+    // Since 2.27.
+    assert_eq!(table.shrink.is_some(), nccl.code() >= 22_700, "{}", nccl.version());
+    assert!(nccl.extras().contains(&"registration"), "since 2.19: {}", nccl.version());
+}
+
+#[test]
+fn an_inventory_names_every_library_with_its_version_or_what_was_tried() {
+    let findings = inventory(&wheels::places());
+    let names: Vec<&str> = findings.iter().map(|finding| finding.name.as_str()).take(4).collect();
+    assert_eq!(names, ["libcuda", "libcudart", "libnvrtc", "libnccl"]);
+    for (kind, finding) in Kind::ALL.into_iter().zip(&findings) {
+        if wheels::there(kind).is_none() {
+            assert!(!finding.works);
+            assert!(finding.detail.contains("was not found"), "{finding:?}");
+        } else if kind != Kind::Driver {
+            assert!(finding.works && finding.detail.contains(kind.name()), "{finding:?}");
+        }
+    }
+}

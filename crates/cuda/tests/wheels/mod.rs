@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Where the wheels of the development environment are.
+
+use std::path::{Path, PathBuf};
+
+use farandole_cuda::{Kind, Library, Places};
+
+/// The folders of the environment that tests of Python use.
+pub(crate) fn places() -> Places {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv/lib");
+    let pythons = std::fs::read_dir(root).into_iter().flatten().flatten();
+    let packages: Vec<PathBuf> = pythons.map(|python| python.path().join("site-packages")).collect();
+    Places { named: Vec::new(), packages }
+}
+
+/// The library, or the reason why a test has nothing to test.
+pub(crate) fn there(kind: Kind) -> Option<Library> {
+    places()
+        .load(kind)
+        .inspect_err(|error| eprintln!("skipped: {error}; install torch, or nvidia-cuda-nvrtc, into .venv"))
+        .ok()
+}
