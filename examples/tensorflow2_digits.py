@@ -14,6 +14,11 @@ import farandole.tensorflow as hvd
 
 ENOUGH = 0.95
 hvd.init()
+# A GPU for each rank, or one thread: TensorFlow takes that only before it has run anything.
+gpus = tf.config.list_physical_devices("GPU")
+if gpus:
+    tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
+tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.random.set_seed(hvd.rank())
 
 digits = load_digits()
