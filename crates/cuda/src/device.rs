@@ -10,6 +10,7 @@ use farandole_collectives::{Buffer, Device, Error as CollectiveError, Event, Mem
 use parking_lot::Mutex;
 
 use crate::driver::{Context, Driver, Mark, Stream};
+use crate::nccl::Lane;
 use crate::staging::{Locks, Pool};
 use crate::{Error, Result};
 
@@ -117,6 +118,24 @@ impl Gpu {
         Ok(Box::new(open.mark(std::ptr::with_exposed_provenance_mut(stream), Vec::new())?))
     }
 
+    /// A stream for a communicator of its own.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn lane(&self) -> Result<GpuLane> {
+        let open = self.open()?;
+        let stream = open.context.stream()?;
+        Ok(GpuLane { open, stream })
+    }
+
+    /// The context, for kernels.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn context(&self) -> Result<Arc<Context>> {
+        Ok(Arc::clone(&self.open()?.context))
+    }
+
     fn start(&self, from: &Buffer, to: &Buffer) -> Result<Reached, CollectiveError> {
         if from.len() != to.len() {
             let reason = format!("{} bytes are copied to {}", from.len(), to.len());
@@ -217,3 +236,76 @@ impl Drop for Reached {
         drop(self.open.context.call("cuEventDestroy", |table| unsafe { (table.event_destroy)(mark) }));
     }
 }
+
+/// A stream of a GPU that one communicator works on.
+pub struct GpuLane {
+    open: Arc<Open>,
+    stream: Stream,
+}
+
+// SAFETY: streams may be used from any thread; this one is its owner's.
+unsafe impl Send for GpuLane {}
+
+impl GpuLane {
+    /// What is put here from now on comes after what the framework's stream has now; the host does not wait.
+    ///
+    /// # Errors
+    /// `Driver`.
+    ///
+    /// # Safety
+    /// As for [`Gpu::after`].
+    pub unsafe fn join(&self, stream: usize) -> Result<()> {
+        self.order(std::ptr::with_exposed_provenance_mut(stream), self.stream)
+    }
+
+    /// What the framework puts on its stream from now on comes after what is here now; the host does not wait.
+    ///
+    /// # Errors
+    /// `Driver`.
+    ///
+    /// # Safety
+    /// As for [`Gpu::after`].
+    pub unsafe fn lead(&self, stream: usize) -> Result<()> {
+        self.order(self.stream, std::ptr::with_exposed_provenance_mut(stream))
+    }
+
+    fn order(&self, first: Stream, then: Stream) -> Result<()> {
+        let event = self.open.mark(first, Vec::new())?;
+        let mark = event.mark;
+        // SAFETY: the event is recorded and both streams live across the call, which remembers what the event is at now.
+        self.open.context.call("cuStreamWaitEvent", |table| unsafe { (table.stream_wait)(then, mark, 0) })
+    }
+}
+
+impl Drop for GpuLane {
+    fn drop(&mut self) {
+        let stream = self.stream;
+        // SAFETY: the stream is ours and is destroyed once, when its work is done. There is nothing to do about a failure.
+        drop(self.open.context.call("cuStreamDestroy", |table| unsafe { (table.stream_destroy)(stream) }));
+    }
+}
+
+impl Lane for GpuLane {
+    fn ordinal(&self) -> u32 {
+        self.open.context.ordinal()
+    }
+
+    fn stream(&self) -> Stream {
+        self.stream
+    }
+
+    fn mark(&self) -> Result<Box<dyn Event>, CollectiveError> {
+        Ok(Box::new(self.open.mark(self.stream, Vec::new())?))
+    }
+
+    fn with(&self, work: &mut dyn FnMut()) -> Result<(), CollectiveError> {
+        let done = self.open.context.call("cuCtxPushCurrent", |_| {
+            work();
+            0
+        });
+        Ok(done?)
+    }
+}
+
+#[cfg(test)]
+mod tests;

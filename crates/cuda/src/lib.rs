@@ -35,7 +35,7 @@ mod nvrtc;
 mod staging;
 
 pub use cache::Cache;
-pub use device::Gpu;
+pub use device::{Gpu, GpuLane};
 pub use driver::{Context, Driver, Facts, Function, Mark, Stream, Table as DriverTable};
 pub use error::{Error, Result};
 pub use find::{Kind, Places};

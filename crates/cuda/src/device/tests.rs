@@ -1,0 +1,406 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Copies, events and streams over a driver whose device is host memory: work is queued, and done when somebody has
+//! asked for it some number of times.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::ffi::{c_char, c_uint, c_void};
+
+use farandole_collectives::{Buffer, Device as _, Error as CollectiveError, Memory, Place};
+use farandole_testkit::{contents, filled};
+
+use super::*;
+use crate::driver::Table;
+
+const NOT_READY: i32 = 600;
+const OUT_OF_MEMORY: i32 = 2;
+
+/// What a thread's driver did, and has to do.
+#[derive(Default)]
+struct Fake {
+    log: Vec<String>,
+    /// Copies not carried out: from, to, bytes.
+    queue: VecDeque<(usize, usize, usize)>,
+    /// Copies ever queued and carried out.
+    queued: usize,
+    done: usize,
+    /// What each event comes after, by its number.
+    events: Vec<usize>,
+    streams: usize,
+    /// Contexts that are current.
+    depth: usize,
+    /// Questions that still find nothing done.
+    polls: usize,
+    /// A function that fails.
+    broken: Option<&'static str>,
+}
+
+thread_local! {
+    static FAKE: RefCell<Fake> = RefCell::default();
+}
+
+fn fake<T>(change: impl FnOnce(&mut Fake) -> T) -> T {
+    FAKE.with_borrow_mut(change)
+}
+
+fn did(call: &'static str) -> i32 {
+    fake(|fake| {
+        fake.log.push(call.to_owned());
+        if fake.broken == Some(call) { OUT_OF_MEMORY } else { 0 }
+    })
+}
+
+/// As `did`, for what needs a context.
+fn within(call: &'static str) -> i32 {
+    assert!(fake(|fake| fake.depth) > 0, "{call} without a context");
+    did(call)
+}
+
+fn log() -> Vec<String> {
+    fake(|fake| std::mem::take(&mut fake.log))
+}
+
+/// Carries copies out up to a number.
+fn carry_out(fake: &mut Fake, upto: usize) {
+    while fake.done < upto {
+        let Some((from, to, bytes)) = fake.queue.pop_front() else { break };
+        let from = std::ptr::with_exposed_provenance::<u8>(from);
+        // SAFETY: tests keep both memories until the copy was waited for.
+        unsafe { std::ptr::copy(from, std::ptr::with_exposed_provenance_mut::<u8>(to), bytes) }
+        fake.done += 1;
+    }
+}
+
+fn enqueue(from: usize, to: usize, bytes: usize) {
+    fake(|fake| {
+        fake.queue.push_back((from, to, bytes));
+        fake.queued += 1;
+    });
+}
+
+unsafe extern "C" fn init(_: c_uint) -> i32 {
+    did("init")
+}
+unsafe extern "C" fn number(place: *mut i32) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *place = 2 };
+    0
+}
+unsafe extern "C" fn device(place: *mut i32, ordinal: i32) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *place = ordinal };
+    if ordinal < 2 { 0 } else { 101 }
+}
+unsafe extern "C" fn attribute(place: *mut i32, which: i32, _: i32) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *place = if which == 75 { 9 } else { 0 } };
+    0
+}
+unsafe extern "C" fn name(place: *mut c_char, _: i32, _: i32) -> i32 {
+    // SAFETY: the caller's place has room for more.
+    unsafe { std::ptr::copy(c"Fake".as_ptr(), place, 5) };
+    0
+}
+unsafe extern "C" fn uuid(place: *mut [u8; 16], device: i32) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *place = [u8::try_from(device).unwrap_or_default(); 16] };
+    0
+}
+unsafe extern "C" fn memory(place: *mut usize, _: i32) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *place = 80 << 30 };
+    0
+}
+unsafe extern "C" fn retain(place: *mut *mut c_void, _: i32) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *place = std::ptr::without_provenance_mut(0xc0) };
+    did("retain")
+}
+unsafe extern "C" fn release(_: i32) -> i32 {
+    did("release")
+}
+unsafe extern "C" fn push(_: *mut c_void) -> i32 {
+    fake(|fake| fake.depth += 1);
+    0
+}
+unsafe extern "C" fn pop(_: *mut *mut c_void) -> i32 {
+    fake(|fake| fake.depth -= 1);
+    0
+}
+unsafe extern "C" fn priorities(least: *mut i32, greatest: *mut i32) -> i32 {
+    // SAFETY: the caller's places.
+    unsafe { (*least, *greatest) = (0, -5) };
+    0
+}
+unsafe extern "C" fn stream_create(place: *mut Stream, flags: c_uint, priority: i32) -> i32 {
+    assert_eq!((flags, priority), (1, -5), "beside the default stream, before all others");
+    let number = fake(|fake| {
+        fake.streams += 1;
+        fake.streams
+    });
+    // SAFETY: the caller's place.
+    unsafe { *place = std::ptr::without_provenance_mut(number) };
+    within("stream_create")
+}
+unsafe extern "C" fn stream_destroy(_: Stream) -> i32 {
+    within("stream_destroy")
+}
+unsafe extern "C" fn stream_wait(then: Stream, mark: Mark, _: c_uint) -> i32 {
+    fake(|fake| fake.log.push(format!("stream {} waits for event {}", then.addr(), mark.addr())));
+    0
+}
+unsafe extern "C" fn stream_synchronize(_: Stream) -> i32 {
+    fake(|fake| carry_out(fake, usize::MAX));
+    within("stream_synchronize")
+}
+unsafe extern "C" fn event_create(place: *mut Mark, flags: c_uint) -> i32 {
+    assert_eq!(flags, 2, "events take no time");
+    let number = fake(|fake| {
+        fake.events.push(0);
+        fake.events.len()
+    });
+    // SAFETY: the caller's place.
+    unsafe { *place = std::ptr::without_provenance_mut(number) };
+    within("event_create")
+}
+unsafe extern "C" fn event_destroy(_: Mark) -> i32 {
+    within("event_destroy")
+}
+unsafe extern "C" fn event_record(mark: Mark, stream: Stream) -> i32 {
+    fake(|fake| {
+        fake.events[mark.addr() - 1] = fake.queued;
+        fake.log.push(format!("event {} on stream {}", mark.addr(), stream.addr()));
+    });
+    0
+}
+unsafe extern "C" fn event_query(mark: Mark) -> i32 {
+    fake(|fake| {
+        if fake.broken == Some("event_query") {
+            return OUT_OF_MEMORY;
+        }
+        if fake.polls > 0 {
+            fake.polls -= 1;
+            return NOT_READY;
+        }
+        let upto = fake.events[mark.addr() - 1];
+        carry_out(fake, upto);
+        0
+    })
+}
+unsafe extern "C" fn event_synchronize(mark: Mark) -> i32 {
+    fake(|fake| {
+        let upto = fake.events[mark.addr() - 1];
+        carry_out(fake, upto);
+    });
+    within("event_synchronize")
+}
+unsafe extern "C" fn host_register(_: *mut c_void, _: usize, _: c_uint) -> i32 {
+    within("lock")
+}
+unsafe extern "C" fn host_unregister(_: *mut c_void) -> i32 {
+    within("unlock")
+}
+unsafe extern "C" fn to_device(to: u64, from: *const c_void, bytes: usize, _: Stream) -> i32 {
+    enqueue(from.expose_provenance(), usize::try_from(to).unwrap_or_default(), bytes);
+    within("to_device")
+}
+unsafe extern "C" fn to_host(to: *mut c_void, from: u64, bytes: usize, _: Stream) -> i32 {
+    enqueue(usize::try_from(from).unwrap_or_default(), to.expose_provenance(), bytes);
+    within("to_host")
+}
+unsafe extern "C" fn module_load(_: *mut *mut c_void, _: *const c_void) -> i32 {
+    within("module_load")
+}
+unsafe extern "C" fn module_unload(_: *mut c_void) -> i32 {
+    within("module_unload")
+}
+unsafe extern "C" fn function(_: *mut *mut c_void, _: *mut c_void, _: *const c_char) -> i32 {
+    within("function")
+}
+#[expect(clippy::too_many_arguments, reason = "the driver's")]
+unsafe extern "C" fn launch(
+    _: *mut c_void,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: Stream,
+    _: *mut *mut c_void,
+    _: *mut *mut c_void,
+) -> i32 {
+    within("launch")
+}
+unsafe extern "C" fn error_name(_: i32, place: *mut *const c_char) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *place = c"CUDA_ERROR_OUT_OF_MEMORY".as_ptr() };
+    0
+}
+unsafe extern "C" fn error_string(_: i32, place: *mut *const c_char) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *place = c"out of memory".as_ptr() };
+    0
+}
+
+fn driver() -> Driver {
+    Driver::over(Table {
+        init,
+        version: number,
+        count: number,
+        device,
+        attribute,
+        name,
+        uuid,
+        memory,
+        retain,
+        release,
+        push,
+        pop,
+        priorities,
+        stream_create,
+        stream_destroy,
+        stream_wait,
+        stream_synchronize,
+        event_create,
+        event_destroy,
+        event_record,
+        event_query,
+        event_synchronize,
+        host_register,
+        host_unregister,
+        to_device,
+        to_host,
+        module_load,
+        module_unload,
+        function,
+        launch,
+        error_name,
+        error_string,
+    })
+    .unwrap()
+}
+
+/// Host memory that plays the device's.
+fn on_device(memory: &Memory, ordinal: u32) -> Buffer {
+    let address = memory.address();
+    address.expose_provenance();
+    // SAFETY: tests keep the memory for as long as they use the buffer.
+    unsafe { Buffer::from_raw(address, memory.len(), Place::Device(ordinal)) }
+}
+
+#[test]
+fn nothing_is_made_before_a_gpu_is_used_and_everything_ends_with_it() {
+    let gpu = Gpu::new(driver(), 1);
+    assert_eq!(log(), ["init"]);
+    let staging = gpu.staging(10).unwrap();
+    assert!(staging.len() >= 10 && staging.is_shareable());
+    assert_eq!(log(), ["retain", "stream_create", "lock"]);
+    drop((gpu, staging));
+    assert_eq!(log(), ["stream_synchronize", "stream_destroy", "unlock", "release"]);
+    assert_eq!(fake(|fake| fake.depth), 0, "threads are left as they were");
+}
+
+#[test]
+fn a_copy_is_done_when_its_event_says_so_and_not_before() {
+    let gpu = Gpu::new(driver(), 0);
+    let source = filled(&[1, 2, 3, 4]);
+    let staging = gpu.staging(4).unwrap().buffer().slice(0, 4);
+    let target = filled(&[0; 4]);
+    fake(|fake| fake.polls = 2);
+    let down = gpu.copy(&on_device(&source, 0), &staging).unwrap();
+    let up = gpu.copy(&staging, &on_device(&target, 0)).unwrap();
+    assert!(!down.is_ready().unwrap() && !up.is_ready().unwrap());
+    assert_eq!(contents(&target), [0; 4]);
+    assert!(up.is_ready().unwrap() && down.is_ready().unwrap());
+    assert_eq!(contents(&target), [1, 2, 3, 4]);
+}
+
+#[test]
+fn a_copy_that_is_given_up_is_over_before_its_tensors_are_free() {
+    let gpu = Gpu::new(driver(), 0);
+    let (source, target) = (filled(&[7; 8]), filled(&[0; 8]));
+    fake(|fake| fake.polls = usize::MAX);
+    drop(gpu.copy(&source.buffer(), &on_device(&target, 0)).unwrap());
+    assert!(log().contains(&"event_synchronize".to_owned()));
+    assert_eq!(contents(&target), [7; 8], "nothing writes to it from now on");
+}
+
+#[test]
+fn the_frameworks_own_work_is_never_waited_for_when_it_is_given_up() {
+    let gpu = Gpu::new(driver(), 0);
+    // SAFETY: the fake knows no streams.
+    let ready = unsafe { gpu.after(9) }.unwrap();
+    fake(|fake| fake.polls = 1);
+    assert!(!ready.is_ready().unwrap());
+    assert!(log().contains(&"event 1 on stream 9".to_owned()));
+    drop(ready);
+    assert_eq!(log(), Vec::<String>::new());
+}
+
+#[test]
+fn events_are_used_again() {
+    let gpu = Gpu::new(driver(), 0);
+    let (source, target) = (filled(&[7; 8]), filled(&[0; 8]));
+    for _ in 0..5 {
+        assert!(gpu.copy(&source.buffer(), &on_device(&target, 0)).unwrap().is_ready().unwrap());
+    }
+    assert_eq!(log().iter().filter(|call| *call == "event_create").count(), 1);
+}
+
+#[test]
+fn a_communicators_stream_and_the_frameworks_wait_for_each_other_not_the_host() {
+    let gpu = Gpu::new(driver(), 0);
+    let lane = gpu.lane().unwrap();
+    log();
+    // SAFETY: the fake knows no streams.
+    unsafe {
+        lane.join(9).unwrap();
+        lane.lead(9).unwrap();
+    }
+    let expected = [
+        "event_create",
+        "event 1 on stream 9",
+        "stream 2 waits for event 1",
+        "event 1 on stream 2",
+        "stream 9 waits for event 1",
+    ];
+    assert_eq!(log(), expected);
+}
+
+#[test]
+fn failures_name_the_device_the_function_and_the_drivers_words() {
+    let gpu = Gpu::new(driver(), 1);
+    let (source, target) = (filled(&[7; 8]), filled(&[0; 8]));
+    fake(|fake| fake.broken = Some("to_device"));
+    let error = gpu.copy(&source.buffer(), &on_device(&target, 1)).map(drop).unwrap_err();
+    let words = "cuMemcpyHtoDAsync failed on device 1: CUDA_ERROR_OUT_OF_MEMORY, out of memory";
+    assert_eq!(error.to_string(), format!("device 1 failed: {words}"));
+    fake(|fake| fake.broken = Some("event_query"));
+    let event = gpu.copy(&source.buffer(), &on_device(&target, 1)).unwrap();
+    assert!(matches!(event.is_ready(), Err(CollectiveError::Device { ordinal: 1, .. })));
+    assert!(gpu.copy(&source.buffer(), &on_device(&target, 0)).is_err(), "another device's memory");
+    assert!(gpu.copy(&source.buffer().slice(0, 4), &on_device(&target, 1)).is_err(), "other lengths");
+    assert!(Gpu::new(driver(), 5).staging(1).is_err(), "no such device");
+}
+
+#[test]
+fn memory_that_cannot_be_locked_is_used_all_the_same() {
+    fake(|fake| fake.broken = Some("lock"));
+    let gpu = Gpu::new(driver(), 0);
+    assert!(gpu.staging(100).unwrap().len() >= 100);
+    drop(gpu);
+    assert!(!log().contains(&"unlock".to_owned()));
+}
+
+#[test]
+fn facts_of_a_device_are_asked_without_a_context() {
+    let driver = driver();
+    let facts = driver.facts(1).unwrap();
+    assert_eq!((facts.name.as_str(), facts.arch, facts.uuid, facts.bytes >> 30), ("Fake", 90, [1; 16], 80));
+    assert_eq!(driver.count().unwrap(), 2);
+    assert_eq!(log(), ["init"]);
+}
