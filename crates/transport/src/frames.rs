@@ -173,7 +173,13 @@ impl FrameReceiver {
     pub fn try_receive_into(&mut self, payload: &mut Vec<u8>) -> Result<Option<u8>> {
         if self.partial.is_none() {
             let window = self.receiver.window()?;
-            let Some((header, rest)) = window.split_first_chunk::<HEADER>() else { return Ok(None) };
+            let Some((header, rest)) = window.split_first_chunk::<HEADER>() else {
+                // A part of a header is no sign that the rest will come.
+                if !window.is_empty() {
+                    self.receiver.awaits()?;
+                }
+                return Ok(None);
+            };
             let [a, b, c, d, kind] = *header;
             let length = usize::try_from(u32::from_le_bytes([a, b, c, d])).unwrap_or(usize::MAX);
             if length > MAX_FRAME {
@@ -263,6 +269,17 @@ mod tests {
         let error = frames(b).1.try_receive().unwrap_err();
         assert!(matches!(error, Error::Frame { rank: Rank(0), .. }), "{error}");
         assert!(frames(a).0.queue(0, &vec![0; MAX_FRAME + 1]).is_err());
+    }
+
+    #[test]
+    fn a_header_that_breaks_off_is_not_waited_for() {
+        let (mut a, b) = loopback::pair(Rank(0), Rank(1), 4096).unwrap();
+        a.sender.window().unwrap()[..3].copy_from_slice(&[1, 0, 0]);
+        a.sender.commit(3).unwrap();
+        let mut receiver = frames(b).1;
+        assert_eq!(receiver.try_receive().unwrap(), None);
+        drop(a);
+        assert!(matches!(receiver.try_receive(), Err(Error::PeerLost { .. })));
     }
 
     #[test]

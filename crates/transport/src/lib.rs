@@ -29,9 +29,10 @@
 //! - `TR-5`: an orderly close loses nothing that was flushed.
 //! - `TR-6`: in a forked child everything fails, and nothing it drops is felt by the parent or its peers.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod addresses;
+mod budget;
 mod card;
 #[cfg(feature = "_test-harness")]
 pub mod contract;
@@ -49,6 +50,7 @@ mod rendezvous;
 mod ring;
 mod service;
 mod shared;
+mod sync;
 mod tcp;
 mod watch;
 

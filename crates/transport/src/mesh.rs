@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ use farandole_world::{Generation, HostHash, Rank};
 use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use crate::budget::{Budget, Lease};
 use crate::card::Card;
 use crate::dial::{self, Failure, Request, Silence, Wait};
 use crate::handshake::{CONTROL, Carrier, Key, nonce};
@@ -31,8 +32,6 @@ use crate::{Error, Link, LinkKind, Parker, Rendezvous, Result, addresses, tcp};
 
 /// How long a wait for a peer's call goes on before it is asked whether it listens, and how long that may take.
 const PROBE: Duration = Duration::from_secs(1);
-/// When TCP's first repetitions of what was not confirmed have been sent, on a network without long ways.
-const REPETITION: Duration = Duration::from_millis(400);
 /// A shorter silence than this happens on any busy host.
 const SHORTEST_TIMEOUT: Duration = Duration::from_millis(100);
 
@@ -57,8 +56,8 @@ pub struct MeshOptions {
     pub use_shared_memory: bool,
     /// Off: as on kernels without pidfds.
     pub use_pidfd: bool,
-    /// Bytes of this process's own rings, the ones towards its peers, that it may place in segments; links beyond go
-    /// over TCP. The host's bytes divided by its ranks.
+    /// Bytes of this process's own rings, the ones towards its peers, that it may have in segments at a time; links
+    /// beyond go over TCP. The host's bytes divided by its ranks.
     pub shared_memory_bytes: u64,
     /// TCP connections of each link, 1 to 16.
     pub streams: u16,
@@ -110,8 +109,7 @@ pub struct Mesh {
     options: MeshOptions,
     /// By rank; the own card too.
     cards: Vec<Card>,
-    /// Bytes of own rings placed in segments so far.
-    created: AtomicU64,
+    budget: Budget,
     /// Channels that were opened, by peer.
     opened: Mutex<HashSet<(u32, Rank)>>,
     /// Peers that a control connection was dialled to. Held while dialling one.
@@ -146,7 +144,7 @@ impl Mesh {
         let mut mesh = Self {
             shared,
             cards: Vec::new(),
-            created: AtomicU64::new(0),
+            budget: Budget::new(options.shared_memory_bytes),
             opened: Mutex::new(HashSet::new()),
             controlled: Mutex::new(HashSet::new()),
             fallbacks: Mutex::new(Vec::new()),
@@ -346,16 +344,8 @@ impl Mesh {
     }
 
     fn over_tcp(&self, peer: &Arc<Peer>, sockets: Vec<OwnedFd>, capacity: usize) -> Result<Link> {
-        // What is sent and not confirmed tells of a dead path, also when the peer is heard on another connection. The
-        // kernel counts from the first repetition on, and looks when it repeats.
-        let limit = self.shared.peer_timeout;
-        let limit = (limit * 9 / 10).saturating_sub(REPETITION).max(limit / 2);
-        let timeout = u32::try_from(limit.as_millis()).unwrap_or(u32::MAX);
-        for socket in &sockets {
-            rustix::net::sockopt::set_tcp_user_timeout(socket, timeout).map_err(Error::of("setsockopt"))?;
-        }
-        let parker = self.shared.parker.clone();
-        let (link, below) = tcp::link(sockets, Arc::clone(peer), parker, capacity, &self.options.congestion)?;
+        let (link, below) =
+            tcp::link(sockets, Arc::clone(peer), &self.shared, capacity, &self.options.congestion)?;
         self.shared.follow(&below);
         Ok(link)
     }
@@ -373,21 +363,21 @@ impl Mesh {
         if !self.options.use_shared_memory {
             return Ok(None);
         }
-        let bytes = capacity as u64;
-        let budget = self.options.shared_memory_bytes;
         let fall_back = |reason: String| {
             self.fallbacks.lock().push((peer.rank, reason));
             Ok(None)
         };
-        let within = |sum: u64| sum.checked_add(bytes).filter(|sum| *sum <= budget);
-        if self.created.fetch_update(Ordering::Relaxed, Ordering::Relaxed, within).is_err() {
-            return fall_back(format!("{bytes} bytes more than this process may take of {budget}"));
-        }
+        let lease = match self.budget.take(capacity as u64) {
+            Ok(lease) => Arc::new(lease),
+            Err(reason) => return fall_back(reason),
+        };
+        // Both ends take the first socket of theirs for the one whose end tells of a death: one after the other.
+        let _one_at_a_time = peer.handover.lock();
         let mut silence = Silence::default();
         loop {
             wait.ask()?;
             let began = Instant::now();
-            match self.exchange(peer, name, channel, capacity, wait.attempt(&self.shared)) {
+            match self.exchange(peer, name, channel, capacity, &lease, wait.attempt(&self.shared)) {
                 Ok(link) => return Ok(Some(link)),
                 // A peer that holds another key is no matter of memory.
                 Err(Failure::Stranger(reason)) => return Err(Error::Handshake { reason }),
@@ -401,10 +391,7 @@ impl Mesh {
                         return Err(peer.gone("it accepts connections but does not answer"));
                     }
                 }
-                Err(failure) => {
-                    self.created.fetch_sub(bytes, Ordering::Relaxed);
-                    return fall_back(failure.to_string());
-                }
+                Err(failure) => return fall_back(failure.to_string()),
             }
         }
     }
@@ -415,6 +402,7 @@ impl Mesh {
         name: &str,
         channel: u32,
         capacity: usize,
+        lease: &Arc<Lease>,
         deadline: Instant,
     ) -> std::result::Result<Link, Failure> {
         let failed = |error: farandole_shm::Error| Failure::Unanswered(error.to_string());
@@ -441,12 +429,14 @@ impl Mesh {
         if first {
             self.shared.watch(Watch::local(Arc::clone(peer), Arc::clone(&bell), end));
         }
+        let sender = RingSender::new(sender, Arc::clone(peer), Some(Arc::clone(&bell)));
+        let receiver = RingReceiver::new(receiver, Arc::clone(peer), Some(bell));
         Ok(Link {
             peer: peer.rank,
             kind: LinkKind::SharedMemory,
             capacity,
-            sender: Box::new(RingSender::new(sender, Arc::clone(peer), Some(Arc::clone(&bell)))),
-            receiver: Box::new(RingReceiver::new(receiver, Arc::clone(peer), Some(bell))),
+            sender: Box::new(sender.leased(lease)),
+            receiver: Box::new(receiver.leased(lease)),
         })
     }
 

@@ -9,15 +9,17 @@
 //! Several threads may park at once; a wake wakes all of them. A thread that drives while another sleeps calls
 //! `cancel` so that peers need not ring for it, and `Unparker::wake` when it hands the driving over.
 
+mod sleepers;
+
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::Instant;
 
 use farandole_shm::{Bell, Guard};
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 
+use self::sleepers::{Place, Sleepers};
 use crate::{Error, Result};
 
 /// Why [`Parker::park`] returned.
@@ -32,10 +34,7 @@ pub enum Wake {
 struct Shared {
     bell: Arc<Bell>,
     epoll: OwnedFd,
-    /// Threads inside of `park`.
-    sleepers: AtomicU32,
-    /// An in-process wake was sent and not answered yet: further ones need no system call.
-    signalled: AtomicBool,
+    sleepers: Sleepers,
     guard: Guard,
 }
 
@@ -61,13 +60,8 @@ impl Parker {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::of("epoll_create"))?;
         let data = epoll::EventData::new_u64(0);
         epoll::add(&epoll, bell.event(), data, epoll::EventFlags::IN).map_err(Error::of("epoll_ctl"))?;
-        let shared = Shared {
-            bell: Arc::new(bell),
-            epoll,
-            sleepers: AtomicU32::new(0),
-            signalled: AtomicBool::new(false),
-            guard: Guard::new(),
-        };
+        let shared =
+            Shared { bell: Arc::new(bell), epoll, sleepers: Sleepers::default(), guard: Guard::new() };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -111,40 +105,9 @@ impl Parker {
     /// # Errors
     /// `Forked`, `System`.
     pub fn park(&self, deadline: Instant) -> Result<Wake> {
-        let shared = &*self.shared;
-        shared.guard.check()?;
-        shared.sleepers.fetch_add(1, Ordering::SeqCst);
-        // Counted first, looked second: `Unparker::wake` looks in the other order.
-        let outcome = if shared.bell.parked() { self.wait(deadline) } else { Ok(Wake::Woken) };
-        let others = shared.sleepers.fetch_sub(1, Ordering::SeqCst) > 1;
-        if outcome == Ok(Wake::TimedOut) {
-            if !others {
-                shared.bell.unpark();
-            }
-            return outcome.map_err(Error::of("epoll_wait"));
-        }
-        shared.bell.answer();
-        shared.signalled.swap(false, Ordering::AcqRel);
-        if others {
-            // Fails only as `answer` would have.
-            let _ = shared.bell.ring();
-        } else {
-            shared.bell.unpark();
-        }
-        outcome.map_err(Error::of("epoll_wait"))
-    }
-
-    fn wait(&self, deadline: Instant) -> Result<Wake, Errno> {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let timeout =
-            Timespec::try_from(left).unwrap_or(Timespec { tv_sec: i64::from(u32::MAX), tv_nsec: 0 });
-        let mut events =
-            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
-        match epoll::wait(&self.shared.epoll, &mut events[..], Some(&timeout)) {
-            Ok(0) => Ok(Wake::TimedOut),
-            Ok(_) | Err(Errno::INTR) => Ok(Wake::Woken),
-            Err(error) => Err(error),
-        }
+        self.shared.guard.check()?;
+        let place = Until { shared: &self.shared, deadline: Some(deadline) };
+        self.shared.sleepers.park(&place).map_err(Error::of("epoll_wait"))
     }
 
     /// Wakes from other threads.
@@ -156,13 +119,53 @@ impl Parker {
 impl Unparker {
     /// Wakes every thread that sleeps or has prepared to; costs a fence when none has.
     pub fn wake(&self) {
-        let shared = &*self.shared;
-        fence(Ordering::SeqCst);
-        let asleep = shared.sleepers.load(Ordering::SeqCst) > 0 || shared.bell.parked();
-        if asleep && shared.guard.intact() && !shared.signalled.swap(true, Ordering::AcqRel) {
-            // An eventfd of this process is refused only when it is full: then it is rung.
-            let _ = shared.bell.ring();
+        self.shared.sleepers.wake(&Until { shared: &self.shared, deadline: None });
+    }
+}
+
+/// The bell and everything that is watched, until a deadline; one that is there only to be woken has none.
+struct Until<'a> {
+    shared: &'a Shared,
+    deadline: Option<Instant>,
+}
+
+impl Place for Until<'_> {
+    type Outcome = Wake;
+    type Error = Errno;
+
+    fn unpark(&self) {
+        self.shared.bell.unpark();
+    }
+
+    fn parked(&self) -> bool {
+        self.shared.bell.parked()
+    }
+
+    fn ring(&self) {
+        // An eventfd of this process is refused only when it is full: then it is rung. Nobody sleeps in a forked child.
+        let _ = self.shared.bell.ring();
+    }
+
+    fn answer(&self) {
+        self.shared.bell.answer();
+    }
+
+    fn wait(&self) -> Result<bool, Errno> {
+        let deadline = self.deadline.unwrap_or_else(Instant::now);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout =
+            Timespec::try_from(left).unwrap_or(Timespec { tv_sec: i64::from(u32::MAX), tv_nsec: 0 });
+        let mut events =
+            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
+        match epoll::wait(&self.shared.epoll, &mut events[..], Some(&timeout)) {
+            Ok(0) => Ok(false),
+            Ok(_) | Err(Errno::INTR) => Ok(true),
+            Err(error) => Err(error),
         }
+    }
+
+    fn outcome(woken: bool) -> Wake {
+        if woken { Wake::Woken } else { Wake::TimedOut }
     }
 }
 
@@ -178,9 +181,9 @@ impl std::fmt::Debug for Unparker {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
-    use std::sync::atomic::AtomicU64;
+    use std::sync::atomic::{AtomicU64, Ordering};
     use std::thread;
     use std::time::Duration;
 
@@ -225,9 +228,7 @@ mod tests {
                 })
             })
             .collect();
-        while parker.shared.sleepers.load(Ordering::SeqCst) < 4
-            && sleepers.iter().all(|one| !one.is_finished())
-        {
+        while parker.shared.sleepers.count() < 4 && sleepers.iter().all(|one| !one.is_finished()) {
             thread::yield_now();
         }
         parker.cancel();

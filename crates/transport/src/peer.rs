@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use farandole_shm::Bell;
 use farandole_world::Rank;
+use parking_lot::Mutex;
 
 use crate::Error;
 
@@ -17,13 +18,21 @@ pub(crate) struct Peer {
     pub(crate) rank: Rank,
     /// Known as soon as its card is.
     pub(crate) host: OnceLock<String>,
+    /// Held while memory is handed over to it.
+    pub(crate) handover: Mutex<()>,
     bell: OnceLock<Arc<Bell>>,
     lost: OnceLock<String>,
 }
 
 impl Peer {
     pub(crate) fn new(rank: Rank) -> Self {
-        Self { rank, host: OnceLock::new(), bell: OnceLock::new(), lost: OnceLock::new() }
+        Self {
+            rank,
+            host: OnceLock::new(),
+            handover: Mutex::new(()),
+            bell: OnceLock::new(),
+            lost: OnceLock::new(),
+        }
     }
 
     /// Its doorbell; the one handed over first serves all links. True when it is new.

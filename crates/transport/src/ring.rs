@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use farandole_shm::{Bell, Consumer, Producer};
 
+use crate::budget::Lease;
 use crate::peer::Peer;
 use crate::{LinkReceiver, LinkSender, Result};
 
@@ -18,11 +19,18 @@ pub(crate) struct RingSender {
     peer: Arc<Peer>,
     /// The peer's; `None` where nobody sleeps.
     bell: Option<Arc<Bell>>,
+    _lease: Option<Arc<Lease>>,
 }
 
 impl RingSender {
     pub(crate) fn new(producer: Producer, peer: Arc<Peer>, bell: Option<Arc<Bell>>) -> Self {
-        Self { producer, peer, bell }
+        Self { producer, peer, bell, _lease: None }
+    }
+
+    /// The memory counts as taken until both halves are dropped.
+    pub(crate) fn leased(mut self, lease: &Arc<Lease>) -> Self {
+        self._lease = Some(Arc::clone(lease));
+        self
     }
 
     fn alive(&self) -> Result<()> {
@@ -63,11 +71,18 @@ pub(crate) struct RingReceiver {
     consumer: Consumer,
     peer: Arc<Peer>,
     bell: Option<Arc<Bell>>,
+    _lease: Option<Arc<Lease>>,
 }
 
 impl RingReceiver {
     pub(crate) fn new(consumer: Consumer, peer: Arc<Peer>, bell: Option<Arc<Bell>>) -> Self {
-        Self { consumer, peer, bell }
+        Self { consumer, peer, bell, _lease: None }
+    }
+
+    /// As the sender's.
+    pub(crate) fn leased(mut self, lease: &Arc<Lease>) -> Self {
+        self._lease = Some(Arc::clone(lease));
+        self
     }
 
     fn used(&self) -> Result<usize> {

@@ -16,11 +16,13 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
-use rustix::net::sockopt;
+use rustix::net::{RecvFlags, recv, sockopt};
 
 use crate::incoming::{Incoming, Progress};
-use crate::shared::Shared;
+use crate::peer::Peer;
+use crate::shared::{Retired, Shared};
 use crate::tcp::Connection;
+use crate::tcp::path::{Sight, Silence};
 use crate::watch::{Verdict, Watch};
 use crate::{Error, Result};
 
@@ -30,6 +32,11 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 const MOST: usize = 128;
 /// Pause after the system had no descriptor for a connection.
 const EXHAUSTED: Duration = Duration::from_millis(20);
+/// A connection is given this time at least: TCP repeats what a lost packet carried after 0.2 to 0.4 s, and one that is
+/// lost again twice as long after that.
+const REPETITIONS: Duration = Duration::from_millis(900);
+/// Bytes read at a time of what nobody wants, and how often before others have their turn.
+const SCRAP: (usize, usize) = (64 << 10, 32);
 
 const EVENT: u64 = 0;
 const TCP: u64 = 1;
@@ -41,6 +48,14 @@ pub(crate) struct Listeners {
     pub(crate) unix: Option<UnixListener>,
 }
 
+/// A connection of a link.
+struct Path {
+    connection: Weak<Connection>,
+    /// Of the connections of its link.
+    number: usize,
+    silence: Silence,
+}
+
 pub(crate) struct Service {
     shared: Arc<Shared>,
     listeners: Listeners,
@@ -48,8 +63,10 @@ pub(crate) struct Service {
     /// By ascending age of their tokens: the first is the oldest.
     incoming: BTreeMap<u64, Incoming>,
     watched: BTreeMap<u64, Watch>,
-    /// Connections of links, by number, until they break or are gone. Their data is no concern of this thread.
-    paths: BTreeMap<u64, (Weak<Connection>, usize)>,
+    /// Until they break or are gone. Their data is no concern of this thread.
+    paths: BTreeMap<u64, Path>,
+    /// Until their peers know of their end.
+    retired: Vec<Retired>,
     next: u64,
     interval: Duration,
 }
@@ -65,8 +82,17 @@ impl Service {
             add(&epoll, unix, UNIX)?;
         }
         let interval = (shared.peer_timeout / 10).clamp(Duration::from_millis(5), Duration::from_millis(500));
-        let (incoming, watched, paths) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Ok(Self { shared, listeners, epoll, incoming, watched, paths, next: FIRST, interval })
+        Ok(Self {
+            shared,
+            listeners,
+            epoll,
+            incoming: BTreeMap::new(),
+            watched: BTreeMap::new(),
+            paths: BTreeMap::new(),
+            retired: Vec::new(),
+            next: FIRST,
+            interval,
+        })
     }
 
     /// Serves until stopped.
@@ -110,6 +136,7 @@ impl Service {
                 for path in self.shared.take_paths() {
                     self.follow(&path);
                 }
+                self.retired.extend(self.shared.take_retired());
             }
             TCP => self.accept(false),
             UNIX => self.accept(true),
@@ -120,8 +147,8 @@ impl Service {
                     self.advance(token, incoming);
                 } else if let Some(verdict) = self.watched.get_mut(&token).map(Watch::news) {
                     self.settle(token, verdict);
-                } else if let Some((path, number)) = self.paths.remove(&token) {
-                    self.broke(&path, number);
+                } else if let Some(path) = self.paths.remove(&token) {
+                    self.broke(&path);
                 }
             }
         }
@@ -133,16 +160,16 @@ impl Service {
         for (number, socket) in connection.sockets().iter().enumerate() {
             let token = self.token();
             let flags = epoll::EventFlags::ONESHOT;
-            // One that cannot be waited for is still noticed by whoever uses it.
-            if epoll::add(&self.epoll, socket, epoll::EventData::new_u64(token), flags).is_ok() {
-                self.paths.insert(token, (Weak::clone(path), number));
-            }
+            // One that cannot be waited for is still looked at now and then.
+            let _ = epoll::add(&self.epoll, socket, epoll::EventData::new_u64(token), flags);
+            let path = Path { connection: Weak::clone(path), number, silence: Silence::default() };
+            self.paths.insert(token, path);
         }
     }
 
-    fn broke(&self, path: &Weak<Connection>, number: usize) {
-        if let Some(connection) = path.upgrade()
-            && let Some(socket) = connection.sockets().get(number)
+    fn broke(&self, path: &Path) {
+        if let Some(connection) = path.connection.upgrade()
+            && let Some(socket) = connection.sockets().get(path.number)
             && let Ok(Err(error)) = sockopt::socket_error(socket)
             // The peer closed its end of this link, as it may at any time; it is not lost by that.
             && error != Errno::PIPE
@@ -237,7 +264,12 @@ impl Service {
         for (token, verdict) in verdicts {
             self.settle(token, verdict);
         }
-        self.paths.retain(|_, (path, _)| path.strong_count() > 0);
+        self.paths.retain(|_, path| path.connection.strong_count() > 0);
+        self.retired.retain(|retired| retired.peer.lost().is_none() && is_needed(retired));
+        for (peer, silent) in self.silent_paths(lived) {
+            let reason = format!("nothing that was sent to it in the last {silent:.1?} was confirmed");
+            self.shared.lose(&peer, reason, false);
+        }
         let now = Instant::now();
         while let Some(oldest) = self.incoming.first_entry().filter(|oldest| oldest.get().deadline <= now) {
             let oldest = oldest.remove();
@@ -245,10 +277,37 @@ impl Service {
         }
     }
 
+    /// Connections that have been silent for too long, or will have been by the next look. A peer that is heard on
+    /// another connection may be cut off on this one.
+    fn silent_paths(&mut self, lived: Duration) -> Vec<(Arc<Peer>, Duration)> {
+        let limit = self.shared.peer_timeout.max(REPETITIONS);
+        let look = |path: &mut Path| {
+            let connection = path.connection.upgrade()?;
+            let sight = Sight::of(connection.sockets().get(path.number)?).ok()?;
+            let silent = path.silence.after(lived, sight);
+            (silent + lived >= limit).then(|| (Arc::clone(connection.peer()), silent))
+        };
+        self.paths.values_mut().filter_map(look).collect()
+    }
+
     fn token(&mut self) -> u64 {
         self.next += 1;
         self.next
     }
+}
+
+/// Reads what has come to a socket that nobody uses any more, for the peer may do likewise only when it has sent all;
+/// whether the socket is still needed.
+fn is_needed(retired: &Retired) -> bool {
+    let mut scrap = vec![0; SCRAP.0];
+    for _ in 0..SCRAP.1 {
+        match recv(&retired.socket, &mut scrap[..], RecvFlags::DONTWAIT) {
+            Ok((0, _)) | Err(Errno::AGAIN) => break,
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => return false,
+        }
+    }
+    Sight::of(&retired.socket).is_ok_and(|sight| !sight.done)
 }
 
 fn add(epoll: &OwnedFd, source: impl AsFd, token: u64) -> Result<()> {

@@ -27,6 +27,13 @@ pub(crate) enum Arrival {
     Tcp { socket: OwnedFd, streams: u16 },
 }
 
+/// A socket that is only kept until its peer knows that nothing follows.
+#[derive(Debug)]
+pub(crate) struct Retired {
+    pub(crate) socket: OwnedFd,
+    pub(crate) peer: Arc<Peer>,
+}
+
 /// Where an arrival belongs: channel, peer, number of the connection.
 pub(crate) type Place = (u32, Rank, u16);
 
@@ -45,7 +52,7 @@ pub(crate) struct Shared {
     pub(crate) guard: Guard,
     /// Connections that were turned away.
     pub(crate) refused: AtomicU64,
-    /// Sockets of handshakes whose peers watch them for our end.
+    /// Sockets of first handshakes, whose peers watch them for our end.
     kept: Mutex<Vec<OwnedFd>>,
     /// Wakes the service thread.
     pub(crate) event: OwnedFd,
@@ -57,6 +64,8 @@ pub(crate) struct Shared {
     watches: Mutex<Vec<Watch>>,
     /// For the service thread to take. Lock order: as above.
     paths: Mutex<Vec<Weak<Connection>>>,
+    /// For the service thread to take. Lock order: as above.
+    retired: Mutex<Vec<Retired>>,
     first_loss: OnceLock<Error>,
 }
 
@@ -95,6 +104,7 @@ impl Shared {
             arrived: Condvar::new(),
             watches: Mutex::new(Vec::new()),
             paths: Mutex::new(Vec::new()),
+            retired: Mutex::new(Vec::new()),
             first_loss: OnceLock::new(),
         })
     }
@@ -130,14 +140,15 @@ impl Shared {
         }
     }
 
-    /// What will tell the end of a local peer: its pidfd, or else the socket of the handshake. If either lacks one,
-    /// both keep the socket.
-    pub(crate) fn end_of(&self, pidfd: Option<OwnedFd>, socket: OwnedFd, watched: bool) -> Option<End> {
+    /// What will tell the end of a local peer: its pidfd, or else the socket of the first handshake. If either lacks a
+    /// pidfd, both keep that socket.
+    pub(crate) fn end_of(&self, pidfd: Option<OwnedFd>, socket: OwnedFd, first: bool) -> Option<End> {
         match pidfd {
-            Some(pidfd) if self.pidfd.is_some() => Some(End::Pidfd(pidfd)),
-            None if watched => Some(End::Socket(socket)),
+            None if first => Some(End::Socket(socket)),
             pidfd => {
-                self.kept.lock().push(socket);
+                if first && self.pidfd.is_none() {
+                    self.kept.lock().push(socket);
+                }
                 pidfd.map(End::Pidfd)
             }
         }
@@ -160,6 +171,17 @@ impl Shared {
 
     pub(crate) fn take_paths(&self) -> Vec<Weak<Connection>> {
         std::mem::take(&mut *self.paths.lock())
+    }
+
+    /// Has the service thread keep sockets that nobody uses any more until their peer knows that nothing follows.
+    pub(crate) fn retire(&self, peer: &Arc<Peer>, sockets: Vec<OwnedFd>) {
+        let retired = sockets.into_iter().map(|socket| Retired { socket, peer: Arc::clone(peer) });
+        self.retired.lock().extend(retired);
+        self.nudge();
+    }
+
+    pub(crate) fn take_retired(&self) -> Vec<Retired> {
+        std::mem::take(&mut *self.retired.lock())
     }
 
     /// A peer is gone; everybody who waits for anything looks again.

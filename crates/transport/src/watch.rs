@@ -120,9 +120,12 @@ impl Watch {
         let pid = match &mut self.life {
             Life::Local { bell, beats, pid, .. } => {
                 let now = bell.heartbeat();
-                if now != *beats || bell.closed() {
-                    *beats = now;
+                if bell.closed() {
                     self.silent = Duration::ZERO;
+                } else if now != *beats {
+                    *beats = now;
+                    // The last beat may have come right after our last look.
+                    self.silent = lived;
                 }
                 *pid
             }

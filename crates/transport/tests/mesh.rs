@@ -78,11 +78,31 @@ fn memory_beyond_the_budget_is_not_taken() {
     let (_, zero, one) =
         join_two(options(0, 2), MeshOptions { shared_memory_bytes: 70_000, ..options(1, 2) });
     let meshes = [zero, one];
-    assert_eq!(open_pair(&meshes, 1, 16384).0.kind, LinkKind::SharedMemory);
+    let first = open_pair(&meshes, 1, 16384);
+    assert_eq!(first.0.kind, LinkKind::SharedMemory);
     assert_eq!(meshes[1].fallbacks(), []);
     assert_eq!(open_pair(&meshes, 2, 65536).0.kind, LinkKind::Tcp);
     let reason = "65536 bytes more than this process may take of 70000".to_owned();
     assert_eq!(meshes[1].fallbacks(), [(Rank(0), reason)]);
+}
+
+#[test]
+fn memory_of_links_that_were_dropped_may_be_taken_again() {
+    let (_, zero, one) =
+        join_two(options(0, 2), MeshOptions { shared_memory_bytes: 70_000, ..options(1, 2) });
+    let meshes = [zero, one];
+    for channel in 0..20 {
+        let (a, b) = open_pair(&meshes, channel, 65536);
+        assert_eq!((a.kind, b.kind), (LinkKind::SharedMemory, LinkKind::SharedMemory), "channel {channel}");
+    }
+    let (_, mut held) = open_pair(&meshes, 20, 65536);
+    held.sender = open_pair(&meshes, 21, 4096).1.sender;
+    assert_eq!(
+        open_pair(&meshes, 22, 65536).1.kind,
+        LinkKind::Tcp,
+        "one half of the last link is still there"
+    );
+    assert_eq!(meshes[1].fallbacks().len(), 1);
 }
 
 #[test]
@@ -208,6 +228,68 @@ fn a_peer_that_left_in_order_is_no_failure_but_ends_its_links() {
         assert!(matches!(error, Error::PeerLost { rank: Rank(1), .. }), "{error}");
         meshes[0].check().unwrap();
     }
+}
+
+/// A process set that ends with a transfer under way: one rank drops its links before it has read everything.
+#[test]
+fn a_link_that_is_dropped_with_bytes_unread_does_not_make_its_rank_a_lost_one() {
+    let meshes = meshes(2, |options| options.use_shared_memory = false);
+    let (mut a, mut b) = open_pair(&meshes, 1, 1 << 20);
+    // Both directions are full, up to the rings and buffers of both ends.
+    let limit = Instant::now() + PATIENCE;
+    let mut quiet = Instant::now();
+    while quiet.elapsed() < Duration::from_millis(50) {
+        for end in [&mut a, &mut b] {
+            let bytes = end.sender.window().unwrap().len();
+            end.sender.commit(bytes).unwrap();
+            if bytes > 0 {
+                quiet = Instant::now();
+            }
+        }
+        assert!(Instant::now() < limit);
+    }
+    drop(a);
+    let error = loop {
+        match b.receiver.window().map(<[u8]>::len).and_then(|bytes| b.receiver.release(bytes)) {
+            Ok(()) => assert!(Instant::now() < limit),
+            Err(error) => break error,
+        }
+        thread::yield_now();
+    };
+    assert!(error.to_string().contains("it closed the connection"), "{error}");
+    // What the kernel tells of the old link is known to the mesh before it has made a new one.
+    let (mut a, mut b) = open_pair(&meshes, 2, 4096);
+    give(&mut b, 7);
+    assert_eq!(take(&mut a, &meshes[0].parker(), limit), 7);
+    meshes[0].check().unwrap();
+    meshes[1].check().unwrap();
+}
+
+/// TR-4: its kernel answers for a rank that is busy with other things, and says that it has no room.
+#[test]
+fn tr_4_a_peer_that_reads_nothing_for_longer_than_its_timeout_is_not_lost() {
+    let timeout = Duration::from_millis(300);
+    let meshes = meshes(2, |options| {
+        options.use_shared_memory = false;
+        options.peer_timeout = timeout;
+    });
+    let (mut a, mut b) = open_pair(&meshes, 1, 1 << 20);
+    let (end, mut sent) = (Instant::now() + 5 * timeout, 0);
+    while Instant::now() < end {
+        let bytes = a.sender.window().unwrap().len();
+        a.sender.commit(bytes).unwrap();
+        sent += bytes;
+        meshes[0].parker().park(Instant::now() + Duration::from_millis(5)).unwrap();
+    }
+    let (limit, mut received) = (Instant::now() + PATIENCE, 0);
+    while received < sent {
+        a.sender.flush().unwrap();
+        let bytes = b.receiver.window().unwrap().len();
+        b.receiver.release(bytes).unwrap();
+        received += bytes;
+        assert!(Instant::now() < limit, "{received} of {sent} bytes arrived");
+    }
+    meshes.iter().for_each(|mesh| mesh.check().unwrap());
 }
 
 /// Polls until a byte is there, sleeping in between, and takes it.

@@ -6,9 +6,12 @@
 //! Bytes are dealt to the connections in fixed blocks ([`stripes`]); the receiver reads each connection straight to
 //! where its blocks belong in the ring, so that nothing is copied to put it in order.
 //!
-//! What was measured between two network namespaces, both directions at once, in processor time per gigabyte:
+//! What was measured between two network namespaces of one machine, a path without delay and without loss, both
+//! directions at once, in processor time per gigabyte:
 //! - Congestion control: with BBR, whose timers pace every burst, 0.57 s; with CUBIC or Reno, 0.30 s. So links ask for
-//!   CUBIC, the kernel's own default, and keep the system's choice where it is not allowed.
+//!   CUBIC, which most systems use anyway, and keep the system's choice where it is not allowed. This says what BBR
+//!   costs where there is nothing to control. Over a network with delay and loss neither was measured: there the
+//!   system's choice may be the faster one (`FARANDOLE_TCP_CONGESTION=` takes it).
 //! - `MSG_ZEROCOPY`: 0.45 to 0.77 s instead of 0.30 s: between namespaces the kernel copies after all, and the pages
 //!   are pinned and their completions collected besides. Not used.
 //! - Explicit socket buffers of 1 to 4 MiB instead of the kernel's own tuning: 0.28 to 0.33 s, and less throughput.
@@ -18,11 +21,12 @@
 //!   its start again.
 //! - Two connections: as one. They pay where a network limits each flow (`FARANDOLE_TCP_STREAMS`).
 
+pub(crate) mod path;
 pub(crate) mod stripes;
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 
 use farandole_shm::{Consumer, Guard, Producer, private, rewind};
 use parking_lot::{Mutex, MutexGuard};
@@ -30,7 +34,9 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown, sockopt};
 
 use crate::peer::Peer;
+use crate::shared::Shared;
 use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Parker, Result};
+use path::Sight;
 use stripes::Stripes;
 
 const CLOSED: &str = "it closed the connection";
@@ -40,6 +46,8 @@ pub(crate) struct Connection {
     sockets: Vec<OwnedFd>,
     peer: Arc<Peer>,
     parker: Parker,
+    /// Takes over the sockets in the end.
+    mesh: Weak<Shared>,
     guard: Guard,
     /// The sockets' end of the outgoing ring. Lock order: nothing is locked while this is held.
     outgoing: Mutex<Outgoing>,
@@ -51,6 +59,14 @@ impl Drop for Connection {
     fn drop(&mut self) {
         for socket in &self.sockets {
             self.parker.unwatch(socket);
+        }
+        // To close a socket with something unread resets it: then the peer would hear of a failure, not of an end.
+        self.sockets.retain(|socket| Sight::of(socket).is_ok_and(|sight| !sight.done));
+        if self.guard.intact()
+            && self.peer.lost().is_none()
+            && let Some(mesh) = self.mesh.upgrade()
+        {
+            mesh.retire(&self.peer, std::mem::take(&mut self.sockets));
         }
     }
 }
@@ -130,10 +146,11 @@ fn within(base: u64, position: u64) -> usize {
 pub(crate) fn link(
     sockets: Vec<OwnedFd>,
     peer: Arc<Peer>,
-    parker: Parker,
+    mesh: &Arc<Shared>,
     capacity: usize,
     congestion: &str,
 ) -> Result<(Link, Arc<Connection>)> {
+    let parker = mesh.parker.clone();
     for socket in &sockets {
         rustix::io::ioctl_fionbio(socket, true).map_err(Error::of("ioctl"))?;
         sockopt::set_tcp_nodelay(socket, true).map_err(Error::of("setsockopt"))?;
@@ -152,6 +169,7 @@ pub(crate) fn link(
         sockets,
         peer,
         parker,
+        mesh: Arc::downgrade(mesh),
         guard: Guard::new(),
         outgoing: Mutex::new(Outgoing { pending, stripes: stripes.clone(), broken: None }),
         unsent: AtomicBool::new(false),

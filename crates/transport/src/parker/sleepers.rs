@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Who sleeps, and who must be woken: the parker without its system calls, so that loom can try every order of what
+//! several threads do with it (`make loom`).
+
+use crate::sync::{AtomicBool, AtomicU32, Ordering, fence};
+
+/// What one place to sleep in consists of.
+pub(super) trait Place {
+    /// How a wait ended.
+    type Outcome;
+    /// What may go wrong.
+    type Error;
+
+    /// Peers need not ring any more.
+    fn unpark(&self);
+    /// Whether peers shall ring.
+    fn parked(&self) -> bool;
+    /// Ends all waits until it is answered.
+    fn ring(&self);
+    /// Forgets all rings so far.
+    fn answer(&self);
+    /// Waits for a ring, or for anything else that concerns a sleeper; whether it came.
+    fn wait(&self) -> Result<bool, Self::Error>;
+    /// What a sleeper is told.
+    fn outcome(woken: bool) -> Self::Outcome;
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Sleepers {
+    /// Threads inside of `park`.
+    count: AtomicU32,
+    /// An in-process wake was sent and not answered yet: further ones need no system call.
+    signalled: AtomicBool,
+}
+
+impl Sleepers {
+    /// Sleeps, unless somebody rang or cancelled since the preparation.
+    pub(super) fn park<P: Place>(&self, place: &P) -> Result<P::Outcome, P::Error> {
+        self.count.fetch_add(1, Ordering::SeqCst);
+        // Counted first, looked second: `wake` looks at the flag first.
+        let woken = if place.parked() { place.wait() } else { Ok(true) };
+        if let Ok(false) = woken {
+            if self.count.fetch_sub(1, Ordering::SeqCst) == 1 {
+                place.unpark();
+            }
+            return Ok(P::outcome(false));
+        }
+        place.answer();
+        self.signalled.swap(false, Ordering::AcqRel);
+        // Whoever else heard of it is rung anew, since the ring was answered. Either he is counted by now, or he finds
+        // that nobody is parked.
+        place.unpark();
+        if self.count.fetch_sub(1, Ordering::SeqCst) > 1 {
+            place.ring();
+        }
+        woken.map(P::outcome)
+    }
+
+    /// Wakes everybody who sleeps or has prepared to.
+    pub(super) fn wake(&self, place: &impl Place) {
+        fence(Ordering::SeqCst);
+        // In this order: whoever found the flag set, which another has reset since, had been counted before.
+        let asleep = place.parked() || self.count.load(Ordering::SeqCst) > 0;
+        if asleep && !self.signalled.swap(true, Ordering::AcqRel) {
+            place.ring();
+        }
+    }
+
+    #[cfg(all(test, not(loom)))]
+    pub(super) fn count(&self) -> u32 {
+        self.count.load(Ordering::SeqCst)
+    }
+}
+
+#[cfg(all(test, loom))]
+mod tests {
+    use std::convert::Infallible;
+    use std::sync::Arc;
+
+    use loom::sync::{Condvar, Mutex};
+    use loom::thread;
+
+    use super::*;
+
+    /// A bell without a page and without an eventfd.
+    #[derive(Default)]
+    struct Bell {
+        parked: AtomicU32,
+        rung: Mutex<bool>,
+        changed: Condvar,
+    }
+
+    impl Bell {
+        /// As `Parked::park`.
+        fn park(&self) {
+            self.parked.store(1, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+        }
+
+        /// As `Bell::ring_if_parked`.
+        fn ring_if_parked(&self) {
+            fence(Ordering::SeqCst);
+            if self.parked.load(Ordering::Relaxed) != 0 && self.parked.swap(0, Ordering::AcqRel) != 0 {
+                self.ring();
+            }
+        }
+    }
+
+    impl Place for Bell {
+        type Outcome = ();
+        type Error = Infallible;
+
+        fn unpark(&self) {
+            self.parked.store(0, Ordering::SeqCst);
+        }
+
+        fn parked(&self) -> bool {
+            self.parked.load(Ordering::SeqCst) != 0
+        }
+
+        fn ring(&self) {
+            *self.rung.lock().unwrap() = true;
+            self.changed.notify_all();
+        }
+
+        fn answer(&self) {
+            *self.rung.lock().unwrap() = false;
+        }
+
+        fn wait(&self) -> Result<bool, Infallible> {
+            let mut rung = self.rung.lock().unwrap();
+            while !*rung {
+                rung = self.changed.wait(rung).unwrap();
+            }
+            Ok(true)
+        }
+
+        fn outcome(_: bool) {}
+    }
+
+    #[derive(Default)]
+    struct World {
+        sleepers: Sleepers,
+        bell: Bell,
+        word: AtomicU32,
+    }
+
+    impl World {
+        /// Sleeps until the word is at least this; loom reports it when nobody ever wakes us.
+        fn sleep_until(&self, least: u32) {
+            while self.word.load(Ordering::Acquire) < least {
+                self.bell.park();
+                if self.word.load(Ordering::Acquire) >= least {
+                    self.bell.unpark();
+                    return;
+                }
+                let Ok(()) = self.sleepers.park(&self.bell);
+            }
+        }
+    }
+
+    fn few(model: impl Fn() + Sync + Send + 'static) {
+        // Three threads have too many orders to try all: those with up to two preemptions.
+        let mut few = loom::model::Builder::new();
+        few.preemption_bound = Some(2);
+        few.check(model);
+    }
+
+    #[test]
+    fn loom_tr_3_a_thread_that_prepared_and_polled_is_woken() {
+        loom::model(|| {
+            let world = Arc::new(World::default());
+            let other = Arc::clone(&world);
+            let waker = thread::spawn(move || {
+                other.word.store(1, Ordering::Release);
+                other.sleepers.wake(&other.bell);
+            });
+            world.sleep_until(1);
+            waker.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn loom_tr_3_of_two_wakes_close_together_the_second_is_not_lost() {
+        few(|| {
+            let world = Arc::new(World::default());
+            let (one, two) = (Arc::clone(&world), Arc::clone(&world));
+            let first = thread::spawn(move || {
+                one.word.fetch_add(1, Ordering::AcqRel);
+                one.sleepers.wake(&one.bell);
+            });
+            let second = thread::spawn(move || {
+                two.word.fetch_add(1, Ordering::AcqRel);
+                two.bell.ring_if_parked();
+            });
+            world.sleep_until(2);
+            first.join().unwrap();
+            second.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn loom_tr_3_a_wake_reaches_every_sleeper() {
+        few(|| {
+            let world = Arc::new(World::default());
+            let (one, two) = (Arc::clone(&world), Arc::clone(&world));
+            let sleeper = thread::spawn(move || one.sleep_until(1));
+            let waker = thread::spawn(move || {
+                two.word.store(1, Ordering::Release);
+                two.sleepers.wake(&two.bell);
+            });
+            world.sleep_until(1);
+            sleeper.join().unwrap();
+            waker.join().unwrap();
+        });
+    }
+}

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Whether what is sent on a connection still arrives, as far as the kernel at the other end confirms it.
+//!
+//! The kernel's own limit (`TCP_USER_TIMEOUT`) does not serve: it counts from the first repetition on, which a slow
+//! round trip puts off by as much as half a second, and it also ends a connection whose other end confirms everything
+//! and only does not read.
+
+#![expect(unsafe_code, reason = "what the kernel knows of a connection has no safe call")]
+
+use std::os::fd::{AsFd, AsRawFd};
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+/// What the kernel knows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sight {
+    /// Something was sent that is not confirmed.
+    awaits: bool,
+    /// Questions whether the other end takes more, sent one after the other without an answer.
+    unanswered: u8,
+    /// How long ago the last confirmation came.
+    heard: Duration,
+    /// The other end has all we sent, and knows that nothing follows.
+    pub(crate) done: bool,
+}
+
+/// States of a connection whose end the other side has confirmed: `FIN_WAIT2`, `TIME_WAIT`, `CLOSE`.
+const DONE: std::ops::RangeInclusive<u8> = 5..=7;
+
+impl Sight {
+    /// Looks at a connected socket.
+    ///
+    /// # Errors
+    /// The kernel's, for what is no TCP socket.
+    pub(crate) fn of(socket: impl AsFd) -> Result<Self, Errno> {
+        let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
+        let mut length = libc::socklen_t::try_from(size_of::<libc::tcp_info>()).unwrap_or(0);
+        // SAFETY: the kernel writes at most `length` bytes, the size of what `info` has room for, and the descriptor is
+        // borrowed for as long.
+        let status = unsafe {
+            libc::getsockopt(
+                socket.as_fd().as_raw_fd(),
+                libc::IPPROTO_TCP,
+                libc::TCP_INFO,
+                info.as_mut_ptr().cast(),
+                &raw mut length,
+            )
+        };
+        if status != 0 {
+            let error = std::io::Error::last_os_error();
+            return Err(Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
+        }
+        // SAFETY: numbers only, for which all bits are valid; what the kernel left alone was zeroed above.
+        let info = unsafe { info.assume_init() };
+        Ok(Self {
+            awaits: info.tcpi_unacked > 0 || info.tcpi_probes > 0,
+            unanswered: info.tcpi_probes,
+            heard: Duration::from_millis(info.tcpi_last_ack_recv.into()),
+            done: DONE.contains(&info.tcpi_state),
+        })
+    }
+}
+
+/// How long a connection has confirmed nothing of what waits for it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Silence(Duration);
+
+impl Silence {
+    /// `lived` of our own life has passed since the last look. Never less than the true silence, and more by at most
+    /// twice `lived`.
+    pub(crate) fn after(&mut self, lived: Duration, sight: Sight) -> Duration {
+        self.0 = match sight {
+            Sight { awaits: false, .. } => Duration::ZERO,
+            Sight { heard, .. } if heard < lived => heard,
+            // Whoever has no room answers every question at once, so two without an answer tell of a dead path, which
+            // has been dead since the last answer: there was nothing to confirm before the first question.
+            Sight { unanswered: 2.., heard, .. } => heard.max(self.0 + lived),
+            _ => self.0 + lived,
+        };
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Instant;
+
+    use super::*;
+
+    const TICK: Duration = Duration::from_millis(10);
+
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (one, listener.accept().unwrap().0)
+    }
+
+    /// Makes every packet to a socket vanish.
+    fn deafen(socket: &TcpStream) {
+        let mut nothing = libc::sock_filter { code: 0x06, jt: 0, jf: 0, k: 0 };
+        let program = libc::sock_fprog { len: 1, filter: &raw mut nothing };
+        // SAFETY: the kernel copies the program, which lives until then.
+        let status = unsafe {
+            libc::setsockopt(
+                socket.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_ATTACH_FILTER,
+                (&raw const program).cast(),
+                libc::socklen_t::try_from(size_of::<libc::sock_fprog>()).unwrap(),
+            )
+        };
+        assert_eq!(status, 0, "{}", std::io::Error::last_os_error());
+    }
+
+    /// Looks again and again until the silence has lasted for `limit`; how long that took.
+    fn until(limit: Duration, socket: &TcpStream) -> Duration {
+        let (started, mut last, mut silence) = (Instant::now(), Instant::now(), Silence::default());
+        loop {
+            std::thread::sleep(TICK);
+            let lived = std::mem::replace(&mut last, Instant::now()).elapsed();
+            if silence.after(lived, Sight::of(socket).unwrap()) >= limit {
+                return started.elapsed();
+            }
+            assert!(started.elapsed() < 20 * limit, "heard {:?}", Sight::of(socket));
+        }
+    }
+
+    #[test]
+    fn packets_that_vanish_are_noticed_within_the_time_given() {
+        let limit = Duration::from_millis(300);
+        let (mut one, other) = pair();
+        one.write_all(b"heard").unwrap();
+        deafen(&other);
+        one.write_all(b"unheard").unwrap();
+        let elapsed = until(limit, &one);
+        assert!(elapsed > limit / 2 && elapsed <= limit + 5 * TICK, "{elapsed:?}");
+    }
+
+    #[test]
+    fn a_connection_with_nothing_to_say_is_not_silent() {
+        let (one, other) = pair();
+        deafen(&other);
+        let mut silence = Silence::default();
+        assert_eq!(silence.after(TICK, Sight::of(&one).unwrap()), Duration::ZERO);
+    }
+
+    #[test]
+    fn an_end_counts_when_the_other_side_has_confirmed_it() {
+        let (one, other) = pair();
+        let done = || Sight::of(&one).unwrap().done;
+        assert!(!done());
+        deafen(&other);
+        one.shutdown(std::net::Shutdown::Write).unwrap();
+        assert!(!done());
+        let (one, _other) = pair();
+        one.shutdown(std::net::Shutdown::Write).unwrap();
+        let limit = Instant::now() + Duration::from_secs(10);
+        while !Sight::of(&one).unwrap().done {
+            assert!(Instant::now() < limit);
+        }
+    }
+
+    #[test]
+    fn silence_is_what_follows_the_last_confirmation() {
+        let sight =
+            |awaits, unanswered, heard| Sight { awaits, unanswered, heard: TICK * heard, done: false };
+        let mut silence = Silence::default();
+        assert_eq!(silence.after(TICK, sight(true, 0, 50)), TICK);
+        assert_eq!(silence.after(TICK, sight(true, 0, 51)), 2 * TICK);
+        assert_eq!(silence.after(TICK, sight(true, 0, 0)), Duration::ZERO);
+        assert_eq!(silence.after(TICK, sight(true, 1, 9)), TICK);
+        assert_eq!(silence.after(TICK, sight(true, 2, 10)), 10 * TICK);
+        assert_eq!(silence.after(TICK, sight(false, 0, 11)), Duration::ZERO);
+    }
+}
