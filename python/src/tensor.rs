@@ -9,7 +9,7 @@ use std::ffi::{c_int, c_void};
 use farandole::collectives::{Buffer, DataType, Memory, Place, ReduceOp};
 use farandole::engine::Completion;
 use farandole::session::Session;
-use pyo3::exceptions::{PyBufferError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyMemoryError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
@@ -133,13 +133,16 @@ impl Mapped {
     /// Zeroed memory of this session, or of none.
     ///
     /// # Errors
-    /// `ValueError` when no memory is that large.
+    /// `ValueError` when no memory is that large, `MemoryError` when there is none left.
     pub(crate) fn new(bytes: usize, session: Option<&Session>) -> PyResult<Self> {
         if isize::try_from(bytes).is_err() {
             return Err(PyValueError::new_err(format!("no memory is that large: {bytes} bytes")));
         }
-        let memory = session.map_or_else(|| Memory::new(bytes), |session| session.memory(bytes));
-        Ok(Self { memory })
+        let memory = session.map_or_else(|| Memory::try_new(bytes), |session| session.memory(bytes));
+        match memory {
+            Some(memory) => Ok(Self { memory }),
+            None => Err(PyMemoryError::new_err(format!("no memory is left for {bytes} bytes"))),
+        }
     }
 }
 

@@ -24,7 +24,7 @@ impl Tensors {
     fn new(inputs: &[Vec<u8>], skip: usize, shared: bool) -> Self {
         let memory = |input: &Vec<u8>| {
             let bytes = skip + input.len() + 100;
-            let memory = if shared { Memory::shareable(bytes) } else { Memory::new(bytes) };
+            let memory = if shared { Memory::shareable(bytes).unwrap() } else { Memory::new(bytes) };
             fill(&memory, 0, &vec![0x5a; bytes]);
             fill(&memory, skip, input);
             memory

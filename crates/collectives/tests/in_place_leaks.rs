@@ -39,9 +39,9 @@ fn neither_descriptors_nor_mappings_pile_up_where_memory_comes_and_goes() {
     let size = 3;
     let (count, all) = (Barrier::new(size), Barrier::new(size));
     Harness::new(size).run(|rank, mut communicator| {
-        let kept = Memory::shareable(1 << 20);
+        let kept = Memory::shareable(1 << 20).unwrap();
         for _ in 0..20 {
-            let memory = Memory::shareable(1 << 20);
+            let memory = Memory::shareable(1 << 20).unwrap();
             sum(&mut communicator, &memory);
             sum(&mut communicator, &kept);
             count.wait();

@@ -213,6 +213,8 @@ knobs! {
     autotune_samples: u64 = "20", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", Some("--autotune-bayes-opt-max-samples"), true;
     /// Accepted and not used: the search has no Gaussian process.
     autotune_noise: String = "0.8", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", Some("--autotune-gaussian-process-noise"), true;
+    /// Folders with CUDA's libraries, separated by colons, to be looked into before torch's own wheels and the system's.
+    cuda_libraries: String = "", "CUDA_LIBRARIES", None, true;
     /// No ranges for NVIDIA's profilers, even where their library is found.
     disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
 }

@@ -34,9 +34,23 @@ pub(crate) fn take(client: &Client, session: u64, whole: &World, part: Option<&[
         client.put(&key, own.as_bytes())?;
     }
     if part.is_some() {
-        client.put_if_absent(&parted(session), format!("{}\n{}", whole.rank, asked(part)).as_bytes())?;
+        let own = format!("{}\n{}", whole.rank, asked(part));
+        let held = client.put_if_absent(&parted(session), own.as_bytes())?;
+        if held != own.as_bytes() && !stands(client, session, &held)? {
+            client.put(&parted(session), own.as_bytes())?;
+        }
     }
     Ok(())
+}
+
+/// Whether a rank still asks for the part that it was noted for: it may have tried again with other wishes.
+fn stands(client: &Client, session: u64, noted: &[u8]) -> Result<bool> {
+    let (rank, wish) = read(noted);
+    let rank = Rank(rank.parse().unwrap_or_default());
+    match client.get(&key(session, rank), Instant::now()) {
+        Err(RegistrarError::Timeout { .. }) => Ok(false),
+        other => Ok(read(&other?).1 == wish),
+    }
 }
 
 /// Waits for what every rank of the part asks for.
@@ -74,7 +88,11 @@ pub(crate) fn contradiction(client: &Client, session: u64, own: Rank) -> Result<
     match client.get(&parted(session), Instant::now()) {
         Err(RegistrarError::Timeout { .. }) => Ok(()),
         other => {
-            let (rank, theirs) = read(&other?);
+            let noted = other?;
+            if !stands(client, session, &noted)? {
+                return Ok(());
+            }
+            let (rank, theirs) = read(&noted);
             same(Rank(rank.parse().unwrap_or_default()), theirs, own, ALL)
         }
     }

@@ -20,22 +20,35 @@ pub(crate) const CONTROL_CAPACITY: usize = 64 << 10;
 const LEAST: u64 = 64 << 10;
 const MOST: u64 = 4 << 20;
 
-/// Bytes of each ring between two ranks, so that the fullest host's rings fit into `budget`: equal on all ranks, as
-/// both ends of a link must agree.
+/// Ranks of the fullest host.
+fn fullest(world: &World) -> u64 {
+    world.seats.iter().map(|seat| u64::from(seat.local_size)).max().unwrap_or(1)
+}
+
+/// Bytes of shared memory that a host's links may take: what somebody asked for, or else enough for the least rings of
+/// the world and of a set of all its ranks. Memory is taken when first touched.
+pub(crate) fn budget(world: &World, config: &Config) -> u64 {
+    if config.given.contains(&"shared_memory_bytes") {
+        return config.shared_memory_bytes;
+    }
+    let local = fullest(world);
+    let least = local * ((local - 1) * LEAST + CONTROL_CAPACITY as u64);
+    config.shared_memory_bytes.max(2 * least)
+}
+
+/// Bytes of each ring between two ranks of the world, whose rings take half of a host's `budget`: equal on all ranks,
+/// as both ends of a link must agree.
 pub(crate) fn data_capacity(world: &World, budget: u64) -> usize {
-    let local = world.seats.iter().map(|seat| u64::from(seat.local_size)).max().unwrap_or(1);
+    let local = fullest(world);
     let rings = (local * (local - 1)).max(1);
     // The control link that a process dials comes out of the same share; without this the last data link had no room.
-    let fair = (budget.saturating_sub(local * CONTROL_CAPACITY as u64) / rings).clamp(LEAST, MOST);
+    let fair = ((budget / 2).saturating_sub(local * CONTROL_CAPACITY as u64) / rings).clamp(LEAST, MOST);
     usize::try_from(fair.next_power_of_two() >> u32::from(!fair.is_power_of_two())).unwrap_or(1 << 20)
 }
 
-/// Most bytes of each ring between two ranks of a process set besides the world.
-const MOST_OF_SET: usize = 1 << 20;
-
-/// As [`data_capacity`], in a process set besides the world.
+/// As [`data_capacity`], in a process set besides the world: the other half of the budget holds several.
 pub(crate) fn set_capacity(world: &World, budget: u64) -> usize {
-    data_capacity(world, budget).min(MOST_OF_SET)
+    (data_capacity(world, budget) / 4).max(usize::try_from(LEAST).unwrap_or(1 << 16))
 }
 
 /// How allreduces are to be done.
@@ -84,6 +97,8 @@ pub(crate) fn fallbacks(links: &[(Rank, String)]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use farandole_world::{Generation, HostHash, TaskId, TaskPlace, assign};
 
     use super::*;
@@ -100,20 +115,20 @@ mod tests {
     fn the_fullest_host_decides_for_all() {
         let uneven = world(&["a", "a", "a", "a", "b"]);
         let seen_from_b = uneven.seen_from(Rank(4)).unwrap();
-        assert_eq!(data_capacity(&uneven, 25 << 20), 2 << 20);
-        assert_eq!(data_capacity(&seen_from_b, 25 << 20), 2 << 20);
+        assert_eq!(data_capacity(&uneven, 50 << 20), 2 << 20);
+        assert_eq!(data_capacity(&seen_from_b, 50 << 20), 2 << 20);
     }
 
     #[test]
     fn rings_are_neither_tiny_nor_huge() {
         assert_eq!(data_capacity(&world(&["a", "a"]), 0), 64 << 10);
         assert_eq!(data_capacity(&world(&["a", "a"]), 1 << 40), 4 << 20);
-        assert_eq!(data_capacity(&world(&["a"]), 2 << 20), 1 << 20);
+        assert_eq!(data_capacity(&world(&["a"]), 4 << 20), 1 << 20);
     }
 
     #[test]
     fn capacities_are_powers_of_two_within_the_budget() {
-        assert_eq!(data_capacity(&world(&["a", "a", "a"]), 10 << 20), 1 << 20);
+        assert_eq!(data_capacity(&world(&["a", "a", "a"]), 20 << 20), 1 << 20);
     }
 
     #[test]
@@ -129,10 +144,20 @@ mod tests {
 
     #[test]
     fn a_process_that_dials_all_others_stays_within_its_share() {
-        for (ranks, budget) in [(2, 8 << 20), (4, 48 << 20), (64, 256 << 20)] {
+        let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+        for ranks in [2, 3, 4, 8, 16, 33, 64, 65, 128, 200] {
             let world = world(&vec!["a"; ranks]);
+            let budget = budget(&world, &config);
             let dialled = (ranks - 1) * data_capacity(&world, budget) + CONTROL_CAPACITY;
-            assert!(dialled as u64 <= share(&world, budget), "{ranks} ranks: {dialled} bytes");
+            let set = (ranks - 1) * set_capacity(&world, budget) + CONTROL_CAPACITY;
+            assert!((dialled + set) as u64 <= share(&world, budget), "{ranks} ranks: {dialled}, {set} bytes");
         }
+    }
+
+    #[test]
+    fn a_budget_that_somebody_gave_is_kept() {
+        let given = BTreeMap::from([("shared_memory_bytes".to_owned(), "8MiB".to_owned())]);
+        let config = Config::read(|_| None, &given).unwrap();
+        assert_eq!(budget(&world(&["a"; 100]), &config), 8 << 20);
     }
 }

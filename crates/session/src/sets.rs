@@ -76,7 +76,7 @@ impl Sets {
         let sets = BTreeMap::from([(ProcessSetId::GLOBAL, all)]);
         Self {
             dynamic: config.dynamic_process_sets,
-            memory: config.shared_memory_bytes,
+            memory: links::budget(world, config),
             // A value that is none was refused when the world formed.
             crossover: links::crossover(config).unwrap_or_default(),
             patience: config.start_timeout,
@@ -232,6 +232,8 @@ impl Session {
         interrupted: &mut Interrupted<'_>,
     ) -> Result<(Vec<farandole_transport::Link>, Box<dyn farandole_collectives::Communicator>)> {
         let world = self.world();
+        let fallen = || self.rest.mesh().map(farandole_transport::Mesh::fallbacks).unwrap_or_default();
+        let known = fallen().len();
         let mut open = |channel, peers: &[Rank], capacity| match self.rest.mesh() {
             Some(mesh) => mesh.open_until(channel, peers, capacity, deadline, interrupted),
             None => Ok(Vec::new()),
@@ -239,6 +241,10 @@ impl Session {
         let control = open(channel, &control_peers(world, ranks), links::CONTROL_CAPACITY)?;
         let others: Vec<Rank> = ranks.iter().copied().filter(|rank| *rank != world.rank).collect();
         let data = open(channel + 1, &others, links::set_capacity(world, self.sets.memory))?;
+        if let Some(warning) = links::fallbacks(&fallen().split_off(known)) {
+            let ranks: Vec<u32> = ranks.iter().map(|rank| rank.0).collect();
+            eprintln!("farandole: warning: in the process set of ranks {ranks:?}: {warning}");
+        }
         Ok((control, Box::new(links::communicator(world, ranks, data, self.sets.crossover.clone())?)))
     }
 }

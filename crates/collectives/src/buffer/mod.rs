@@ -151,15 +151,29 @@ impl Drop for Allocation {
     }
 }
 
+/// Of memory for tensors, as vector instructions like it; none of more bytes than there can be.
+fn layout(bytes: usize) -> Option<Layout> {
+    Layout::from_size_align(bytes.max(1), 64).ok()
+}
+
 impl Memory {
     /// Zeroed memory: uninitialised bytes would be unsound to read, and large
     /// allocations come from fresh zero pages anyway.
+    ///
+    /// Ends the process where there is none, as every allocation does.
     pub fn new(bytes: usize) -> Self {
-        let layout = Layout::from_size_align(bytes.max(1), 64).unwrap_or(Layout::new::<[u64; 8]>());
+        // The layout is for the message only.
+        let fail = || handle_alloc_error(layout(bytes).unwrap_or(Layout::new::<u8>()));
+        Self::try_new(bytes).unwrap_or_else(fail)
+    }
+
+    /// As [`Memory::new`]; `None` where there is no such memory.
+    pub fn try_new(bytes: usize) -> Option<Self> {
+        let layout = layout(bytes)?;
         // SAFETY: the layout's size is not zero.
         let address = unsafe { alloc_zeroed(layout) };
-        let Some(address) = NonNull::new(address) else { handle_alloc_error(layout) };
-        Self(Arc::new(Allocation { address, bytes, store: Store::Heap(layout) }))
+        let address = NonNull::new(address)?;
+        Some(Self(Arc::new(Allocation { address, bytes, store: Store::Heap(layout) })))
     }
 
     /// Memory filled with one element again and again, the last one cut off where it must be.
@@ -191,8 +205,27 @@ impl Memory {
         self.0.address.as_ptr()
     }
 
+    /// Whether nobody in this process has another clone of it, or a buffer of its bytes.
+    pub fn is_sole(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
+    }
+
     /// The whole range as a buffer that keeps this memory alive.
     pub fn buffer(&self) -> Buffer {
         Buffer { address: self.0.address, bytes: self.0.bytes, place: Place::Host, owner: Some(self.clone()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_cannot_be_is_refused_and_not_made_smaller() {
+        for bytes in [usize::MAX, isize::MAX.unsigned_abs(), isize::MAX.unsigned_abs() - 63] {
+            assert!(Memory::try_new(bytes).is_none(), "{bytes} bytes");
+            assert!(Memory::shareable(bytes).is_none(), "{bytes} bytes");
+        }
+        assert_eq!(Memory::try_new(1000).unwrap().len(), 1000);
     }
 }

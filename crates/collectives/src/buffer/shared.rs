@@ -24,12 +24,12 @@ pub(super) fn forget(address: NonNull<u8>) {
 }
 
 impl Memory {
-    /// Zeroed memory that the other members of this host can work in; such as `new` has where the system gives none.
-    pub fn shareable(bytes: usize) -> Self {
-        let Ok(region) = Region::create(bytes) else { return Self::new(bytes) };
-        let Some(memory) = Self::of(region, bytes) else { return Self::new(bytes) };
+    /// Zeroed memory that the other members of this host can work in; such as `try_new` has where the system gives none.
+    pub fn shareable(bytes: usize) -> Option<Self> {
+        let region = Region::create(bytes).ok().and_then(|region| Self::of(region, bytes));
+        let Some(memory) = region else { return Self::try_new(bytes) };
         table(|table| table.insert(memory.0.address.addr().get(), Arc::downgrade(&memory.0)));
-        memory
+        Some(memory)
     }
 
     /// Whether others can work in it.
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn memory_is_found_by_what_lies_wholly_in_it_as_long_as_it_lives() {
-        let memory = Memory::shareable(10_000);
+        let memory = Memory::shareable(10_000).unwrap();
         assert!(memory.is_shareable());
         let all = memory.buffer();
         let (found, offset) = home(&all.slice(100, 9_900)).unwrap();

@@ -11,7 +11,7 @@ use farandole_collectives::{DataType, ReduceOp};
 use farandole_engine::{Kind, Request};
 use farandole_registrar::{Options, Registrar};
 use farandole_testkit::{contents, filled};
-use farandole_world::{HostFacts, TaskId};
+use farandole_world::{Generation, HostFacts, HostHash, TaskId, TaskPlace, assign};
 
 use super::*;
 
@@ -316,6 +316,25 @@ fn ranks_that_ask_for_different_worlds_are_told_at_once() {
     assert!(texts.iter().all(|text| text.starts_with(wrong)), "{texts:?}");
     assert!(texts[0].contains("rank 1 asked for all ranks, rank 0 for ranks 0, 1"), "{texts:?}");
     assert!(texts[2].contains("rank 0 asked for ranks 0, 1, rank 2 for all ranks"), "{texts:?}");
+}
+
+#[test]
+fn a_world_that_was_asked_for_and_given_up_stands_against_nobody() {
+    let registrar = registrar(1);
+    let deadline = Instant::now() + LIMIT;
+    let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
+    client.register(0, &host::facts(), deadline).unwrap();
+    let place = |task| TaskPlace { task: TaskId(task), host: HostHash("a".to_owned()) };
+    let world = assign(Generation(0), &(0..3).map(place).collect::<Vec<_>>()).unwrap();
+    let take = |rank, part| claim::take(&client, 0, &world.seen_from(Rank(rank)).unwrap(), part).unwrap();
+    let part = [Rank(0), Rank(1)];
+    take(0, Some(&part[..]));
+    let against = || claim::contradiction(&client, 0, Rank(2)).err().map(|error| error.to_string());
+    assert!(against().unwrap().contains("rank 0 asked for ranks 0, 1"));
+    take(0, None);
+    assert_eq!(against(), None);
+    take(1, Some(&part[..]));
+    assert!(against().unwrap().contains("rank 1 asked for ranks 0, 1"));
 }
 
 /// SE-5.

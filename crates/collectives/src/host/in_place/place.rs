@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn only_what_lies_in_a_region_is_a_buffer() {
-        let memory = Memory::shareable(1000);
+        let memory = Memory::shareable(1000).unwrap();
         let card = *memory.region().unwrap().card();
         let mut regions = Regions::default();
         let at = |offset| Place { card, offset };
