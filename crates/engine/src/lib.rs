@@ -48,6 +48,7 @@ mod request;
 mod set;
 mod signature;
 mod stall;
+mod sync;
 mod tally;
 mod timeline;
 mod tree;

@@ -4,31 +4,22 @@
 //! Who drives. Whoever waits, helps: the holder of the progress lock drives for everybody.
 //!
 //! Locks, in the order in which they may be taken: `progress`, then `desk`. `background` is taken alone.
-//!
-//! No wake-up is lost (EN-5). There are three pairs of one who leaves something and one who looks for it; in each both
-//! sides write, fence (SeqCst), and then read what the other wrote, so that at least one of them sees the other:
-//!
-//! - *Submission against unlocking.* A submitter sets `queued` and then tries the lock; the driver unlocks and then
-//!   reads `queued`. Either the submitter gets the lock, or the driver sees the queue and has it driven.
-//! - *Submission against sleep.* A submitter sets `queued` (a waiter `wanted`) and then reads `parked`; the driver sets
-//!   `parked`, prepares its parker, and then reads `queued` and `wanted` and polls every link once more before it
-//!   sleeps. Peers do the same with the parker's own flag.
-//! - *Waiting against unlocking.* A waiter counts itself in `waiters` under the desk lock, tries the progress lock once
-//!   more, and sleeps on the condition, which gives up the desk lock; the driver unlocks, then reads `waiters`, and
-//!   notifies under the desk lock. Results are posted under the desk lock as well.
+//! What they tell each other without a lock is in [`signals`].
 
 mod drive;
 mod patience;
+mod signals;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use farandole_world::World;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::patience::Patience;
+use self::signals::Signals;
 use crate::background::Background;
 use crate::callbacks::{Call, Callbacks};
 use crate::desk::{Desk, Submission};
@@ -87,18 +78,7 @@ pub(crate) struct Inner {
     pub(crate) background: Background,
     /// With `desk`: a result was posted, or the progress lock is free.
     changed: Condvar,
-    /// The desk's queue is not empty.
-    queued: AtomicBool,
-    /// Threads that want to drive for themselves: the background thread makes way.
-    wanted: AtomicUsize,
-    /// Threads that want the lock for something short: everybody makes way.
-    summoned: AtomicUsize,
-    /// Threads asleep on `changed`.
-    waiters: AtomicUsize,
-    /// The driver sleeps or is about to.
-    parked: AtomicBool,
-    /// Something was under way when the last driver left.
-    busy: AtomicBool,
+    signals: Signals,
     /// Grows whenever somebody drove.
     pub(crate) drives: AtomicU64,
     /// Ranks outnumber cores: give way instead of spinning.
@@ -136,12 +116,7 @@ impl Inner {
             callbacks: Callbacks::default(),
             background: Background::default(),
             changed: Condvar::new(),
-            queued: AtomicBool::new(false),
-            wanted: AtomicUsize::new(0),
-            summoned: AtomicUsize::new(0),
-            waiters: AtomicUsize::new(0),
-            parked: AtomicBool::new(false),
-            busy: AtomicBool::new(false),
+            signals: Signals::default(),
             drives: AtomicU64::new(0),
         }
     }
@@ -149,8 +124,7 @@ impl Inner {
     /// A submitter has left something on the desk and goes on with other things: peers hear of it now, the background
     /// thread does the rest. Quick, for the caller may hold a lock of its own.
     pub(crate) fn announce(&self) {
-        self.queued.store(true, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
+        self.signals.submitted();
         self.see_that_somebody_drives();
     }
 
@@ -167,18 +141,18 @@ impl Inner {
 
     /// A submitter has left something on the desk and is about to wait for it.
     pub(crate) fn announce_quietly(&self) {
-        self.queued.store(true, Ordering::SeqCst);
+        self.signals.submitted_quietly();
     }
 
     fn wake_driver(&self) {
-        if self.parked.load(Ordering::SeqCst) {
+        if self.signals.has_sleeper() {
             self.host.unpark();
         }
     }
 
     /// Waits for a result, driving if nobody else does.
     pub(crate) fn wait(&self, handle: Handle, deadline: Instant) -> Result<Option<Completion>> {
-        self.wanted.fetch_add(1, Ordering::SeqCst);
+        self.signals.wants();
         while let Some(mut driver) = self.contend(handle, deadline) {
             self.drive(&mut driver, Until::Done(handle, deadline));
             self.unlock(driver);
@@ -186,7 +160,7 @@ impl Inner {
                 break;
             }
         }
-        self.wanted.fetch_sub(1, Ordering::SeqCst);
+        self.signals.wants_no_more();
         self.see_to_it();
         self.desk.lock().take(handle)
     }
@@ -195,7 +169,7 @@ impl Inner {
     fn contend(&self, handle: Handle, deadline: Instant) -> Option<MutexGuard<'_, Driver>> {
         let start = Instant::now();
         loop {
-            if self.summoned.load(Ordering::SeqCst) == 0
+            if !self.signals.is_summoned()
                 && let Some(driver) = self.progress.try_lock()
             {
                 return Some(driver);
@@ -210,17 +184,13 @@ impl Inner {
             if Instant::now() >= deadline || !desk.is_pending(handle) {
                 return None;
             }
-            self.waiters.fetch_add(1, Ordering::SeqCst);
-            fence(Ordering::SeqCst);
-            let free = match self.summoned.load(Ordering::SeqCst) {
-                0 => self.progress.try_lock(),
-                _ => None,
-            };
+            self.signals.waits();
+            let free = if self.signals.is_summoned() { None } else { self.progress.try_lock() };
             if free.is_none() {
                 let retry = deadline.min(Instant::now() + RETRY);
                 self.changed.wait_until(&mut desk, retry);
             }
-            self.waiters.fetch_sub(1, Ordering::SeqCst);
+            self.signals.waits_no_more();
             if free.is_some() {
                 return free;
             }
@@ -229,14 +199,14 @@ impl Inner {
 
     /// The progress lock, for something short: whoever drives makes way.
     pub(crate) fn summon(&self) -> MutexGuard<'_, Driver> {
-        self.summoned.fetch_add(1, Ordering::SeqCst);
+        self.signals.summons();
         let driver = loop {
             self.wake_driver();
             if let Some(driver) = self.progress.try_lock_for(Duration::from_millis(1)) {
                 break driver;
             }
         };
-        self.summoned.fetch_sub(1, Ordering::SeqCst);
+        self.signals.has_come();
         driver
     }
 
@@ -272,11 +242,10 @@ impl Inner {
     }
 
     fn unlock(&self, driver: MutexGuard<'_, Driver>) {
-        self.busy.store(driver.is_busy(), Ordering::SeqCst);
+        self.signals.leaves(driver.is_busy());
         self.drives.fetch_add(1, Ordering::Relaxed);
         drop(driver);
-        fence(Ordering::SeqCst);
-        if self.waiters.load(Ordering::SeqCst) > 0 {
+        if self.signals.unlocked() {
             // Under the lock, so that a waiter is either asleep or has not looked yet.
             let desk = self.desk.lock();
             self.changed.notify_all();
@@ -286,15 +255,14 @@ impl Inner {
 
     /// If something is left to drive and nobody wants to, the background thread shall.
     fn see_to_it(&self) {
-        let left = self.busy.load(Ordering::SeqCst) || self.queued.load(Ordering::SeqCst);
-        if left && self.wanted.load(Ordering::SeqCst) == 0 {
+        if self.signals.is_left() {
             self.background.call();
         }
     }
 
     /// The background thread drives until nothing is left or somebody wants to; true if it had the lock.
     pub(crate) fn drive_in_background(&self, listen: bool) -> bool {
-        if self.wanted.load(Ordering::SeqCst) > 0 || self.summoned.load(Ordering::SeqCst) > 0 {
+        if self.signals.is_wanted() || self.signals.is_summoned() {
             return false;
         }
         let Some(mut driver) = self.progress.try_lock() else { return false };

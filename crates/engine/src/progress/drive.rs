@@ -4,7 +4,6 @@
 //! What the holder of the progress lock does.
 
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use super::patience::Patience;
@@ -38,12 +37,12 @@ impl Inner {
                     now >= deadline || (news && !self.desk.lock().is_pending(handle))
                 }
                 Until::Idle | Until::Something => {
-                    self.wanted.load(Ordering::SeqCst) > 0
+                    self.signals.is_wanted()
                         || self.background.is_stopping()
                         || (matches!(until, Until::Idle) && !driver.is_busy())
                 }
             };
-            if over || driver.stopped || self.summoned.load(Ordering::SeqCst) > 0 {
+            if over || driver.stopped || self.signals.is_summoned() {
                 return;
             }
             if moved {
@@ -78,12 +77,10 @@ impl Inner {
     }
 
     fn park(&self, driver: &mut Driver, until: Until, limit: Instant) {
-        self.parked.store(true, Ordering::SeqCst);
-        self.host.prepare();
-        fence(Ordering::SeqCst);
-        let called = self.queued.load(Ordering::SeqCst)
-            || self.summoned.load(Ordering::SeqCst) > 0
-            || (!matches!(until, Until::Done(..)) && self.wanted.load(Ordering::SeqCst) > 0)
+        self.signals.parks(|| self.host.prepare());
+        let called = self.signals.is_queued()
+            || self.signals.is_summoned()
+            || (!matches!(until, Until::Done(..)) && self.signals.is_wanted())
             || self.background.is_stopping();
         let now = Instant::now();
         if called || self.step(driver, now) || driver.stopped {
@@ -93,7 +90,7 @@ impl Inner {
             self.host.cancel();
             driver.woken = true;
         }
-        self.parked.store(false, Ordering::SeqCst);
+        self.signals.is_up();
     }
 
     /// After an orderly stop: keeps links open until no peer needs them, but not past `deadline`.
@@ -142,10 +139,9 @@ impl Inner {
 
     /// Takes what was submitted and announces it, which is quick; true when there was anything.
     fn take_in(&self, driver: &mut Driver) -> Step<bool> {
-        if !self.queued.load(Ordering::SeqCst) {
+        if !self.signals.takes() {
             return Ok(false);
         }
-        self.queued.store(false, Ordering::SeqCst);
         self.desk.lock().drain(&mut driver.intake);
         let moved = !driver.intake.is_empty();
         while let Some(Submission { set, entry, signature }) = driver.intake.pop_front() {
@@ -213,7 +209,7 @@ impl Inner {
     fn post(&self, set: usize, finished: &mut Vec<Finished>, calls: &mut Vec<Call>) {
         let mut desk = self.desk.lock();
         desk.post(set, finished, calls);
-        if self.waiters.load(Ordering::SeqCst) > 0 {
+        if self.signals.has_waiters() {
             self.changed.notify_all();
         }
         drop(desk);
