@@ -101,7 +101,7 @@ def job_of(estimator):
 def scenarios(names, directory, batch_size, rate):
     """The same runs for one process and for two."""
     odd, few = rows_of(101), rows_of(17)
-    val = rows_of(23, seed=1)
+    val = rows_of(45, seed=1)
     metrics = [keras.metrics.AUC(20, name="auc"), "accuracy"]
     decay = keras.optimizers.schedules.ExponentialDecay(rate, 5, 0.5)
     deeper = [keras.Input((3,)), dense(4), keras.layers.LayerNormalization(), dense(1, "sigmoid")]
@@ -159,7 +159,7 @@ def rate(model):
 
 
 def test_one_process_gives_the_history_of_keras_own_fit(tmp_path):
-    rows, held = rows_of(50), rows_of(20, seed=1)
+    rows, held = rows_of(50), rows_of(37, seed=1)
     x, y = np.stack(rows.x), rows.y.to_numpy()
     model = network()
     fitted = estimator(

@@ -9,6 +9,7 @@ nor the loss that is shown know of it.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -50,16 +51,19 @@ class Feed:
         """The steps in which this process has none."""
         self._job = job
 
-    def epochs(self, first: int, last: int | None = None) -> Iterator[tuple[Any, ...]]:
+    def validation(self) -> Validation:
+        """The batches of an epoch, again and again."""
+        return Validation(self)
+
+    def epochs(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
         """Batches of one epoch after the other.
 
         Args:
             first: number of the epoch to begin with.
-            last: the one to end before; without it there is no end.
+            last: the one to end before.
         """
         passes = -(-self.steps // self.source.steps)
-        epoch = first
-        while last is None or epoch < last:
+        for epoch in range(first, last):
             left = self.steps
             for number in range(epoch * passes, (epoch + 1) * passes):
                 batches = self.source.a_pass(number)
@@ -71,7 +75,6 @@ class Feed:
                         yield self.batch(rows)
                 finally:
                     batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-            epoch += 1
 
     def batch(self, rows: Rows) -> tuple[Any, ...]:
         """A batch as Keras takes it: inputs, labels and, if there are any, weights.
@@ -91,6 +94,42 @@ class Feed:
         return (x, y) if weights is None else (x, y, weights)
 
 
+class Validation(keras.utils.PyDataset):
+    """The batches of one epoch, as often as Keras asks for them: of a generator it would repeat the first ones.
+
+    Args:
+        feed: of the data set.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        super().__init__()
+        self._feed = feed
+        self._batches: Iterator[tuple[Any, ...]] = iter(())
+        self._next = 0
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch."""
+        return self._feed.steps
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        """A batch; they come in order, and from the first one on again."""
+        if index < self._next or index == 0:
+            self.close()
+            self._batches = self._feed.epochs(0, 1)
+        while self._next < index:
+            next(self._batches)
+            self._next += 1
+        self._next += 1
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Ends the pass."""
+        self._next = 0
+        if inspect.isgenerator(self._batches):
+            self._batches.close()
+
+
 class ModuleFeed:
     """What a data module of the user's gives, which is what `fit` takes; all its rows count.
 
@@ -108,9 +147,13 @@ class ModuleFeed:
         self.uncounted = range(0)
         self._data = data
 
-    def epochs(self, first: int, last: int | None = None) -> Any:
+    def epochs(self, first: int, last: int) -> Any:
         """The batches of all epochs; the module keeps their order."""
         del first, last
+        return self._data()
+
+    def validation(self) -> Any:
+        """The same, for validation."""
         return self._data()
 
 

@@ -26,7 +26,7 @@ from farandole.common import basics
 from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import reader_casts, zeros
 from farandole.spark.keras.compiled import put_loss
-from farandole.spark.keras.feed import Feed, ModuleFeed, prefetched, take_shares
+from farandole.spark.keras.feed import Feed, ModuleFeed, Validation, prefetched, take_shares
 from farandole.spark.keras.job import Trained
 from farandole.spark.keras.publish import Kept, Publisher
 from farandole.spark.keras.rate import Rate
@@ -71,7 +71,7 @@ class Trainer:
     def _fit(self, publisher: Publisher, done: int) -> None:
         model, train, val = self.model, self.train, self.val
         batches = train.epochs(done, self.job.epochs)
-        validation = None if val is None else val.epochs(0)
+        validation = None if val is None else val.validation()
         try:
             model.fit(
                 prefetched(batches, self.job.data.prefetch),
@@ -85,11 +85,11 @@ class Trainer:
                 callbacks=self._callbacks(publisher),
             )
         finally:
-            for generator in (batches, validation):
+            for source in (batches, validation):
                 # Keras's prefetching thread may be in it; it ends with the process then.
                 with contextlib.suppress(ValueError):
-                    if inspect.isgenerator(generator):
-                        generator.close()
+                    if inspect.isgenerator(source) or isinstance(source, Validation):
+                        source.close()
 
     def _model(self) -> Any:
         job, objects = self.job, self.objects
