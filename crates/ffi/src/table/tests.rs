@@ -8,6 +8,7 @@ use std::time::Duration;
 use farandole_door::{Operation, Outcome};
 
 use super::*;
+use crate::names;
 
 type Told = (Code, String, Vec<f32>);
 
@@ -128,6 +129,14 @@ fn operations_go_through_the_door_and_refusals_come_back() {
     let second = call(&numbered, &["same"], &input, None).unwrap();
     assert_eq!((outcome(first).0, outcome(second).2), (Code::Good, input.to_vec()));
 
+    // All ranks have joined: they count anew, by other names than before.
+    let named = || names::next(&session::current().unwrap(), ProcessSetId::GLOBAL, Arc::new([]));
+    assert_eq!((crate::joins(), named(), named()), (0, ".2".to_owned(), ".3".to_owned()));
+    assert_eq!(outcome(call(&a_call(Operation::Join), &["j"], &input, None).unwrap()).0, Code::Good);
+    assert_eq!((crate::joins(), named(), named()), (1, ".1.0".to_owned(), ".1.1".to_owned()));
+    crate::joined();
+    assert_eq!((crate::joins(), named()), (2, ".2.0".to_owned()));
+
     let unknown = Call { process_set: 9, ..a_call(Operation::Allreduce) };
     let (code, text) = call(&unknown, &["a"], &input, None).unwrap_err();
     assert_eq!((code, &*text), (Code::Usage as u32, "no such process set: 9"));
@@ -136,4 +145,5 @@ fn operations_go_through_the_door_and_refusals_come_back() {
     assert!(text.contains("still in flight"), "{text}");
     assert!(call(&Call { operation: 77, ..unknown }, &["a"], &input, None).is_err());
     session::shutdown();
+    assert_eq!(crate::joins(), 0);
 }
