@@ -20,7 +20,7 @@ from tests.single.training import Here
 from farandole.spark.common import LocalStore
 from farandole.spark.torch import TorchEstimator, TorchModel
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 
 
@@ -51,12 +51,12 @@ def estimator(home, **params):
 
 def test_a_cross_validator_chooses_among_epochs_and_is_saved(frame, tmp_path):
     fitted_by = estimator(tmp_path)
-    grid = ParamGridBuilder().addGrid(fitted_by.epochs, [1, 12]).build()
+    grid = ParamGridBuilder().addGrid(fitted_by.epochs, [1, 8]).build()
     score = RegressionEvaluator(labelCol="y", predictionCol="y__output")
     validator = CrossValidator(estimator=fitted_by, estimatorParamMaps=grid, evaluator=score, numFolds=2, seed=1)
     chosen = validator.fit(frame)
     assert chosen.avgMetrics[1] < chosen.avgMetrics[0]
-    assert len(chosen.bestModel.getHistory()) == 12
+    assert len(chosen.bestModel.getHistory()) == 8
     chosen.write().overwrite().save(f"{tmp_path}/chosen")
     again = CrossValidatorModel.load(f"{tmp_path}/chosen")
     expected = chosen.transform(frame).select("y__output").collect()
