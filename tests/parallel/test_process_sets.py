@@ -2,7 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Process sets and worlds of part of the ranks, on real processes."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 
@@ -92,8 +94,12 @@ def sets_from_the_start():
     with pytest.raises(ValueError, match="process sets are fixed"):
         add_process_set([0, 1])
     numbers = (evens.process_set_id, odd.process_set_id)
+    copies = [copy.copy(evens), copy.deepcopy(evens), pickle.loads(pickle.dumps(evens))]
+    assert [again.process_set_id for again in copies] == [1, 1, 1]
+    assert copy.deepcopy(hvd.global_process_set) is hvd.global_process_set
     hvd.shutdown()
     hvd.init()
+    assert [again.process_set_id for again in copies] == [None, None, None]
     return numbers, total, evens.process_set_id
 
 

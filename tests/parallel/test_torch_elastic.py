@@ -132,3 +132,52 @@ def handlers_can_be_replaced():
 
 def test_handlers_of_other_types_can_be_added(pair):
     assert pair.run(handlers_can_be_replaced) == [1, 1]
+
+
+def leaves_with_gradients_under_way():
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    state = hvd.elastic.TorchState(model, step=0)
+
+    @hvd.elastic.run
+    def train(state):
+        while state.step < 2:
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            state.step += 1
+            if state.step == 2 and not hasattr(state, "failed"):
+                state.failed = True
+                raise hvd.HorovodInternalError("told to")
+            optimizer.step()
+            state.commit()
+        return model.weight.tolist()
+
+    return train(state)
+
+
+def test_gradients_under_way_do_not_outlive_their_world_though_the_state_has_no_optimizer(pair):
+    one, other = pair.run(leaves_with_gradients_under_way)
+    assert one == other
+
+
+def fails_in_every_world(commits):
+    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank)
+    calls = []
+
+    @hvd.elastic.run
+    def train(state):
+        calls.append(1)
+        assert len(calls) < 10, "no end"
+        if len(calls) <= commits:
+            state.commit()
+        raise hvd.HorovodInternalError("always")
+
+    try:
+        train(state)
+    except hvd.HorovodInternalError:
+        return len(calls)
+
+
+def test_worlds_that_fail_before_they_have_committed_anything_come_to_an_end(pair):
+    assert pair.run(fails_in_every_world, 0) == [4, 4]
+    assert pair.run(fails_in_every_world, 3) == [6, 6]

@@ -282,3 +282,22 @@ def adasum_of_all():
 
 def test_adasum_counts_agreement_once_and_adds_what_is_orthogonal(world):
     assert world.run(adasum_of_all) == [True] * world.size
+
+
+def one_gradient_differs():
+    from farandole.torch._handles import table
+
+    first = torch.nn.Parameter(torch.zeros(2 + hvd.rank()))
+    second = torch.nn.Parameter(torch.zeros(3))
+    named = [("first", first), ("second", second)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), named, groups=[[first], [second]])
+    under_way = len(table._entries)
+    (first.sum() + (hvd.rank() + 1.0) * second.sum()).backward()
+    with pytest.raises(ValueError, match=r"Mismatched ALLREDUCE tensor shapes: tensor allreduce\.first"):
+        optimizer.step()
+    assert len(table._entries) == under_way
+    return second.grad.tolist()
+
+
+def test_a_gradient_that_cannot_be_reduced_leaves_no_other_under_way(pair):
+    assert pair.run(one_gradient_differs) == [[1.5] * 3] * 2

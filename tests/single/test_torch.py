@@ -2,10 +2,12 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """farandole.torch in a world of one: semantics that need no peer."""
 
+import gc
 import inspect
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -255,3 +257,41 @@ print(len(os.listdir("/proc/self/task")))
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment
     )
     assert int(result.stdout) <= 2, result.stdout + result.stderr
+
+
+def test_memory_outlives_an_interrupt_between_the_engines_call_and_its_handle(hvd, monkeypatch):
+    from farandole._native import engine
+
+    submit = engine.allreduce
+
+    def interrupted(*arguments):
+        submit(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "allreduce", interrupted)
+    tensor = torch.ones(100)
+    kept = weakref.ref(tensor)
+    with pytest.raises(KeyboardInterrupt):
+        hvd.allreduce_async_(tensor, name="interrupted")
+    del tensor
+    gc.collect()
+    assert kept() is not None
+    hvd.shutdown()
+    hvd.init()
+    assert kept() is None
+
+
+def test_operations_that_the_engine_refuses_keep_no_memory(hvd, monkeypatch):
+    from farandole._native import engine
+
+    def refuses(*_):
+        raise ValueError("not today")
+
+    monkeypatch.setattr(engine, "allreduce", refuses)
+    tensor = torch.ones(100)
+    kept = weakref.ref(tensor)
+    with pytest.raises(ValueError, match="not today"):
+        hvd.allreduce_async_(tensor)
+    del tensor
+    gc.collect()
+    assert kept() is None

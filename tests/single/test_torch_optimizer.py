@@ -2,6 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """DistributedOptimizer in a world of one: validation, and that it stays the optimizer it wraps."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -149,3 +152,26 @@ def test_what_is_distributed_already_and_a_flat_list_of_groups_are_refused(hvd):
         hvd.DistributedOptimizer(optimizer)
     with pytest.raises(ValueError, match="list of lists"):
         hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), groups=list(net.parameters()))
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+def test_a_copy_is_a_plain_optimizer_that_goes_on_alike(hvd, op, again):
+    net = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.25), op=getattr(hvd, op))
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    other = again(optimizer)
+    assert type(other) is torch.optim.Adam
+    assert other.param_groups[0]["lr"] == 0.25
+    for mine, copied in zip(net.parameters(), other.param_groups[0]["params"], strict=True):
+        assert torch.equal(mine, copied)
+        assert torch.equal(optimizer.state[mine]["exp_avg"], other.state[copied]["exp_avg"])
+    if again is not copy.copy:
+        for mine, copied in zip(net.parameters(), other.param_groups[0]["params"], strict=True):
+            copied.grad = mine.grad.clone()
+        other.step()
+        optimizer.step()
+        for mine, copied in zip(net.parameters(), other.param_groups[0]["params"], strict=True):
+            assert torch.equal(mine, copied)
+    assert isinstance(hvd.DistributedOptimizer(other), torch.optim.Adam)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 ATTEMPTS = 3
-"""Worlds in a row that may fail before one of them has trained: then the failure is not of a passing kind."""
+"""Worlds in a row that may fail before one of them has committed: then the failure is not of a passing kind."""
 
 
 class HostUpdateResult:
@@ -43,6 +43,7 @@ class State:
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._commits = 0
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Has functions called after every change of the world, e.g. to scale the learning rate anew."""
@@ -66,6 +67,7 @@ class State:
             HostsUpdatedInterrupt: On all ranks, when hosts came or went.
         """
         self.save()
+        self._commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -145,14 +147,15 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> _Result:
-        failures = 0
+        failures, commits = 0, state._commits  # noqa: SLF001 - its own module's
         while True:
             try:
                 # Always, also when hosts only went: were newcomers to come as well, they would wait for those who skip.
                 state.sync()
-                failures = 0
                 return func(state, *args, **kwargs)
             except FarandoleInternalError:
+                if state._commits != commits:  # noqa: SLF001 - its own module's
+                    failures, commits = 0, state._commits  # noqa: SLF001 - its own module's
                 failures += 1
                 if failures > ATTEMPTS:
                     raise

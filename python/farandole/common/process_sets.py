@@ -68,6 +68,10 @@ class ProcessSet:
         """Shows number and ranks."""
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
+    def __reduce__(self) -> tuple[object, ...] | str:
+        """A copy, also one from another process, is the set of these ranks that is registered where it is made."""
+        return _of_ranks, (self._ranks,)
+
 
 class _GlobalProcessSet(ProcessSet):
     """All ranks of whatever world `init` finds."""
@@ -80,6 +84,10 @@ class _GlobalProcessSet(ProcessSet):
     def ranks(self) -> list[int] | None:
         """All global ranks; `None` before `init`."""
         return list(range(basics.size())) if basics.is_initialized() else None
+
+    def __reduce__(self) -> str:
+        """There is one."""
+        return "global_process_set"
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
@@ -102,6 +110,17 @@ def register(process_set: ProcessSet, number: int) -> None:
     """Notes the engine's number of a set."""
     process_set.process_set_id = number
     _registered.add(process_set)
+
+
+def _of_ranks(ranks: list[int]) -> ProcessSet:
+    for known in _registered:
+        if known.ranks == ranks:
+            return known
+    process_set = ProcessSet(ranks)
+    for number, members in engine.process_sets().items() if basics.is_initialized() else ():
+        if number != 0 and members == ranks:
+            register(process_set, number)
+    return process_set
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

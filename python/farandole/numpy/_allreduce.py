@@ -35,7 +35,10 @@ def _start(value: Any, name: str | None, op: int, factors: Factors, process_set:
     """Starts an allreduce into a new array; `attended` when `synchronize` follows at once."""
     number = set_number(process_set)
     source, target = as_input_and_output(value)
-    handle = engine.allreduce(
+    return table.submit(
+        (source, target),
+        lambda _: target,
+        engine.allreduce,
         table.name("allreduce", name, process_set),
         number_of(source.dtype),
         source.shape,
@@ -46,7 +49,6 @@ def _start(value: Any, name: str | None, op: int, factors: Factors, process_set:
         number,
         attended,
     )
-    return table.track([handle], (source, target), lambda _: target)
 
 
 def _start_in_place(
@@ -57,7 +59,10 @@ def _start_in_place(
     array = require_in_place(value)
     work = as_input(array)
     address = address_of(work)
-    handle = engine.allreduce(
+    return table.submit(
+        work,
+        lambda _: copy_back(array, work),
+        engine.allreduce,
         table.name("allreduce", name, process_set),
         number_of(work.dtype),
         work.shape,
@@ -68,7 +73,6 @@ def _start_in_place(
         number,
         attended,
     )
-    return table.track([handle], work, lambda _: copy_back(array, work))
 
 
 def allreduce_async(
@@ -188,7 +192,7 @@ def _submit(
             return [target for _, target in pairs]
         return [copy_back(value, target) for value, (_, target) in zip(values, pairs, strict=True)]
 
-    return table.track(engine.grouped_allreduce(members, op, *factors, number), pairs, finish)
+    return table.submit(pairs, finish, engine.grouped_allreduce, members, op, *factors, number)
 
 
 def grouped_allreduce_async(

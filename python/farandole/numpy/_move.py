@@ -48,7 +48,10 @@ def _start_allgather(
     """Starts an allgather; `finish` gets the result and the rows every member gave."""
     number = set_number(process_set)
     source = _rows_of(value, "allgather")
-    handle = engine.allgather(
+    return table.submit(
+        source,
+        lambda outcomes: finish(*adopt(outcomes[0], source.dtype, source.shape[1:])),
+        engine.allgather,
         table.name("allgather", name, process_set),
         number_of(source.dtype),
         source.shape,
@@ -56,7 +59,6 @@ def _start_allgather(
         number,
         attended,
     )
-    return table.track([handle], source, lambda outcomes: finish(*adopt(outcomes[0], source.dtype, source.shape[1:])))
 
 
 def gather_with_rows(value: ArrayLike, name: str | None, process_set: ProcessSet) -> tuple[Array, list[int]]:
@@ -119,7 +121,7 @@ def grouped_allgather_async(
         pairs = zip(outcomes, sources, strict=True)
         return [adopt(outcome, source.dtype, source.shape[1:])[0] for outcome, source in pairs]
 
-    return table.track(engine.grouped_allgather(members, number), sources, finish)
+    return table.submit(sources, finish, engine.grouped_allgather, members, number)
 
 
 def grouped_allgather(
@@ -140,7 +142,10 @@ def _start_broadcast(value: Any, root_rank: int, name: str | None, process_set: 
     number = set_number(process_set)
     _require_root(root_rank, process_set)
     source, target = as_input_and_output(value)
-    handle = engine.broadcast(
+    return table.submit(
+        (source, target),
+        lambda _: target,
+        engine.broadcast,
         table.name("broadcast", name, process_set),
         number_of(source.dtype),
         source.shape,
@@ -150,7 +155,6 @@ def _start_broadcast(value: Any, root_rank: int, name: str | None, process_set: 
         number,
         attended,
     )
-    return table.track([handle], (source, target), lambda _: target)
 
 
 def _start_broadcast_in_place(
@@ -162,7 +166,10 @@ def _start_broadcast_in_place(
     array = require_in_place(value)
     work = as_input(array)
     address = address_of(work)
-    handle = engine.broadcast(
+    return table.submit(
+        work,
+        lambda _: copy_back(array, work),
+        engine.broadcast,
         table.name("broadcast", name, process_set),
         number_of(work.dtype),
         work.shape,
@@ -172,7 +179,6 @@ def _start_broadcast_in_place(
         number,
         attended,
     )
-    return table.track([handle], work, lambda _: copy_back(array, work))
 
 
 def broadcast_async(
@@ -238,7 +244,15 @@ def _start_alltoall(
     number = set_number(process_set)
     source = _rows_of(value, "alltoall")
     rows = None if splits is None else _split_rows(splits)
-    handle = engine.alltoall(
+
+    def finish(outcomes: list[Any]) -> tuple[Array, Array]:
+        received, rows = adopt(outcomes[0], source.dtype, source.shape[1:])
+        return received, np.asarray(rows, dtype=np.int32)
+
+    return table.submit(
+        source,
+        finish,
+        engine.alltoall,
         table.name("alltoall", name, process_set),
         number_of(source.dtype),
         source.shape,
@@ -247,12 +261,6 @@ def _start_alltoall(
         number,
         attended,
     )
-
-    def finish(outcomes: list[Any]) -> tuple[Array, Array]:
-        received, rows = adopt(outcomes[0], source.dtype, source.shape[1:])
-        return received, np.asarray(rows, dtype=np.int32)
-
-    return table.track([handle], source, finish)
 
 
 def _split_rows(splits: ArrayLike) -> list[int]:

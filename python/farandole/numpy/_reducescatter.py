@@ -48,7 +48,10 @@ def _start(
 ) -> int:
     number = set_number(process_set)
     source, target = _prepare(value, process_set)
-    handle = engine.reducescatter(
+    return table.submit(
+        (source, target),
+        lambda _: target,
+        engine.reducescatter,
         table.name("reducescatter", name, process_set),
         number_of(source.dtype),
         source.shape,
@@ -59,7 +62,6 @@ def _start(
         number,
         attended,
     )
-    return table.track([handle], (source, target), lambda _: target)
 
 
 def reducescatter_async(
@@ -139,8 +141,12 @@ def grouped_reducescatter_async(
         (f"{base}_{i}of{len(pairs)}", number_of(source.dtype), source.shape, address_of(source), address_of(target))
         for i, (source, target) in enumerate(pairs, start=1)
     ]
-    handles = engine.grouped_reducescatter(members, op, prescale_factor, postscale_factor, number)
-    return table.track(handles, pairs, lambda _: [target for _, target in pairs])
+
+    def finish(_: object) -> list[Array]:
+        return [target for _, target in pairs]
+
+    arguments = (members, op, prescale_factor, postscale_factor, number)
+    return table.submit(pairs, finish, engine.grouped_reducescatter, *arguments)
 
 
 def grouped_reducescatter(

@@ -21,7 +21,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     number = set_number(process_set)
-    synchronize(table.track([engine.barrier(table.name("barrier", None, process_set), number)], None, lambda _: None))
+    synchronize(table.submit(None, lambda _: None, engine.barrier, table.name("barrier", None, process_set), number))
 
 
 def join(allow_gather: bool = False) -> int:
@@ -38,4 +38,4 @@ def join(allow_gather: bool = False) -> int:
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    return joined(synchronize(table.track([engine.join(allow_gather)], None, lambda outcomes: outcomes[0])))
+    return joined(synchronize(table.submit(None, lambda outcomes: outcomes[0], engine.join, allow_gather)))

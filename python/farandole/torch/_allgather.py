@@ -46,8 +46,12 @@ def _start_one(
     require_dimension("allgather", tensor)
     number = set_number(process_set)
     source = host_input(tensor)
-    handle = engine.allgather(*describe(table.name("allgather", name, process_set), source), number, attended)
-    return start(handle, source, lambda gathered: result(_rows(gathered, source, tensor)))
+    described = describe(table.name("allgather", name, process_set), source)
+
+    def finish(gathered: Any) -> Any:
+        return result(_rows(gathered, source, tensor))
+
+    return start(source, finish, engine.allgather, *described, number, attended)
 
 
 def _start_group(
@@ -60,10 +64,11 @@ def _start_group(
     sources = [host_input(tensor) for tensor in tensors]
     names = member_names("grouped_allgather", name, len(tensors), process_set)
     members = [describe(member, source) for member, source in zip(names, sources, strict=True)]
-    handles = engine.grouped_allgather(members, number)
-    return table.track(
-        handles, sources, lambda outcomes: [result(rows) for rows in map(_rows, outcomes, sources, tensors)]
-    )
+
+    def finish(outcomes: list[Any]) -> list[Any]:
+        return [result(rows) for rows in map(_rows, outcomes, sources, tensors)]
+
+    return table.submit(sources, finish, engine.grouped_allgather, members, number)
 
 
 def gather_rows(tensor: torch.Tensor, name: str | None, process_set: ProcessSet = global_process_set) -> Rows:

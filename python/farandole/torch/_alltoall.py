@@ -58,13 +58,13 @@ def _start(tensor: torch.Tensor, splits: Splits, name: str | None, process_set: 
     counts = _row_counts(tensor, splits, process_set)
     number = set_number(process_set)
     source = host_input(tensor)
-    handle = engine.alltoall(*describe(table.name("alltoall", name, process_set), source), counts, number, attended)
+    described = describe(table.name("alltoall", name, process_set), source)
 
     def finish(received: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rows = received.rows if received is not None else []
         return adopt(received, source, tensor.device), torch.tensor(rows, dtype=torch.int32)
 
-    return start(handle, source, finish)
+    return start(source, finish, engine.alltoall, *described, counts, number, attended)
 
 
 def alltoall_async(

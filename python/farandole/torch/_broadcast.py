@@ -39,10 +39,10 @@ def _start(
     # A private copy serves as its own result.
     target = torch.empty_like(source) if source is tensor and not in_place else source
     described = describe(table.name("broadcast", name, process_set), source)
-    handle = engine.broadcast(*described, target.data_ptr(), root_rank, number, attended)
+    submission = (engine.broadcast, *described, target.data_ptr(), root_rank, number, attended)
     if in_place:
-        return start(handle, source, lambda _: copy_back(tensor, source))
-    return start(handle, (source, target), lambda _: target.to(tensor.device))
+        return start(source, lambda _: copy_back(tensor, source), *submission)
+    return start((source, target), lambda _: target.to(tensor.device), *submission)
 
 
 def broadcast_async(

@@ -157,11 +157,11 @@ class Bucket:
         if not members:
             return
         arguments = self.options.reduction.arguments
+        keep = (self._direct, self._flights)
         if len(members) == 1:
-            handles = [engine.allreduce(*members[0], *arguments, False)]
+            self._handle = table.submit(keep, len, engine.allreduce, *members[0], *arguments, False)
         else:
-            handles = engine.grouped_allreduce(members, *arguments)
-        self._handle = table.track(handles, (self._direct, self._flights), len)
+            self._handle = table.submit(keep, len, engine.grouped_allreduce, members, *arguments)
 
     def _board(self, slot: Slot, grad: torch.Tensor) -> _Flight | None:
         """Makes a gradient what the engine can work on; a sparse one is gathered instead."""
@@ -304,8 +304,8 @@ class ViewBucket(Bucket):
         wire, self._ctx = self._cast.compress(self._memory)
         self._wire = host_input(wire)
         described = describe(self._name, self._wire)
-        handle = engine.allreduce(*described, self._wire.data_ptr(), *self.options.reduction.arguments, False)
-        self._handle = table.track([handle], self._wire, len)
+        arguments = (*described, self._wire.data_ptr(), *self.options.reduction.arguments, False)
+        self._handle = table.submit(self._wire, len, engine.allreduce, *arguments)
 
     def land(self) -> None:
         """Waits until the memory is reduced.

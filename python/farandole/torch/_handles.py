@@ -129,9 +129,9 @@ def wants_grad(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def start(member: int, keep: Any, finish: Callable[[Any], Any]) -> int:
-    """Notes an operation of one member; `finish` gets its outcome."""
-    return table.track((member,), keep, lambda outcomes: finish(outcomes[0]))
+def start(keep: Any, finish: Callable[[Any], Any], call: Callable[..., int], *arguments: Any) -> int:
+    """Starts an operation of one member; `finish` gets its outcome."""
+    return table.submit(keep, lambda outcomes: finish(outcomes[0]), call, *arguments)
 
 
 def poll(handle: int) -> bool:

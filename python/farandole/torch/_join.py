@@ -21,7 +21,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     number = set_number(process_set)
-    synchronize(start(engine.barrier(table.name("barrier", None, process_set), number), None, lambda _: None))
+    synchronize(start(None, lambda _: None, engine.barrier, table.name("barrier", None, process_set), number))
 
 
 def join(device: int = -1, allow_gather: bool = False) -> int:
@@ -43,4 +43,4 @@ def join(device: int = -1, allow_gather: bool = False) -> int:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     del device
-    return joined(synchronize(start(engine.join(allow_gather), None, lambda last: last)))
+    return joined(synchronize(start(None, lambda last: last, engine.join, allow_gather)))

@@ -55,10 +55,10 @@ def start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, in_p
     # A private copy serves as its own result.
     target = torch.empty_like(source) if source is tensor and not in_place else source
     described = describe(table.name("allreduce", name, reduction.process_set), source)
-    handle = engine.allreduce(*described, target.data_ptr(), *arguments, attended)
+    submission = (engine.allreduce, *described, target.data_ptr(), *arguments, attended)
     if in_place:
-        return start(handle, source, lambda _: copy_back(tensor, source))
-    return start(handle, (source, target), lambda _: target.to(tensor.device))
+        return start(source, lambda _: copy_back(tensor, source), *submission)
+    return start((source, target), lambda _: target.to(tensor.device), *submission)
 
 
 def start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, in_place: bool) -> int:
@@ -77,14 +77,13 @@ def start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Re
         (*describe(member, source), target.data_ptr())
         for member, source, target in zip(names, sources, targets, strict=True)
     ]
-    handles = engine.grouped_allreduce(members, *arguments)
 
     def finish(_: object) -> list[torch.Tensor]:
         if in_place:
             return [copy_back(tensor, source) for tensor, source in zip(tensors, sources, strict=True)]
         return [target.to(tensor.device) for tensor, target in zip(tensors, targets, strict=True)]
 
-    return table.track(handles, (sources, targets), finish)
+    return table.submit((sources, targets), finish, engine.grouped_allreduce, members, *arguments)
 
 
 def reduce_one(tensor: torch.Tensor, name: str | None, reduction: Reduction) -> torch.Tensor:

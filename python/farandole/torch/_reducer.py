@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import engine
+from farandole.common import basics
 from farandole.common.util import Max
 from farandole.torch._allreduce import allreduce_
 from farandole.torch._buckets import Bucket, Options, Slot, ViewBucket
@@ -55,6 +56,7 @@ class GradientReducer:
         hooks: list[Any] = []
         self._hooks = hooks
         weakref.finalize(self, _unhook, hooks).atexit = False
+        _reducers.add(self)
         if as_view:  # one memory holds one dtype on one device
             groups = [part for group in groups for part in batch(group[::-1], sys.maxsize)]
         for group in groups:
@@ -82,15 +84,25 @@ class GradientReducer:
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
         self._adopt(param_groups)
+        failure: Exception | None = None
         try:
-            self._agree()
+            try:
+                self._agree()
+                for bucket in self._buckets:
+                    if not bucket.started:
+                        bucket.start()
+            except Exception as error:  # noqa: BLE001 - raised below
+                failure = error
+            # What was started goes on writing to gradients, whatever became of the others.
             for bucket in self._buckets:
-                if not bucket.started:
-                    bucket.start()
-            for bucket in self._buckets:
-                bucket.land()
+                try:
+                    bucket.land()
+                except Exception as error:  # noqa: BLE001 - raised below
+                    failure = failure or error
         finally:
             self.reset()
+        if failure is not None:
+            raise failure
 
     def _agree(self) -> None:
         """Ranks tell each other which gradients are sparse: who has none must take part likewise.
@@ -164,6 +176,17 @@ class GradientReducer:
         self._known = len(self._names)
         self._frozen = [parameter for parameter in self._names if parameter not in self._slots]
 
+
+_reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+
+
+def _reset_all() -> None:
+    """What was started in another world never ends in this one."""
+    for reducer in list(_reducers):
+        reducer.reset()
+
+
+basics.on_init(_reset_all)
 
 _NO_GRADIENT = -1
 

@@ -49,8 +49,8 @@ def _start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, att
     arguments = reduction.arguments
     source, target = _prepare(tensor, reduction.process_set)
     described = describe(table.name("reducescatter", name, reduction.process_set), source)
-    handle = engine.reducescatter(*described, target.data_ptr(), *arguments, attended)
-    return start(handle, (source, target), lambda _: target.to(tensor.device))
+    submission = (engine.reducescatter, *described, target.data_ptr(), *arguments, attended)
+    return start((source, target), lambda _: target.to(tensor.device), *submission)
 
 
 def _start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction) -> int:
@@ -60,12 +60,11 @@ def _start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: R
     members = [
         (*describe(member, source), target.data_ptr()) for member, (source, target) in zip(names, pairs, strict=True)
     ]
-    handles = engine.grouped_reducescatter(members, *arguments)
 
     def finish(_: object) -> list[torch.Tensor]:
         return [target.to(tensor.device) for tensor, (_, target) in zip(tensors, pairs, strict=True)]
 
-    return table.track(handles, pairs, finish)
+    return table.submit(pairs, finish, engine.grouped_reducescatter, members, *arguments)
 
 
 def reducescatter_async(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.torch._allreduce import grouped_allreduce
+from farandole.torch._plain import plain
 from farandole.torch.compression import Compression, Compressor
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
     _names: dict[torch.Tensor, str]
     _compression: type[Compressor] = Compression.none
     _reduction: Reduction | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, also one that was pickled, is a plain optimizer; `DistributedOptimizer` wraps it again."""
+        return plain(self, _DistributedAdasumOptimizer)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Does nothing: gradients add up until `step`, however many passes that takes.

@@ -17,6 +17,7 @@ from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Adasum, Average, Sum, choose_op
 from farandole.torch._buckets import Options
 from farandole.torch._names import group_parameters, name_parameters
+from farandole.torch._plain import plain
 from farandole.torch._reduce import Reduction
 from farandole.torch._reducer import GradientReducer
 from farandole.torch.adasum import _DistributedAdasumOptimizer
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
 class _DistributedOptimizer(torch.optim.Optimizer):
     """What `DistributedOptimizer` mixes into the class of the optimizer it wraps."""
 
-    # A copy of a distributed optimizer is a local one.
     _reducer: GradientReducer | None = None
     _synchronized: bool = False
     _skips: bool = False
     _scaled: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, also one that was pickled, is a plain optimizer; `DistributedOptimizer` wraps it again."""
+        return plain(self, _DistributedOptimizer)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes are summed up before gradients are reduced.

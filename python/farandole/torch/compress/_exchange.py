@@ -89,25 +89,23 @@ class EngineExchange(Exchange):
     def allreduce(self, tensor: torch.Tensor) -> Waiting:
         """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor."""
         source = host_input(tensor)
-        address = source.data_ptr()
-        handle = engine.allreduce(*self._described(source), address, Sum, 1.0, 1.0, self._set, False)
 
         def finish(_: list[Any]) -> torch.Tensor:
             return tensor if source is tensor else tensor.copy_(source)
 
-        return self._waiting(handle, source, finish)
+        arguments = (*self._described(source), source.data_ptr(), Sum, 1.0, 1.0, self._set, False)
+        return self._waiting(source, finish, engine.allreduce, *arguments)
 
     def allgather(self, tensor: torch.Tensor) -> Waiting:
         """Starts sending a flat tensor to all; the result is a matrix with a row from each rank."""
         source = host_input(tensor)
-        handle = engine.allgather(*self._described(source), self._set, False)
-        return self._waiting(handle, source, self._rows(tensor))
+        return self._waiting(source, self._rows(tensor), engine.allgather, *self._described(source), self._set, False)
 
     def alltoall(self, rows: torch.Tensor) -> Waiting:
         """Starts sending a row of a contiguous matrix to each rank; the result has a row from each."""
         source = host_input(rows)
-        handle = engine.alltoall(*self._described(source), None, self._set, False)
-        return self._waiting(handle, source, self._rows(rows))
+        described = self._described(source)
+        return self._waiting(source, self._rows(rows), engine.alltoall, *described, None, self._set, False)
 
     def _rows(self, like: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
         def finish(outcomes: list[Any]) -> torch.Tensor:
@@ -118,8 +116,10 @@ class EngineExchange(Exchange):
 
         return finish
 
-    def _waiting(self, handle: int, keep: Any, finish: Callable[[list[Any]], torch.Tensor]) -> Waiting:
-        number = table.track([handle], keep, finish)
+    def _waiting(
+        self, keep: Any, finish: Callable[[list[Any]], torch.Tensor], call: Callable[..., int], *arguments: Any
+    ) -> Waiting:
+        number = table.submit(keep, finish, call, *arguments)
         return Waiting(lambda: table.synchronize(number))
 
 

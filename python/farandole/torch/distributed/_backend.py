@@ -169,7 +169,8 @@ class FarandoleBackend(Backend):
                 if part.data_ptr() != tensor.data_ptr():
                     put(tensor, part)
 
-        return self._work(engine.grouped_allreduce(members, op, 1.0, 1.0, self._set), data, finish, tensors)
+        submission = (engine.grouped_allreduce, members, op, 1.0, 1.0, self._set)
+        return self._work(submission, data, finish, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> FarandoleWork:
         """As `allreduce`, but overwrites the root's tensor only."""
@@ -181,7 +182,8 @@ class FarandoleBackend(Backend):
         data = numbers(tensor)
         result = torch.empty_like(data) if target is None else data
         name = self._next_name()
-        handle = engine.allreduce(
+        submission = (
+            engine.allreduce,
             name,
             DTYPES[data.dtype],
             data.shape,
@@ -198,7 +200,7 @@ class FarandoleBackend(Backend):
             if target is not None and result.data_ptr() != target.data_ptr():
                 put(target, result)
 
-        return self._work([handle], (data, result), finish, [tensor])
+        return self._work(submission, (data, result), finish, [tensor])
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> FarandoleWork:
         """Combines all ranks' lists of tensors; this rank gets the one at its position."""
@@ -228,8 +230,8 @@ class FarandoleBackend(Backend):
             for output, result in zip(outputs, results, strict=True):
                 put(output, result)
 
-        handles = engine.grouped_reducescatter(members, op, 1.0, 1.0, self._set)
-        return self._work(handles, (data, results), finish, outputs)
+        submission = (engine.grouped_reducescatter, members, op, 1.0, 1.0, self._set)
+        return self._work(submission, (data, results), finish, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -240,7 +242,8 @@ class FarandoleBackend(Backend):
             return self._reduce_then_take(output, data.clone(), op)
         result = output if host(output) is output and output.dtype in DTYPES else torch.empty_like(data[0])
         name = self._next_name()
-        handle = engine.reducescatter(
+        submission = (
+            engine.reducescatter,
             name,
             DTYPES[data.dtype],
             data.shape,
@@ -257,16 +260,26 @@ class FarandoleBackend(Backend):
             if result is not output:
                 put(output, result)
 
-        return self._work([handle], (data, result), finish, [output])
+        return self._work(submission, (data, result), finish, [output])
 
     def _reduce_then_take(self, output: torch.Tensor, data: torch.Tensor, op: int) -> FarandoleWork:
         """Reduces everything everywhere: the engine scatters sums and averages only."""
         name = self._next_name()
         address = data.data_ptr()
-        handle = engine.allreduce(
-            name, DTYPES[data.dtype], data.shape, address, address, op, 1.0, 1.0, self._set, False
+        submission = (
+            engine.allreduce,
+            name,
+            DTYPES[data.dtype],
+            data.shape,
+            address,
+            address,
+            op,
+            1.0,
+            1.0,
+            self._set,
+            False,
         )
-        return self._work([handle], data, lambda _: put(output, data[self._rank]), [output])
+        return self._work(submission, data, lambda _: put(output, data[self._rank]), [output])
 
     def _rows(self, source: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """A flat input as one row per member."""
@@ -291,15 +304,23 @@ class FarandoleBackend(Backend):
         data = flat(tensor)
         name = self._next_name()
         address, root = data.data_ptr(), self._members[opts.rootRank]
-        handle = engine.broadcast(
-            name, DTYPES[data.dtype], data.shape, address, address, root, self._set, not opts.asyncOp
+        submission = (
+            engine.broadcast,
+            name,
+            DTYPES[data.dtype],
+            data.shape,
+            address,
+            address,
+            root,
+            self._set,
+            not opts.asyncOp,
         )
 
         def finish(_: list[Any]) -> None:
             if data.data_ptr() != tensor.data_ptr():
                 put(tensor, data)
 
-        return self._work([handle], data, finish, [tensor])
+        return self._work(submission, data, finish, [tensor])
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
         """Gives every rank all ranks' tensors, which may differ in shape if the outputs do."""
@@ -329,20 +350,20 @@ class FarandoleBackend(Backend):
         if len(data) == 1:
             part = data[0]
             described = (DTYPES[part.dtype], part.shape, part.data_ptr(), self._set, not opts.asyncOp)
-            handles = [engine.allgather(name, *described)]
+            submission: tuple[Any, ...] = (engine.allgather, name, *described)
         else:
             members = [
                 (f"{name}_{i}of{len(data)}", DTYPES[part.dtype], part.shape, part.data_ptr())
                 for i, part in enumerate(data, start=1)
             ]
-            handles = engine.grouped_allgather(members, self._set)
+            submission = (engine.grouped_allgather, members, self._set)
 
         def finish(outcomes: list[Any]) -> None:
             for targets, part, outcome in zip(outputs, data, outcomes, strict=True):
                 whole, rows = received(outcome, part.dtype)
                 put_parts(targets, whole, rows if len(targets) > 1 else [whole.numel()])
 
-        return self._work(handles, data, finish, [target for targets in outputs for target in targets])
+        return self._work(submission, data, finish, [target for targets in outputs for target in targets])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
         """Gives the root all ranks' tensors."""
@@ -406,7 +427,7 @@ class FarandoleBackend(Backend):
         """An all-to-all of flat elements into one tensor or one per member."""
         name = self._next_name()
         described = (DTYPES[data.dtype], data.shape, data.data_ptr(), sends, self._set, not opts.asyncOp)
-        handle = engine.alltoall(name, *described)
+        submission = (engine.alltoall, name, *described)
 
         def finish(outcomes: list[Any]) -> None:
             whole, rows = received(outcomes[0], data.dtype)
@@ -417,7 +438,7 @@ class FarandoleBackend(Backend):
             elif targets:
                 put(targets[0], whole)
 
-        return self._work([handle], data, finish, targets)
+        return self._work(submission, data, finish, targets)
 
     # The rest.
 
@@ -432,7 +453,7 @@ class FarandoleBackend(Backend):
         FarandoleWork(self._barrier(), [], self._completer).wait(opts.timeout)
 
     def _barrier(self) -> Pending:
-        return Pending([engine.barrier(self._next_name(), self._set)], None, lambda _: None)
+        return Pending((engine.barrier, self._next_name(), self._set), None, lambda _: None)
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> NoReturn:
         """Refused: the engine has collectives only."""
@@ -451,6 +472,6 @@ class FarandoleBackend(Backend):
         return f"{self._name}.{next(self._numbers)}"
 
     def _work(
-        self, members: Sequence[int], keep: Any, finish: Callable[[list[Any]], None], outputs: Tensors
+        self, submission: tuple[Any, ...], keep: Any, finish: Callable[[list[Any]], None], outputs: Tensors
     ) -> FarandoleWork:
-        return FarandoleWork(Pending(members, keep, finish), outputs, self._completer)
+        return FarandoleWork(Pending(submission, keep, finish), outputs, self._completer)

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Work
 from farandole.common.handles import HandleTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 table = HandleTable("distributed")
 """The operations of this backend under way."""
@@ -27,13 +27,13 @@ class Pending:
     """One operation of the engine, until somebody has waited for it.
 
     Args:
-        members: The engine's handles.
+        submission: A function of the engine, and its arguments.
         keep: Whatever owns the memory the engine works on.
         finish: Puts results where they belong; gets the outcomes of the members.
     """
 
-    def __init__(self, members: Sequence[int], keep: Any, finish: Callable[[list[Any]], None]) -> None:
-        self._handle = table.track(members, keep, finish)
+    def __init__(self, submission: tuple[Any, ...], keep: Any, finish: Callable[[list[Any]], None]) -> None:
+        self._handle = table.submit(keep, finish, *submission)
         self._lock = threading.Lock()
         self.done = False
         self.error: Exception | None = None

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Copies of wrapped optimizers, which are not wrapped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def plain(optimizer: torch.optim.Optimizer, mixin: type) -> tuple[Any, ...]:
+    """How to make an optimizer of the wrapped class with the same parameters, options and state.
+
+    The classes of wrapped optimizers are made while a program runs, so no other process could find them; and a copy's
+    parameters are others, of which nobody has told the other ranks.
+
+    Args:
+        optimizer: An optimizer whose class is a mixin and the wrapped class.
+        mixin: The mixin.
+
+    Returns:
+        What `__reduce__` returns.
+    """
+    kind = next(kind for kind in type(optimizer).__mro__ if not issubclass(kind, mixin))
+    return _blank, (kind,), optimizer.__getstate__()
+
+
+def _blank(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """One that gets its state next."""
+    return kind.__new__(kind)
