@@ -21,7 +21,7 @@ def fetches(path):
     import farandole.tensorflow as hvd
     from farandole.tensorflow.data.compute_service import TfDataServiceConfig, send_to_data_service
 
-    config = TfDataServiceConfig.read(path, wait_for_file_creation=True, timeout=60)
+    config = TfDataServiceConfig.read(path, wait_for_file_creation=True, timeout=140)
     assert os.stat(path).st_mode & 0o077 == 0, "the key is for nobody else"
     assert TfDataServiceConfig.from_dict(config.to_dict()) == config
     numbers = tf.data.Dataset.range(20).map(lambda number: number**2)
@@ -36,20 +36,18 @@ def fetches(path):
         send_to_data_service(numbers, config, hvd.rank(), round_robin=True)
     hvd.allgather_object(None)
     if hvd.rank() == 0:
-        client = config.compute_client()
-        client.shutdown()
-        client.wait_for_shutdown(timeout=10)
+        config.compute_client().shutdown()
     return len(mine)
 
 
 def test_workers_of_their_own_compute_for_two_trainers(tensorflow_pair, tmp_path):
     config = tmp_path / "service.json"
     command = [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable]
-    command += ["-m", "farandole.tensorflow.data.compute_worker", str(config), "--timeout", "60"]
+    command += ["-m", "farandole.tensorflow.data.compute_worker", str(config), "--timeout", "140"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as workers:
         try:
             fetched = tensorflow_pair.run(fetches, str(config))
-            printed = workers.communicate(timeout=60)[0]
+            printed = workers.communicate(timeout=140)[0]
         finally:
             workers.kill()
     assert sum(fetched) == 20
