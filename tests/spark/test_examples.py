@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -15,9 +16,11 @@ pytestmark = pytest.mark.timeout(300)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(name, directory):
+def run(name, directory, **env):
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / name)]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, cwd=directory, env=os.environ | env, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -58,3 +61,25 @@ def test_a_lightning_module_recognises_digits(tmp_path):
     assert accuracy is not None
     assert float(accuracy[1]) >= 0.9
     assert lines[1].split() == ["epoch", "loss", "val_loss", "val_accuracy", "seconds", "rows"]
+
+
+def test_the_keras_estimator_recognises_digits_and_its_model_is_saved(tmp_path):
+    done = run("spark_keras_digits.py", tmp_path, KERAS_BACKEND="tensorflow")
+    assert "epoch 15/15" in done.stderr
+    lines = done.stdout.splitlines()
+    accuracy = re.fullmatch(r"test accuracy (\d\.\d+)", lines[0])
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.95
+    assert lines[1] == "predictions identical after save/load"
+    assert lines[2].split() == ["epoch", "accuracy", "loss", "val_accuracy", "val_loss"]
+    assert [line.rsplit(maxsplit=1)[0].strip() for line in lines[-4:]] == [
+        "training data", "validation data", "checkpoint", "logs",
+    ]  # fmt: skip
+
+
+def test_embeddings_and_numbers_forecast_sales_in_a_pipeline(tmp_path):
+    done = run("spark_keras_tabular.py", tmp_path, KERAS_BACKEND="torch")
+    assert "[promotion, distance] -> float32 (rows, 2)" in done.stderr
+    error = re.match(r"test error (\d\.\d+)", done.stdout)
+    assert error is not None
+    assert float(error[1]) < 0.2  # half of it is noise
