@@ -5,8 +5,6 @@
 Said before a fit where it can be foreseen, and by the process that does not see it.
 """
 
-
-
 from __future__ import annotations
 
 import contextlib
