@@ -335,6 +335,7 @@ fn endless_and_missing_patience_are_bounded() {
         tasks: 1,
         job_id: None,
         host: Some("127.0.0.1".into()),
+        bind: String::new(),
         port_range: PortRange { first: 0, last: 0 },
         start_timeout: Duration::MAX,
         peer_timeout: Duration::ZERO,
