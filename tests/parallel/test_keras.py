@@ -200,22 +200,18 @@ def copies_reduce_too():
         yield hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2)
 
     ways = {
+        "pickle": lambda one: pickle.loads(pickle.dumps(one)),
         "configuration": lambda one: type(one).from_config(one.get_config()),
         "deepcopy": copy.deepcopy,
-        "pickle": lambda one: pickle.loads(pickle.dumps(one)),
     }
-    for index, original in enumerate(kinds()):
-        expected = build(original)
-        fit(expected, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS)
-        for how, way in ways.items():
-            copied = way(list(kinds())[index])
-            assert is_distributed(copied)
-            assert type(copied).__name__ == type(original).__name__
-            model = build(copied)
-            fit(model, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS)
-            same(model, expected, f"{how} of {original.name}")
-    trained = pickle.loads(pickle.dumps(model.optimizer))
-    assert [tuple(one.shape) for one in trained.variables] == [tuple(one.shape) for one in model.optimizer.variables]
+    for index, (how, way) in enumerate(ways.items()):
+        original, copied = list(kinds())[index], way(list(kinds())[index])
+        assert is_distributed(copied)
+        assert type(copied).__name__ == type(original).__name__
+        expected, model = build(original), build(copied)
+        for one in (expected, model):
+            fit(one, mine(x, hvd.rank()), mine(y, hvd.rank()), BATCH // RANKS)
+        same(model, expected, f"{how} of {original.name}")
     model.optimizer.register_local_var(model.trainable_variables[0])
     with pytest.raises(TypeError, match="local variables"):
         copy.deepcopy(model.optimizer)
