@@ -22,6 +22,9 @@ use crate::values::{Rows, Source, gather, shuffle};
 /// Rows up to this many bytes are shuffled when they are decoded.
 const NARROW: usize = 64;
 
+/// Bytes of all columns up to which they are fetched together: opening a file costs more than they do.
+const TOGETHER: u64 = 1 << 20;
+
 /// One column of a block.
 #[derive(Debug)]
 struct BlockColumn {
@@ -68,6 +71,10 @@ impl Maker<'_> {
         let recipe = match (recipe, cached) {
             (None, None) => Some(Recipe::new(self.dataset, self.selected, part)?),
             (recipe, _) => recipe,
+        };
+        let bytes = match (bytes, &recipe) {
+            (None, Some(recipe)) if recipe.size() <= TOGETHER => Some(recipe.fetch(self.dataset, part)?),
+            (bytes, _) => bytes,
         };
         let columns = columns(self.selected, rows, order.is_some());
         let narrow =

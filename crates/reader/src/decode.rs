@@ -110,6 +110,11 @@ impl Recipe {
         Ok(recipe)
     }
 
+    /// Bytes of all columns, as they are stored.
+    pub(crate) fn size(&self) -> u64 {
+        self.ranges.iter().flatten().map(|range| range.end.saturating_sub(range.start)).sum()
+    }
+
     /// Fetches all bytes at once.
     ///
     /// # Errors

@@ -30,6 +30,12 @@ const AHEAD_BYTES: u64 = 16 << 20;
 /// Threads that wait for a store over the network. They sleep most of the time; the budget limits what they fetch.
 const FETCHERS: usize = 16;
 
+/// What the names of such threads begin with.
+const FETCHER: &str = "fd-fetch-";
+
+/// How long the end of an epoch waits for answers of a store.
+const PATIENCE: Duration = Duration::from_secs(2);
+
 /// What an epoch is made with.
 pub(crate) struct Setup {
     pub(crate) dataset: Arc<Dataset>,
@@ -91,7 +97,8 @@ impl Epoch {
             epoch.spawn(format!("fd-reader-{number}"), |shared| shared.serve())?;
         }
         for number in 0..fetchers {
-            epoch.spawn(format!("fd-fetch-{number}"), |shared| shared.fetch())?;
+            epoch.shared.state.lock().fetchers += 1;
+            epoch.spawn(format!("{FETCHER}{number}"), |shared| shared.fetch())?;
         }
         Ok(epoch)
     }
@@ -149,15 +156,23 @@ impl Epoch {
         }
     }
 
-    /// Ends the threads; what they are fetching is waited for.
+    /// Ends the threads; what is being decoded is waited for. A request that a store does not answer is not: its thread
+    /// ends with it.
     pub fn close(&mut self) {
         self.shared.state.lock().ended = true;
         self.shared.work.notify_all();
         self.shared.room.notify_all();
         self.shared.ready.notify_all();
+        let deadline = Instant::now() + PATIENCE;
+        let mut state = self.shared.state.lock();
+        while state.fetchers > 0 && !self.shared.ready.wait_until(&mut state, deadline).timed_out() {}
+        drop(state);
         for thread in self.threads.drain(..) {
-            // A panic was already handed to the consumer as an error.
-            drop(thread.join());
+            let fetches = thread.thread().name().is_some_and(|name| name.starts_with(FETCHER));
+            if !fetches || thread.is_finished() {
+                // A panic was already handed to the consumer as an error.
+                drop(thread.join());
+            }
         }
     }
 }
@@ -239,6 +254,9 @@ impl Shared {
                 None => self.room.wait(&mut state),
             }
         }
+        state.fetchers -= 1;
+        drop(state);
+        self.ready.notify_all();
     }
 
     fn run_guarded(&self, job: Job, bench: &mut Bench) {

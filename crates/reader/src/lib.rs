@@ -21,7 +21,8 @@
 //! - `RE-1`: batches come in the plan's order, whatever the timing of threads.
 //! - `RE-2`: decoded blocks never take more than the byte budget; a plan that needs more is refused at its start.
 //! - `RE-3`: parts are loaded in the order of their first step, so that the budget cannot be filled with later ones.
-//! - `RE-4`: threads end with the epoch: at its end, at an error, when it is dropped.
+//! - `RE-4`: threads end with the epoch: at its end, at an error, when it is dropped; one whose store does not answer ends
+//!   with its request, and nobody waits for it.
 //! - `RE-5`: what is wrong with a file reaches the consumer as an error that names file, row group and column.
 
 #![forbid(unsafe_code)]

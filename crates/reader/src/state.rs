@@ -52,6 +52,8 @@ pub(crate) struct State {
     pub(crate) error: Option<Error>,
     /// Whether threads shall end.
     pub(crate) ended: bool,
+    /// Threads that fetch and have not ended.
+    pub(crate) fetchers: usize,
 }
 
 impl State {
@@ -78,6 +80,7 @@ impl State {
             ready: BTreeMap::new(),
             error: None,
             ended: false,
+            fetchers: 0,
         }
     }
 

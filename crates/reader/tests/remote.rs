@@ -167,6 +167,18 @@ fn what_a_bucket_refuses_is_told_and_names_the_file() {
 }
 
 #[test]
+fn an_epoch_ends_although_its_store_does_not_answer() {
+    let bucket = Bucket::of("silent", &prepare("memory://silent", 2, 1000, 10));
+    let reader = reader(&bucket.url, Options { batch_size: 16, ..Options::default() });
+    bucket.set_delay(Duration::from_secs(15));
+    let epoch = reader.epoch(0, 0).unwrap();
+    assert!(matches!(epoch.next(Duration::from_millis(50)), Ok(Next::Pending)));
+    let start = Instant::now();
+    drop(epoch);
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+}
+
+#[test]
 fn a_file_that_vanishes_in_the_middle_of_an_epoch_is_named() {
     let bucket = Bucket::of("vanishing", &prepare("memory://vanishing", 8, 4000, 300));
     let options = Options { batch_size: 16, shuffle: false, byte_budget: 24 << 20, ..Options::default() };
