@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Damaged Parquet through the reader: rows or an error, in little time.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::HashMap;
 use std::sync::Arc;
