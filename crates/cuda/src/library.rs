@@ -171,6 +171,8 @@ pub(crate) use table;
 
 #[cfg(test)]
 mod tests {
+    #![expect(unreachable_pub, reason = "tables are made public, for those that leave the crate")]
+
     use super::*;
 
     #[test]

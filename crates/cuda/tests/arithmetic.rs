@@ -33,7 +33,7 @@ static SHIM: LazyLock<Library> = LazyLock::new(|| {
 fn address_of(name: &str) -> *const c_void {
     let text = CString::new(name).unwrap();
     // SAFETY: kernels are only called through the functions below, which take their address.
-    unsafe { SHIM.function::<*const c_void>(&text) }.unwrap_or_else(|| panic!("no kernel {name}"))
+    unsafe { SHIM.function::<*const c_void>(&text) }.unwrap()
 }
 
 /// Memory that begins `skew` bytes after a multiple of 16, with bytes around it that must stay.

@@ -2,7 +2,6 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! The libraries that torch's wheels bring have what is called. No GPU is needed.
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 mod wheels;
 

@@ -219,7 +219,6 @@ unsafe extern "C" fn module_unload(_: *mut c_void) -> i32 {
 unsafe extern "C" fn function(_: *mut *mut c_void, _: *mut c_void, _: *const c_char) -> i32 {
     within("function")
 }
-#[expect(clippy::too_many_arguments, reason = "the driver's")]
 unsafe extern "C" fn launch(
     _: *mut c_void,
     _: c_uint,

@@ -125,7 +125,6 @@ unsafe extern "C" fn broadcast(
     note(format!("broadcast {}>{} {count} from {root}", at(from), at(to)))
 }
 
-#[expect(clippy::too_many_arguments, reason = "NCCL's")]
 unsafe extern "C" fn reduce(
     from: Read,
     to: Write,
