@@ -63,7 +63,13 @@ fn a_crowd_registers_is_assigned_and_beats_in_ten_seconds_and_500_megabytes() {
                 let on_end = Box::new(move |_| {
                     ended.fetch_add(1, Ordering::Relaxed);
                 });
-                tokio::spawn(heartbeat::beat(caller, u64::from(task), Duration::from_secs(60), on_end));
+                tokio::spawn(heartbeat::beat(
+                    caller,
+                    u64::from(task),
+                    Arc::default(),
+                    Duration::from_secs(60),
+                    on_end,
+                ));
                 Ok::<bool, Status>(assigned)
             })
         })

@@ -3,8 +3,11 @@
 
 //! Signs of life of an agent, and the registrar's word when to stop.
 
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
@@ -21,8 +24,11 @@ const PAUSE: Duration = Duration::from_millis(200);
 
 type OnEnd = Box<dyn FnOnce(Verdict) + Send>;
 
+/// What an agent has registered with, once it has.
+pub(super) type Offer = Arc<Mutex<Option<wire::RegisterRequest>>>;
+
 /// Beats for as long as the client lives. `on_end` is called at most once.
-pub(super) async fn beat(caller: Caller, session: u64, patience: Duration, on_end: OnEnd) {
+pub(super) async fn beat(caller: Caller, session: u64, offer: Offer, patience: Duration, on_end: OnEnd) {
     let mut on_end = Some(on_end);
     let mut heard = Instant::now();
     loop {
@@ -42,6 +48,16 @@ pub(super) async fn beat(caller: Caller, session: u64, patience: Duration, on_en
             return;
         }
         tokio::time::sleep(PAUSE).await;
+        offer_again(&caller, &offer).await;
+    }
+}
+
+/// A registrar that saw the connection break has forgotten a task that waits for its rank; one that runs it has not,
+/// and repeating a registration changes nothing there.
+async fn offer_again(caller: &Caller, offer: &Offer) {
+    let Some(request) = offer.lock().clone() else { return };
+    if let Ok(reply) = caller.stub().register(caller.request(request)).await {
+        caller.generation.store(reply.into_inner().generation, Ordering::Release);
     }
 }
 

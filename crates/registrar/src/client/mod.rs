@@ -106,6 +106,7 @@ struct Inner {
     handle: Handle,
     cancel: Cancel,
     outbox: Arc<Outbox>,
+    offer: heartbeat::Offer,
     tasks: Mutex<Vec<JoinHandle<()>>>,
     made_in: u32,
 }
@@ -199,6 +200,7 @@ impl Client {
             handle,
             cancel,
             outbox,
+            offer: heartbeat::Offer::default(),
             tasks: Mutex::new(vec![pump]),
             made_in: std::process::id(),
         };
@@ -235,17 +237,19 @@ impl Client {
     /// # Errors
     /// `Refused` for an unknown task, a duplicate or a stale attempt, `Version`, `Aborted`, `Lost`, `Timeout`.
     pub fn register(&self, attempt: u64, facts: &HostFacts, deadline: Instant) -> Result<Generation> {
+        let offer = wire::RegisterRequest {
+            protocol_version: PROTOCOL_VERSION,
+            attempt,
+            session: self.inner.session,
+            host: Some(facts.clone().into()),
+        };
         let reply = self.call("registration", deadline, || {
-            let request = self.inner.caller.request(wire::RegisterRequest {
-                protocol_version: PROTOCOL_VERSION,
-                attempt,
-                session: self.inner.session,
-                host: Some(facts.clone().into()),
-            });
+            let request = self.inner.caller.request(offer.clone());
             let mut stub = self.inner.caller.stub();
             async move { stub.register(request).await }
         })?;
         self.inner.caller.generation.store(reply.generation, Ordering::Release);
+        *self.inner.offer.lock() = Some(offer);
         Ok(Generation(reply.generation))
     }
 
@@ -428,8 +432,9 @@ impl Client {
     /// Shows the registrar from now on that this agent lives, and calls `on_end` once, from another thread, when the
     /// worker must end: by the registrar's verdict, or because the registrar has been gone for `patience`.
     pub fn watch(&self, patience: Duration, on_end: impl FnOnce(Verdict) + Send + 'static) {
+        let Inner { caller, session, offer, .. } = &*self.inner;
         let beating =
-            heartbeat::beat(self.inner.caller.clone(), self.inner.session, patience, Box::new(on_end));
+            heartbeat::beat(caller.clone(), *session, Arc::clone(offer), patience, Box::new(on_end));
         let task = self.inner.handle.spawn(beating);
         self.inner.tasks.lock().push(task);
     }
