@@ -7,6 +7,7 @@ A run whose checkpoint exists goes on after the last complete epoch, with the st
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import warnings
@@ -41,6 +42,8 @@ def train(job: LightningJob) -> Trained | None:
     # What is logged is averaged here, whether the module synchronizes it or not; the directory holds logs, too.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty.*")
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # a word per checkpoint, and advertisements
     hvd.init(process_sets="dynamic")
     scratch = Path(tempfile.mkdtemp(prefix="farandole-lightning-"))
     try:
