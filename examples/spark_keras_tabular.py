@@ -41,7 +41,6 @@ table = pd.DataFrame(
 train, test = spark.createDataFrame(table).randomSplit([0.8, 0.2], seed=1)
 
 # Three inputs: two categories, and all numbers side by side.
-keras.utils.set_random_seed(1)
 of_shop, of_day = keras.Input((1,), dtype="int32", name="shop"), keras.Input((1,), dtype="int32", name="day")
 numbers = keras.Input((2,), name="numbers")
 joined = keras.layers.Concatenate()(

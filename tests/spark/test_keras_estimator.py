@@ -339,6 +339,21 @@ def test_several_inputs_and_labels_by_order_and_by_name(tmp_path):
     assert history["loss"][0] == pytest.approx(total, rel=1e-5)
 
 
+def test_mixed_precision_keeps_its_loss_scale(tmp_path):
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        store = store_of(tmp_path, rows_of(64))
+        model = network()
+        first = estimator(store, model, epochs=1, run_id="r").fit_on_parquet().getModel().optimizer
+        assert isinstance(first, keras.optimizers.LossScaleOptimizer)
+        fitted = estimator(store, model, epochs=2, run_id="r").fit_on_parquet()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert fitted.getHistory()["loss"][1] < fitted.getHistory()["loss"][0]
+    assert int(fitted.getModel().optimizer.step_counter) == 8
+    assert float(fitted.getModel().optimizer.learning_rate) == pytest.approx(0.1)
+
+
 def test_rows_are_transformed_before_the_model_sees_them(tmp_path):
     def wider(row):
         return {**row, "x": np.concatenate([row["x"], [row["a"]]]).astype(np.float32)}

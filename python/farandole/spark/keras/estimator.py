@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`KerasEstimator`: a Keras model fitted data-parallel on a DataFrame."""
 
-# ruff: noqa: ARG002, PLC0415 - keyword_only reads the arguments; cycle with persistence
+# ruff: noqa: ARG002 - keyword_only reads the arguments
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from farandole.spark.keras.job import Data, Job, Objects, Shape
 from farandole.spark.keras.model import KerasModel
 from farandole.spark.keras.objects import dumps, travelling
 from farandole.spark.keras.params import KerasParams
+from farandole.spark.keras.persistence import KerasEstimatorParamsReader, KerasEstimatorParamsWriter
 from farandole.spark.keras.remote import train
 from farandole.spark.keras.source import sample
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from farandole.spark.common.store import Store
     from farandole.spark.keras.compiled import Compiled
     from farandole.spark.keras.job import Trained
-    from farandole.spark.keras.persistence import KerasEstimatorParamsReader, KerasEstimatorParamsWriter
 
 _QUIET_TENSORFLOW = "2"
 
@@ -47,8 +47,6 @@ class KerasEstimatorParamsWritable(MLWritable):
 
     def write(self) -> KerasEstimatorParamsWriter:
         """The writer; `write().overwrite().save(path)` replaces what is there. Backend and store are not saved."""
-        from farandole.spark.keras.persistence import KerasEstimatorParamsWriter
-
         return KerasEstimatorParamsWriter(cast("Any", self))
 
 
@@ -58,8 +56,6 @@ class KerasEstimatorParamsReadable(MLReadable["KerasEstimator"]):
     @classmethod
     def read(cls) -> KerasEstimatorParamsReader:
         """The reader; loading runs the code that was pickled with the estimator."""
-        from farandole.spark.keras.persistence import KerasEstimatorParamsReader
-
         return KerasEstimatorParamsReader(cast("Any", cls))
 
 
@@ -300,6 +296,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             use_gpu=self.getUseGpu(),
             mp_start_method=self.getMpStartMethod(),
             floatx=keras.config.floatx(),
+            policy=keras.config.dtype_policy().name,
             verbose=self.getVerbose(),
         )
         return job, copy, outputs

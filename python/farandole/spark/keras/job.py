@@ -90,6 +90,8 @@ class Job:
     use_gpu: bool
     mp_start_method: str | None
     floatx: str
+    policy: str
+    """Keras's dtype policy, by which it decides about loss scales."""
     verbose: int
 
     def paths(self) -> dict[str, str]:

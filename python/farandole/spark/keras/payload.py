@@ -36,18 +36,22 @@ def pack(model: Any) -> bytes:
         return path.read_bytes()
 
 
-def unpack(data: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe_mode: bool = True) -> Any:
+def unpack(
+    data: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe_mode: bool = True, compiled: bool = True
+) -> Any:
     """The inverse of `pack`.
 
     Args:
         data: a `.keras` file.
         custom_objects: classes and functions by name, besides Keras's own and registered ones.
         safe_mode: whether lambdas are refused; without it the file's code runs.
+        compiled: whether the model is compiled again; predictions do without.
     """
     with tempfile.TemporaryDirectory(prefix="farandole-keras-") as directory:
         path = Path(directory, "model.keras")
         path.write_bytes(data)
-        return keras.saving.load_model(path, custom_objects=dict(custom_objects or {}), safe_mode=safe_mode)
+        known = dict(custom_objects or {})
+        return keras.saving.load_model(path, custom_objects=known, compile=compiled, safe_mode=safe_mode)
 
 
 def load_state(model: Any, data: bytes) -> None:

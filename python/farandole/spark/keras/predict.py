@@ -92,7 +92,8 @@ class Predictor:
             while len(_MODELS) >= _KEPT:
                 _MODELS.pop(next(iter(_MODELS)))
             # The driver's own model, with the driver's own classes.
-            _MODELS[key] = payload.unpack(self.model, cloudpickle.loads(self.custom_objects), safe_mode=False)
+            known = cloudpickle.loads(self.custom_objects)
+            _MODELS[key] = payload.unpack(self.model, known, safe_mode=False, compiled=False)
         return _MODELS[key]
 
     def _outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:

@@ -50,6 +50,8 @@ class Trainer:
         self.job = job
         self.size, self.rank = basics.size(), basics.rank()
         keras.config.set_floatx(job.floatx)
+        if keras.config.dtype_policy().name != job.policy:
+            keras.config.set_dtype_policy(job.policy)
         if job.random_seed is not None:
             _seed((job.random_seed + self.rank) % 2**32)
         self.objects: Objects = cloudpickle.loads(job.objects)
