@@ -5,6 +5,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use farandole_cli::{Python as Interpreter, Surroundings};
 use pyo3::exceptions::PyException;
@@ -65,7 +66,9 @@ fn interpreter(py: Python<'_>) -> PyResult<Interpreter> {
             packages.insert(name.to_lowercase(), distribution.getattr("version")?.extract()?);
         }
     }
-    Ok(Interpreter { version, executable: sys.getattr("executable")?.extract()?, packages })
+    let folders: Vec<PathBuf> = sys.getattr("path")?.extract()?;
+    let folders = folders.into_iter().filter(|folder| folder.join("nvidia").is_dir()).collect();
+    Ok(Interpreter { version, executable: sys.getattr("executable")?.extract()?, packages, folders })
 }
 
 #[pyfunction]

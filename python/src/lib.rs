@@ -6,6 +6,7 @@
 mod arrow;
 mod cli;
 mod compress;
+mod cuda;
 mod door;
 mod engine;
 mod error;
@@ -28,6 +29,7 @@ type Register = fn(&Bound<'_, PyModule>) -> PyResult<()>;
 const SUBMODULES: &[(&str, Register)] = &[
     ("cli", cli::register),
     ("compress", compress::register),
+    ("cuda", cuda::register),
     ("door", door::register),
     ("engine", engine::register),
     ("launcher", launcher::register),

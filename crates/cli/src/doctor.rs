@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use farandole::config::{Config, PortRange, environment};
+use farandole::cuda::{Finding, Places, inventory};
 use farandole::launcher::{Local, run_local};
 use farandole::registrar::{Client, Options, PROTOCOL_VERSION, Registrar, host};
 use farandole::transport::{LinkKind, MemoryRendezvous, Mesh, MeshOptions};
@@ -224,11 +225,15 @@ fn devices(page: &mut Page, python: &Python) {
         Some(version) => {
             let version = version.trim_start_matches("NVRM version:").trim();
             page.check(true, "NVIDIA driver", &format!("{count} devices, {version}"));
-            if !python.packages.keys().any(|name| name.starts_with("nvidia-nccl")) {
-                page.check(false, "NCCL", "none in this environment; GPU tensors go through host memory");
-            }
         }
         None => page.check(false, "NVIDIA driver", "none; tensors are reduced on the CPU"),
+    }
+    let named = Config::from_env().map(|config| config.cuda_libraries).unwrap_or_default();
+    let mut places = Places::of(&named);
+    places.packages.extend(python.folders.iter().cloned());
+    // What is missing is no problem: without it, tensors on a GPU go through host memory.
+    for Finding { name, works, detail } in inventory(&places) {
+        page.check(works, &name, &detail);
     }
 }
 
@@ -266,10 +271,15 @@ mod tests {
     #[test]
     fn a_healthy_host_with_a_framework_has_working_links_and_workers() {
         let packages = [("torch".to_owned(), "2.15.0".to_owned())].into();
-        let page = examine(&Python { version: "3.11".into(), executable: "python".into(), packages });
+        let python =
+            Python { version: "3.11".into(), executable: "python".into(), packages, folders: Vec::new() };
+        let page = examine(&python);
         for works in ["[X] PyTorch", "[X] shared memory", "[X] TCP", "[X] registrar", "[X] worker processes"]
         {
             assert!(page.text.contains(works), "{works} is missing in\n{}", page.text);
+        }
+        for library in ["] libcuda ", "] libcudart ", "] libnvrtc ", "] libnccl "] {
+            assert!(page.text.contains(library), "{library} is missing in\n{}", page.text);
         }
         assert_eq!(page.problems, Vec::<String>::new());
     }

@@ -4,6 +4,7 @@
 //! What the command asks of the process it is linked into.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 /// The interpreter's side.
 pub trait Surroundings {
@@ -29,4 +30,6 @@ pub struct Python {
     pub executable: String,
     /// Installed distributions and their versions, by lower-case name.
     pub packages: BTreeMap<String, String>,
+    /// Folders that distributions are in.
+    pub folders: Vec<PathBuf>,
 }

@@ -5,6 +5,7 @@
 
 pub use farandole_collectives as collectives;
 pub use farandole_config as config;
+pub use farandole_cuda as cuda;
 pub use farandole_dataset as dataset;
 pub use farandole_engine as engine;
 pub use farandole_launcher as launcher;

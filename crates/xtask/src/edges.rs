@@ -37,6 +37,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "shm",
             "transport",
             "collectives",
+            "cuda",
             "engine",
             "registrar",
             "launcher",

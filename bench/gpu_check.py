@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Everything that only a GPU can show, in a few minutes, each against torch in the same run.
+
+Prints one line a check, `pass`, `FAIL` or `left out` with the numbers, and ends with 1 when one failed. Where there is
+no GPU it says so and ends with 0. Needs the package, torch with CUDA and one GPU.
+
+    python bench/gpu_check.py [--only kernels nccl ranks training faults sanitizer]
+
+The ranks' part is also there for hosts without a GPU, so that it is known to work: `--rehearse` runs it on the CPU.
+"""
+
+# ruff: noqa: PLC0415, BLE001, PLR2004 - torch is loaded only by those who need it; one failed check must not end the others
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PARTS = ["kernels", "nccl", "ranks", "training", "faults", "sanitizer"]
+SIZES = [(256 * (i % 9 + 1) + i % 4, 1024 if i % 8 == 0 else 96) for i in range(160)]
+SEED = 7
+
+
+class Page:
+    """The lines, and whether one of them is bad."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def check(self, good: bool, name: str, detail: str) -> None:
+        """Says how a check went."""
+        self.failed += not good
+        print(f"{'pass' if good else 'FAIL':9}{name:44}{detail}", flush=True)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Says why there is no such check."""
+        print(f"{'left out':9}{name:44}{reason}", flush=True)
+
+
+def packages() -> list[str]:
+    """Folders in which wheels of CUDA's libraries may be."""
+    return [folder for folder in sys.path if (Path(folder) / "nvidia").is_dir()]
+
+
+def microseconds(call: Callable[[], object], repeat: int = 30) -> float:
+    """The median of a call's time on the GPU."""
+    import torch
+
+    for _ in range(3):
+        call()
+    times: list[float] = []
+    for _ in range(repeat):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def kernels(page: Page) -> None:
+    """Right results, and the speed of packing next to that of a copy."""
+    import torch
+
+    from farandole._native import cuda
+    from farandole.torch._handles import DTYPES
+
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    began = time.monotonic()
+    ours = cuda.Kernels(0, "", packages(), f"{cache}/farandole/kernels")
+    page.check(True, "kernels compiled or found", f"{time.monotonic() - began:.2f} s")
+    stream = torch.cuda.current_stream().cuda_stream
+    torch.manual_seed(SEED)
+    tensors = [torch.randn(shape, device="cuda") for shape in SIZES]
+    total = sum(tensor.nbytes for tensor in tensors)
+    listed = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+    source, target = (torch.empty(total, dtype=torch.uint8, device="cuda") for _ in range(2))
+    copy = 2 * total / microseconds(lambda: target.copy_(source))
+    f32 = DTYPES[torch.float32]
+    for dtype, least in [(torch.float32, 0.85), (torch.bfloat16, 0.80), (torch.float16, 0.80)]:
+        number = DTYPES[dtype]
+        packed = torch.empty(
+            cuda.packed_bytes([count for _, count in listed], number), dtype=torch.uint8, device="cuda"
+        )
+        before = [tensor.clone() for tensor in tensors]
+
+        def move(pack: bool, number: int = number, packed: torch.Tensor = packed) -> None:
+            ours.transfer(pack, listed, f32, number, packed.data_ptr(), 1.0, stream)
+
+        move(True)
+        for tensor in tensors:
+            tensor.zero_()
+        move(False)
+        same = all(torch.equal(a, b.to(dtype).float()) for a, b in zip(tensors, before, strict=True))
+        page.check(same, f"160 tensors as {dtype} and back", f"{total / 1e6:.0f} MB")
+        moved = 2 * (total + sum(tensor.numel() for tensor in tensors) * dtype.itemsize)
+        speed = moved / (microseconds(lambda: move(True)) + microseconds(lambda: move(False)))
+        page.check(
+            speed >= least * copy,
+            f"  speed next to a copy's, at least {least:.0%}",
+            f"{speed / copy:.0%} of {copy / 1e3:.0f} GB/s",
+        )
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(old)
+    wrong = [case for case, good in reductions(ours, DTYPES, stream) if not good]
+    page.check(not wrong, "reductions of 4 buffers, every type", ", ".join(wrong) or "the host's results")
+    a, b = (torch.randn(1_000_003, device="cuda") for _ in range(2))
+    out, scratch = torch.empty_like(a), torch.empty(ours.adasum_scratch(a.numel()), dtype=torch.uint8, device="cuda")
+    ours.adasum(f32, a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel(), scratch.data_ptr(), stream)
+    x, y = a.double(), b.double()
+    dot = x @ y
+    exact = (1 - dot / (2 * (x @ x))) * x + (1 - dot / (2 * (y @ y))) * y
+    error = float((out.double() - exact).abs().max())
+    page.check(error < 1e-5, "Adasum of two vectors", f"largest difference {error:.1e}")
+
+
+def reductions(ours: Any, dtypes: dict[Any, int], stream: int) -> Iterator[tuple[str, bool]]:
+    """Each case, and whether the kernel gives what torch gives on the host, joined in the same order."""
+    import torch
+
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
+        parts = [(torch.rand(99_991) * 100).to(dtype) for _ in range(4)]
+        wide = [part.float() if dtype.itemsize == 2 and dtype.is_floating_point else part for part in parts]
+        for op, join in [(1, torch.add), (3, torch.minimum), (4, torch.maximum)]:
+            expected = join(join(join(wide[0], wide[1]), wide[2]), wide[3]).to(dtype)
+            there = [part.cuda() for part in parts]
+            out = torch.empty_like(there[0])
+            addresses = [part.data_ptr() for part in there]
+            ours.reduce(dtypes[dtype], op, addresses, 1.0, 1.0, out.data_ptr(), out.numel(), stream)
+            yield f"{dtype} by {op}", torch.equal(out.cpu(), expected)
+
+
+def nccl(page: Page) -> None:
+    """What our communicator adds to NCCL, with one rank."""
+    import torch
+    import torch.distributed as dist
+
+    from farandole._native import cuda
+    from farandole.torch._handles import DTYPES
+
+    ring = cuda.Ring(0, "", packages())
+    tensor = torch.ones(1 << 18, device="cuda")
+    torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+
+        def theirs() -> None:
+            dist.all_reduce(tensor)
+            torch.cuda.synchronize()
+
+        def timed(call: Callable[[], None]) -> float:
+            times: list[float] = []
+            for _ in range(300):
+                began = time.perf_counter()
+                call()
+                times.append((time.perf_counter() - began) * 1e6)
+            return statistics.median(times)
+
+        number = DTYPES[torch.float32]
+        mine = timed(lambda: ring.allreduce(tensor.data_ptr(), tensor.nbytes, number))
+        other = timed(theirs)
+        dist.destroy_process_group()
+    page.check(mine <= other + 15, "NCCL, 1 rank, 1 MiB: at most 15 us more", f"{mine:.1f} us, torch {other:.1f} us")
+    page.check(bool((tensor == 1).all()), "  its result", "a sum of one")
+
+
+def launch(ranks: int, role: str, device: str, *more: str) -> tuple[int, list[Any]]:
+    """Runs ranks of this file; the exit status and what they wrote down."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "farandole", "run", "-np", str(ranks)]
+        command += [sys.executable, __file__, "--role", role, "--device", device, "--folder", folder, *more]
+        done = subprocess.run(command, timeout=600, capture_output=True, text=True, check=False)
+        notes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    if not notes:
+        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
+    return done.returncode, notes
+
+
+def ranks(page: Page, device: str) -> None:
+    """Several ranks with tensors on one GPU: results, and speed next to Gloo's."""
+    for count in (2, 4):
+        status, notes = launch(count, "correct", device)
+        wrong = [case for note in notes for case in note["wrong"]]
+        good = status == 0 and len(notes) == count and not wrong
+        page.check(
+            good, f"{count} ranks on one device, operations and types", ", ".join(wrong[:5]) or f"status {status}"
+        )
+    _, ours = launch(2, "speed", device)
+    _, theirs = launch(2, "gloo", device)
+    if ours and theirs:
+        ratio = theirs[0]["ms"] / ours[0]["ms"]
+        page.check(ratio >= 10, "64 MiB, 2 ranks, at least 10 x Gloo", f"{ratio:.1f} x, {ours[0]['ms']:.2f} ms")
+    else:
+        page.check(False, "64 MiB, 2 ranks, at least 10 x Gloo", "a rank ended without a result")
+
+
+def training(page: Page, device: str) -> None:
+    """What the optimizer costs alone, and two ranks against one with the double batch."""
+    _, alone = launch(1, "train", device)
+    if alone:
+        cost = alone[0]["wrapped"] / alone[0]["plain"] - 1
+        page.check(
+            cost <= 0.02, "a step with 1 rank costs at most 2 % more", f"{cost:+.1%} of {alone[0]['plain']:.1f} ms"
+        )
+    else:
+        page.check(False, "a step with 1 rank costs at most 2 % more", "the rank ended without a result")
+    _, pair = launch(2, "alike", device)
+    worst = max((note["difference"] for note in pair), default=float("inf"))
+    page.check(worst < 1e-4, "2 ranks are 1 rank with the double batch", f"largest difference {worst:.1e}")
+
+
+def faults(page: Page, device: str) -> None:
+    """A rank that is killed, and how soon the other one hears."""
+    _, notes = launch(2, "die", device)
+    seconds = notes[0]["seconds"] if notes else float("inf")
+    page.check(seconds < 5, "a killed rank: an error within 5 s", f"{seconds:.2f} s")
+
+
+def sanitizer(page: Page) -> None:
+    """The kernels under NVIDIA's own checks."""
+    for tool in ("memcheck", "racecheck"):
+        name = f"compute-sanitizer, {tool}"
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__]
+        try:
+            done = subprocess.run(
+                [*command, "--role", "kernels"], timeout=900, capture_output=True, text=True, check=False
+            )
+        except FileNotFoundError:
+            page.leave_out(name, "compute-sanitizer is not installed")
+            continue
+        page.check(done.returncode != 9, name, (done.stdout.strip().splitlines() or ["nothing was said"])[-1])
+
+
+def role(name: str, device: str, folder: Path) -> None:
+    """One rank of a check, or the kernels alone."""
+    if name == "kernels":
+        kernels(Page())
+        return
+    from gpu_roles import ROLES
+
+    note = ROLES[name](device, folder)
+    if note is not None:
+        rank = os.environ.get("RANK", "0")
+        (folder / f"{rank}.json").write_text(json.dumps(note))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rehearse", action="store_true", help="the ranks' part on the CPU")
+    for hidden in ("--role", "--device", "--folder"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if arguments.role:
+        role(arguments.role, arguments.device or "cuda", Path(arguments.folder or "."))
+        return 0
+    import torch
+
+    device = "cpu" if arguments.rehearse else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        print("no GPU here: nothing was checked")
+        return 0
+    page = Page()
+    alone: dict[str, Callable[[Page], None]] = {"kernels": kernels, "nccl": nccl, "sanitizer": sanitizer}
+    together: dict[str, Callable[[Page, str], None]] = {"ranks": ranks, "training": training, "faults": faults}
+    for part in arguments.only:
+        with suppress(KeyboardInterrupt):
+            try:
+                if part in together:
+                    together[part](page, device)
+                elif device == "cuda":
+                    alone[part](page)
+            except Exception as error:
+                page.check(False, part, f"{type(error).__name__}: {error}")
+    page.leave_out("an estimator's GPU that never waits for data", "not measured by this command")
+    page.leave_out("allreduce by CUDA IPC, and NCCL under the engine", "tensors on a GPU go through host memory")
+    print(f"{page.failed} failed" if page.failed else "all passed")
+    return int(page.failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a rank does in each check of `gpu_check.py`; on any device, so that it is tried where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import farandole.torch as hvd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+TYPES = [*FLOATS, torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool]
+
+
+def settle(device: str) -> None:
+    """Waits for what the device has to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def median(call: Callable[[], object], device: str, repeat: int) -> float:
+    """Milliseconds of a call, until the device is done."""
+    times: list[float] = []
+    for _ in range(repeat):
+        settle(device)
+        began = time.perf_counter()
+        call()
+        settle(device)
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times)
+
+
+def parts_of(dtype: torch.dtype, size: int) -> list[torch.Tensor]:
+    """Every rank's tensor, the same on all ranks: small numbers, of which sums are exact."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 5, (12, 1001), generator=generator).to(dtype) for _ in range(size)]
+
+
+def correct(device: str, folder: Path) -> dict[str, Any]:
+    """Which operations gave wrong results."""
+    del folder
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    wrong: list[str] = []
+
+    def compare(case: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+        if got.device.type != device or not torch.equal(got.cpu(), expected):
+            wrong.append(f"{case} on rank {rank}")
+
+    for dtype in TYPES:
+        parts = parts_of(dtype, size)
+        own, whole = parts[rank].to(device), torch.stack([part.double() for part in parts])
+        for name, op, joined in [
+            ("sum", hvd.Sum, whole.sum(0)),
+            ("min", hvd.Min, whole.amin(0)),
+            ("max", hvd.Max, whole.amax(0)),
+        ]:
+            expected = joined.clamp(max=1) if dtype is torch.bool else joined
+            compare(f"{name} of {dtype}", hvd.allreduce(own, op=op), expected.to(dtype))
+        compare(f"broadcast of {dtype}", hvd.broadcast(own, size - 1), parts[-1])
+        uneven = [part[: index + 1] for index, part in enumerate(parts)]
+        compare(f"allgather of {dtype}", hvd.allgather(uneven[rank].to(device)), torch.cat(uneven))
+        rows = [part[rank * 12 // size : (rank + 1) * 12 // size] for part in parts]
+        compare(f"alltoall of {dtype}", hvd.alltoall(own), torch.cat(rows))
+        if dtype in FLOATS:
+            mine = slice(rank * 12 // size, (rank + 1) * 12 // size)
+            compare(f"reducescatter of {dtype}", hvd.reducescatter(own, op=hvd.Sum), whole.sum(0).to(dtype)[mine])
+    hvd.shutdown()
+    return {"wrong": wrong}
+
+
+def speed(device: str, folder: Path) -> dict[str, Any] | None:
+    """Milliseconds for 64 MiB."""
+    del folder
+    hvd.init()
+    tensor = torch.ones(16 << 20, device=device)
+    ms = median(lambda: hvd.allreduce_(tensor, name="speed", op=hvd.Max), device, 9)
+    rank = hvd.rank()
+    hvd.shutdown()
+    return {"ms": ms} if rank == 0 else None
+
+
+def gloo(device: str, folder: Path) -> dict[str, Any] | None:
+    """The same by torch's Gloo."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    tensor = torch.ones(16 << 20, device=device)
+    ms = median(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX), device, 9)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"ms": ms} if rank == 0 else None
+
+
+def model(device: str, width: int) -> torch.nn.Module:
+    """A model of convolutions; of width 64 with as many parameters as a ResNet-50."""
+    torch.manual_seed(11)
+    layers: list[torch.nn.Module] = [torch.nn.Conv2d(3, width, 3, padding=1)]
+    for stage in range(4):
+        before, here = width << max(stage - 1, 0), width << stage
+        layers += [torch.nn.Conv2d(before, here, 3, stride=2, padding=1), torch.nn.ReLU()]
+        for _ in range(3):
+            layers += [torch.nn.Conv2d(here, here, 3, padding=1), torch.nn.GroupNorm(8, here), torch.nn.ReLU()]
+    layers += [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(width << 3, 1000)]
+    return torch.nn.Sequential(*layers).to(device)
+
+
+def step_of(network: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Callable[[], None]:
+    """One step of training on a batch."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        network(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def train(device: str, folder: Path) -> dict[str, Any]:
+    """Milliseconds of a step, plain and wrapped."""
+    del folder
+    hvd.init()
+    width, count = (64, 32) if device == "cuda" else (8, 2)
+    batch = torch.randn(count, 3, 64, 64, device=device)
+    times: dict[str, float] = {}
+    for name in ("plain", "wrapped"):
+        network = model(device, width)
+        optimizer: Any = torch.optim.SGD(network.parameters(), lr=0.01)
+        if name == "wrapped":
+            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=network.named_parameters())
+        step = step_of(network, optimizer, batch)
+        median(step, device, 5)
+        times[name] = median(step, device, 30 if device == "cuda" else 5)
+    hvd.shutdown()
+    return times
+
+
+def alike(device: str, folder: Path) -> dict[str, Any]:
+    """The largest difference of parameters between two ranks' training and one rank's with all batches."""
+    del folder
+    hvd.init()
+    torch.manual_seed(5)
+    batches = torch.randn(3, hvd.size(), 2, 3, 32, 32).to(device)
+    together, alone = model(device, 8), model(device, 8)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.01)
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.SGD(together.parameters(), lr=0.01), named_parameters=together.named_parameters()
+    )
+    for batch in batches:
+        step_of(together, wrapped, batch[hvd.rank()])()
+        step_of(alone, plain, batch.flatten(0, 1))()
+    pairs = zip(together.parameters(), alone.parameters(), strict=True)
+    difference = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    hvd.shutdown()
+    return {"difference": difference}
+
+
+def die(device: str, folder: Path) -> dict[str, Any] | None:
+    """Seconds from the other rank's death to the error."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends survivors, which have still to note the time
+    hvd.init()
+    tensor = torch.ones(1 << 20, device=device)
+    hvd.allreduce_(tensor, name="step", op=hvd.Max)
+    if hvd.rank() == 1:
+        (folder / "died").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            hvd.allreduce_(tensor, name="step", op=hvd.Max)
+    except RuntimeError:
+        heard = time.monotonic()
+    return {"seconds": heard - float((folder / "died").read_text())}
+
+
+ROLES: dict[str, Callable[[str, Path], dict[str, Any] | None]] = {
+    "correct": correct,
+    "speed": speed,
+    "gloo": gloo,
+    "train": train,
+    "alike": alike,
+    "die": die,
+}

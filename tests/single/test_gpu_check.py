@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What `make gpu-check` would do on a GPU, as far as a host without one can tell."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farandole._native import cuda
+from farandole.common.exceptions import FarandoleEnvironmentError
+
+CHECK = Path(__file__).parents[2] / "bench" / "gpu_check.py"
+PACKAGES = [folder for folder in sys.path if (Path(folder) / "nvidia").is_dir()]
+
+
+def test_without_a_gpu_it_says_so_and_is_content():
+    command = [
+        sys.executable,
+        "-c",
+        f"import runpy, sys; sys.argv = ['check']; runpy.run_path({str(CHECK)!r}, run_name='__main__')",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    )
+    assert (done.returncode, done.stdout) == (0, "no GPU here: nothing was checked\n"), done.stderr
+
+
+def test_every_library_is_named_with_its_version_or_why_it_was_refused():
+    findings = {name: (works, detail) for name, works, detail in cuda.inventory("", PACKAGES)}
+    assert list(findings)[:4] == ["libcuda", "libcudart", "libnvrtc", "libnccl"]
+    if PACKAGES:
+        works, detail = findings["libnccl"]
+        assert works, detail
+        assert "libnccl.so.2" in detail
+    for name, (works, detail) in findings.items():
+        assert works or f"{name} was not found" in detail
+
+
+def test_a_named_folder_without_libraries_changes_nothing(tmp_path):
+    assert cuda.inventory(str(tmp_path), PACKAGES) == cuda.inventory("", PACKAGES)
+
+
+def test_tensors_are_packed_at_multiples_of_16_bytes():
+    float32, bfloat16 = 7, 10
+    assert cuda.packed_bytes([1, 4, 5], float32) == 16 + 16 + 32
+    assert cuda.packed_bytes([1, 8, 9], bfloat16) == 16 + 16 + 32
+
+
+@pytest.mark.skipif(cuda.inventory("", [])[0][1], reason="this host has a driver")
+def test_kernels_without_a_driver_are_an_error_that_says_what_is_missing(tmp_path):
+    with pytest.raises(FarandoleEnvironmentError, match="libcuda was not found"):
+        cuda.Kernels(0, "", PACKAGES, str(tmp_path))
+    with pytest.raises(FarandoleEnvironmentError, match="libcuda was not found"):
+        cuda.Ring(0, "", PACKAGES)
