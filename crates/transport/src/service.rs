@@ -277,15 +277,15 @@ impl Service {
         }
     }
 
-    /// Connections that have been silent for too long, or will have been by the next look. A peer that is heard on
-    /// another connection may be cut off on this one.
+    /// Connections that have been silent for too long, or will have been by the next look but one: a thread may be kept
+    /// waiting for its core. A peer that is heard on another connection may be cut off on this one.
     fn silent_paths(&mut self, lived: Duration) -> Vec<(Arc<Peer>, Duration)> {
         let limit = self.shared.peer_timeout.max(REPETITIONS);
         let look = |path: &mut Path| {
             let connection = path.connection.upgrade()?;
             let sight = Sight::of(connection.sockets().get(path.number)?).ok()?;
             let silent = path.silence.after(lived, sight);
-            (silent + lived >= limit).then(|| (Arc::clone(connection.peer()), silent))
+            (silent + 2 * lived >= limit).then(|| (Arc::clone(connection.peer()), silent))
         };
         self.paths.values_mut().filter_map(look).collect()
     }
