@@ -207,6 +207,26 @@ def _in_a_set(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt
     return Attempt(handles, lambda _: target.values == expected.values, source, target)
 
 
+def _join(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
+    """One rank still works while all others have joined; it joins last."""
+    if name == "lonely":
+        # A join would be the others' step. An allreduce waits for the one that has not joined, and that one for it.
+        return _allreduce(name, step, count, dtype)
+    world = engine.world()
+    last = step % world.size
+    if world.rank != last:
+        return Attempt([engine.join(False)], lambda results: results == [last])
+    source, target = Block.of(step + 1, count), Block.of(-1, count)
+    handle = engine.allreduce(name, dtype, (count,), source.address, target.address, SUM, 1.0, 1.0, 0, False)
+    work = Attempt([handle], lambda _: target.values == source.values, source, target)
+
+    def check(_: list[Any]) -> bool:
+        work.finish()
+        return engine.wait(engine.join(False)) == last
+
+    return Attempt([], check)
+
+
 OPERATIONS: Final[dict[str, Callable[..., Attempt]]] = {
     "allreduce": _allreduce,
     "grouped_allreduce": _grouped_allreduce,
@@ -218,6 +238,7 @@ OPERATIONS: Final[dict[str, Callable[..., Attempt]]] = {
     "grouped_reducescatter": _grouped_reducescatter,
     "barrier": _barrier,
     "in a set": _in_a_set,
+    "join": _join,
 }
 """Every operation: starts `step` under `name` on `count` elements; another dtype makes a mismatch."""
 

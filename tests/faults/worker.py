@@ -19,6 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.faults.operations import FLOAT32, FLOAT64, OPERATIONS, SIZES, vote
+from tests.faults.table import TURN
 
 from farandole._native import engine
 from farandole.common import basics
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from tests.faults.operations import Attempt
 
 DOOR: Final = "FARANDOLE_FAULTS_DOOR"
-TURN: Final = 6
-"""The step at which a rank does to itself what the plan says."""
 STEPS: Final = 14
 """Steps of a run that ends well."""
 PATIENCE: Final = 30.0
