@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-spark test-storage tensorflow-ops test-faults loom fuzz sanitize lint bench wheel install tools deny docs clean
+.PHONY: demo test test-spark test-storage tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -88,6 +88,10 @@ lint: $(VENV)/.packages
 	$(BIN)/ruff check python tests examples bench
 	$(BIN)/ruff format --check python tests examples bench
 	$(BIN)/pyright
+
+# Everything that only a GPU can show; where there is none it says so.
+gpu-check: install
+	$(BIN)/python bench/gpu_check.py
 
 bench: install
 	$(BIN)/python bench/allreduce.py
