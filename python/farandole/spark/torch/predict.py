@@ -121,7 +121,10 @@ class Predictor:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
         fill = self.fill.get if isinstance(self.fill, dict) else lambda _name: self.fill
         columns = {
-            name: torch.from_numpy(np.ascontiguousarray(rows(batch.column(self.columns.index(name)), name, fill(name))))
+            # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
+            name: torch.from_numpy(
+                np.require(rows(batch.column(self.columns.index(name)), name, fill(name)), requirements=("C", "W"))
+            )
             for group in self.features
             for name in group
         }
