@@ -12,7 +12,7 @@ import pytest
 from farandole.data import prepare_data
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
 import sys
@@ -58,7 +58,7 @@ def test_an_estimator_fits_pandas_and_prepared_data_without_a_jvm(tmp_path):
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
