@@ -51,7 +51,7 @@ async fn join(caller: Caller, ended: Arc<AtomicUsize>) -> std::result::Result<bo
 }
 
 #[test]
-fn a_crowd_registers_is_assigned_and_beats_in_ten_seconds_and_500_megabytes() {
+fn a_crowd_registers_is_assigned_and_beats_in_ten_seconds_and_little_memory() {
     let tasks: u32 =
         farandole_config::environment("FARANDOLE_CROWD").map_or(1_000, |text| text.parse().unwrap());
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
@@ -90,5 +90,7 @@ fn a_crowd_registers_is_assigned_and_beats_in_ten_seconds_and_500_megabytes() {
     let memory = most_memory();
     println!("{tasks} tasks: assigned after {assigned:.2?}, {} MB at most", memory >> 20);
     assert!(assigned < Duration::from_secs(10), "{assigned:?}");
-    assert!(memory < 500 << 20, "{} MB", memory >> 20);
+    // Most of it are the worlds on their way, each of which names every host, to all tasks at once.
+    let most = (100 << 20) + u64::from(tasks) * (100 << 10);
+    assert!(memory < most, "{} of {} MB", memory >> 20, most >> 20);
 }
