@@ -99,7 +99,7 @@ def serve(
                 attempt=attempt * _MOST_ROUNDS + again,
                 stream_output=work.stream_output,
                 start_timeout=work.start_timeout,
-                **({"together": True} if work.rejoins else {}),
+                together=work.rejoins,
             )
         except Exception as error:  # noqa: BLE001 - every refusal goes to the driver as an ending
             return Ending(task, host, refused=f"{type(error).__name__}: {error}")
