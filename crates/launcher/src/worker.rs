@@ -63,6 +63,11 @@ pub(crate) struct Remains {
 const ALLOCATOR: [(&str, &str); 2] =
     [("MALLOC_MMAP_THRESHOLD_", "33554432"), ("MALLOC_TRIM_THRESHOLD_", "4294967296")];
 
+#[expect(clippy::disallowed_methods, reason = "variables of the C library, not knobs")]
+fn is_set(name: &str) -> bool {
+    std::env::var_os(name).is_some()
+}
+
 /// A thread that reads one stream of the worker.
 struct Reader {
     stream: Stream,
@@ -103,7 +108,7 @@ impl Worker {
         let mut prepared = Command::new(program);
         prepared.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         for (name, value) in ALLOCATOR {
-            if std::env::var_os(name).is_none() {
+            if !is_set(name) {
                 prepared.env(name, value);
             }
         }
