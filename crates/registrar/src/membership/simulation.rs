@@ -358,7 +358,7 @@ impl World {
                     name,
                     attempt,
                     session,
-                    host(if task % 2 == 0 { "a" } else { "b" }),
+                    host(if task.is_multiple_of(2) { "a" } else { "b" }),
                 ) {
                     Ok((_, decisions)) => {
                         self.tell(task, session, Told::Registered);
