@@ -200,20 +200,4 @@ mod tests {
             second.join().unwrap();
         });
     }
-
-    #[test]
-    fn loom_tr_3_a_wake_reaches_every_sleeper() {
-        few(|| {
-            let world = Arc::new(World::default());
-            let (one, two) = (Arc::clone(&world), Arc::clone(&world));
-            let sleeper = thread::spawn(move || one.sleep_until(1));
-            let waker = thread::spawn(move || {
-                two.word.store(1, Ordering::Release);
-                two.sleepers.wake(&two.bell);
-            });
-            world.sleep_until(1);
-            sleeper.join().unwrap();
-            waker.join().unwrap();
-        });
-    }
 }
