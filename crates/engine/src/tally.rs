@@ -74,11 +74,6 @@ impl Tally {
         self.wish.as_ref().and_then(Wish::call).map(|call| call.name())
     }
 
-    /// Whether all who came submitted it singly.
-    pub(crate) fn is_single(&self) -> bool {
-        self.wish.as_ref().is_some_and(Wish::is_single)
-    }
-
     /// Groups anybody put this tensor into.
     pub(crate) fn in_group(&self, groups: &[u64]) -> bool {
         match &self.wish {
@@ -107,14 +102,6 @@ impl Wish {
         match self {
             Self::Known(_, agreed, _) => Some(agreed.signature.call),
             Self::Told(variants) => variants.first().map(|variant| variant.signature.call),
-        }
-    }
-
-    /// Whether nobody put it into a group.
-    pub(crate) fn is_single(&self) -> bool {
-        match self {
-            Self::Known(_, agreed, _) => agreed.signature.group_size == 0,
-            Self::Told(variants) => variants.iter().all(|variant| variant.signature.group_size == 0),
         }
     }
 

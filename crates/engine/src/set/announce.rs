@@ -111,21 +111,19 @@ impl ProcessSet {
         let child = from.checked_sub(self.first_child()).ok_or(Malformed::Tag(kind::ANNOUNCE))?;
         let source = u32::try_from(child + 1).map_err(|_| Malformed::Overlong)?;
         let mut reader = Reader(frame);
-        let seen = reader.number()?;
-        self.neighbours[from].seen = seen;
+        self.neighbours[from].seen = reader.number()?;
         // A copy: a join among the items asks the tree for whom the child speaks.
         let below = self.tree.below[child].clone();
-        self.items((source, seen), &mut reader, &below, now)?;
+        self.items(source, &mut reader, &below, now)?;
         let children = &self.neighbours[self.first_child()..];
         let seen = children.iter().map(|child| child.seen).min().unwrap_or(u64::MAX);
         self.cache.forget_until(seen);
-        self.refused.forget_until(seen);
         Ok(())
     }
 
     fn items(
         &mut self,
-        (source, seen): (u32, u64),
+        source: u32,
         reader: &mut Reader<'_>,
         below: &[u32],
         now: Instant,
@@ -158,9 +156,6 @@ impl ProcessSet {
                 }
                 other => return Err(Malformed::Tag(other).into()),
             };
-            if self.refused.voids(&name, &wish, seen) {
-                continue;
-            }
             if self.pending.get(&name).is_some_and(|tally| tally.sources.contains(&source)) {
                 return Err(Malformed::Twice.into());
             }

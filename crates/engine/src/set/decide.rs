@@ -34,8 +34,6 @@ pub(super) struct Ready {
 pub(super) struct Refusal {
     pub(super) name: Arc<str>,
     pub(super) groups: Vec<u64>,
-    /// Other members of the groups, which some ranks may have submitted singly.
-    pub(super) others: Vec<Arc<str>>,
     pub(super) text: String,
 }
 
@@ -151,29 +149,17 @@ impl ProcessSet {
     }
 
     fn decide_against(&mut self, name: &Arc<str>, groups: Vec<u64>, text: String) {
-        let complete = groups.iter().filter_map(|group| self.coordinator.groups.remove(group)).flatten();
-        let mut others: Vec<_> = complete.map(|ready| Arc::clone(&ready.agreed.name)).collect();
-        others.extend(self.forget_groups(&groups));
-        // It will be in the next list.
-        self.refused.note(self.lists + 1, &others);
-        let refusal = Refusal { name: Arc::clone(name), groups, others, text };
+        groups.iter().for_each(|group| drop(self.coordinator.groups.remove(group)));
+        self.forget_groups(&groups);
+        let refusal = Refusal { name: Arc::clone(name), groups, text };
         self.coordinator.decisions.push(Decision::Refuse(refusal));
     }
 
-    /// Drops the tallies of members of refused groups; their names. Nobody waits for them any more, but those who
-    /// submitted them singly.
-    pub(super) fn forget_groups(&mut self, groups: &[u64]) -> Vec<Arc<str>> {
-        let mut names = Vec::new();
+    /// Members of a refused group are announced by everybody or by nobody who is still waiting: drop their tallies.
+    pub(super) fn forget_groups(&mut self, groups: &[u64]) {
         if !groups.is_empty() {
-            self.pending.retain(|name, tally| {
-                let refused = tally.in_group(groups);
-                if refused {
-                    names.push(Arc::clone(name));
-                }
-                !refused
-            });
+            self.pending.retain(|_, tally| !tally.in_group(groups));
         }
-        names
     }
 
     /// Sends the next list when there is one and the last ones are done: what becomes ready meanwhile is fused.

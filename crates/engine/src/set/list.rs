@@ -4,8 +4,7 @@
 //! Downward: lists of operations that every member executes in the same order, changing its cache on the way.
 //!
 //! Frame: number, then items until the end. `0 count tensor...` executes one operation over the tensors, each either
-//! `slot * 2` or `1 name signature rows`. `1 name groups count name... text` refuses a name,
-//! groups, and what others submitted singly. `2 member` ends a join.
+//! `slot * 2` or `1 name signature rows`. `1 name groups text` refuses a name and groups. `2 member` ends a join.
 
 use std::sync::Arc;
 
@@ -46,8 +45,6 @@ pub(super) fn encode(number: u64, plan: Vec<Planned>, cache: &mut Cache, frame: 
                 writer.byte(1);
                 writer.text(&refusal.name);
                 writer.numbers(refusal.groups.iter().copied());
-                writer.number(refusal.others.len() as u64);
-                refusal.others.iter().for_each(|name| writer.text(name));
                 writer.text(&refusal.text);
                 cache.remove(&refusal.name, number);
                 items.push(Item::Refuse(refusal));
@@ -106,10 +103,8 @@ pub(super) fn decode(frame: &[u8], cache: &mut Cache) -> Result<(u64, Vec<Item>)
             1 => {
                 let name: Arc<str> = Arc::from(reader.text()?);
                 cache.remove(&name, number);
-                let (groups, others) = (reader.numbers()?, reader.count()?);
-                let others = (0..others).map(|_| reader.text().map(Arc::from)).collect::<Result<_, _>>()?;
-                let text = reader.text()?.to_owned();
-                Item::Refuse(Refusal { name, groups, others, text })
+                let (groups, text) = (reader.numbers()?, reader.text()?.to_owned());
+                Item::Refuse(Refusal { name, groups, text })
             }
             2 => Item::Joined(reader.small()?),
             other => return Err(Malformed::Tag(other)),
@@ -142,13 +137,12 @@ impl ProcessSet {
         for item in items {
             match item {
                 Item::Run(tensors) => self.run(number, tensors)?,
-                Item::Refuse(refusal) => self.refuse(number, refusal, finished),
+                Item::Refuse(refusal) => self.refuse(refusal, finished),
                 Item::Joined(last) => self.all_joined(last, finished),
             }
         }
         if self.tree.children.is_empty() {
             self.cache.forget_until(number);
-            self.refused.forget_until(number);
         }
         Ok(())
     }
@@ -179,23 +173,13 @@ impl ProcessSet {
         }
     }
 
-    fn refuse(&mut self, list: u64, refusal: Refusal, finished: &mut Vec<Finished>) {
-        let Refusal { name, groups, others, text } = refusal;
+    fn refuse(&mut self, refusal: Refusal, finished: &mut Vec<Finished>) {
+        let Refusal { name, groups, text } = refusal;
         self.forget_groups(&groups);
-        if !self.is_coordinator() {
-            // The coordinator has known it since it decided so.
-            self.refused.note(list, &others);
-        }
         let mut refused = vec![name];
         if !groups.is_empty() {
             let grouped = self.local.values().filter(|entry| groups.contains(&entry.group));
             refused.extend(grouped.map(|entry| Arc::clone(&entry.name)));
-        }
-        for name in others {
-            self.pending.retain(|pending, tally| *pending != name || !tally.is_single());
-            if self.local.get(&name).is_some_and(|entry| entry.group == 0) {
-                refused.push(name);
-            }
         }
         let text: Arc<str> = text.into();
         for name in refused {

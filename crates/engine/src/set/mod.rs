@@ -10,7 +10,6 @@ mod inquiry;
 mod join;
 mod leave;
 mod list;
-mod refuse;
 #[cfg(any(test, feature = "_test-harness"))]
 pub(crate) mod simulation;
 mod trace;
@@ -128,7 +127,6 @@ pub(crate) struct ProcessSet {
     upward: Vec<u8>,
     /// Lists applied.
     lists: u64,
-    refused: refuse::Refused,
     coordinator: decide::Coordinator,
     execution: execute::Execution,
     watch: watch::Watch,
@@ -204,7 +202,6 @@ impl ProcessSet {
             pending: Map::default(),
             upward: Vec::new(),
             lists: 0,
-            refused: refuse::Refused::default(),
             leaving: None,
             retired: None,
             suspect: None,
@@ -231,10 +228,6 @@ impl ProcessSet {
         let (name, since) = (Arc::clone(&entry.name), entry.since);
         let wish = self.wish_of(&entry, signature);
         self.local.insert(Arc::clone(&name), entry);
-        if self.refused.voids(&name, &wish, self.lists) {
-            // It fails with the list that is about to go out.
-            return Ok(());
-        }
         let me = [self.tree.me];
         self.announced(0, &name, wish, &me, since)
     }

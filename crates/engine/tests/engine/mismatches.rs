@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-use std::sync::Barrier;
-
 use farandole_collectives::{DataType, ReduceOp};
 use farandole_engine::{Engine, Error, Kind, Request};
 use farandole_world::{ProcessSetId, Rank};
@@ -88,34 +86,6 @@ fn groups_that_differ_fail_as_a_whole_and_their_names_are_free_again() {
         }
         after(&engine, &["a", "b", "c"]);
     });
-}
-
-/// EN-3: two of three ranks submit singly what the third puts into a group, as the first, the last or one between.
-#[test]
-fn a_group_that_others_submit_singly_fails_everywhere_at_once() {
-    for hosts in [&[1, 2][..], &[3], &[1, 1, 1]] {
-        for grouping in 0..3 {
-            let submitted = Barrier::new(3);
-            Cluster::new(hosts).run(|rank, engine| {
-                let requests = || ["a", "b", "c"].map(|name| sum(name, &[1.0]));
-                for _ in 0..20 {
-                    let handles = if rank == grouping {
-                        submitted.wait();
-                        engine.submit_group(requests().into()).unwrap()
-                    } else {
-                        let handles = requests().map(|request| engine.submit(request).unwrap()).into();
-                        submitted.wait();
-                        handles
-                    };
-                    for handle in handles {
-                        let error = wait(&engine, handle).unwrap_err();
-                        assert!(error.to_string().contains("Mismatched groups: tensor "), "{error}");
-                    }
-                    after(&engine, &["c", "b", "a"]);
-                }
-            });
-        }
-    }
 }
 
 fn after(engine: &Engine, names: &[&str]) {
