@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import struct
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from tensorflow.python.eager import context  # the one place that tells whether 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_USED = "_farandole_names"
+"""Attribute of a graph: how often each name was asked for."""
 _OTHER = re.compile(r"[^a-zA-Z0-9]")
 
 
@@ -66,8 +69,18 @@ def arguments(
 
 
 def unique(name: str) -> str:
-    """`name`, made different from those this graph has already, in the order it is built: equal on equal programs."""
-    return tf.compat.v1.get_default_graph().unique_name(name)
+    """`name`, made different from those this graph has already, in the order it is built: equal on equal programs.
+
+    The graph's own `unique_name` would put the scope before it, in which Keras numbers optimizers and layers by the
+    order in which a process made them.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    if not hasattr(graph, _USED):
+        setattr(graph, _USED, collections.Counter())
+    used = getattr(graph, _USED)
+    number = used[name]
+    used[name] += 1
+    return f"{name}_{number}" if number else name
 
 
 ONE = 4607182418800017408
