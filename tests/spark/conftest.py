@@ -19,7 +19,25 @@ if TYPE_CHECKING:
 
 
 # Where the tests of estimators have Keras run; it is the backend that is imported anyway. Slow tests take the others.
-os.environ.setdefault("KERAS_BACKEND", "torch")
+# Set while modules are collected, which import Keras, and while these tests run: others start processes of TensorFlow.
+BACKEND = "KERAS_BACKEND"
+CHOSEN = os.environ.get(BACKEND, "torch")
+GIVEN = BACKEND in os.environ
+os.environ[BACKEND] = CHOSEN
+
+
+def pytest_collection_finish() -> None:
+    if not GIVEN:
+        del os.environ[BACKEND]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def keras_backend() -> Iterator[None]:
+    """Keras's backend in the processes that these tests start."""
+    os.environ[BACKEND] = CHOSEN
+    yield
+    if not GIVEN:
+        del os.environ[BACKEND]
 
 
 @pytest.fixture(scope="session")
