@@ -18,7 +18,7 @@ from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.keras import KerasEstimator, payload
 from farandole.spark.keras.remote import train
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 

@@ -19,7 +19,7 @@ from pyspark.sql import functions as sf
 from farandole.spark.common import LocalStore
 from farandole.spark.keras import KerasEstimator, KerasModel
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 
 

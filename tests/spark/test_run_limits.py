@@ -16,7 +16,7 @@ from farandole.spark.common import LocalStore
 from farandole.spark.common.backend import LocalBackend
 from farandole.spark.spill import LIMIT, Spill
 
-pytestmark = pytest.mark.timeout(120, func_only=True)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120, func_only=True)]
 
 
 def test_a_trivial_function_on_two_tasks_of_a_warm_session_takes_a_second_and_a_half(spark):

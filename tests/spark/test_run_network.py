@@ -17,7 +17,7 @@ from farandole._native.registrar import Registrar
 from farandole.spark import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
 
-pytestmark = pytest.mark.timeout(120, func_only=True)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120, func_only=True)]
 
 
 def reduce_and_list_ports():

@@ -20,7 +20,7 @@ from tests.single.training import Here
 from farandole.spark.common import LocalStore
 from farandole.spark.torch import TorchEstimator, TorchModel
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 
 

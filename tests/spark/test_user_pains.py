@@ -17,7 +17,7 @@ from farandole.spark import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
 from farandole.spark.task import choose_device
 
-pytestmark = pytest.mark.timeout(120, func_only=True)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120, func_only=True)]
 
 
 @pytest.mark.parametrize(
