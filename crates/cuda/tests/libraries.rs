@@ -10,7 +10,8 @@ use farandole_cuda::{Kind, Nccl, NcclTable, inventory};
 #[test]
 fn nccl_of_the_wheel_has_every_function_and_a_version() {
     let Some(library) = wheels::there(Kind::Nccl) else { return };
-    assert!(library.name().ends_with("nvidia/nccl/lib/libnccl.so.2"), "{}", library.name());
+    // By its path, or by its name alone when the other test has loaded it already.
+    assert!(library.name().ends_with("libnccl.so.2"), "{}", library.name());
     let table = NcclTable::of(&library).unwrap();
     let nccl = Nccl::load(&wheels::places()).unwrap();
     assert!(nccl.code() >= 21_800, "{}", nccl.version());
