@@ -69,24 +69,29 @@ fn failure(reader: &Reader) -> String {
 }
 
 #[test]
-fn fifty_milliseconds_a_request_cost_less_than_a_fifth_of_the_speed() {
+fn requests_wait_beside_each_other() {
     let bucket = Bucket::of("slow", &prepare("memory://slow", 4, 12_000, 1000));
+    let delay = Duration::from_millis(50);
     // Three attempts: other processes may take the cores away for a while.
-    let mut ratios = Vec::new();
+    let mut told = Vec::new();
     for _ in 0..3 {
-        let seconds = |delay: u64| {
-            bucket.set_delay(Duration::from_millis(delay));
+        let mut seconds = |delay: Duration| {
+            bucket.set_delay(delay);
+            let before = bucket.counts().0;
             let options = Options { batch_size: 512, ..Options::default() };
             let (rows, seconds) = read(&reader(&bucket.url, options));
             assert_eq!(rows, 48_000);
-            seconds
+            (seconds, f64::from(u32::try_from(bucket.counts().0 - before).unwrap()))
         };
-        ratios.push(seconds(0) / seconds(50));
-        if ratios.iter().any(|ratio| *ratio >= 0.8) {
+        let (quick, _) = seconds(Duration::ZERO);
+        let (slow, requests) = seconds(delay);
+        let waited = slow - quick;
+        if waited < requests * delay.as_secs_f64() / 4.0 {
             return;
         }
+        told.push((waited, requests));
     }
-    unreachable!("with 50 ms a request, times the speed without: {ratios:?}");
+    unreachable!("seconds that 50 ms a request cost, and requests: {told:?}");
 }
 
 #[test]

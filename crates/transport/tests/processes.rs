@@ -316,8 +316,8 @@ fn a_rank_without_pidfds() {
     }
     // The thread of the mesh lets go of a socket a moment after the link is there.
     let limit = Instant::now() + PATIENCE;
-    while open() != before {
-        assert!(Instant::now() < limit, "{} descriptors instead of {before}", open());
+    while open() > before {
+        assert!(Instant::now() < limit, "{} descriptors, no more than {before} before", open());
         thread::yield_now();
     }
     let (elapsed, error) = peer.lost_after(Signal::KILL);
