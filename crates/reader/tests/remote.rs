@@ -75,7 +75,7 @@ fn requests_wait_beside_each_other() {
     // Three attempts: other processes may take the cores away for a while.
     let mut told = Vec::new();
     for _ in 0..3 {
-        let mut seconds = |delay: Duration| {
+        let seconds = |delay: Duration| {
             bucket.set_delay(delay);
             let before = bucket.counts().0;
             let options = Options { batch_size: 512, ..Options::default() };
