@@ -45,7 +45,11 @@ def test_02_hdfs_connect_has_an_unexpected_argument_driver():
     assert store.get_train_data_path() == "hdfs://node:8020/user/x/intermediate_train_data"
 
 
-@pytest.mark.xfail(reason="the reader's own error comes first: it names the file, not the store and the hosts")
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the reader's own error comes first: it names the file, not the store and the hosts",
+)
 def test_03_no_such_path_on_a_worker_that_does_not_see_the_store(data):
     class Elsewhere(Here):
         """A host with another disk."""
@@ -173,7 +177,11 @@ def test_10_a_reader_outlives_the_epoch_and_reads_after_it_was_stopped(data):
     assert threading.active_count() < 20
 
 
-@pytest.mark.xfail(reason="something that training imports still imports pandas, where it is installed")
+@pytest.mark.xfail(
+    strict=True,
+    raises=subprocess.CalledProcessError,
+    reason="something that training imports still imports pandas, where it is installed",
+)
 def test_11_every_release_of_pyarrow_pandas_or_numpy_breaks_the_reader(data):
     program = (
         "import warnings, sys; warnings.simplefilter('error', DeprecationWarning); warnings.simplefilter('error', "
