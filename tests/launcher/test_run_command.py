@@ -200,11 +200,12 @@ print("on")
 def test_workers_keep_the_memory_they_free_unless_told_otherwise(
     launch: Start, script: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say = "print(os.environ['MALLOC_TRIM_THRESHOLD_'], os.environ['MALLOC_MMAP_THRESHOLD_'])"
+    names = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"
+    say = f"print(*(os.environ[name] for name in {names}))"
     run = launch("-np", 1, sys.executable, script(say))
     assert run.wait() == 0
-    assert run.lines() == ["[0]<stdout>:4294967296 33554432"]
+    assert run.lines() == ["[0]<stdout>:4294967296 33554432 glibc.malloc.hugetlb=1"]
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     run = launch("-np", 1, sys.executable, script(say))
     assert run.wait() == 0
-    assert run.lines() == ["[0]<stdout>:1 33554432"]
+    assert run.lines() == ["[0]<stdout>:1 33554432 glibc.malloc.hugetlb=1"]

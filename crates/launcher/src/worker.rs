@@ -59,9 +59,14 @@ pub(crate) struct Remains {
 
 /// What tells the C library to keep the memory that a training step frees for the next step, which needs it again at
 /// once. By default it goes back to the system whenever it lies at the top of the heap, and the kernel clears 100 MB of
-/// gradients anew in every step: up to half of the step's time. Set for all workers that do not set them themselves.
-const ALLOCATOR: [(&str, &str); 2] =
-    [("MALLOC_MMAP_THRESHOLD_", "33554432"), ("MALLOC_TRIM_THRESHOLD_", "4294967296")];
+/// gradients anew in every step: up to half of the step's time. The last one asks for huge pages, where the kernel gives
+/// them to who asks: fresh memory then costs one fault for 2 MiB and not 512. Set for all workers that do not set them
+/// themselves.
+const ALLOCATOR: [(&str, &str); 3] = [
+    ("MALLOC_MMAP_THRESHOLD_", "33554432"),
+    ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
+    ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
+];
 
 #[expect(clippy::disallowed_methods, reason = "variables of the C library, not knobs")]
 fn is_set(name: &str) -> bool {
