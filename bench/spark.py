@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The estimator's life on Spark next to its floors: what any such job must pay on this machine, in the same run.
+"""The estimators' lives on Spark next to their floors: what any such job must pay on this machine, in the same run.
 
-The floor of a fit is two processes that import torch at once, Spark's own `df.write.parquet` of the same frame, and
-one bare barrier job. The floor of a transform is Spark's `mapInArrow` that returns its batches, on the same frame.
+The floor of a fit is two processes that import the framework at once, Spark's own `df.write.parquet` of the same frame,
+and one bare barrier job; a second fit finds its data prepared and is measured without the write. The floor of a
+transform is Spark's `mapInArrow` that returns its batches, on the same frame.
 
-    python bench/spark.py [--rows 200000] [--rounds 3] [--peers]
+    python bench/spark.py [--rows 200000] [--rounds 3] [--peers] [--only torch|keras]
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def import_twice() -> None:
-    """Imports torch in two processes at once."""
-    both = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(2)]
+def import_twice(module: str) -> None:
+    """Imports a module in two processes at once."""
+    both = [subprocess.Popen([sys.executable, "-c", f"import {module}"]) for _ in range(2)]
     for one in both:
         one.wait()
 
@@ -57,34 +58,41 @@ def same(batches: Iterator[Any]) -> Iterator[Any]:
     yield from batches
 
 
-def network() -> Any:
-    """Two layers."""
+def plain(store: str) -> dict[str, Any]:
+    """What both estimators are told."""
+    return {
+        "feature_cols": [[f"x{index}" for index in range(COLUMNS)]],
+        "label_cols": ["y"],
+        "batch_size": BATCH,
+        "epochs": EPOCHS,
+        "verbose": 0,
+        "random_seed": 1,
+        "store": store,
+    }
+
+
+def torch_estimator(store: str, **params: Any) -> Any:
+    """A plain regression by two layers."""
     import torch  # noqa: PLC0415 - workers need only what they are sent
-
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(COLUMNS, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-
-
-def estimator(store: str) -> Any:
-    """A plain regression."""
-    import torch  # noqa: PLC0415
 
     from farandole.spark.torch import TorchEstimator  # noqa: PLC0415
 
-    model = network()
-    return TorchEstimator(
-        num_proc=2,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        loss=torch.nn.MSELoss(),
-        feature_cols=[[f"x{index}" for index in range(COLUMNS)]],
-        label_cols=["y"],
-        batch_size=BATCH,
-        epochs=EPOCHS,
-        verbose=0,
-        random_seed=1,
-        store=store,
-    )
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(COLUMNS, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    known = plain(store) | {"num_proc": 2, "model": model, "optimizer": optimizer, "loss": torch.nn.MSELoss()}
+    return TorchEstimator(**{name: value for name, value in (known | params).items() if value is not None})
+
+
+def keras_estimator(store: str) -> Any:
+    """The same by Keras, on the backend it has here."""
+    import keras  # noqa: PLC0415
+
+    from farandole.spark.keras import KerasEstimator  # noqa: PLC0415
+
+    layers = [keras.Input((COLUMNS,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(1)]
+    optimizer = keras.optimizers.SGD(0.01)
+    return KerasEstimator(num_proc=2, model=keras.Sequential(layers), optimizer=optimizer, loss="mse", **plain(store))
 
 
 def distributor_fit(rows: int) -> None:
@@ -109,7 +117,7 @@ def distributor_fit(rows: int) -> None:
     TorchDistributor(num_processes=2, local_mode=False, use_gpu=False).run(train, EPOCHS * -(-rows // (2 * BATCH)))
 
 
-def floors(spark: Any, frame: Any, scratch: str, rounds: int) -> dict[str, float]:
+def floors(spark: Any, frame: Any, scratch: str, rounds: int, module: str) -> dict[str, float]:
     """Seconds of what a fit cannot do without."""
 
     def write() -> None:
@@ -120,18 +128,32 @@ def floors(spark: Any, frame: Any, scratch: str, rounds: int) -> dict[str, float
 
     bare()
     return {
-        "import torch twice": statistics.median(timed(import_twice) for _ in range(rounds)),
+        f"import {module} twice": statistics.median(timed(lambda: import_twice(module)) for _ in range(rounds)),
         "write.parquet": statistics.median(timed(write) for _ in range(rounds)),
         "bare job": statistics.median(timed(bare) for _ in range(rounds)),
     }
 
 
-def measure(rows: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
-    """All rows of the table."""
+class Table:
+    """What was measured, row by row."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def floor(self, parts: dict[str, float]) -> None:
+        """Notes what a floor is made of."""
+        self.rows += [{"what": f"floor: {name}", "seconds": seconds} for name, seconds in parts.items()]
+
+    def row(self, name: str, seconds: float, floor: float, above: float, peer: float | None = None) -> None:
+        """Notes a measurement next to its floor, and how far beyond it may be."""
+        told = {"seconds": seconds, "floor": floor, "beyond": seconds - floor, "allowed": above, "horovod": peer}
+        self.rows.append({"what": name} | told)
+
+
+def session() -> tuple[Any, Any, Any]:
+    """Spark with two slots, its functions, and a frame's columns."""
     from pyspark.sql import SparkSession  # noqa: PLC0415
     from pyspark.sql import functions as sf  # noqa: PLC0415
-
-    from farandole.spark.common.prepare import clear_training_cache  # noqa: PLC0415
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     spark = (
@@ -142,39 +164,33 @@ def measure(rows: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
         .getOrCreate()
     )
     spark.sparkContext.setLogLevel("ERROR")
-    numbers = [sf.rand(index).alias(f"x{index}") for index in range(COLUMNS)]
-    frame = spark.range(0, rows, 1, 4).select(*numbers, sf.rand(99).alias("y")).cache()
+    return spark, sf, [*(sf.rand(index).alias(f"x{index}") for index in range(COLUMNS)), sf.rand(99).alias("y")]
+
+
+def measure_torch(rows: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
+    """PyTorch's rows of the table."""
+    from farandole.spark.common import SparkBackend  # noqa: PLC0415
+    from farandole.spark.common.prepare import clear_training_cache  # noqa: PLC0415
+
+    spark, _, columns = session()
+    frame = spark.range(0, rows, 1, 4).select(*columns).cache()
     frame.count()
-    table: list[dict[str, Any]] = []
-
-    def row(name: str, seconds: float, floor: float, above: float) -> None:
-        table.append(
-            {
-                "what": name,
-                "seconds": seconds,
-                "floor": floor,
-                "beyond": seconds - floor,
-                "allowed": above,
-                "horovod": HOROVOD.get(name),
-            }
-        )
-
+    table = Table()
     with tempfile.TemporaryDirectory() as scratch:
-        parts = floors(spark, frame, scratch, rounds)
-        for name, seconds in parts.items():
-            table.append({"what": f"floor: {name}", "seconds": seconds})
+        parts = floors(spark, frame, scratch, rounds, "torch")
+        table.floor(parts)
         floor = sum(parts.values())
+        again = floor - parts["write.parquet"]
         before = resident()
-        made = estimator(f"{scratch}/store")
+        made = torch_estimator(f"{scratch}/store")
         fits: list[Any] = []
-        row("first fit", timed(lambda: fits.append(made.fit(frame))), floor, 3.0)
-        row(
-            "second fit",
-            min(timed(lambda: made.fit(frame)) for _ in range(rounds)),
-            floor - parts["write.parquet"],
-            1.5,
-        )
-        model = fits[0]
+        table.row("first fit", timed(lambda: fits.append(made.fit(frame))), floor, 3.0, HOROVOD["first fit"])
+        second = statistics.median(timed(lambda: made.fit(frame)) for _ in range(rounds))
+        table.row("second fit", second, again, 1.5, HOROVOD["second fit"])
+        warm = torch_estimator(f"{scratch}/store", num_proc=None, backend=SparkBackend(2, warm=True, verbose=0))
+        table.row("first fit with warm workers, on prepared data", timed(lambda: warm.fit(frame)), again, 3.0)
+        second = statistics.median(timed(lambda: warm.fit(frame)) for _ in range(rounds))
+        table.row("second fit with warm workers", second, again, 0.0, HOROVOD["second fit"])
         some = frame.limit(TRANSFORMED).repartition(2).cache()
         some.count()
 
@@ -182,43 +198,45 @@ def measure(rows: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
             return lambda: other.write.format("noop").mode("overwrite").save()
 
         identity = forced(some.mapInArrow(same, some.schema))
-        transform = forced(model.transform(some))
+        transform = forced(fits[0].transform(some))
         identity()
         transform()
-        row(
-            "transform",
-            statistics.median(timed(transform) for _ in range(rounds)),
-            statistics.median(timed(identity) for _ in range(rounds)),
-            1.5,
-        )
+        least = statistics.median(timed(identity) for _ in range(rounds))
+        found = statistics.median(timed(transform) for _ in range(rounds))
+        table.row("transform", found, least, 1.5, HOROVOD["transform"])
         clear_training_cache()
         after_small = resident()
-        large = spark.range(0, 20 * rows, 1, 8).select(*numbers, sf.rand(99).alias("y"))
-        estimator(f"{scratch}/large").setEpochs(1).fit(large)
-        table.append(
-            {
-                "what": "driver memory, MiB: start, after fits, after 20 x the rows",
-                "mib": [before, after_small, resident()],
-            }
-        )
+        large = spark.range(0, 20 * rows, 1, 8).select(*columns)
+        torch_estimator(f"{scratch}/large").setEpochs(1).fit(large)
+        what = "driver memory, MiB: start, after fits, after 20 x the rows"
+        table.rows.append({"what": what, "mib": [before, after_small, resident()]})
         if peers:
-            table.append(
-                {
-                    "what": "TorchDistributor + DDP, as many steps, no data",
-                    "seconds": timed(lambda: distributor_fit(rows)),
-                }
-            )
+            seconds = timed(lambda: distributor_fit(rows))
+            table.rows.append({"what": "TorchDistributor + DDP, as many steps, no data", "seconds": seconds})
     spark.stop()
-    return table
+    return table.rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers", action="store_true", help="also pyspark's TorchDistributor")
-    options = parser.parse_args()
-    table = measure(options.rows, options.rounds, options.peers)
+def measure_keras(rows: int, rounds: int, _peers: bool) -> list[dict[str, Any]]:
+    """Keras's rows of the table."""
+    spark, _, columns = session()
+    frame = spark.range(0, rows, 1, 4).select(*columns).cache()
+    frame.count()
+    table = Table()
+    with tempfile.TemporaryDirectory() as scratch:
+        parts = floors(spark, frame, scratch, rounds, "tensorflow")
+        table.floor(parts)
+        floor = sum(parts.values())
+        made = keras_estimator(f"{scratch}/store")
+        table.row("first fit of Keras", timed(lambda: made.fit(frame)), floor, 5.0)
+        second = statistics.median(timed(lambda: made.fit(frame)) for _ in range(rounds))
+        table.row("second fit of Keras", second, floor - parts["write.parquet"], 5.0)
+    spark.stop()
+    return table.rows
+
+
+def shown(table: list[dict[str, Any]]) -> None:
+    """Prints the rows."""
     print(f"{'what':58}{'s':>8}{'floor':>8}{'beyond':>8}{'at most':>8}{'Horovod':>9}")
     for one in table:
         if "mib" in one:
@@ -226,9 +244,30 @@ def main() -> None:
             continue
         cells = [one["seconds"], one.get("floor"), one.get("beyond"), one.get("allowed"), one.get("horovod")]
         print(f"{one['what']:58}" + "".join(f"{value:8.2f}" if value is not None else " " * 8 for value in cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", action="store_true", help="also pyspark's TorchDistributor")
+    parser.add_argument("--only", choices=("torch", "keras"), help="one framework")
+    options = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
+    if options.only is None:
+        # A process each: TensorFlow and torch's compiler do not go together in one.
+        for name in ("torch", "keras"):
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", name], check=True)
+        return
+    if options.only == "keras":
+        os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    measure = {"torch": measure_torch, "keras": measure_keras}[options.only]
+    table = measure(options.rows, options.rounds, options.peers)
+    shown(table)
     told = {"machine": platform.platform(), "cores": os.cpu_count(), "rows": options.rows, "table": table}
-    (RESULTS / "spark.json").write_text(json.dumps(told, indent=2) + "\n")
+    (RESULTS / ("spark.json" if options.only == "torch" else "spark_keras.json")).write_text(
+        json.dumps(told, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

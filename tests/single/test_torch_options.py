@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.single.training import Here, estimator, fit, line, linear, weights, write
 
+import farandole.torch as hvd
 from farandole.spark.common import LocalBackend, LocalStore
 from farandole.spark.common.datamodule import DataModule, NVTabularDataModule
 from farandole.spark.common.errors import FarandoleJobError
@@ -425,3 +426,16 @@ def test_two_ranks_agree_on_stateful_metrics_clipping_and_schedules(data):
             right["train"]["all_metrics"][0]["MulticlassAUROC"], abs=1e-5
         )
     assert pair.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+
+
+def test_a_batch_norm_over_two_ranks_is_that_of_one_with_twice_the_batch(data):
+    def network(norm, lr):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 4), norm(4), torch.nn.Linear(4, 1))
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=lr), "epochs": 2}
+
+    alone = fit(data, batch_size=32, **network(torch.nn.BatchNorm1d, 0.1))
+    pair = fit(data, batch_size=16, backend=LocalBackend(2), **network(hvd.SyncBatchNorm, 0.05))
+    assert torch.allclose(weights(alone), weights(pair), atol=1e-5)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.allclose(getattr(alone.getModel()[1], name), getattr(pair.getModel()[1], name), atol=1e-5)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 
 from farandole.keras.callbacks import BestModelCheckpoint, LearningRateWarmupCallback
 from farandole.spark.common import Backend, LocalBackend, LocalStore
+from farandole.spark.common.datamodule import NVTabularDataModule, ParquetDataModule
 from farandole.spark.keras import KerasEstimator, payload
 from farandole.spark.keras.remote import train
 
@@ -368,3 +371,63 @@ def test_rows_are_transformed_before_the_model_sees_them(tmp_path):
     fitted = estimator(store, model, transformation_fn=lambda row: wider({**row, "a": row["w"]}),
                        feature_cols=["x"], sample_weight_col="w").fit_on_parquet()  # fmt: skip
     assert len(fitted.getHistory()["loss"]) == 1
+
+
+class Dies(keras.callbacks.Callback):
+    """Takes the second rank along in the third epoch, once."""
+
+    def __init__(self, marker):
+        super().__init__()
+        self.marker = str(marker)
+
+    def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002
+        if epoch == 2 and os.environ["RANK"] == "1" and not Path(self.marker).exists():
+            Path(self.marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_costs_the_epochs_after_its_checkpoint(tmp_path, capfd):
+    store = store_of(tmp_path / "store", rows_of(64))
+    params = {"epochs": 4, "optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "backend": LocalBackend(2, verbose=0)}
+    whole = estimator(store, run_id="whole", **params).fit_on_parquet()
+    again = estimator(
+        store, run_id="again", callbacks=[Dies(tmp_path / "killed")], on_failure="restart", **params | {"verbose": 1}
+    ).fit_on_parquet()
+    assert (tmp_path / "killed").exists()
+    assert "starting again from the last checkpoint, restarts left: 2" in capfd.readouterr().err
+    np.testing.assert_allclose(again.getHistory()["loss"], whole.getHistory()["loss"], rtol=1e-5)
+    for left, right in zip(again.getModel().get_weights(), whole.getModel().get_weights(), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5)
+
+
+class Ones(ParquetDataModule):
+    """Labels that are all 1, whatever the data says."""
+
+    def train_data(self):
+        while True:
+            for batch in super().train_data():
+                yield batch["x"], np.ones((len(batch["x"]), 1), np.float32)
+
+    def val_data(self):
+        return self.train_data()
+
+
+def test_a_data_module_of_ones_own_gives_the_batches(tmp_path):
+    store = store_of(tmp_path, rows_of(64), rows_of(32, seed=1))
+    history = estimator(store, epochs=20, data_module=Ones, metrics=["accuracy"]).fit_on_parquet().getHistory()
+    assert history["val_accuracy"][-1] > 0.9
+    with pytest.raises(NotImplementedError, match="NVTabular has been retired"):
+        estimator(store, data_module=NVTabularDataModule).fit_on_parquet()
+
+
+def test_nulls_are_filled_and_the_history_is_drawn(tmp_path):
+    rows = rows_of(32).astype({"a": object})
+    rows.loc[3, "a"] = None
+    table = rows[["a", "b", "y"]].astype({"a": "Float32"})
+    params = {"feature_cols": [["a", "b"]], "model": keras.Sequential([keras.Input((2,)), dense(1, "sigmoid")])}
+    with pytest.raises(ValueError, match="column 'a' has nulls"):
+        estimator(LocalStore(str(tmp_path)), **params).fit(table)
+    fitted = estimator(LocalStore(str(tmp_path)), fill=0.5, validation=0.3, epochs=2, **params).fit(table)
+    assert fitted.getFill() == 0.5
+    fitted.plot_history("loss").save(f"{tmp_path}/history.svg")
+    assert (tmp_path / "history.svg").read_text().count("<polyline") == 2

@@ -14,6 +14,7 @@ import pytest
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 from pyspark.sql import functions as sf
 
 from farandole.spark.common import LocalStore
@@ -150,6 +151,27 @@ def test_two_tasks_fit_a_stage_of_a_pipeline_that_is_saved_and_loaded(frame, tmp
     fitted.write().overwrite().save(f"{tmp_path}/pipeline")
     loaded = PipelineModel.load(f"{tmp_path}/pipeline")
     assert loaded.transform(frame).select("d__output").collect() == transformed.select("d__output").collect()
+
+
+def test_a_cross_validator_chooses_among_epochs(frame, tmp_path):
+    fitted_by = estimator(tmp_path, batch_size=8)
+    grid = ParamGridBuilder().addGrid(fitted_by.epochs, [1, 6]).build()
+    score = RegressionEvaluator(labelCol="d", predictionCol="d__output")
+    validator = CrossValidator(estimator=fitted_by, estimatorParamMaps=grid, evaluator=score, numFolds=2, seed=1)
+    chosen = validator.fit(frame)
+    assert chosen.avgMetrics[1] < chosen.avgMetrics[0]
+    assert len(chosen.bestModel.getHistory()["loss"]) == 6
+    chosen.write().overwrite().save(f"{tmp_path}/chosen")
+    again = CrossValidatorModel.load(f"{tmp_path}/chosen")
+    expected = chosen.transform(frame).select("d__output").collect()
+    assert again.transform(frame).select("d__output").collect() == expected
+
+
+def test_nulls_are_filled_as_in_the_fit(frame):
+    model = KerasModel(model=adder(2), feature_columns=["n", "d"], label_columns=["y"], fill={"d": 7.0})
+    holed = frame.withColumn("d", sf.when(sf.col("n") == 1, None).otherwise(sf.col("d")))
+    found = model.transform(holed).collect()
+    assert [row.y__output for row in found] == [row.n + (7.0 if row.d is None else row.d) for row in found]
 
 
 def test_what_cannot_be_transformed_is_said_by_name(by_hand, frame):

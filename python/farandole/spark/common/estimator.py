@@ -9,7 +9,9 @@ Everything that can be known to be wrong is said before data is written, and eve
 
 from __future__ import annotations
 
+import secrets
 import sys
+import time
 import warnings
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.chart import Chart
+    from farandole.spark.common.history import Entry
     from farandole.spark.common.store import AbstractFilesystemStore
 
 
@@ -181,6 +184,25 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
                 shown.message(f"{error.reason}; starting again from the last checkpoint, restarts left: {left}")
                 backend = self._backend()
 
+    def _new_run(self, framework: str) -> str:
+        """The run's name: as the user set it, or one that no other run has.
+
+        Args:
+            framework: that the name begins with.
+        """
+        return self.getRunId() or f"{framework}_{int(time.time())}_{secrets.token_hex(2)}"
+
+    def _tell_of_checkpoint(self, job: Any, shown: Progress) -> None:
+        """Says that a run goes on, where there is a checkpoint of it.
+
+        Args:
+            job: the run.
+            shown: to whom.
+        """
+        checkpoint = job.paths().get("checkpoint")
+        if checkpoint is not None and self._store().exists(checkpoint):
+            shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {self.getEpochs()}")
+
     def _tracked(self, run_id: str) -> Tracker:
         """What logs the run elsewhere: MLflow where that was asked for, or nothing.
 
@@ -248,7 +270,11 @@ class FarandoleModel(ModelParams, Model):
         """
         from farandole.spark.common.chart import Chart
 
-        return Chart(self.getHistory() or [], names or None)
+        return Chart(self._entries(), names or None)
+
+    def _entries(self) -> list[Entry]:
+        """The history as entries, whatever form its framework gives it."""
+        return self.getHistory() or []
 
 
 HorovodEstimator = FarandoleEstimator

@@ -14,6 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import pandas as pd
 
 Entry = dict[str, Any]
@@ -44,3 +46,27 @@ def frame(history: list[Entry]) -> pd.DataFrame:
     import pandas as pd
 
     return pd.DataFrame([flat(entry) for entry in history])
+
+
+def entries(history: Mapping[str, Sequence[Any]], times: Sequence[Mapping[str, float]] | None = None) -> list[Entry]:
+    """A history of Keras's, a list per name, as entries.
+
+    Args:
+        history: by name; names of validation start with `val_`.
+        times: seconds and rows of each epoch, where they are known.
+    """
+    count = max(map(len, history.values()), default=0) if times is None else len(times)
+    made: list[Entry] = []
+    for epoch in range(count):
+        row = {name: values[epoch] for name, values in history.items() if len(values) == count}
+        entry: Entry = {"epoch": epoch, "train": _scores(row, ""), **({} if times is None else times[epoch])}
+        if "val_loss" in row:
+            entry["validation"] = _scores(row, "val_")
+        made.append(entry)
+    return made
+
+
+def _scores(row: dict[str, Any], prefix: str) -> dict[str, Any]:
+    names = [name for name in row if name.startswith("val_") == bool(prefix) and not isinstance(row[name], list)]
+    metrics = [{name.removeprefix(prefix): row[name]} for name in names if name != f"{prefix}loss"]
+    return {"loss": row.get(f"{prefix}loss", float("nan")), "all_metrics": metrics}

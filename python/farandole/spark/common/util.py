@@ -15,7 +15,7 @@ from farandole.spark.common import check
 from farandole.spark.common.columns import Roles, check_present, check_types
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pyspark.sql import DataFrame
 
@@ -46,6 +46,9 @@ def prepare_data(
     compress_sparse: bool = False,
     partitions_per_process: int = 10,
     verbose: int = 0,
+    *,
+    fill: Mapping[str, Any] | float | str | None = None,
+    allow_nan: bool = False,
 ) -> Iterator[int | None]:
     """Writes columns of a DataFrame to the store, for training.
 
@@ -60,6 +63,8 @@ def prepare_data(
         compress_sparse: whether to compress vectors, which are written dense.
         partitions_per_process: most files per process.
         verbose: whether to say what was prepared.
+        fill: what takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+        allow_nan: takes NaN as a value like any other.
 
     Yields:
         The number of the data set; nobody writes over it inside the context.
@@ -78,7 +83,15 @@ def prepare_data(
     check_present(roles, df.columns, "DataFrame")
     check_types(roles, df.schema)
     with prepare.prepare_data(
-        num_processes, store, df, roles, 0, partitions_per_process, compress_sparse=compress_sparse
+        num_processes,
+        store,
+        df,
+        roles,
+        0,
+        partitions_per_process,
+        fill=check.fill(fill),
+        allow_nan=allow_nan,
+        compress_sparse=compress_sparse,
     ) as prepared:
         _PROPERTIES[prepared.index] = _properties(store, roles, prepared.index)
         if verbose:
@@ -114,10 +127,10 @@ def get_simple_meta_from_parquet(
     Returns:
         Training rows, validation rows, a dict by column (`shape`, `element`), and bytes of a row on the average.
     """
-    from farandole._native.reader import Dataset
+    from farandole.data.datasets import open_dataset
 
     if feature_columns is None:
-        present = [one.name for one in Dataset.open(store.get_train_data_path(dataset_idx)).columns]
+        present = [one.name for one in open_dataset(store.get_train_data_path(dataset_idx)).columns]
         feature_columns = [name for name in present if name not in {*label_columns, sample_weight_col}]
     return _properties(store, Roles(tuple(feature_columns), tuple(label_columns), sample_weight_col), dataset_idx)
 

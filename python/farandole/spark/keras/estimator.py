@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import time
 from typing import TYPE_CHECKING, Any, cast
 
 import keras
@@ -17,23 +15,24 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.spark.common.backend import Backend
 from farandole.spark.common.columns import Column, check_sizes
+from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.outputs import Output
-from farandole.spark.common.transform import Transformation
+from farandole.spark.common.reading import data_of, transformation_of
+from farandole.spark.common.source import sample
 from farandole.spark.keras import compiled, payload
 from farandole.spark.keras.arrays import inputs_of, told_mapping
-from farandole.spark.keras.job import Data, Job, Objects, Shape
+from farandole.spark.keras.job import Job, Objects, Shape
 from farandole.spark.keras.model import KerasModel
 from farandole.spark.keras.objects import dumps, travelling
 from farandole.spark.keras.params import KerasParams
 from farandole.spark.keras.persistence import KerasEstimatorParamsReader, KerasEstimatorParamsWriter
 from farandole.spark.keras.remote import train
-from farandole.spark.keras.source import sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from farandole.spark.common.prepare import Prepared
+    from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.progress import Progress
     from farandole.spark.common.store import Store
     from farandole.spark.keras.compiled import Compiled
@@ -130,7 +129,9 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         data_module: A class that gives batches instead of the native reader, built with the arguments of Horovod's
             `DataModule`; its `train_data()` and `val_data()` return what `fit` takes.
         shuffle_buffer_size: Ignored.
-        compress_sparse_cols: Accepted for Horovod's sake: prepared vectors are dense.
+        compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
+        fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+        allow_nan: Whether NaN is a value like any other; default False.
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
@@ -184,6 +185,8 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         tensorflow_dataset_prefetch_buffer_size: int | None = None,
         data_module: type | None = None,
         compress_sparse_cols: bool | None = None,
+        fill: Any = None,
+        allow_nan: bool | None = None,
         continuous_cols: Sequence[str] | None = None,
         categorical_cols: Sequence[str] | None = None,
         mlflow: bool | None = None,
@@ -223,9 +226,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> KerasModel:
         job, copy, outputs = self._job(prepared)
         shown.message(told_mapping(job.shape, job.labels, outputs))
-        checkpoint = job.paths().get("checkpoint")
-        if checkpoint is not None and self._store().exists(checkpoint):
-            shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {job.epochs}")
+        self._tell_of_checkpoint(job, shown)
         with self._tracked(job.run_id) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             payload.load_state(copy.model, trained.model)
@@ -237,6 +238,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             label_columns=self.getLabelCols(),
             custom_objects=copy.custom_objects,
             run_id=job.run_id,
+            fill=self.getFill(),
             paths=job.paths(),
             outputs=[
                 Output(one.column.dtype, bool(one.column.shape), _size(output))
@@ -248,10 +250,10 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         """The run's description, a copy of the model that nobody else holds, and the shapes of its outputs' rows."""
         groups, labels = self._inputs(), self.getLabelCols()
         raw = self._roles().kept
-        transformation = self._transformation()
+        transformation = transformation_of(self)
         columns = {name: prepared.columns[name] for name in raw}
         if transformation is not None:
-            made = sample(prepared.train_url, raw, transformation)
+            made = sample(prepared.train_url, raw, 2, transformation)
             columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in made.items()}
             missing = [name for name in raw if name not in columns]
             if missing:
@@ -272,7 +274,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         weight = self.getSampleWeightCol()
         label_columns = [columns[name] for name in labels]
         shape, arrays, outputs = compiled.try_out(copy, shape, label_columns, self.getLabelShapes(), weight is not None)
-        run_id = self.getRunId() or f"keras_{int(time.time())}_{secrets.token_hex(2)}"
+        run_id = self._new_run("keras")
         objects = Objects(
             custom_objects=copy.custom_objects,
             loss=copy.loss,
@@ -280,14 +282,14 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             checkpoint_callback=next(iter(travelling([one for one in [self.getCheckpointCallback()] if one])), None),
             compression=self.getGradientCompression(),
             transformation=transformation,
-            data_module=self.getDataModule(),
+            data_module=check_data_module(self.getDataModule()),
         )
         job = Job(
             model=copy.packed,
             objects=dumps(objects),
             store=self._store().to_remote(run_id, prepared.index),
             run_id=run_id,
-            data=self._data(prepared, raw),
+            data=data_of(self, prepared, raw),
             shape=shape,
             labels=arrays,
             weight=weight,
@@ -298,35 +300,9 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             floatx=keras.config.floatx(),
             policy=keras.config.dtype_policy().name,
             verbose=self.getVerbose(),
-        )
-        return job, copy, outputs
-
-    def _transformation(self) -> Transformation | None:
-        function = self.getTransformationFn()
-        if function is None:
-            return None
-        edits, removed = self.getTransformationEditFields(), self.getTransformationRemovedFields()
-        return Transformation(function, edits or (), removed or ())
-
-    def _data(self, prepared: Prepared, columns: Sequence[str]) -> Data:
-        seed = self.getRandomSeed()
-        return Data(
-            train_url=prepared.train_url,
-            val_url=prepared.val_url,
-            train_rows=prepared.train_rows,
-            val_rows=prepared.val_rows,
-            columns=tuple(columns),
-            batch_size=self.getBatchSize(),
-            val_batch_size=self.getValBatchSize() or self.getBatchSize(),
-            order_seed=secrets.randbelow(2**31) if seed is None else seed,
-            shuffle=self.getShuffle(),
-            train_steps=self.getTrainStepsPerEpoch(),
-            val_steps=self.getValidationStepsPerEpoch(),
-            train_threads=self.getTrainReaderNumWorkers(),
-            val_threads=self.getValReaderNumWorkers(),
-            in_memory=self.getInmemoryCacheAll(),
             prefetch=self.getTensorflowDatasetPrefetchBufferSize(),
         )
+        return job, copy, outputs
 
 
 class _WithEnvironment(Backend):

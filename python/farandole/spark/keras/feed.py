@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -21,8 +22,8 @@ from farandole.spark.keras.arrays import model_inputs, model_labels
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from farandole.spark.common.source import Rows, Source
     from farandole.spark.keras.job import Job
-    from farandole.spark.keras.source import Rows, Source
 
 
 class Feed:
@@ -38,7 +39,7 @@ class Feed:
     def __init__(self, source: Source, job: Job, steps: int, *, trains: bool) -> None:
         self.source = source
         self.steps = steps
-        self.rows = source.rows_in(steps)
+        self.rows = source.rows_in(0, steps)
         """Of all processes, in an epoch."""
         self.validates = source.own > 0
         """Whether this process has rows, and not one that only fills its place."""
@@ -62,19 +63,10 @@ class Feed:
             first: number of the epoch to begin with.
             last: the one to end before.
         """
-        passes = -(-self.steps // self.source.steps)
         for epoch in range(first, last):
-            left = self.steps
-            for number in range(epoch * passes, (epoch + 1) * passes):
-                batches = self.source.a_pass(number)
-                try:
-                    for rows in batches:
-                        if left == 0:
-                            break
-                        left -= 1
-                        yield self.batch(rows)
-                finally:
-                    batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            with closing(self.source.epoch(epoch, self.steps)) as batches:
+                for rows in batches:
+                    yield self.batch(rows)
 
     def batch(self, rows: Rows) -> tuple[Any, ...]:
         """A batch as Keras takes it: inputs, labels and, if there are any, weights.

@@ -7,8 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from farandole.spark.common.reading import paths_of
+
 if TYPE_CHECKING:
     from farandole.spark.common.columns import Column
+    from farandole.spark.common.reading import Data
     from farandole.spark.common.store import RemoteStore
 
 
@@ -50,28 +53,6 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Data:
-    """Which rows a process reads, and how."""
-
-    train_url: str
-    val_url: str | None
-    train_rows: int
-    val_rows: int
-    columns: tuple[str, ...]
-    """What is read; after a transformation there may be others."""
-    batch_size: int
-    val_batch_size: int
-    order_seed: int
-    shuffle: bool
-    train_steps: int | None
-    val_steps: int | None
-    train_threads: int
-    val_threads: int
-    in_memory: bool
-    prefetch: int
-
-
-@dataclass(frozen=True)
 class Job:
     """One run."""
 
@@ -93,17 +74,12 @@ class Job:
     policy: str
     """Keras's dtype policy, by which it decides about loss scales."""
     verbose: int
+    prefetch: int
+    """Batches that `tf.data` prepares ahead; 0 leaves it to Keras."""
 
     def paths(self) -> dict[str, str]:
         """Where the run's files are: those that it has."""
-        run, name = self.store.checkpoint_path, self.store.checkpoint_filename
-        named = {
-            "training data": self.data.train_url,
-            "validation data": self.data.val_url,
-            "checkpoint": None if run is None else f"{run}/{name}",
-            "logs": self.store.logs_path,
-        }
-        return {what: path for what, path in named.items() if path is not None}
+        return paths_of(self.store, self.data)
 
 
 @dataclass

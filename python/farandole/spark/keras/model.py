@@ -16,6 +16,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 from farandole.spark.common import check
 from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.estimator import FarandoleModel
+from farandole.spark.common.history import entries
 from farandole.spark.common.outputs import Output, add_predictions, found_outputs
 from farandole.spark.common.outputs import outputs as outputs_param
 from farandole.spark.common.params import accessors, declare
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from pyspark.sql import DataFrame
 
+    from farandole.spark.common.history import Entry
     from farandole.spark.keras.persistence import KerasModelReader, KerasModelWriter
 
 
@@ -55,12 +57,15 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         output_cols: Names of the added columns, instead of `<label>__output`.
         batch_size: Most rows predicted at once; default 4096.
         outputs: What is known of the outputs; found out when omitted.
+        fill: What takes the place of nulls and NaN, as in the estimator.
     """
 
     feature_columns = declare("feature_columns", "columns given to the model", check.features)
     custom_objects = declare("custom_objects", "classes and functions by name", dict)
     outputs = declare("outputs", "size and label type of each output", outputs_param)
+    fill = declare("fill", "what takes the place of nulls and NaN", check.fill)
 
+    setFill, getFill = accessors("fill")
     setCustomObjects, getCustomObjects = accessors("custom_objects")
 
     @keyword_only
@@ -77,9 +82,10 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         output_cols: Sequence[str] | None = None,
         batch_size: int | None = None,
         outputs: Sequence[Output] | None = None,
+        fill: Any = None,
     ) -> None:
         super().__init__()
-        self._setDefault(custom_objects={}, outputs=None)
+        self._setDefault(custom_objects={}, outputs=None, fill=None)
         given = cast("dict[str, Any]", self._input_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.setParams(**{name: value for name, value in given.items() if value is not None})
 
@@ -89,6 +95,9 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
 
         history = self.getHistory() or {}
         return pd.DataFrame({"epoch": range(max(map(len, history.values()), default=0)), **history})
+
+    def _entries(self) -> list[Entry]:
+        return entries(self.getHistory() or {})
 
     def write(self) -> KerasModelWriter:
         """The writer; `write().overwrite().save(path)` replaces what is there."""
@@ -125,6 +134,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
             labels=tuple(labels),
             kinds=(),
             batch_size=self.getBatchSize(),
+            fill=self.getFill(),
         )
         outputs = self.getOrDefault("outputs") or found_outputs(dataset, labels, predictor.probe)
         return add_predictions(dataset, names, outputs, predictor.with_kinds([one.kind for one in outputs]).predict)

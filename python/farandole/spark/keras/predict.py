@@ -41,6 +41,8 @@ class Predictor:
     labels: tuple[str, ...]
     kinds: tuple[str, ...]
     batch_size: int
+    fill: Any = None
+    """What takes the place of nulls, for all columns or by column."""
 
     def with_kinds(self, kinds: Sequence[str]) -> Predictor:
         """The same, knowing what its predictions become.
@@ -111,7 +113,8 @@ class Predictor:
         from farandole.spark.keras.job import Shape
 
         names = [name for group in self.groups for name in group]
-        values = {name: rows(batch.column(self.columns.index(name)), name) for name in names}
+        fill = self.fill.get if isinstance(self.fill, dict) else lambda _name: self.fill
+        values = {name: rows(batch.column(self.columns.index(name)), name, fill(name)) for name in names}
         columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()}
         shape = Shape(*inputs_of(model, self.groups, columns), None)
         parts: list[list[npt.NDArray[Any]]] = []

@@ -19,6 +19,7 @@ import numpy as np
 from farandole._keras.callbacks import in_step
 from farandole.spark import task
 from farandole.spark.common.events import scalars
+from farandole.spark.common.history import entries
 from farandole.spark.keras import payload
 
 if TYPE_CHECKING:
@@ -29,29 +30,6 @@ if TYPE_CHECKING:
 
 _REPORT_SECONDS = 0.2
 _SECONDS, _ROWS = "seconds", "rows"
-
-
-def entries(history: dict[str, list[Any]], timing: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """A history of Keras's as the entries that estimators of all frameworks show and log.
-
-    Args:
-        history: lists by name.
-        timing: seconds and rows of each epoch.
-    """
-    made: list[dict[str, Any]] = []
-    for epoch, times in enumerate(timing):
-        row = {name: values[epoch] for name, values in history.items() if len(values) == len(timing)}
-        entry: dict[str, Any] = {"epoch": epoch, "train": _scores(row, ""), **times}
-        if "val_loss" in row:
-            entry["validation"] = _scores(row, "val_")
-        made.append(entry)
-    return made
-
-
-def _scores(row: dict[str, Any], prefix: str) -> dict[str, Any]:
-    names = [name for name in row if name.startswith("val_") == bool(prefix) and np.ndim(row[name]) == 0]
-    metrics = [{name.removeprefix(prefix): row[name]} for name in names if name != f"{prefix}loss"]
-    return {"loss": row.get(f"{prefix}loss", float("nan")), "all_metrics": metrics}
 
 
 class Kept(keras.callbacks.Callback):

@@ -23,6 +23,7 @@ import farandole.numpy as arrays
 from farandole._keras.callbacks import LearningRateScheduleCallback
 from farandole._keras.values import as_array, broadcast_variables
 from farandole.common import basics
+from farandole.spark.common.source import Source
 from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import reader_casts, zeros
 from farandole.spark.keras.compiled import put_loss
@@ -31,7 +32,6 @@ from farandole.spark.keras.job import Trained
 from farandole.spark.keras.publish import Kept, Publisher
 from farandole.spark.keras.rate import Rate
 from farandole.spark.keras.scores import GlobalScores, OneEnd, UncountedSteps
-from farandole.spark.keras.source import Source
 
 if TYPE_CHECKING:
     from farandole.spark.keras.job import Job, Objects
@@ -76,7 +76,7 @@ class Trainer:
         validation = None if val is None else val.validation()
         try:
             model.fit(
-                prefetched(batches, self.job.data.prefetch),
+                prefetched(batches, self.job.prefetch),
                 steps_per_epoch=train.steps,
                 epochs=self.job.epochs,
                 initial_epoch=done,
@@ -183,24 +183,13 @@ class Trainer:
         job, data, size = self.job, self.job.data, self.size
         train_steps = data.train_steps or -(-data.train_rows // (data.batch_size * size))
         val_steps = data.val_steps or max(1, -(-data.val_rows // (data.val_batch_size * size)))
-        module = self.objects.data_module(
-            train_dir=data.train_url,
-            val_dir=data.val_url,
-            num_train_epochs=job.epochs,
-            has_val=data.val_url is not None,
-            train_batch_size=data.batch_size,
-            val_batch_size=data.val_batch_size,
-            shuffle=data.shuffle,
-            transform_fn=self.objects.transformation,
-            inmemory_cache_all=data.in_memory,
-            cur_shard=self.rank,
-            shard_count=size,
-            schema_fields=list(data.columns),
-            storage_options=None,
-            steps_per_epoch_train=train_steps,
-            steps_per_epoch_val=val_steps,
-            verbose=False,
-            random_seed=data.order_seed,
+        module = data.module(
+            self.objects.data_module,
+            epochs=job.epochs,
+            transformation=self.objects.transformation,
+            rank=self.rank,
+            size=size,
+            steps=(train_steps, val_steps),
         )
         self.module = module
         train = ModuleFeed(module.train_data, train_steps, train_steps * data.batch_size * size)

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
@@ -20,14 +18,14 @@ from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.outputs import Output
+from farandole.spark.common.reading import data_of, transformation_of
 from farandole.spark.lightning.job import LightningJob, LightningObjects
 from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.params import LightningParams
 from farandole.spark.lightning.remote import train
 from farandole.spark.lightning.wrapped import wrap
 from farandole.spark.torch import mapping, payload
-from farandole.spark.torch.description import data_of, loop_of, transformation_of
-from farandole.spark.torch.job import Job, Label
+from farandole.spark.torch.job import Job, Label, Loop
 from farandole.spark.torch.losses import constructed
 from farandole.spark.torch.tensors import inputs_of
 
@@ -250,9 +248,7 @@ class LightningEstimator(
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
         job, objects, sizes = self._job(prepared)
         base = job.base
-        checkpoint = base.paths().get("checkpoint")
-        if checkpoint is not None and self._store().exists(checkpoint):
-            shown.message(f"run {base.run_id} goes on from its checkpoint {checkpoint}, up to epoch {base.loop.epochs}")
+        self._tell_of_checkpoint(base, shown)
         with self._tracked(base.run_id) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             objects.module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
@@ -316,13 +312,13 @@ class LightningEstimator(
                 weight=self.getSampleWeightCol(),
             )
         packed = payload.pack(objects)
-        run_id = self.getRunId() or f"pytorch_{int(time.time())}_{secrets.token_hex(2)}"
+        run_id = self._new_run("pytorch")
         base = Job(
             objects=packed,
             store=self._store().to_remote(run_id, prepared.index),
             run_id=run_id,
-            data=data_of(self, prepared, raw),
-            loop=loop_of(self),
+            data=data_of(self, prepared, raw, unseeded=0 if self.getDeterministic() else None),
+            loop=Loop.of(self),
             inputs=made,
             labels=labels,
             weight=self.getSampleWeightCol(),

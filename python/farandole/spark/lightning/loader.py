@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from farandole.spark.torch.job import Job
-    from farandole.spark.torch.source import Source
+    from farandole.spark.torch.setup import Batched
 
 
 class Loader:
@@ -30,7 +30,7 @@ class Loader:
         epoch: the first.
     """
 
-    def __init__(self, source: Source, job: Job, steps: int | None, epoch: int) -> None:
+    def __init__(self, source: Batched, job: Job, steps: int | None, epoch: int) -> None:
         self._source = source
         self._job = job
         self._steps = source.steps if steps is None else steps

@@ -21,8 +21,8 @@ import farandole.torch as hvd
 from farandole.spark.lightning.loader import Loader
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch import payload
-from farandole.spark.torch.job import Objects, Trained
-from farandole.spark.torch.setup import device_of, prepare_process, sources
+from farandole.spark.torch.job import Trained
+from farandole.spark.torch.setup import device_of, module_steps, prepare_process, sources
 
 if TYPE_CHECKING:
     from farandole.spark.lightning.job import LightningJob, LightningObjects
@@ -66,20 +66,17 @@ def _train(job: LightningJob, scratch: Path) -> Trained | None:
         resume = scratch / "resume.ckpt"
         resume.write_bytes(found)
         history = payload.unpack(found).get("farandole_history", [])
-    train_source, val_source, context = sources(
-        base, Objects(None, None, [], False, [], None, transformation=objects.transformation), rank, size
-    )
     watch = Watch(job, scratch, history, rank, size)
     trainer = _trainer(job, objects, watch, scratch, device)
     if objects.data_module is not None:
         data: dict[str, Any] = {"datamodule": _data_module(job, objects, rank, size)}
     else:
+        train_source, val_source, _ = sources(base, objects.transformation, None, rank, size)
         data = {"train_dataloaders": Loader(train_source, base, base.data.train_steps, len(history))}
         if val_source is not None:
             data["val_dataloaders"] = Loader(val_source, base, base.data.val_steps, len(history))
-    with context:
-        # The checkpoint is this run's own, out of the user's store: it may hold any object of the module's.
-        trainer.fit(objects.module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
+    # The checkpoint is this run's own, out of the user's store: it may hold any object of the module's.
+    trainer.fit(objects.module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
     if rank != 0:
         return None
     return Trained(payload.pack_state({"model": watch.best_state(trainer, objects.module)}), watch.history)
@@ -137,22 +134,14 @@ def _trusting(trainer: Any) -> dict[str, Any]:
 
 
 def _data_module(job: LightningJob, objects: LightningObjects, rank: int, size: int) -> Any:
-    base, data = job.base, job.base.data
+    data = job.base.data
     if not isinstance(objects.data_module, type):
         return objects.data_module
-    return objects.data_module(
-        train_dir=data.train_url,
-        val_dir=data.val_url,
-        num_train_epochs=base.loop.epochs,
-        has_val=data.val_url is not None,
-        train_batch_size=data.batch_size,
-        val_batch_size=data.val_batch_size,
-        shuffle=data.shuffle,
-        cur_shard=rank,
-        shard_count=size,
-        schema_fields=list(data.columns),
-        storage_options=None,
-        steps_per_epoch_train=data.train_steps or max(1, data.train_rows // (data.batch_size * size)),
-        steps_per_epoch_val=data.val_steps or max(1, data.val_rows // (data.val_batch_size * size)),
-        verbose=False,
+    return data.module(
+        objects.data_module,
+        epochs=job.base.loop.epochs,
+        transformation=objects.transformation,
+        rank=rank,
+        size=size,
+        steps=module_steps(data, size),
     )

@@ -15,8 +15,8 @@ from farandole.spark.torch.tensors import input_tensor, label_tensor, outputs_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from farandole.spark.common.source import Rows
     from farandole.spark.torch.job import Job
-    from farandole.spark.torch.source import Rows
     from farandole.spark.torch.steps import Stepper
 
 Scored = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
@@ -53,9 +53,8 @@ class Batches:
             rows: the batch.
             module: whose buffers padding must not change.
         """
-        valid = rows.valid
-        # A batch norm needs two rows to train on, and every rank a backward pass: those steps go through padded.
-        count = valid if valid > 1 else rows.rows
+        # A batch norm needs two rows to train on, and every rank a backward pass: such steps go through padded.
+        valid, count = rows.valid, rows.count
         running = [buffer.clone() for buffer in module.buffers()] if module.training and count > valid else []
         outputs = outputs_of(self.model(*self.inputs(rows, count)), len(self.job.labels))
         for buffer, before in zip(module.buffers() if running else (), running, strict=True):
@@ -168,8 +167,7 @@ class UserMinibatch:
             passes: batches that make one step of the optimizer.
             everywhere: rows of all processes in those batches.
         """
-        batches, valid = self._batches, rows.valid
-        count = valid if valid > 1 else rows.rows
+        batches, valid, count = self._batches, rows.valid, rows.count
         factor = share(valid, batches.size, everywhere) if everywhere else 1.0 / passes
         told: list[torch.Tensor] = []
 

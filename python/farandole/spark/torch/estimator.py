@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,9 +16,9 @@ from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.outputs import Output
+from farandole.spark.common.reading import data_of, transformation_of
 from farandole.spark.torch import callbacks, mapping, payload
-from farandole.spark.torch.description import data_of, loop_of, transformation_of
-from farandole.spark.torch.job import Job, Label, Objects, Trained
+from farandole.spark.torch.job import Job, Label, Loop, Objects, Trained
 from farandole.spark.torch.losses import constructed, weighted
 from farandole.spark.torch.model import TorchModel
 from farandole.spark.torch.params import TorchParams
@@ -260,9 +258,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         job, objects, losses, tensors = self._job(prepared)
         outputs = mapping.try_out(job, objects, losses, tensors)
         shown.message(told_mapping(job.inputs, job.labels, outputs, losses))
-        checkpoint = job.paths().get("checkpoint")
-        if checkpoint is not None and self._store().exists(checkpoint):
-            shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {job.loop.epochs}")
+        self._tell_of_checkpoint(job, shown)
         with self._tracked(job.run_id) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             state = payload.unpack_state(trained.checkpoint)
@@ -316,14 +312,14 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         packed = payload.pack(objects)
         mine = payload.unpack(packed)
         losses = constructed(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
-        run_id = self.getRunId() or f"pytorch_{int(time.time())}_{secrets.token_hex(2)}"
+        run_id = self._new_run("pytorch")
         shapes = self.getLabelShapes()
         job = Job(
             objects=packed,
             store=self._store().to_remote(run_id, prepared.index),
             run_id=run_id,
-            data=data_of(self, prepared, raw),
-            loop=loop_of(self),
+            data=data_of(self, prepared, raw, unseeded=0 if self.getDeterministic() else None),
+            loop=Loop.of(self),
             inputs=inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes()),
             labels=tuple(Label(*one) for one in mapping.labels_of(labels, columns, losses, shapes)),
             weight=self.getSampleWeightCol(),

@@ -5,12 +5,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from farandole.spark.common.reading import paths_of
 
 if TYPE_CHECKING:
     from farandole.spark.common.columns import Column
+    from farandole.spark.common.reading import Data
     from farandole.spark.common.stopping import EarlyStopping, Monitor
     from farandole.spark.common.store import RemoteStore
+    from farandole.spark.torch.params import TorchParams
 
 
 @dataclass(frozen=True)
@@ -42,27 +46,6 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Data:
-    """Which rows a process reads, and how."""
-
-    train_url: str
-    val_url: str | None
-    train_rows: int
-    val_rows: int
-    columns: dict[str, Column]
-    """Of the data set, before any transformation."""
-    batch_size: int
-    val_batch_size: int
-    order_seed: int
-    shuffle: bool
-    train_steps: int | None
-    val_steps: int | None
-    train_threads: int
-    val_threads: int
-    in_memory: bool
-
-
-@dataclass(frozen=True)
 class Loop:
     """How the training loop goes."""
 
@@ -82,6 +65,31 @@ class Loop:
     max_steps: int | None
     max_time: float | None
 
+    @classmethod
+    def of(cls, estimator: TorchParams) -> Self:
+        """As an estimator's parameters have it.
+
+        Args:
+            estimator: of PyTorch or Lightning.
+        """
+        return cls(
+            epochs=estimator.getEpochs(),
+            backward_passes=estimator.getBackwardPassesPerStep(),
+            random_seed=estimator.getRandomSeed(),
+            use_gpu=estimator.getUseGpu(),
+            mp_start_method=estimator.getMpStartMethod(),
+            precision=estimator.getPrecision(),
+            clip_norm=estimator.getGradientClipNorm(),
+            scheduler_interval=estimator.getLrSchedulerInterval(),
+            early_stopping=estimator.getEarlyStopping(),
+            best=estimator.getBestCheckpoint(),
+            checkpoint_every=estimator.getCheckpointEvery(),
+            compile=estimator.getCompile(),
+            deterministic=estimator.getDeterministic(),
+            max_steps=estimator.getMaxSteps(),
+            max_time=estimator.getMaxTime(),
+        )
+
 
 @dataclass(frozen=True)
 class Job:
@@ -100,14 +108,7 @@ class Job:
 
     def paths(self) -> dict[str, str]:
         """Where the run's files are: those that it has."""
-        run, name = self.store.checkpoint_path, self.store.checkpoint_filename
-        named = {
-            "training data": self.data.train_url,
-            "validation data": self.data.val_url,
-            "checkpoint": None if run is None else f"{run}/{name}",
-            "logs": self.store.logs_path,
-        }
-        return {what: path for what, path in named.items() if path is not None}
+        return paths_of(self.store, self.data)
 
 
 @dataclass

@@ -12,10 +12,11 @@ import torch
 
 from farandole._native import prepare as native
 from farandole.spark.common.columns import Column, row_shape
+from farandole.spark.common.source import sample
 from farandole.spark.torch.batches import told_classes
 from farandole.spark.torch.losses import label_dtype, shaped, takes_indices
 from farandole.spark.torch.scores import Scores
-from farandole.spark.torch.source import sample, tensors_of
+from farandole.spark.torch.source import tensors_of
 from farandole.spark.torch.tensors import input_tensor, outputs_of, told_misfit
 
 if TYPE_CHECKING:

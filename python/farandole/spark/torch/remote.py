@@ -26,8 +26,9 @@ from farandole.spark.torch.setup import device_of, on_device, prepare_process, s
 from farandole.spark.torch.steps import Stepper
 
 if TYPE_CHECKING:
+    from farandole.spark.common.source import Rows
     from farandole.spark.torch.job import Job, Objects, Trained
-    from farandole.spark.torch.source import Rows, Source
+    from farandole.spark.torch.setup import Batched
 
 _REPORT_SECONDS = 0.2
 
@@ -79,7 +80,9 @@ class _Trainer:
         self.minibatch = (
             UserMinibatch(objects.train_minibatch, self.batches, self.stepper) if objects.train_minibatch else None
         )
-        self.train_source, self.val_source, self.module = sources(job, objects, self.rank, self.size)
+        self.train_source, self.val_source, self.module = sources(
+            job, objects.transformation, objects.data_module, self.rank, self.size
+        )
         state = TrainingState(self.model, self.optimizer, self.rank, self.size, job.loop.epochs, history=self.history)
         self.callbacks = Callbacks(objects.callbacks, state)
         self.started = self.reported = time.monotonic()
@@ -163,7 +166,7 @@ class _Trainer:
                 self.stepper.schedule(None)
         return outputs, labels, loss
 
-    def _validate(self, source: Source, epoch: int) -> dict[str, Any]:
+    def _validate(self, source: Batched, epoch: int) -> dict[str, Any]:
         self.model.eval()
         scores = Scores(self.metrics, self.job.labels)
         with torch.no_grad(), self.stepper.autocast():
@@ -223,9 +226,9 @@ class _Trainer:
         place = {"epoch": epoch, "epochs": self.loop.epochs, "step": step, "steps": steps}
         task.report({"kind": "step", **place, "rows_per_second": speed, "loss": scores.loss()})
 
-    def _rows(self, source: Source, first: int, last: int) -> int:
+    def _rows(self, source: Batched, first: int, last: int) -> int:
         known = source.rows_in(first, last)
         return (last - first) * self.size * self.job.data.batch_size if known is None else known
 
-    def _steps(self, source: Source, asked: int | None) -> int:
+    def _steps(self, source: Batched, asked: int | None) -> int:
         return source.steps if asked is None else asked

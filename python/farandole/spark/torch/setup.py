@@ -13,12 +13,17 @@ import torch
 
 import farandole.torch as hvd
 from farandole.spark import task
-from farandole.spark.common.visibility import seen
-from farandole.spark.torch.source import ModuleSource, ParquetSource
+from farandole.spark.torch import compiler
+from farandole.spark.torch.source import ModuleSource, TensorSource
 
 if TYPE_CHECKING:
-    from farandole.spark.torch.job import Job, Loop, Objects
-    from farandole.spark.torch.source import Source
+    from farandole.spark.common.reading import Data
+    from farandole.spark.torch.job import Job, Loop
+
+Batched = TensorSource | ModuleSource
+
+_FOR_A_NORM = 2
+"""Rows that a batch norm needs to train on."""
 
 
 def prepare_process(loop: Loop, rank: int) -> None:
@@ -28,6 +33,8 @@ def prepare_process(loop: Loop, rank: int) -> None:
         loop: how the training loop goes.
         rank: of this process.
     """
+    if not loop.compile:
+        compiler.defer()
     if loop.mp_start_method is not None:
         multiprocessing.set_start_method(loop.mp_start_method, force=True)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -63,30 +70,36 @@ def on_device(loss: Any, device: torch.device) -> Any:
 
 
 def sources(
-    job: Job, objects: Objects, rank: int, size: int
-) -> tuple[Source, Source | None, contextlib.AbstractContextManager[Any]]:
+    job: Job, transformation: Any, data_module: Any, rank: int, size: int
+) -> tuple[Batched, Batched | None, contextlib.AbstractContextManager[Any]]:
     """Training and validation batches, and the context that they are read in.
 
     Args:
         job: the run.
-        objects: the user's.
+        transformation: of rows, by the user; or `None`.
+        data_module: class of the user's; `None` is the native reader.
         rank: of this process.
         size: processes.
     """
-    if objects.data_module is not None:
-        return _of_module(job, objects, rank, size)
     data = job.data
+    if data_module is not None:
+        steps = module_steps(data, size)
+        module = data.module(
+            data_module, epochs=job.loop.epochs, transformation=transformation, rank=rank, size=size, steps=steps
+        )
+        held = None if data.val_url is None else ModuleSource(module.val_data, steps[1])
+        return ModuleSource(module.train_data, steps[0]), held, module
     # Labels are cast after they have been looked at; with a transformation everything is.
     casts: dict[str, str | None] = dict.fromkeys(data.columns)
-    if objects.transformation is None:
+    if transformation is None:
         used = [name for one in job.inputs for name in one.columns] + [one.column.name for one in job.labels]
         used += [job.weight] if job.weight else []
         floats = {one.columns[0] for one in job.inputs if len(one.columns) == 1 and one.dtype == "float32"}
         floats |= {one.column.name for one in job.labels if one.dtype == "float32" and _is_exact(one.column.dtype)}
         casts = {name: "float32" if name in floats else None for name in dict.fromkeys(used)}
 
-    def source(url: str, batch_size: int, threads: int, *, shuffle: bool) -> ParquetSource:
-        return ParquetSource(
+    def source(url: str, batch_size: int, threads: int, *, shuffle: bool) -> TensorSource:
+        return TensorSource(
             url,
             casts,
             batch_size=batch_size,
@@ -96,49 +109,29 @@ def sources(
             shuffle=shuffle,
             threads=threads,
             in_memory=data.in_memory,
-            transformation=objects.transformation,
+            transformation=transformation,
+            least=_FOR_A_NORM,
         )
 
-    with seen(data.train_url):
-        train = source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)
+    train = source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)
     val = None
     if data.val_url is not None:
-        with seen(data.val_url):
-            # In whatever order: means over rows are the same, and each byte is read once.
-            val = source(data.val_url, data.val_batch_size, data.val_threads, shuffle=True)
+        # In whatever order: means over rows are the same, and each byte is read once.
+        val = source(data.val_url, data.val_batch_size, data.val_threads, shuffle=True)
     return train, val, contextlib.nullcontext()
+
+
+def module_steps(data: Data, size: int) -> tuple[int, int]:
+    """Steps of an epoch that a data module is asked for: as in Horovod, only whole ones.
+
+    Args:
+        data: that it reads.
+        size: processes.
+    """
+    train = data.train_steps or max(1, data.train_rows // (data.batch_size * size))
+    return train, data.val_steps or max(1, data.val_rows // (data.val_batch_size * size))
 
 
 def _is_exact(dtype: str) -> bool:
     """Whether a cast to float32 keeps what a look at the labels is after."""
     return dtype.startswith(("float", "int", "uint", "bool"))
-
-
-def _of_module(
-    job: Job, objects: Objects, rank: int, size: int
-) -> tuple[Source, Source | None, contextlib.AbstractContextManager[Any]]:
-    data = job.data
-    train_steps = data.train_steps or max(1, data.train_rows // (data.batch_size * size))
-    val_steps = data.val_steps or max(1, data.val_rows // (data.val_batch_size * size))
-    module = objects.data_module(
-        train_dir=data.train_url,
-        val_dir=data.val_url,
-        num_train_epochs=job.loop.epochs,
-        has_val=data.val_url is not None,
-        train_batch_size=data.batch_size,
-        val_batch_size=data.val_batch_size,
-        shuffle=data.shuffle,
-        transform_fn=objects.transformation,
-        inmemory_cache_all=data.in_memory,
-        cur_shard=rank,
-        shard_count=size,
-        schema_fields=list(data.columns),
-        storage_options=None,
-        steps_per_epoch_train=train_steps,
-        steps_per_epoch_val=val_steps,
-        verbose=False,
-        random_seed=data.order_seed,
-    )
-    train = ModuleSource(module.train_data, train_steps, size, data.batch_size)
-    val = None if data.val_url is None else ModuleSource(module.val_data, val_steps, size, data.val_batch_size)
-    return train, val, module

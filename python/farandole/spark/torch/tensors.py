@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from farandole.spark.common.columns import Column
+    from farandole.spark.common.source import Rows
     from farandole.spark.torch.job import Label
-    from farandole.spark.torch.source import Rows
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
 """What an input may be cast to."""

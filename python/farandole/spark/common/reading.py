@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Which rows a training process reads, and how: what estimators of all frameworks tell it."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from farandole.spark.common.transform import Transformation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from farandole.data.prepare import PreparedData
+    from farandole.spark.common.columns import Column
+    from farandole.spark.common.params import EstimatorParams
+    from farandole.spark.common.store import RemoteStore
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which rows a process reads, and how."""
+
+    train_url: str
+    val_url: str | None
+    train_rows: int
+    val_rows: int
+    columns: dict[str, Column]
+    """Of the data set, before any transformation."""
+    batch_size: int
+    val_batch_size: int
+    order_seed: int
+    shuffle: bool
+    train_steps: int | None
+    val_steps: int | None
+    train_threads: int
+    val_threads: int
+    in_memory: bool
+
+    def module(
+        self, kind: Any, *, epochs: int, transformation: Any, rank: int, size: int, steps: tuple[int, int]
+    ) -> Any:
+        """A data module of the user's, made with the arguments of Horovod's.
+
+        Args:
+            kind: its class.
+            epochs: of the run.
+            transformation: of the user; or `None`.
+            rank: this process.
+            size: processes.
+            steps: of an epoch, in training and in validation.
+        """
+        return kind(
+            train_dir=self.train_url,
+            val_dir=self.val_url,
+            num_train_epochs=epochs,
+            has_val=self.val_url is not None,
+            train_batch_size=self.batch_size,
+            val_batch_size=self.val_batch_size,
+            shuffle=self.shuffle,
+            transform_fn=transformation,
+            inmemory_cache_all=self.in_memory,
+            cur_shard=rank,
+            shard_count=size,
+            schema_fields=list(self.columns),
+            storage_options=None,
+            steps_per_epoch_train=steps[0],
+            steps_per_epoch_val=steps[1],
+            verbose=False,
+            random_seed=self.order_seed,
+        )
+
+
+def data_of(
+    estimator: EstimatorParams, prepared: PreparedData, columns: Sequence[str], unseeded: int | None = None
+) -> Data:
+    """Which rows a process reads, and how.
+
+    Args:
+        estimator: whose parameters count.
+        prepared: the data.
+        columns: that are read.
+        unseeded: seed of the order where the estimator has none; `None` draws one.
+    """
+    seed = estimator.getRandomSeed()
+    if seed is None:
+        seed = secrets.randbelow(2**31) if unseeded is None else unseeded
+    return Data(
+        train_url=prepared.train_url,
+        val_url=prepared.val_url,
+        train_rows=prepared.train_rows,
+        val_rows=prepared.val_rows,
+        columns={name: prepared.columns[name] for name in columns},
+        batch_size=estimator.getBatchSize(),
+        val_batch_size=estimator.getValBatchSize() or estimator.getBatchSize(),
+        order_seed=seed,
+        shuffle=estimator.getShuffle(),
+        train_steps=estimator.getTrainStepsPerEpoch(),
+        val_steps=estimator.getValidationStepsPerEpoch(),
+        train_threads=estimator.getTrainReaderNumWorkers(),
+        val_threads=estimator.getValReaderNumWorkers(),
+        in_memory=estimator.getInmemoryCacheAll(),
+    )
+
+
+def transformation_of(estimator: EstimatorParams) -> Transformation | None:
+    """What becomes of rows before the model sees them.
+
+    Args:
+        estimator: whose parameters count.
+    """
+    function = estimator.getTransformationFn()
+    if function is None:
+        return None
+    edits, removed = estimator.getTransformationEditFields(), estimator.getTransformationRemovedFields()
+    return Transformation(function, edits or (), removed or ())
+
+
+def paths_of(store: RemoteStore, data: Data) -> dict[str, str]:
+    """Where a run's files are: those that it has.
+
+    Args:
+        store: of the run.
+        data: that it reads.
+    """
+    run, name = store.checkpoint_path, store.checkpoint_filename
+    named = {
+        "training data": data.train_url,
+        "validation data": data.val_url,
+        "checkpoint": None if run is None else f"{run}/{name}",
+        "logs": store.logs_path,
+    }
+    return {what: path for what, path in named.items() if path is not None}

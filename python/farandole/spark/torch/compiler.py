@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""torch's compiler, imported only where somebody compiles.
+
+Every optimizer of torch imports `torch._dynamo` for its first step, to mark in it where a graph would have to break;
+that takes longer than to import torch itself. A module in its place has what eager code calls, and anything else that
+is asked of it, or of a module below it, brings the compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_NAME = "torch._dynamo"
+
+
+def defer() -> None:
+    """Keeps the compiler from being imported by optimizers, unless it has been already."""
+    if _NAME in sys.modules:
+        return
+    spec = PathFinder.find_spec(_NAME, torch.__path__)
+    if spec is None or not spec.has_location:
+        return
+    stand_in = _Deferred(_NAME)
+    stand_in.__spec__, stand_in.__file__, stand_in.__package__ = spec, spec.origin, _NAME
+    stand_in.__path__ = list(spec.submodule_search_locations or ())
+    sys.meta_path.insert(0, _Finder())
+    sys.modules[_NAME] = stand_in
+    setattr(torch, "_dynamo", stand_in)  # noqa: B010 - not a name of torch's for a type checker
+
+
+def is_deferred() -> bool:
+    """Whether nobody has needed the compiler."""
+    return isinstance(sys.modules.get(_NAME), _Deferred)
+
+
+class _Deferred(ModuleType):
+    """In the compiler's place."""
+
+    def graph_break(self, msg: str = "") -> None:
+        """Nothing is compiled, so nothing breaks."""
+
+    def disable(self, fn: Callable[..., Any], recursive: bool = True, **options: Any) -> Callable[..., Any]:
+        """A function that the compiler, once it is there, will leave alone.
+
+        Args:
+            fn: the function.
+            recursive: as the compiler's.
+            **options: as the compiler's.
+        """
+        known: list[Callable[..., Any]] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_deferred():
+                return fn(*args, **kwargs)
+            if not known:
+                known.append(sys.modules[_NAME].disable(fn, recursive, **options))
+            return known[0](*args, **kwargs)
+
+        return call
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
+        return getattr(_compiler(), name)
+
+
+class _Finder(MetaPathFinder):
+    """Brings the compiler when a module below it is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del path, target
+        if not fullname.startswith(f"{_NAME}.") or not is_deferred():
+            return None
+        _compiler()
+        found = sys.modules.get(fullname)
+        return None if found is None else ModuleSpec(fullname, _Loaded(found))
+
+
+class _Loaded(Loader):
+    """A module that came along with the compiler."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        del spec
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+def _compiler() -> ModuleType:
+    if is_deferred():
+        del sys.modules[_NAME]
+        delattr(torch, "_dynamo")
+    return importlib.import_module(_NAME)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What takes its time: compiled models, MLflow itself, and frames that a driver could not hold."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+from pyspark.sql import functions as sf
+from tests.single.training import estimator, fit, line, linear, weights, write
+
+from farandole.spark.common import LocalBackend, LocalStore, SparkBackend
+from farandole.spark.torch import TorchEstimator
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
+
+
+@pytest.fixture
+def data(tmp_path):
+    x, y = line()
+    write(tmp_path / "intermediate_train_data", x=x, y=y)
+    return tmp_path
+
+
+def test_a_compiled_model_learns_what_an_eager_one_does(data):
+    def network():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    backend = LocalBackend(2, verbose=0, start_timeout=120)
+    compiled, eager = (fit(data, network(), compile=one, epochs=3, backend=backend) for one in (True, False))
+    assert torch.allclose(weights(compiled), weights(eager), atol=1e-5)
+    assert type(compiled.getModel()) is torch.nn.Sequential
+    x, _ = line()
+    assert compiled.getModel()(torch.from_numpy(x)).shape == (96, 1)
+
+
+def test_mlflow_itself_has_the_run_its_metrics_and_a_model_that_predicts(data, tmp_path, monkeypatch):
+    import mlflow
+    from mlflow.pytorch import load_model
+
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
+    mlflow.set_experiment("farandole")
+    fitted = estimator(
+        data, linear(), epochs=3, mlflow=True, run_id="told", backend=LocalBackend(1, verbose=0)
+    ).fit_on_parquet()
+    runs = mlflow.search_runs(output_format="list")
+    assert [run.info.run_name for run in runs] == ["told"]
+    assert runs[0].info.status == "FINISHED"
+    assert runs[0].data.params["batch_size"] == "8"
+    client = mlflow.MlflowClient()
+    told = [one.value for one in client.get_metric_history(runs[0].info.run_id, "loss")]
+    assert told == pytest.approx([entry["train"]["loss"] for entry in fitted.getHistory()])
+    logged = client.search_logged_models([runs[0].info.experiment_id])
+    model = load_model(logged[0].model_uri)
+    assert torch.equal(model.weight, fitted.getModel().weight)
+
+
+def test_tensorboard_itself_reads_the_scalars_of_a_run(data):
+    board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    fitted = fit(data, linear(), epochs=3, run_id="r")
+    found = board.EventAccumulator(str(data / "runs" / "r" / "logs"))
+    found.Reload()
+    losses = [(one.step, one.value) for one in found.Scalars("train/loss")]
+    assert losses == [
+        (entry["epoch"] + 1, pytest.approx(entry["train"]["loss"], rel=1e-6)) for entry in fitted.getHistory()
+    ]
+
+
+def resident():
+    """MiB that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+class Watch(threading.Thread):
+    """Notes the most memory that this process holds while it runs."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.most = 0.0
+        self._over = threading.Event()
+
+    def run(self):
+        while not self._over.wait(0.05):
+            self.most = max(self.most, resident())
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self.join()
+
+
+def test_a_drivers_memory_does_not_grow_with_the_rows_of_a_frame(spark, tmp_path):
+    def fitted(rows):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        numbers = [sf.rand(index).cast("float").alias(f"x{index}") for index in range(4)]
+        frame = spark.range(0, rows, 1, 16).select(*numbers, sf.col("id").cast("float").alias("y"))
+        made = TorchEstimator(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1e-9),
+            loss=torch.nn.MSELoss(),
+            feature_cols=[[f"x{index}" for index in range(4)]],
+            label_cols=["y"],
+            batch_size=4096,
+            epochs=1,
+            verbose=0,
+            backend=SparkBackend(2, verbose=0),
+            store=LocalStore(f"{tmp_path}/{rows}"),
+        ).fit(frame)
+        return made.getHistory()[0]["rows"]
+
+    assert fitted(50_000) == 50_000
+    before = resident()
+    with Watch() as watch:
+        assert fitted(5_000_000) == 5_000_000  # 100 MB of columns
+    assert watch.most - before < 25
