@@ -21,6 +21,7 @@ from farandole.data.datasets import linked, open_dataset
 from farandole.spark.common import LocalStore
 from farandole.spark.common.columns import Roles
 from farandole.spark.common.prepare import find_data
+from farandole.spark.common.util import get_simple_meta_from_parquet
 
 
 def arrays(dataset, *columns):
@@ -120,6 +121,8 @@ def test_a_delta_table_is_read_by_its_log(tmp_path):
     deltalake.DeltaTable(path).delete("x > 3")
     assert sorted(arrays(reader.Dataset.open(found.train_url), "x")[0]) == [1, 3, 4, 5], "a run sees one version"
     assert find_data(store, Roles(("x",), ("n",))).train_rows == 2
+    rows, held_out, columns, _ = get_simple_meta_from_parquet(store, ["n"])
+    assert (rows, held_out, sorted(columns)) == (2, 0, ["day", "n", "x"])
 
     prepared = prepare_data(path, tmp_path / "store", feature_cols=["x"], label_cols=["n"])
     assert prepared.train_rows == 2
