@@ -32,6 +32,7 @@ SWITCH: Final = "FARANDOLE_WARM_WORKERS"
 IDLE: Final = "FARANDOLE_WARM_IDLE_SECONDS"
 PRELOADS: Final = ("torch", "farandole.torch", "farandole.spark.torch.remote")
 """What a server imports: the first must work, the others are dropped where they do not."""
+_LIGHTNING: Final = ("lightning.pytorch", "pytorch_lightning")
 
 _IDLE_SECONDS: Final = 120.0
 _START: Final = 10.0
@@ -41,6 +42,8 @@ _SOCKET_PATH: Final = 100
 _FOR_IMPORTS: Final = re.compile(
     r"PYTHON(?!_)|LD_|OMP_|MKL_|KMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH|ATEN_|MALLOC_|GLIBC_|LC_|LANG$|HOME$|VIRTUAL_ENV$"
 )
+# A server has one thread, whatever its workers are told: they set their own number.
+_ALONE: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _TUNING: Final = ("pyspark.ml.tuning", "pyspark.ml.connect.tuning")
 
 
@@ -78,7 +81,7 @@ def wanted(asked: bool | None, by_default: bool) -> Warm | None:
         return None
     idle = os.environ.get(IDLE, "")
     try:
-        return Warm(idle=float(idle) if idle else _IDLE_SECONDS)
+        return Warm(_preloads(), float(idle) if idle else _IDLE_SECONDS)
     except ValueError:
         raise ValueError(f"{IDLE} must be a number of seconds: {idle}") from None
 
@@ -132,6 +135,14 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
+def _preloads() -> tuple[str, ...]:
+    """What workers will import: torch, and Lightning where this driver has its estimator."""
+    if "farandole.spark.lightning.estimator" not in sys.modules:
+        return PRELOADS
+    packages = tuple(name for name in _LIGHTNING if name in sys.modules)
+    return (*PRELOADS, *packages, "farandole.lightning", "farandole.spark.lightning.remote")
+
+
 def _switch() -> bool | None:
     told = os.environ.get(SWITCH, "auto").lower()
     if told in ("", "auto"):
@@ -182,7 +193,7 @@ def _digest(warm: Warm, interpreter: str, env: Mapping[str, str], owner: int) ->
         "packages": [[root, _changed(root)] for root in dict.fromkeys(roots)],
         "farandole": [_changed(path) for path in (*sorted(_HERE.glob("*.py")), *_HERE.parent.glob("_native*"))],
         "directory": str(Path.cwd()),
-        "env": {name: value for name, value in sorted(env.items()) if _FOR_IMPORTS.match(name)},
+        "env": {name: value for name, value in sorted(env.items()) if _FOR_IMPORTS.match(name) and name not in _ALONE},
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
@@ -199,8 +210,12 @@ def _start(warm: Warm, interpreter: str, env: Mapping[str, str], owner: int, pla
     arguments = [str(place), str(owner), str(started(owner)), repr(warm.idle), *warm.preload]
     # One thread, also in the libraries that count cores when they are loaded: a process with threads cannot be forked.
     # The C library reads these when it starts; agents set them for workers that come the long way.
-    allocator = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
-    alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
+    allocator = {
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "4294967296",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    }
+    alone = dict.fromkeys(_ALONE, "1")
     subprocess.run(  # noqa: S603 - this interpreter, this package
         [interpreter, "-m", "farandole.runner.forkserver", *arguments],
         env={**allocator, **env, **alone},

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
@@ -238,12 +238,8 @@ class LightningEstimator(
 
     def _package(self) -> str | None:
         """The package whose `LightningModule` the model is; `None` for a plain module."""
-        for package in _PACKAGES:
-            if find_spec(package.partition(".")[0]) is not None and isinstance(
-                self.getModel(), import_module(package).LightningModule
-            ):
-                return package
-        return None
+        imported = [package for package in _PACKAGES if package in sys.modules]
+        return next((one for one in imported if isinstance(self.getModel(), sys.modules[one].LightningModule)), None)
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
         job, objects, sizes = self._job(prepared)
