@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """What happens to batches on their way: functions of the user, threads, values in place of nulls."""
 
+import contextlib
 import os
 import threading
 
@@ -11,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from farandole.data import AsyncDataLoaderMixin, BaseDataLoader, ParquetLoader
+from farandole.data import AsyncDataLoaderMixin, BaseDataLoader, ParquetLoader, SqlExpressions
 
 ROWS = 500
 
@@ -221,3 +222,25 @@ def test_tensorflow_takes_the_batches(path):
     assert {row for batch in epochs[1] for row in batch} == set(range(ROWS))
     with pytest.raises(ValueError, match='framework="numpy"'):
         ParquetLoader(path, 64, framework="torch").as_tf_dataset()
+
+
+@pytest.mark.parametrize("pool", ["thread", "process", "dummy"])
+def test_sql_expressions_are_a_function(path, pool):
+    columns = SqlExpressions("id", "id * 2 + 1 as odd", "cast(id as float) / 4 as quarter")
+    with contextlib.closing(ParquetLoader(path, 64, transformation_fn=columns, transform_pool=pool)) as loader:
+        plain = ParquetLoader(path, 64)
+        for batch, expected in zip(loader, plain, strict=True):
+            assert list(batch) == ["id", "odd", "quarter"]
+            assert batch["id"].tolist() == expected["id"].tolist()
+            assert (batch["odd"] == 2 * batch["id"] + 1).all()
+            assert (batch["quarter"] == batch["id"] / 4).all()
+
+
+def test_sql_expressions_keep_some_rows_and_say_what_does_not_fit(path):
+    even = ParquetLoader(path, 64, transformation_fn=SqlExpressions("id", where="id % 2 = 0"))
+    got = np.concatenate([batch["id"] for batch in even])
+    assert sorted(got.tolist()) == list(range(0, even.dataset.rows, 2))
+    with pytest.raises(ValueError, match=r"'select nothing from batch' failed: .*nothing"):
+        next(iter(ParquetLoader(path, 64, transformation_fn=SqlExpressions("nothing"))))
+    with pytest.raises(ValueError, match="expressions are needed"):
+        SqlExpressions()

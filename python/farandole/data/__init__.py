@@ -19,7 +19,15 @@ Example:
 """
 
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
+from farandole.data.expressions import SqlExpressions
 from farandole.data.loader import ParquetLoader
 from farandole.data.prepare import PreparedData, prepare_data
 
-__all__ = ["AsyncDataLoaderMixin", "BaseDataLoader", "ParquetLoader", "PreparedData", "prepare_data"]
+__all__ = [
+    "AsyncDataLoaderMixin",
+    "BaseDataLoader",
+    "ParquetLoader",
+    "PreparedData",
+    "SqlExpressions",
+    "prepare_data",
+]

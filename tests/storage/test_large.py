@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Ten gigabytes on little disk: many names of one file."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+MIB = 1 << 20
+BUDGET = 256 * MIB
+BESIDES = 60 * MIB
+"""What the interpreter, thread stacks, buffers of files and the footers of hundreds of files take besides."""
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+from farandole.data import ParquetLoader
+
+def told(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+before = told("VmRSS")
+rows, read = 0, 0
+for batch in ParquetLoader(sys.argv[1], 256, byte_budget=int(sys.argv[2])):
+    rows += len(batch["id"])
+    read += sum(column.nbytes for column in batch.values())
+print(rows, read, told("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_budget_holds_for_ten_gigabytes(tmp_path):
+    rows, width, files = 8_000, 784, 410
+    values = pa.array(np.tile(np.arange(width, dtype=np.float32), rows))
+    offsets = pa.array(np.arange(0, rows * width + 1, width, dtype=np.int32))
+    columns = {"x": pa.ListArray.from_arrays(offsets, values), "id": np.arange(rows)}
+    one = tmp_path / "one"
+    pq.write_table(pa.table(columns), one, row_group_size=2000)
+    for number in range(files):
+        (tmp_path / f"{number:03}.parquet").hardlink_to(one)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(BUDGET)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
+    seen, read, grown = map(int, re.findall(r"\d+", result.stdout))
+    assert seen == rows * files
+    assert read > 10_000_000_000
+    assert grown <= BUDGET + BESIDES, f"{grown / MIB:.0f} MiB with a budget of {BUDGET / MIB:.0f}"
