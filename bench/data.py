@@ -14,6 +14,8 @@ import argparse
 import json
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from functools import partial
@@ -77,6 +79,17 @@ def first_epoch(path: Path) -> int:
     return batches(ParquetLoader(path, BATCH, framework="torch"))
 
 
+def fresh(case: str, path: Path, repeat: int) -> float:
+    """Median seconds of a case of this module, the first thing that a new process does once all is imported."""
+    script = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); import data, torch; from pathlib import Path\n"
+        f"start = time.perf_counter(); data.{case}(Path(sys.argv[2])); print(time.perf_counter() - start)"
+    )
+    command = [sys.executable, "-c", script, str(Path(__file__).parent), str(path)]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(repeat)]
+    return statistics.median(float(run) for run in runs)
+
+
 def measure(cases: dict[str, Callable[[], int]], repeat: int) -> dict[str, float]:
     """Median seconds of each case; they take turns, after one round that warms caches."""
     times: dict[str, list[float]] = {name: [] for name in cases}
@@ -109,6 +122,7 @@ def quality(title: str, orders: dict[str, list[np.ndarray]], batch: int = BATCH)
 
     The distance of neighbours is that of two rows that follow each other, in rows of the files; the spread of batches
     is the standard deviation of the mean row number of a batch: below 1, batches are more even than chance makes them.
+    The share of blocks is how many of 64 equal parts of the data a batch has rows of.
     """
     print(f"\n{title}: how well rows are mixed, next to a full shuffle")
     for name, batches in orders.items():
@@ -117,7 +131,11 @@ def quality(title: str, orders: dict[str, list[np.ndarray]], batch: int = BATCH)
         distance = np.abs(np.diff(rows)).mean() / ((count + 1) / 3)
         means = np.array([part.mean() for part in batches if len(part) == batch])
         spread = means.std() / (count / np.sqrt(12 * batch))
-        print(f"  {name:<32} distance of neighbours {distance:6.3f}    spread of batches {spread:6.3f}")
+        parts = np.mean([len(np.unique(part * 64 // (rows.max() + 1))) for part in batches if len(part) == batch])
+        told = (
+            f"distance of neighbours {distance:6.3f}   spread of batches {spread:6.3f}   parts in a batch {parts:5.1f}"
+        )
+        print(f"  {name:<32} {told}")
 
 
 def mixed(tables: list[pa.Table], directory: Path) -> None:
@@ -202,8 +220,13 @@ def compare(title: str, tables: list[pa.Table], repeat: int) -> dict[str, dict[s
         for compression in ("none", "snappy", "lz4"):
             cases[f"farandole, prepared, {compression}"] = loader(directory / compression / "train")
         reading = measure(cases, repeat)
+        alone = {
+            "scan: pyarrow, new process": fresh("scan", foreign, repeat),
+            "farandole, foreign, new process": fresh("first_epoch", foreign, repeat),
+        }
     print(f"\n{title}: {rows} rows in {len(tables)} files, batches of {BATCH}")
-    for times, base in ((writing, "write: pyarrow, snappy"), (reading, "scan: pyarrow")):
+    bases = ((writing, "write: pyarrow, snappy"), (reading, "scan: pyarrow"), (alone, "scan: pyarrow, new process"))
+    for times, base in bases:
         for case, seconds in times.items():
             speed = times[base] / seconds
             results[case] = {"seconds": seconds, "rows_per_second": rows / seconds, "ratio": speed}

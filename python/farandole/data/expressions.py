@@ -19,7 +19,7 @@ class SqlExpressions:
 
     Example:
         ```python
-        columns = SqlExpressions("(age - 40) / 12.0 as age", "case when income > 5e4 then 1 else 0 end as rich", "label")
+        columns = SqlExpressions("(age - 40) / 12.0 as age", "case when income > 5e4 then 1 else 0 end rich", "label")
         loader = ParquetLoader(path, 4096, transformation_fn=columns, transform_workers=2)
         ```
     """
