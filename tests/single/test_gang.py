@@ -105,6 +105,47 @@ def test_a_lost_agent_is_left_to_spark_which_starts_the_gang_again(capsys):
     assert said.count("started again by Spark") == 1
 
 
+class Clock:
+    """Time that passes when a script says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(gang.time, "monotonic", lambda: self.now)
+
+    def passes(self, script: Script, *seconds: float) -> None:
+        """So many with each batch of the script."""
+        left, batch = list(seconds), script.events
+
+        def events(timeout: float) -> list[SimpleNamespace]:
+            self.now += left.pop(0) if left else 0.0
+            return batch(timeout)
+
+        script.events = events
+
+
+def test_a_job_older_than_its_start_timeout_is_given_that_time_again_when_an_executor_is_lost(monkeypatch):
+    lost = [event("lost", task=1, rank=1, text="gone"), event("aborted", task=1, rank=1, text="rank 1 was lost")]
+    script = Script(
+        STARTED,
+        lost,
+        [event("registered", task=1)],
+        [event("registered", task=0), event("assigned")],
+        [event("exit", task=0, rank=0, exit_code=0), event("exit", task=1, rank=1, exit_code=0)],
+        endings=[],
+    )
+    # Hours of training, then less than the limit for each step on the way back.
+    Clock(monkeypatch).passes(script, 1, 7200, 50, 50, 1)
+    assert play(script, start_timeout=60.0) == []
+
+
+def test_a_gang_that_nobody_completes_again_is_given_up_with_the_reason_for_its_end(monkeypatch):
+    script = Script(STARTED, [event("aborted", task=1, rank=1, text="rank 1 on host-1 was lost: silence")])
+    Clock(monkeypatch).passes(script, 1, 7200, 59, 2)
+    with pytest.raises(TimeoutError, match=r"within 60 s after the last one ended: rank 1 on host-1 was lost: silence"):
+        play(script, start_timeout=60.0)
+    assert script.closed
+
+
 def test_published_results_answer_for_rows_that_spark_lost(capsys):
     script = Script(
         STARTED,

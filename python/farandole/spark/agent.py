@@ -11,8 +11,9 @@ import json
 import os
 import socket
 import sys
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from farandole.runner import warm as warm_workers
 from farandole.spark.outcome import Ending
@@ -28,6 +29,9 @@ Environment = dict[str, str | None]
 
 _MOST_ROUNDS = 1 << 16
 
+LEFT_ALONE: Final = 4.0
+"""`rejoin_after` of a barrier stage: Spark gives a task two seconds to end before it ends its Python process."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -41,7 +45,10 @@ class Work:
         stream_output: Whether lines go to the driver.
         start_timeout: Seconds to wait for the other tasks.
         warm: How workers start warm, if they do.
-        rejoins: Whether the agent registers again when another one was lost, because Spark starts that one alone.
+        rejoin_after: Seconds after which an agent whose gang was broken up, because another was lost or started again,
+            registers once more; `None` where nobody starts a lost one again. At once in a gang of independent tasks, of
+            which Spark starts that one alone. A barrier stage it starts again as a whole, and ends what is left of the
+            old one: who is still there after that belongs to the new one.
         meeting: How tasks find a place to meet where the driver cannot be dialled; `None` where it can.
     """
 
@@ -52,7 +59,7 @@ class Work:
     stream_output: bool = False
     start_timeout: float | None = None
     warm: Warm | None = None
-    rejoins: bool = False
+    rejoin_after: float | None = None
     meeting: Meeting | None = None
 
     def __post_init__(self) -> None:
@@ -99,12 +106,13 @@ def serve(
                 attempt=attempt * _MOST_ROUNDS + again,
                 stream_output=work.stream_output,
                 start_timeout=work.start_timeout,
-                together=work.rejoins,
+                together=work.rejoin_after is not None,
             )
         except Exception as error:  # noqa: BLE001 - every refusal goes to the driver as an ending
             return Ending(task, host, refused=f"{type(error).__name__}: {error}")
-        if not (work.rejoins and outcome.retry):
+        if work.rejoin_after is None or not outcome.retry:
             return Ending.of(task, host, outcome)
+        time.sleep(work.rejoin_after)
     return Ending(task, host, refused=f"other tasks were lost {_MOST_ROUNDS} times")
 
 

@@ -125,6 +125,7 @@ class Output:
 
 @dataclass
 class _Seen:
+    forming_since: float
     registered: set[int] = field(default_factory=set)
     assigned: bool = False
     seats: list[Seat] = field(default_factory=list)
@@ -134,6 +135,11 @@ class _Seen:
     give_up_at: float = float("inf")
     results: dict[int, bytes] = field(default_factory=dict)
     tails: dict[int, list[str]] = field(default_factory=dict)
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether tasks are waited for: at the beginning, and after one was lost that somebody may start again."""
+        return not self.assigned or (self.verdict is not None and self.failed is None)
 
 
 def payload(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
@@ -207,7 +213,7 @@ class _Gang:
         self.on_progress = on_progress
         self.start_timeout = start_timeout
         self.activity = activity
-        self.seen = _Seen()
+        self.seen = _Seen(time.monotonic())
 
     def run(self) -> list[Ending]:
         self.agents.start()
@@ -225,11 +231,16 @@ class _Gang:
                     if self.agents.gave_up():
                         # Its row says why, and comes when the others no longer wait for it.
                         self.registrar.abort("a task ended before it could register")
-                if now - started > self.start_timeout and not self.agents.meets_elsewhere():
-                    raise TimeoutError(self.not_started())
                 if now >= news_at:
                     news_at = now + _NEWS_EVERY
                     self.output.say(f"waiting for {self.activity}: {len(self.seen.registered)} of {self.size} are here")
+            # Each generation has its own time: a job may have trained for hours when it loses an executor.
+            if (
+                self.seen.is_forming
+                and now - self.seen.forming_since > self.start_timeout
+                and not self.agents.meets_elsewhere()
+            ):
+                raise TimeoutError(self.not_started())
         self.pump(0.0)
         return self.endings()
 
@@ -305,7 +316,7 @@ class _Gang:
         if task in self.seen.registered and self.seen.assigned:
             # Spark runs the whole stage again after an executor was lost: what the old generation said is past.
             self.output.say(f"task {task} was started again by Spark; the gang forms anew")
-            self.seen = _Seen()
+            self.seen = _Seen(time.monotonic())
         self.seen.registered.add(task)
 
     def assigned(self, event: Event) -> None:
@@ -337,6 +348,7 @@ class _Gang:
         else:
             # An agent was lost or replaced: whether its task runs again is for Spark to say.
             self.seen.failed, self.seen.give_up_at = None, float("inf")
+            self.seen.forming_since = time.monotonic()
 
     def log(self, event: Event) -> None:
         if event.dropped:
@@ -358,7 +370,9 @@ class _Gang:
         return FarandoleJobError(reason or "the job was ended", rank=verdict.rank if verdict is not None else None)
 
     def not_started(self) -> str:
-        short_of = self.agents.short_of()
+        verdict, short_of = self.seen.verdict, self.agents.short_of()
+        if verdict is not None:
+            return f"no new gang has formed within {self.start_timeout:g} s after the last one ended: {verdict.text}"
         return (
             f"Timed out waiting for {self.activity}. Please check that you have enough resources to run all "
             f"Farandole processes: after {self.start_timeout:g} s {len(self.seen.registered)} of {self.size} tasks "

@@ -113,9 +113,9 @@ class SparkAgents(Agents):
             try:
                 return rows.collect()
             except Exception as error:
-                if _NO_BARRIER in str(error) and not self._work.rejoins:
+                if _NO_BARRIER in str(error) and self._is_barrier:
                     # A Connect client may not see this setting of its server.
-                    self._work = replace(self._work, rejoins=True, meeting=None)
+                    self._work = replace(self._work, rejoin_after=0.0, meeting=None)
                     rows = self._rows()
                     continue
                 if _NO_SLOTS not in str(error) or self._cancelled.is_set():
@@ -130,10 +130,14 @@ class SparkAgents(Agents):
                 if self._cancelled.wait(_RETRY_EVERY):
                     raise
 
+    @property
+    def _is_barrier(self) -> bool:
+        return self._work.rejoin_after != 0.0
+
     def _rows(self) -> DataFrame:
         tasks = self._cluster.session.range(0, self._size, 1, self._size)
         profile = {} if self._profile is None else {"profile": self._profile}
-        rows = tasks.mapInArrow(_agent(self._work), SCHEMA, barrier=not self._work.rejoins, **profile)
+        rows = tasks.mapInArrow(_agent(self._work), SCHEMA, barrier=self._is_barrier, **profile)
         # Spark retries a barrier stage after it lost an executor only if the stage feeds a shuffle.
         return rows.repartition(1)
 

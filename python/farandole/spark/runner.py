@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.runner import warm as warm_workers
 from farandole.spark import outcome
-from farandole.spark.agent import Work
+from farandole.spark.agent import LEFT_ALONE, Work
 from farandole.spark.common.check import at_least
 from farandole.spark.gang import Output, conduct, payload
 from farandole.spark.job import SparkAgents
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from farandole.spark.common.store import Store
 
 _START_TIMEOUT = 600.0
+DIAL_OUT = "FARANDOLE_DIAL_OUT"
+"""That hosts open connections and take none, which leaves a gang no place to meet but its driver."""
 
 
 def run(  # noqa: D417 - the ignored ones are named in one line
@@ -165,12 +167,12 @@ def run_with(
         work = Work(
             registrar.ticket,
             packed if spill is None else spill.carried(packed),
-            dict(env or {}),
+            _handed_on() | dict(env or {}),
             executable,
             output.streaming,
             limit,
             warmth,
-            rejoins=cluster.is_dynamic,
+            rejoin_after=0.0 if cluster.is_dynamic else LEFT_ALONE,
             meeting=_meeting(cluster, registrar, size, spill),
         )
         agents = SparkAgents(cluster, work, size, output, resource_profile)
@@ -182,9 +184,15 @@ def run_with(
             spill.clear()
 
 
+def _handed_on() -> dict[str, str | None]:
+    """What driver and ranks have to agree on, of what the driver was told."""
+    told = os.environ.get(DIAL_OUT)
+    return {} if told is None else {DIAL_OUT: told}
+
+
 def _meeting(cluster: Cluster, registrar: Registrar, size: int, spill: Spill | None) -> Meeting | None:
     """Executors of classic Spark reach the driver, or there would be no job; a Connect client may be anywhere."""
-    if cluster.context is not None or cluster.is_dynamic:
+    if cluster.context is not None or cluster.is_dynamic or os.environ.get(DIAL_OUT, "0") not in ("", "0"):
         return None
     return Meeting(tuple(registrar.addresses), size, spill)
 
