@@ -106,7 +106,6 @@ def test_workers_come_with_torch_in_milliseconds_and_one_server_serves_them_all(
     assert min(times) < cold / 3, (times, cold)
 
 
-@pytest.mark.xfail(reason="a second server is started where one should serve, and the hand-out misses its time")
 def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_interpreters(tmp_path):
     LocalBackend(1, verbose=0).run(begun)
     cold = [sys.executable, "-m", "farandole.runner.worker"]
