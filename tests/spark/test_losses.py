@@ -208,10 +208,15 @@ def uneven():
     if seen <= 2:
         time.sleep(600)
     return seen
+def running(name):
+    try:
+        return pathlib.Path(f"/proc/{{name}}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 def kill():
-    while len(os.listdir(folder)) < 2:
+    # Until both have begun, and the one that does not sleep has ended.
+    while len(os.listdir(folder)) < 2 or all(map(running, os.listdir(folder))):
         time.sleep(0.02)
-    time.sleep(1)
     # The executor of the one that sleeps: its worker's agent's executor.
     from farandole.runner import warm
     for name in sorted(os.listdir(folder)):

@@ -63,13 +63,13 @@ def test_a_spilled_result_that_was_tampered_with_is_not_unpickled(tmp_path):
 class Counter:
     """A stream that counts, and remembers how it ended."""
 
-    def __init__(self, pause: float = 0.0) -> None:
+    def __init__(self, until: Path | None = None) -> None:
         self.bytes = 0
         self.last = ""
         self.lines = 0
         self.wrong = 0
         self.number = -1
-        self.pause = pause
+        self.until = until
 
     def write(self, text: str) -> None:
         self.bytes += len(text)
@@ -78,15 +78,19 @@ class Counter:
         self.wrong += number < self.number
         self.number = number
         self.last = text
-        pause, self.pause = self.pause, 0.0
-        time.sleep(pause)
+        if self.until is not None:
+            deadline = time.monotonic() + 100
+            while not self.until.exists():
+                assert time.monotonic() < deadline, "training is held up for good"
+                time.sleep(0.05)
+            self.until = None
 
     def flush(self) -> None:
         pass
 
 
-def flood(megabytes):
-    """Prints so much, in numbered lines of a kilobyte, and tells how long that took."""
+def flood(megabytes, done=None):
+    """Prints so much, in numbered lines of a kilobyte, and tells how long that took; notes that it is done."""
     import sys
     import time
 
@@ -95,7 +99,10 @@ def flood(megabytes):
     for number in range(megabytes << 10):
         sys.stdout.write(f"{number:010d} {tail}\n")
     sys.stdout.flush()
-    return time.monotonic() - started
+    seconds = time.monotonic() - started
+    if done is not None:
+        open(done, "x").close()
+    return seconds
 
 
 def test_a_flood_of_output_comes_whole_in_order_and_at_the_drivers_pace():
@@ -112,11 +119,12 @@ def test_a_flood_of_output_comes_whole_in_order_and_at_the_drivers_pace():
 
 
 @pytest.mark.slow
-def test_a_driver_that_reads_nothing_holds_training_up_for_seconds_and_then_lines_are_dropped_and_counted(capsys):
-    out = Counter(pause=25.0)
+def test_a_driver_that_reads_nothing_holds_training_up_for_seconds_and_then_lines_are_dropped_and_counted(capsys, tmp_path):
+    done = tmp_path / "done"
+    out = Counter(until=done)
     before = _memory()
     backend = LocalBackend(1, stdout=out, env={"PYTHONUNBUFFERED": ""}, warm=False)
-    (seconds,) = backend.run(flood, args=(120,))
+    (seconds,) = backend.run(flood, args=(120, str(done)))
     assert seconds < 20, seconds
     assert out.lines < 120 << 10
     assert "lines of workers were dropped" in capsys.readouterr().err
