@@ -215,6 +215,12 @@ pub enum Cause {
         /// Its reason.
         text: String,
     },
+    /// The ranks put a tensor into different groups. Every rank is told the same.
+    #[error("{text}")]
+    Disagreement {
+        /// What differs, then what every rank submitted.
+        text: String,
+    },
     /// An operation took longer than the collective timeout.
     #[error("{operation} of {tensor} timed out after {elapsed:.1?}, the limit being {limit:?}: {}", Waiting(.missing))]
     Deadline {
@@ -287,7 +293,7 @@ impl Cause {
     pub fn fault(&self) -> Fault {
         match self {
             Self::ShutDown | Self::Departed { .. } => Fault::Membership,
-            Self::Removed { .. } => Fault::Usage,
+            Self::Removed { .. } | Self::Disagreement { .. } => Fault::Usage,
             Self::Collective(error) => match error {
                 farandole_collectives::Error::Transport(_) | farandole_collectives::Error::Lost { .. } => {
                     Fault::Peer

@@ -25,7 +25,7 @@
 //! Invariants:
 //! - `EN-1`: a handle completes exactly once; after its failure nobody touches its buffers.
 //! - `EN-2`: all ranks of a set execute the same operations in the same order, whatever the order of submissions.
-//! - `EN-3`: members of a group are in one list, or all fail.
+//! - `EN-3`: members of a group are in one list, or all fail; ranks that group a tensor differently all stop and say so.
 //! - `EN-4`: after the same list the caches of all ranks are equal.
 //! - `EN-5`: no wake-up is lost: what is submitted or arrives is looked at without waiting for a timer.
 //! - `EN-6`: the first failure stops the engine; every later call says why, naming rank and host.

@@ -74,13 +74,11 @@ impl Tally {
         self.wish.as_ref().and_then(Wish::call).map(|call| call.name())
     }
 
-    /// Groups anybody put this tensor into.
-    pub(crate) fn in_group(&self, groups: &[u64]) -> bool {
+    /// Whether anybody put this tensor into this group.
+    pub(crate) fn is_in(&self, group: u64) -> bool {
         match &self.wish {
-            Some(Wish::Known(_, entry, _)) => groups.contains(&entry.signature.group),
-            Some(Wish::Told(variants)) => {
-                variants.iter().any(|variant| groups.contains(&variant.signature.group))
-            }
+            Some(Wish::Known(_, entry, _)) => entry.signature.group == group,
+            Some(Wish::Told(variants)) => variants.iter().any(|variant| variant.signature.group == group),
             None => false,
         }
     }
@@ -214,6 +212,10 @@ pub(crate) fn verdict(name: &Arc<str>, mut variants: Vec<Variant>, ranks: &[Rank
             let rows: Vec<u64> = order.iter().filter_map(|at| variant.rows.get(*at)).copied().collect();
             text.push_str(&first_dimensions(&rows));
         }
+    }
+    let size = variants.first().map_or(0, |variant| variant.signature.group_size);
+    if rule == "groups" && variants.iter().all(|variant| variant.signature.group_size == size) {
+        text.push_str("; the other tensors in these groups differ");
     }
     Err(text)
 }

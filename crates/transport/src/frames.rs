@@ -100,6 +100,20 @@ impl FrameSender {
         Ok(())
     }
 
+    /// As [`FrameSender::queue`], and where that fails, as far as it goes at once also to a peer that is counted as lost:
+    /// that may be a matter of another connection. For saying why this process stops; nothing may be sent after it.
+    pub fn last_words(&mut self, kind: u8, payload: &[u8]) {
+        if self.queue(kind, payload).is_ok() {
+            return;
+        }
+        if let Ok(header) = header(self.peer, kind, payload) {
+            self.queue.extend(header);
+            self.queue.extend(payload);
+            self.sender.last_words(self.queue.make_contiguous());
+            self.queue.clear();
+        }
+    }
+
     /// Moves what is queued as far as it goes; true when nothing is left in this process but what the peer can read.
     ///
     /// # Errors

@@ -39,6 +39,7 @@ pub mod contract;
 mod dial;
 mod error;
 mod frames;
+mod gateway;
 mod handshake;
 mod incoming;
 mod link;
@@ -56,6 +57,7 @@ mod watch;
 
 pub use error::{Error, Result};
 pub use frames::{Frame, FrameReceiver, FrameSender, MAX_FRAME, MAX_QUEUED, frames};
+pub use gateway::Gateway;
 pub use link::{ALIGNMENT, Link, LinkKind, LinkReceiver, LinkSender};
 pub use mesh::{Mesh, MeshOptions};
 pub use parker::{Parker, Unparker, Wake};

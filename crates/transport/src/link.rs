@@ -48,6 +48,12 @@ pub trait LinkSender: Send {
     /// # Errors
     /// `PeerLost` when the peer is gone and something is left that it cannot get.
     fn flush(&mut self) -> Result<bool>;
+
+    /// Sends what fits at once, whatever is known of the peer: one that is lost on another connection may hear it.
+    /// Where a link ends with the process behind it and with nothing else, there is nobody to hear.
+    fn last_words(&mut self, bytes: &[u8]) {
+        let _ = bytes;
+    }
 }
 
 /// The incoming half.

@@ -4,7 +4,7 @@
 //! The ranks of one generation, connected on demand.
 
 use std::collections::HashSet;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
@@ -28,7 +28,7 @@ use crate::ring::{RingReceiver, RingSender};
 use crate::service::{Listeners, Service};
 use crate::shared::{Arrival, Facts, Shared};
 use crate::watch::Watch;
-use crate::{Error, Link, LinkKind, Parker, Rendezvous, Result, addresses, tcp};
+use crate::{Error, Gateway, Link, LinkKind, Parker, Rendezvous, Result, addresses, tcp};
 
 /// How long a wait for a peer's call goes on before it is asked whether it listens, and how long that may take.
 const PROBE: Duration = Duration::from_secs(1);
@@ -52,6 +52,8 @@ pub struct MeshOptions {
     pub bind: Option<IpAddr>,
     /// Ports to listen on.
     pub ports: PortRange,
+    /// The way to ranks of other hosts where hosts open connections and take none; then only the loopback is listened on.
+    pub gateway: Option<Arc<dyn Gateway>>,
     /// Off: TCP everywhere.
     pub use_shared_memory: bool,
     /// Off: as on kernels without pidfds.
@@ -80,6 +82,7 @@ impl MeshOptions {
             generation: Generation(0),
             bind: None,
             ports: PortRange { first: 0, last: 0 },
+            gateway: None,
             use_shared_memory: true,
             use_pidfd: true,
             shared_memory_bytes: 256 << 20,
@@ -126,7 +129,8 @@ impl Mesh {
     pub fn join(options: MeshOptions, rendezvous: &dyn Rendezvous) -> Result<Self> {
         let deadline = Instant::now() + options.patience;
         allow_descriptors(&options);
-        let (tcp, own) = addresses::listen(options.bind, options.ports)?;
+        let bind = options.gateway.as_ref().map_or(options.bind, |_| Some(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        let (tcp, own) = addresses::listen(bind, options.ports)?;
         let (unix, local) = if options.use_shared_memory { unix() } else { (None, String::new()) };
         let shared = Arc::new(Shared::new(Facts {
             rank: options.rank,
@@ -151,6 +155,9 @@ impl Mesh {
             service: Some(service),
             options,
         };
+        if let (Some(gateway), Some(address)) = (&mesh.options.gateway, card.addresses.first()) {
+            gateway.open(address.port())?;
+        }
         mesh.meet(card, rendezvous, deadline)?;
         Ok(mesh)
     }
@@ -170,7 +177,13 @@ impl Mesh {
                     }
                     other => other,
                 })?;
-                Card::decode(&bytes).map_err(|reason| Error::Rendezvous { key, reason })?
+                let mut card = Card::decode(&bytes).map_err(|reason| Error::Rendezvous { key, reason })?;
+                if let Some(gateway) = &self.options.gateway
+                    && card.host != own.host
+                {
+                    card.addresses = vec![gateway.to(peer.rank)?];
+                }
+                card
             };
             // Set once, here.
             drop(peer.host.set(card.host.0.clone()));

@@ -74,8 +74,7 @@ impl ProcessSet {
             absent.extend(silent.flat_map(|source| self.stands_for(source)));
         }
         if self.is_coordinator() {
-            self.decide(name, wish);
-            return Ok(());
+            return self.decide(name, wish);
         }
         let wish = match wish {
             Wish::Known(id, ..) if !self.cache.holds(id) => Wish::Told(wish.told(&self.tree.subtree)),

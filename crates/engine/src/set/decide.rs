@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::{Finished, ProcessSet, Step, kind};
+use crate::Cause;
 use crate::cache::{Agreed, CacheId};
 use crate::hash::Map;
 use crate::set::list::{self, Item};
@@ -29,11 +30,11 @@ pub(super) struct Ready {
     pub(super) known: Option<CacheId>,
 }
 
-/// The ranks differ: everybody's request of this name, and whole groups, fail.
+/// The ranks differ: everybody's request of this name, and the whole group that it is in (0: none), fail.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) name: Arc<str>,
-    pub(super) groups: Vec<u64>,
+    pub(super) group: u64,
     pub(super) text: String,
 }
 
@@ -92,29 +93,37 @@ impl Coordinator {
 
 impl ProcessSet {
     /// Everybody wants `name`: do they want the same?
-    pub(super) fn decide(&mut self, name: &Arc<str>, wish: Wish) {
+    ///
+    /// # Errors
+    /// `Disagreement` when they put it into different groups. What else is in these groups may have been submitted in
+    /// any other way, or may not come at all, so nobody could say how long to wait for it.
+    pub(super) fn decide(&mut self, name: &Arc<str>, wish: Wish) -> Step {
         self.watch.forget(name);
         self.inquiries.forget(name);
         let variants = match wish {
             Wish::Known(id, agreed, absent) if absent.is_empty() => {
                 let known = self.cache.holds(id).then_some(id);
-                return self.coordinator.agree(Ready { agreed, known });
+                self.coordinator.agree(Ready { agreed, known });
+                return Ok(());
             }
-            Wish::Known(id, agreed, absent) => return self.agree_without(agreed, Some(id), &absent),
+            Wish::Known(id, agreed, absent) => {
+                self.agree_without(agreed, Some(id), &absent);
+                return Ok(());
+            }
             Wish::Told(variants) => variants,
         };
         let absent = if self.joins.any() { self.absent_of(&variants) } else { Vec::new() };
-        let mut groups: Vec<u64> = variants.iter().map(|variant| variant.signature.group).collect();
+        let group = variants.first().map_or(0, |variant| variant.signature.group);
+        let divided = variants.iter().any(|variant| variant.signature.group != group);
         match verdict(name, variants, &self.members) {
             Ok(agreed) if absent.is_empty() => {
                 self.coordinator.agree(Ready { agreed: Arc::new(agreed), known: None });
             }
             Ok(agreed) => self.agree_without(Arc::new(agreed), None, &absent),
-            Err(text) => {
-                groups.retain(|group| *group != 0);
-                self.decide_against(name, groups, text);
-            }
+            Err(text) if divided => return Err(Cause::Disagreement { text }),
+            Err(text) => self.decide_against(name, group, text),
         }
+        Ok(())
     }
 
     /// Members none of these is from.
@@ -126,11 +135,10 @@ impl ProcessSet {
     /// All agree but members that have joined: can it be done with those standing in?
     fn agree_without(&mut self, agreed: Arc<Agreed>, known: Option<CacheId>, absent: &[u32]) {
         if let Err(why) = self.joins.suffices(&agreed.signature.call, absent, &self.members) {
-            let groups = Some(agreed.signature.group).filter(|group| *group != 0);
             let operation = agreed.signature.call.name();
             let text =
                 format!("{operation} of {} is not possible while ranks have joined: {why}", agreed.name);
-            return self.decide_against(&agreed.name, groups.into_iter().collect(), text);
+            return self.decide_against(&agreed.name, agreed.signature.group, text);
         }
         let known = known.filter(|id| self.cache.holds(*id));
         if agreed.signature.call != Call::Allgather
@@ -148,17 +156,17 @@ impl ProcessSet {
         self.coordinator.agree(Ready { agreed: Arc::new(agreed), known: None });
     }
 
-    fn decide_against(&mut self, name: &Arc<str>, groups: Vec<u64>, text: String) {
-        groups.iter().for_each(|group| drop(self.coordinator.groups.remove(group)));
-        self.forget_groups(&groups);
-        let refusal = Refusal { name: Arc::clone(name), groups, text };
+    fn decide_against(&mut self, name: &Arc<str>, group: u64, text: String) {
+        self.coordinator.groups.remove(&group);
+        self.forget_group(group);
+        let refusal = Refusal { name: Arc::clone(name), group, text };
         self.coordinator.decisions.push(Decision::Refuse(refusal));
     }
 
-    /// Members of a refused group are announced by everybody or by nobody who is still waiting: drop their tallies.
-    pub(super) fn forget_groups(&mut self, groups: &[u64]) {
-        if !groups.is_empty() {
-            self.pending.retain(|_, tally| !tally.in_group(groups));
+    /// Everybody put the same tensors into a refused group, and announced them together: drop their tallies.
+    pub(super) fn forget_group(&mut self, group: u64) {
+        if group != 0 {
+            self.pending.retain(|_, tally| !tally.is_in(group));
         }
     }
 

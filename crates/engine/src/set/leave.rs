@@ -149,11 +149,17 @@ impl ProcessSet {
         Err(Cause::Reported { rank, host: self.options.host(rank), text }.into())
     }
 
-    /// Tells the neighbours that this rank failed, or that it heard of one that did.
+    /// Tells the neighbours that this rank failed, or that it heard of one that did; also those that are counted as lost:
+    /// of a connection that fell silent, the other end may know nothing yet.
     pub(crate) fn abort(&mut self, cause: &Cause) {
         let mut frame = Vec::new();
         let mut writer = Writer(&mut frame);
+        let mut kind = kind::ABORT;
         match cause {
+            Cause::Disagreement { text } => {
+                kind = kind::DISAGREEMENT;
+                writer.text(text);
+            }
             Cause::Reported { rank, text, .. } => {
                 writer.number(rank.0.into());
                 writer.text(text);
@@ -163,7 +169,9 @@ impl ProcessSet {
                 writer.text(&other.to_string());
             }
         }
-        drop(self.flood(None, kind::ABORT, &frame));
+        for neighbour in &mut self.neighbours {
+            neighbour.sender.last_words(kind, &frame);
+        }
     }
 
     /// Ends every request of this rank in this set. The communicator goes first.

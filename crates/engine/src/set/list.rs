@@ -4,7 +4,7 @@
 //! Downward: lists of operations that every member executes in the same order, changing its cache on the way.
 //!
 //! Frame: number, then items until the end. `0 count tensor...` executes one operation over the tensors, each either
-//! `slot * 2` or `1 name signature rows`. `1 name groups text` refuses a name and groups. `2 member` ends a join.
+//! `slot * 2` or `1 name signature rows`. `1 name group text` refuses a name and its group. `2 member` ends a join.
 
 use std::sync::Arc;
 
@@ -44,7 +44,7 @@ pub(super) fn encode(number: u64, plan: Vec<Planned>, cache: &mut Cache, frame: 
             Planned::Refuse(refusal) => {
                 writer.byte(1);
                 writer.text(&refusal.name);
-                writer.numbers(refusal.groups.iter().copied());
+                writer.fixed(refusal.group);
                 writer.text(&refusal.text);
                 cache.remove(&refusal.name, number);
                 items.push(Item::Refuse(refusal));
@@ -103,8 +103,8 @@ pub(super) fn decode(frame: &[u8], cache: &mut Cache) -> Result<(u64, Vec<Item>)
             1 => {
                 let name: Arc<str> = Arc::from(reader.text()?);
                 cache.remove(&name, number);
-                let (groups, text) = (reader.numbers()?, reader.text()?.to_owned());
-                Item::Refuse(Refusal { name, groups, text })
+                let (group, text) = (reader.fixed()?, reader.text()?.to_owned());
+                Item::Refuse(Refusal { name, group, text })
             }
             2 => Item::Joined(reader.small()?),
             other => return Err(Malformed::Tag(other)),
@@ -174,11 +174,11 @@ impl ProcessSet {
     }
 
     fn refuse(&mut self, refusal: Refusal, finished: &mut Vec<Finished>) {
-        let Refusal { name, groups, text } = refusal;
-        self.forget_groups(&groups);
+        let Refusal { name, group, text } = refusal;
+        self.forget_group(group);
         let mut refused = vec![name];
-        if !groups.is_empty() {
-            let grouped = self.local.values().filter(|entry| groups.contains(&entry.group));
+        if group != 0 {
+            let grouped = self.local.values().filter(|entry| entry.group == group);
             refused.extend(grouped.map(|entry| Arc::clone(&entry.name)));
         }
         let text: Arc<str> = text.into();

@@ -34,7 +34,7 @@ use crate::tally::Tally;
 use crate::timeline::Tracer;
 use crate::tree::Tree;
 use crate::tune::Tuner;
-use crate::wire::Malformed;
+use crate::wire::{Malformed, Reader};
 use crate::{Cause, Completion, Error, Handle, Observer, Result, SetOptions, Settings, Statistics};
 
 pub(crate) use inquiry::answer_questions;
@@ -61,6 +61,8 @@ mod kind {
     pub(super) const QUERY: u8 = 9;
     /// Upward: what one of them says.
     pub(super) const ANSWER: u8 = 10;
+    /// To all: ranks submitted what cannot go on.
+    pub(super) const DISAGREEMENT: u8 = 11;
 }
 
 /// A request of this rank, from its submission to its batch.
@@ -299,6 +301,7 @@ impl ProcessSet {
             kind::LIST => self.on_list(frame, finished),
             kind::DEPARTURE => self.on_departure(from, frame, finished),
             kind::ABORT => self.on_abort(frame),
+            kind::DISAGREEMENT => Err(Cause::Disagreement { text: Reader(frame).text()?.to_owned() }.into()),
             kind::CAME => self.on_came(frame, now),
             kind::STALLED => self.on_stalled(frame),
             kind::QUERY => self.on_query(frame, now),

@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 use farandole_collectives::{DataType, ReduceOp};
-use farandole_engine::{Engine, Error, Kind, Request};
-use farandole_world::{ProcessSetId, Rank};
+use farandole_engine::{Error, Kind, Request};
+use farandole_world::{Fault, Rank};
 
 use crate::cluster::{Cluster, SUM, call, call_sum, request, sum, wait};
 
@@ -74,25 +74,57 @@ fn factors_reductions_and_roots() {
     assert!(roots.starts_with("Mismatched BROADCAST root ranks: "), "{roots}");
 }
 
+/// EN-3: nobody waits for the rest of a group that others know nothing of, or know in another way.
 #[test]
-fn groups_that_differ_fail_as_a_whole_and_their_names_are_free_again() {
-    // EN-3.
-    Cluster::new(&[1, 2]).run(|rank, engine| {
-        let second = if rank == 1 { "c" } else { "b" };
-        let handles = engine.submit_group(vec![sum("a", &[1.0]), sum(second, &[1.0])]).unwrap();
-        for handle in handles {
-            let error = wait(&engine, handle).unwrap_err();
-            assert!(error.to_string().starts_with("Mismatched groups: tensor a: "), "{error}");
+fn ranks_that_group_differently_are_all_told_at_once_in_whatever_they_wait_for() {
+    let told = |groups: [&[&[&str]]; 3]| {
+        for hosts in [&[1, 2][..], &[3], &[1, 1, 1]] {
+            let texts = Cluster::new(hosts).run(|rank, engine| {
+                let mut handles = Vec::new();
+                for group in groups[rank as usize] {
+                    let requests = group.iter().map(|name| sum(name, &[1.0]));
+                    match group {
+                        [name] => handles.push(engine.submit(sum(name, &[1.0])).unwrap()),
+                        _ => handles.extend(engine.submit_group(requests.collect()).unwrap()),
+                    }
+                }
+                let errors = handles.into_iter().map(|handle| wait(&engine, handle).unwrap_err());
+                let mut errors: Vec<_> = errors.collect();
+                errors.push(engine.submit(sum("later", &[1.0])).unwrap_err());
+                errors.into_iter().map(|error| (error.fault(), error.to_string())).collect::<Vec<_>>()
+            });
+            for (fault, text) in texts.into_iter().flatten() {
+                assert_eq!(fault, Fault::Usage, "{text}");
+                assert!(text.contains("Mismatched groups: tensor "), "{text}");
+                assert!(text.contains(" submitted allreduce Sum of float32 [1] on the host"), "{text}");
+            }
         }
-        after(&engine, &["a", "b", "c"]);
-    });
+    };
+    let (grouped, single): (&[&[&str]], &[&[&str]]) = (&[&["a", "b", "c"]], &[&["a"], &["b"], &["c"]]);
+    told([grouped, single, single]);
+    told([single, single, grouped]);
+    told([single, grouped, single]);
+    told([grouped, &[&["b"]], single]);
+    told([&[&["a", "b"], &["c"]], &[&["a", "c"], &["b"]], &[&["a", "b"], &["c"]]]);
+    told([&[&["a", "b"]], &[&["a", "b"]], &[&["b", "c"]]]);
 }
 
-fn after(engine: &Engine, names: &[&str]) {
-    call(engine, Request::barrier("meet", ProcessSetId::GLOBAL)).unwrap();
-    for name in names {
-        assert_eq!(call_sum(engine, name, &[1.0]), [3.0]);
-    }
+#[test]
+fn a_group_of_which_one_member_differs_fails_as_a_whole_and_its_names_are_free_again() {
+    Cluster::new(&[1, 2]).run(|rank, engine| {
+        let length = if rank == 1 { 2 } else { 1 };
+        let group = vec![sum("a", &[1.0]), sum("b", &vec![1.0; length]), sum("c", &[1.0])];
+        for handle in engine.submit_group(group).unwrap() {
+            let error = wait(&engine, handle).unwrap_err();
+            assert!(
+                error.to_string().starts_with("Mismatched ALLREDUCE tensor shapes: tensor b: "),
+                "{error}"
+            );
+        }
+        for name in ["c", "b", "a"] {
+            assert_eq!(call_sum(&engine, name, &[1.0]), [3.0]);
+        }
+    });
 }
 
 #[test]

@@ -8,8 +8,9 @@ use std::os::unix::net::UnixStream;
 use farandole_shm::handover;
 
 use super::*;
-use crate::MemoryRendezvous;
+use crate::contract::{meshes, open_pair};
 use crate::handshake::{HELLO, PROOF, Status, Transcript};
+use crate::{MemoryRendezvous, frames};
 
 const KEY: [u8; 32] = [7; 32];
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -82,4 +83,27 @@ fn a_peer_that_cannot_map_the_segment_is_dialled_over_tcp_and_the_reason_is_kept
     assert!(matches!(&error, Error::Unreachable { rank: Rank(0), .. }), "{error}");
     let reason = "rank 0 turned us away: it cannot map the segment".to_owned();
     assert_eq!(mesh.fallbacks(), [(Rank(0), reason)]);
+}
+
+#[test]
+fn a_peer_that_is_lost_on_one_connection_hears_last_words_on_another() {
+    let meshes = meshes(2, |options| options.use_shared_memory = false);
+    let (here, there) = open_pair(&meshes, 1, 4096);
+    let (mut sender, _) = frames(here);
+    let (_, mut receiver) = frames(there);
+    sender.queue(1, b"before").unwrap();
+    let peer = meshes[0].peer(Rank(1)).unwrap();
+    meshes[0].shared.lose(peer, "nothing that was sent to it was confirmed".to_owned(), false);
+    assert!(matches!(sender.queue(2, b"unsaid"), Err(Error::PeerLost { .. })));
+    sender.last_words(3, b"why");
+    let limit = Instant::now() + PATIENCE;
+    let mut hear = || loop {
+        if let Some(frame) = receiver.try_receive().unwrap() {
+            return (frame.kind, frame.payload);
+        }
+        assert!(Instant::now() < limit);
+        thread::yield_now();
+    };
+    assert_eq!(hear(), (1, b"before".to_vec()));
+    assert_eq!(hear(), (3, b"why".to_vec()));
 }

@@ -3,6 +3,10 @@
 
 //! Who sleeps, and who must be woken: the parker without its system calls, so that loom can try every order of what
 //! several threads do with it (`make loom`).
+//!
+//! The models have one sleeper, as an engine has: whoever drives. That a wake reaches all of several rests on the one
+//! order of all `SeqCst` accesses, which loom does not know (to it they are acquire and release), so it cannot judge it;
+//! `a_wake_reaches_every_sleeper_though_peers_need_not_ring` runs four of them instead.
 
 use crate::sync::{AtomicBool, AtomicU32, Ordering, fence};
 

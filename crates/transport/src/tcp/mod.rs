@@ -108,9 +108,6 @@ impl Outgoing {
         if let Some(reason) = &self.broken {
             return Err(peer.gone(reason));
         }
-        if let Some(error) = peer.lost() {
-            return Err(error);
-        }
         let base = self.stripes.complete();
         let window = self.pending.window()?;
         let end = base + window.len() as u64;
@@ -132,7 +129,8 @@ impl Outgoing {
         }
         let done = within(base, self.stripes.complete());
         self.pending.release(done)?;
-        Ok(())
+        // Not before: a peer that is lost on another connection may still hear last words on this one.
+        peer.lost().map_or(Ok(()), Err)
     }
 }
 
@@ -218,6 +216,17 @@ impl LinkSender for TcpSender {
             return Ok(true);
         }
         Ok(self.pump()?.pending.used()? == 0)
+    }
+
+    fn last_words(&mut self, bytes: &[u8]) {
+        // A failure is no news: the peer is lost anyway.
+        drop(self.pump());
+        let Ok(window) = self.outgoing.window() else { return };
+        let fits = bytes.len().min(window.len());
+        window[..fits].copy_from_slice(&bytes[..fits]);
+        if self.outgoing.commit(fits).is_ok() {
+            drop(self.pump());
+        }
     }
 }
 
