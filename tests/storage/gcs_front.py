@@ -82,6 +82,9 @@ class Handler(BaseHTTPRequestHandler):
     def create(self, path, data):
         bucket, _, name = unquote(path).lstrip("/").partition("/")
         target = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={quote(name, safe='')}"
+        generation = self.headers.get("x-goog-if-generation-match")
+        if generation is not None:
+            target += f"&ifGenerationMatch={generation}"
         status, text, _ = self.ask("POST", target, data, {"Content-Type": "application/octet-stream"})
         return status, text, f'"{json.loads(text).get("etag", "x")}"' if status == 200 else ""
 

@@ -3,10 +3,13 @@
 """What every store keeps to, wherever its bytes live."""
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from farandole._native import store as native
+from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import Store
 
 KINDS = ["local", "memory", "dbfs", "s3", "gcs", "azure", "hdfs"]
@@ -90,3 +93,33 @@ def test_old_prepared_data_is_swept_and_runs_stay(store):
     assert store.gc(older_than=3600) == []
     assert store.gc(older_than=-0.0) == ["intermediate_train_data.0"]
     assert store.exists(f"{store.get_run_path('r')}/checkpoint")
+
+
+def test_of_many_who_create_a_file_one_does(store):
+    place = native.Store(store.get_run_path("r"))
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda name: place.create("lease.json", name), [b"%d" % number for number in range(8)]))
+    assert made.count(True) == 1
+    assert place.read("lease.json") == b"%d" % made.index(True)
+    assert not place.create("lease.json", b"late")
+    place.delete("lease.json")
+    assert place.create("lease.json", b"again")
+
+
+def test_data_is_prepared_found_again_and_read(store):
+    import pyarrow as pa
+
+    table = pa.table({"x": np.arange(500, dtype=np.float32), "y": np.arange(500)})
+    with prepare_data(table, store, label_cols=["y"], validation=0.2) as prepared, ThreadPoolExecutor(2) as pool:
+        assert prepared.train_rows + prepared.val_rows == 500
+        rows = [batch for url in (prepared.train_url, prepared.val_url) for batch in ParquetLoader(url, 64)]
+        assert sorted(np.concatenate([batch["y"] for batch in rows]).tolist()) == list(range(500))
+        assert all((batch["x"] == batch["y"]).all() for batch in rows)
+        others = [table.slice(0, 100 + number) for number in range(2)]
+        found = list(pool.map(lambda one: prepare_data(one, store, label_cols=["y"]), others))
+        assert len({prepared.index, *(one.index for one in found)}) == 3, "nobody writes where another one does"
+        assert [one.train_rows for one in found] == [100, 101]
+        for one in found:
+            one.release()
+    with prepare_data(table, store, label_cols=["y"], validation=0.2) as again:
+        assert again.reused
