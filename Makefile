@@ -20,7 +20,8 @@ test: install loom
 
 # Every order of what two sides of shared memory and the threads of an engine may do and see.
 loom:
-	RUSTFLAGS="--cfg loom" cargo test --release --target-dir target/loom -p farandole-shm -p farandole-engine --lib loom_
+	RUSTFLAGS="--cfg loom" cargo test --release --target-dir target/loom -p farandole-shm -p farandole-transport -p farandole-engine \
+	--lib loom_
 
 # Garbage for a minute a target; `make test` takes a second each.
 fuzz:
@@ -31,7 +32,8 @@ fuzz:
 # also what is read before it was written; it does not know `mremap` of a detached range (shm_6).
 # Not covered: launcher's hook between fork and exec, telemetry's NVTX, and what Python, TensorFlow and CUDA call through C.
 sanitize:
-	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" cargo test --release --target $(HOST) --target-dir target/asan \
+	ASAN_OPTIONS=allocator_may_return_null=1 RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" \
+	cargo test --release --target $(HOST) --target-dir target/asan \
 	-p farandole-shm -p farandole-transport -p farandole-collectives --lib --tests
 	@command -v valgrind >/dev/null || echo "sanitize: without valgrind (Debian: apt-get install valgrind)"
 	! command -v valgrind >/dev/null || RUSTFLAGS="--cfg rustix_use_libc" CARGO_BUILD_TARGET=$(HOST) \
