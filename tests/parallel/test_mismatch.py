@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """What every rank is told when ranks submit different things under one name."""
 
+import time
+
 import pytest
 import torch
 
@@ -68,3 +70,75 @@ def test_the_first_rule_that_fails_is_named(trio):
         return None
 
     assert trio.run(several)[0].startswith("Mismatched data types: ")
+
+
+def test_unnamed_operations_that_differ_are_told_at_once_and_the_world_goes_on(trio):
+    def different():
+        ones = torch.ones(2)
+        try:
+            if hvd.rank() == 1:
+                hvd.broadcast(ones, root_rank=0)
+            else:
+                hvd.allreduce(ones)
+        except ValueError as error:
+            return str(error), hvd.allreduce(ones, op=hvd.Sum).tolist()
+        return None
+
+    for text, after in trio.run(different):
+        assert text.startswith("Mismatched operations: tensor "), text
+        assert "ranks 0, 2 submitted allreduce Average of float32 [2]" in text, text
+        assert "; rank 1 submitted broadcast of float32 [2] on the host from rank 0" in text, text
+        assert after == [3.0, 3.0]
+
+
+def told_of_groups(step):
+    """What a rank hears of a step, and of the one after it, and how long that took."""
+    began, errors = time.monotonic(), []
+    for attempt in (step, lambda: hvd.allreduce(torch.ones(1), name="later")):
+        try:
+            attempt()
+        except ValueError as error:
+            errors.append(str(error))
+    return errors, time.monotonic() - began
+
+
+def by_hand():
+    tensors = [torch.ones(2), torch.ones(3)]
+
+    def step():
+        if hvd.rank() == 1:
+            handles = [hvd.grouped_allreduce_async(tensors)]
+        else:
+            handles = [hvd.allreduce_async(tensor) for tensor in tensors]
+        errors = []
+        for handle in handles:
+            try:
+                hvd.synchronize(handle)
+            except ValueError as error:
+                errors.append(error)
+        assert len(errors) == len(handles)
+        raise errors[-1]
+
+    return told_of_groups(step)
+
+
+def by_an_optimizer():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    groups = 1 if hvd.rank() == 1 else 3
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters(), groups=groups)
+
+    def step():
+        model(torch.ones(5, 4)).sum().backward()
+        optimizer.step()
+
+    return told_of_groups(step)
+
+
+@pytest.mark.parametrize("how", [by_hand, by_an_optimizer])
+def test_ranks_that_group_differently_are_all_told_at_once(fresh_world, how):
+    for errors, took in fresh_world(3).run(how):
+        assert len(errors) == 2, errors
+        assert all("Mismatched groups: tensor " in text for text in errors), errors
+        assert all("ranks 0, 2 submitted " in text and "rank 1 submitted " in text for text in errors), errors
+        assert took < 10

@@ -74,8 +74,8 @@ class HandleTable:
         """The name ranks agree on: the user's, or a number that counts the unnamed operations of this module.
 
         Members of a set issue its unnamed operations in the same order, so the numbers agree; every set has its own,
-        since ranks are members of different ones. Call this after all checks: a refused operation must not use up a
-        number.
+        since ranks are members of different ones. If the operations differ, their names do not, so that ranks hear of
+        it. Call this after all checks: a refused operation must not use up a number.
         """
         if name is not None:
             return f"{operation}.{name}"
@@ -84,7 +84,19 @@ class HandleTable:
             self._numbers.pop((), None)
         ranks = () if process_set is None or process_set.process_set_id == 0 else tuple(process_set.ranks or ())
         family = f"{self._family}.{self._joins}" if self._joins and not ranks else self._family
-        return f"{operation}.{family}.{next(self._numbers[ranks])}"
+        return f"{family}.{next(self._numbers[ranks])}"
+
+    def names(self, operation: str, name: str | None, count: int, process_set: ProcessSet | None = None) -> list[str]:
+        """The names of a group's members: `<name>_<i>of<n>`, and of an unnamed group's first the number alone.
+
+        Raises:
+            ValueError: When there are none.
+        """
+        if count == 0:
+            raise ValueError("a group has at least one member")
+        base = self.name(operation, name, process_set)
+        names = [f"{base}_{i}of{count}" for i in range(1, count + 1)]
+        return names if name is not None else [base, *names[1:]]
 
     def submit(self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any) -> int:
         """Starts an operation or a group of them, and keeps `keep` alive until the returned handle is consumed.

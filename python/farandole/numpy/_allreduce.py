@@ -175,16 +175,14 @@ def _submit(
 ) -> int:
     """Starts the allreduces of a group."""
     number = set_number(process_set)
-    if not values:
-        raise ValueError("a group has at least one array")
     if in_place:
         for value in values:
             require_in_place(value)
     pairs = [(as_input(value),) * 2 if in_place else as_input_and_output(value) for value in values]
-    base = table.name("grouped_allreduce", name, process_set)
+    names = table.names("grouped_allreduce", name, len(pairs), process_set)
     members = [
-        (f"{base}_{i}of{len(pairs)}", number_of(source.dtype), source.shape, address_of(source), address_of(target))
-        for i, (source, target) in enumerate(pairs, start=1)
+        (own, number_of(source.dtype), source.shape, address_of(source), address_of(target))
+        for own, (source, target) in zip(names, pairs, strict=True)
     ]
 
     def finish(_: Any) -> list[Array]:

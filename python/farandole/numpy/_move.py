@@ -108,13 +108,11 @@ def grouped_allgather_async(
 ) -> int:
     """Starts an allgather of several arrays as one unit; `synchronize` returns the list of results."""
     number = set_number(process_set)
-    if not tensors:
-        raise ValueError("a group has at least one array")
     sources = [_rows_of(tensor, "allgather") for tensor in tensors]
-    base = table.name("grouped_allgather", name, process_set)
+    names = table.names("grouped_allgather", name, len(sources), process_set)
     members = [
-        (f"{base}_{i}of{len(sources)}", number_of(source.dtype), source.shape, address_of(source))
-        for i, source in enumerate(sources, start=1)
+        (own, number_of(source.dtype), source.shape, address_of(source))
+        for own, source in zip(names, sources, strict=True)
     ]
 
     def finish(outcomes: list[Any]) -> list[Array]:

@@ -133,13 +133,11 @@ def grouped_reducescatter_async(
 ) -> int:
     """Starts a reduce-scatter of several arrays as one unit; `synchronize` returns the list of results."""
     number = set_number(process_set)
-    if not tensors:
-        raise ValueError("a group has at least one array")
     pairs = [_prepare(tensor, process_set) for tensor in tensors]
-    base = table.name("grouped_reducescatter", name, process_set)
+    names = table.names("grouped_reducescatter", name, len(pairs), process_set)
     members = [
-        (f"{base}_{i}of{len(pairs)}", number_of(source.dtype), source.shape, address_of(source), address_of(target))
-        for i, (source, target) in enumerate(pairs, start=1)
+        (own, number_of(source.dtype), source.shape, address_of(source), address_of(target))
+        for own, (source, target) in zip(names, pairs, strict=True)
     ]
 
     def finish(_: object) -> list[Array]:

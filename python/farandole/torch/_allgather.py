@@ -16,7 +16,6 @@ from farandole.torch._handles import (
     adopt,
     describe,
     host_input,
-    member_names,
     require_dimension,
     start,
     synchronize,
@@ -62,7 +61,7 @@ def _start_group(
         require_dimension("allgather", tensor)
     number = set_number(process_set)
     sources = [host_input(tensor) for tensor in tensors]
-    names = member_names("grouped_allgather", name, len(tensors), process_set)
+    names = table.names("grouped_allgather", name, len(tensors), process_set)
     members = [describe(member, source) for member, source in zip(names, sources, strict=True)]
 
     def finish(outcomes: list[Any]) -> list[Any]:

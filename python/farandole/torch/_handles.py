@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from farandole._native import engine
-    from farandole.common.process_sets import ProcessSet
 
 DTYPES: dict[torch.dtype, int] = {
     torch.uint8: 0,
@@ -45,18 +44,6 @@ Described: TypeAlias = tuple[str, int, tuple[int, ...], int]
 def describe(name: str, source: torch.Tensor) -> Described:
     """What the engine is told about an operation's input, which is contiguous host memory."""
     return name, DTYPES[source.dtype], source.shape, source.data_ptr()
-
-
-def member_names(operation: str, name: str | None, count: int, process_set: ProcessSet) -> list[str]:
-    """The names of a group's members.
-
-    Raises:
-        ValueError: When there are none.
-    """
-    if count == 0:
-        raise ValueError("a group has at least one tensor")
-    base = table.name(operation, name, process_set)
-    return [f"{base}_{i}of{count}" for i in range(1, count + 1)]
 
 
 def host_input(tensor: torch.Tensor) -> torch.Tensor:

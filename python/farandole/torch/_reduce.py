@@ -20,7 +20,6 @@ from farandole.torch._handles import (
     copy_back,
     describe,
     host_input,
-    member_names,
     require_in_place,
     start,
     synchronize,
@@ -72,7 +71,7 @@ def start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Re
         torch.empty_like(source) if source is tensor and not in_place else source
         for source, tensor in zip(sources, tensors, strict=True)
     ]
-    names = member_names("grouped_allreduce", name, len(tensors), reduction.process_set)
+    names = table.names("grouped_allreduce", name, len(tensors), reduction.process_set)
     members = [
         (*describe(member, source), target.data_ptr())
         for member, source, target in zip(names, sources, targets, strict=True)

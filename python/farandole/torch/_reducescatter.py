@@ -16,7 +16,6 @@ from farandole.torch._allgather import grouped_allgather
 from farandole.torch._handles import (
     describe,
     host_input,
-    member_names,
     require_dimension,
     start,
     synchronize,
@@ -56,7 +55,7 @@ def _start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, att
 def _start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction) -> int:
     arguments = reduction.arguments
     pairs = [_prepare(tensor, reduction.process_set) for tensor in tensors]
-    names = member_names("grouped_reducescatter", name, len(tensors), reduction.process_set)
+    names = table.names("grouped_reducescatter", name, len(tensors), reduction.process_set)
     members = [
         (*describe(member, source), target.data_ptr()) for member, (source, target) in zip(names, pairs, strict=True)
     ]
