@@ -143,7 +143,7 @@ def what_cannot_be_compiled_says_why():
     import tensorflow as tf
 
     import farandole.tensorflow as hvd
-    from farandole.tensorflow import _xla
+    from farandole.tensorflow import _split, _xla
 
     def compiled(function, *specs):
         return tf.function(function, jit_compile=True, input_signature=specs or None)
@@ -163,13 +163,14 @@ def what_cannot_be_compiled_says_why():
     with pytest.raises(tf.errors.OpError, match=r"FarandoleAllreduce: .*ismatch"):
         different(tf.ones([3 + hvd.rank()]))
     close(compiled(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.ones(3)), [2.0] * 3, "afterwards")
-    # Where the custom call is not to be had.
-    possible, _xla.problem = _xla.problem, lambda: "some reason"
+    # Where the custom call is not to be had, nor a function to be split.
+    kept = _xla.problem, _split.is_possible
+    _xla.problem, _split.is_possible = lambda: "some reason", lambda: False
     try:
         with pytest.raises(NotImplementedError, match="for some reason; reduce outside of it"):
             compiled(hvd.allreduce)(tf.ones(5))
     finally:
-        _xla.problem = possible
+        _xla.problem, _split.is_possible = kept
 
 
 def test_collectives_are_compiled_by_xla(tensorflow_pair):

@@ -215,6 +215,8 @@ knobs! {
     autotune_noise: String = "0.8", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", Some("--autotune-gaussian-process-noise"), true;
     /// Folders with CUDA's libraries, separated by colons, to be looked into before torch's own wheels and the system's.
     cuda_libraries: String = "", "CUDA_LIBRARIES", None, true;
+    /// TensorFlow: collectives inside functions that XLA compiles for the CPU are calls of XLA's. Off: such functions are split around them, as where XLA cannot call.
+    enable_xla_ops: bool = "1", "ENABLE_XLA_OPS", None, true;
     /// No ranges for NVIDIA's profilers, even where their library is found.
     disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
 }

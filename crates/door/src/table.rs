@@ -6,7 +6,7 @@
 use std::ffi::{CStr, c_char, c_void};
 
 /// Grows when a field changes its meaning; appended fields only make [`Door::bytes`] larger.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Name of the capsule that holds the address of a [`Door`].
 pub const CAPSULE: &CStr = c"farandole.door";
@@ -30,7 +30,8 @@ pub struct Call {
     /// Not 0: the names are prefixes that the engine completes by a number of its own, counting submissions of this
     /// session; ranks must then submit in the same order.
     pub numbered: u32,
-    /// Not 0: `submit` drives the operation on the calling thread and runs `done` before it returns.
+    /// Who drives: 0 the engine's own threads; 1 the calling thread, which runs `done` before `submit` returns; 2 the
+    /// calling thread for a fraction of a millisecond, which runs `done` if that was enough, else the engine's own.
     pub attended: u32,
 }
 
@@ -108,7 +109,7 @@ pub struct Place {
     pub local_rank: u32,
 }
 
-/// Receives the outcome, on the engine's completion thread unless the call was attended.
+/// Receives the outcome, on the engine's completion thread or, when it drives, on the calling one.
 pub type Done = unsafe extern "C" fn(context: *mut c_void, outcome: *const Outcome);
 
 /// The table.

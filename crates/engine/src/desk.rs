@@ -116,6 +116,15 @@ impl Desk {
         }
     }
 
+    /// Has a result go to a callback: at once, into `calls`, if it is there. The handle is gone.
+    pub(crate) fn hand_over(&mut self, handle: Handle, callback: Callback, calls: &mut Vec<Call>) {
+        match self.handles.remove(&handle.0) {
+            Some(State::Done(result)) => calls.push((callback, result)),
+            Some(State::Pending) => drop(self.handles.insert(handle.0, State::Called(callback))),
+            Some(State::Called(_)) | None => calls.push((callback, Err(Error::UnknownHandle { handle }))),
+        }
+    }
+
     /// Stores results; callbacks that are due are handed out instead.
     pub(crate) fn post(&mut self, set: usize, finished: &mut Vec<Finished>, calls: &mut Vec<Call>) {
         for Finished { handle, name, result } in finished.drain(..) {

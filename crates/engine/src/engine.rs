@@ -3,6 +3,8 @@
 
 //! The door: checks that need no other rank, then the desk.
 
+mod helping;
+
 use std::fmt;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -11,6 +13,7 @@ use std::time::{Duration, Instant};
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::Mutex;
 
+use self::helping::Zeal;
 use crate::callbacks::Callback;
 use crate::check::{self, Place};
 use crate::desk::Submission;
@@ -48,6 +51,7 @@ pub struct Engine {
     shared: Shared,
     devices: Vec<u32>,
     pub(crate) tracer: Arc<Tracer>,
+    zeal: Zeal,
     pid: u32,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -88,6 +92,7 @@ impl Engine {
             shared,
             devices: ordinals,
             tracer,
+            zeal: Zeal::default(),
             pid: std::process::id(),
             thread: Mutex::new(Some(thread)),
         })
@@ -182,7 +187,19 @@ impl Engine {
     /// # Errors
     /// As [`Engine::submit`], and then none is submitted; `Group` when there is none, or they name several sets.
     pub fn submit_group(&self, requests: Vec<Request>) -> Result<Vec<Handle>> {
-        self.admit_group(requests, Vec::new())
+        let handles = self.admit_group(requests, Vec::new())?;
+        self.inner.announce();
+        Ok(handles)
+    }
+
+    /// As [`Engine::submit_group`], for a caller that waits next; see [`Engine::submit_attended`].
+    ///
+    /// # Errors
+    /// As [`Engine::submit_group`].
+    pub fn submit_group_attended(&self, requests: Vec<Request>) -> Result<Vec<Handle>> {
+        let handles = self.admit_group(requests, Vec::new())?;
+        self.inner.announce_quietly();
+        Ok(handles)
     }
 
     /// As [`Engine::submit_group`], with one callback for each request, in order, as in [`Engine::submit_with`].
@@ -195,10 +212,12 @@ impl Engine {
             return Err(Error::Group { members: requests.len(), sets: 1 });
         }
         self.inner.callbacks.start()?;
-        self.admit_group(requests, done).map(drop)
+        self.admit_group(requests, done)?;
+        self.inner.announce();
+        Ok(())
     }
 
-    /// With a callback for each request, or with none.
+    /// With a callback for each request, or with none; nobody is told yet.
     fn admit_group(&self, requests: Vec<Request>, callbacks: Vec<Callback>) -> Result<Vec<Handle>> {
         self.check_process()?;
         let members = requests.len();
@@ -228,7 +247,6 @@ impl Engine {
         let handles =
             submissions.into_iter().map(|submission| desk.admit(submission, callbacks.next())).collect();
         drop(desk);
-        self.inner.announce();
         Ok(handles)
     }
 

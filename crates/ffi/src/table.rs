@@ -51,10 +51,10 @@ unsafe extern "C" fn submit(
         let session = session::current()?;
         // SAFETY: the caller promises what the requests point at.
         let requests = unsafe { request::all(&session, call, requests) }?;
-        if call.attended != 0 {
-            attend(&session, requests, receiver)
-        } else {
-            start(&session, requests, receiver)
+        match call.attended {
+            0 => start(&session, requests, receiver),
+            1 => attend(&session, requests, receiver),
+            _ => help(&session, requests, receiver),
         }
     });
     // SAFETY: `capacity` bytes are at `message`.
@@ -72,6 +72,21 @@ fn start(session: &Arc<Session>, mut requests: Vec<Request>, receiver: Receiver)
     Ok(session.engine().submit_group_with(requests, callbacks)?)
 }
 
+/// Drives the requests on this thread for a moment, and leaves the rest to the engine's own threads.
+fn help(session: &Arc<Session>, requests: Vec<Request>, receiver: Receiver) -> Result<(), Failure> {
+    let (count, mut receiver) = (requests.len(), Some(receiver));
+    let later = || receiver.take().map(|receiver| completion::callbacks(receiver, count)).unwrap_or_default();
+    if let Some(results) = session.engine().submit_helping(requests, later)?
+        && let Some(receiver) = receiver
+    {
+        let merge = |results, result: Result<_, farandole::engine::Error>| {
+            merged(results, result.map_err(Failure::from))
+        };
+        receiver.tell(results.into_iter().fold(Ok(Vec::with_capacity(count)), merge));
+    }
+    Ok(())
+}
+
 /// Drives the requests on this thread.
 fn attend(session: &Arc<Session>, mut requests: Vec<Request>, receiver: Receiver) -> Result<(), Failure> {
     let engine = session.engine();
@@ -81,7 +96,7 @@ fn attend(session: &Arc<Session>, mut requests: Vec<Request>, receiver: Receiver
             .map(|request| engine.submit_attended(request))
             .into_iter()
             .collect::<Result<_, _>>()?,
-        _ => engine.submit_group(requests)?,
+        _ => engine.submit_group_attended(requests)?,
     };
     let mut results = Ok(Vec::with_capacity(handles.len()));
     for handle in handles {

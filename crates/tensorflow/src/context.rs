@@ -150,8 +150,8 @@ impl Context {
         unsafe { (self.api.num_inputs)(self.raw) }
     }
 
-    pub(crate) fn input(self, index: c_int) -> Result<Tensor, Failure> {
-        let status = Status::new(self.api);
+    /// An input; `status` is one that holds no failure, as it does afterwards if all goes well.
+    pub(crate) fn input(self, index: c_int, status: &Status) -> Result<Tensor, Failure> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: as above.
         unsafe { (self.api.get_input)(self.raw, index, &raw mut raw, status.raw) };
@@ -178,9 +178,13 @@ impl Context {
     }
 
     /// The output with this index on the memory of the input with the same index if nobody else needs that, else on
-    /// new memory.
-    pub(crate) fn forward(self, index: c_int, dims: &[i64]) -> Result<(Tensor, bool), Failure> {
-        let status = Status::new(self.api);
+    /// new memory; `status` as for [`Self::input`].
+    pub(crate) fn forward(
+        self,
+        index: c_int,
+        dims: &[i64],
+        status: &Status,
+    ) -> Result<(Tensor, bool), Failure> {
         let rank = c_int::try_from(dims.len()).unwrap_or(c_int::MAX);
         let mut forwarded: c_int = -1;
         // SAFETY: as above; one candidate.

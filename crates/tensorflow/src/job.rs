@@ -5,11 +5,12 @@
 #![expect(unsafe_code, reason = "passes addresses through the door and takes them back")]
 
 use std::ffi::{CStr, c_int, c_void};
+use std::sync::Arc;
 
 use farandole_door::{Door, Operation, Outcome, Request};
 
 use crate::callback::Callback;
-use crate::context::{Code, Context, Failure, Tensor};
+use crate::context::{Code, Context, Failure, Status, Tensor};
 use crate::exports::{door, place, refused, translated};
 use crate::kernel::Node;
 use crate::output::Brought;
@@ -21,7 +22,7 @@ const INT64: c_int = 9;
 /// What is kept until the engine is done.
 struct Job {
     door: &'static Door,
-    node: Node,
+    node: Arc<Node>,
     context: Context,
     callback: Callback,
     tensors: Vec<Pair>,
@@ -39,9 +40,9 @@ struct Pair {
 }
 
 /// Hands the operation to the engine; failures go through the callback, too.
-pub(crate) fn begin(node: &Node, context: Context, callback: Callback) {
+pub(crate) fn begin(node: &Arc<Node>, context: Context, callback: Callback) {
     match prepare(node, context) {
-        Ok((door, tensors)) => submit(Job { door, node: node.clone(), context, callback, tensors }),
+        Ok((door, tensors)) => submit(Job { door, node: Arc::clone(node), context, callback, tensors }),
         Err(failure) => end(node.operation, context, callback, Err(failure)),
     }
 }
@@ -64,20 +65,21 @@ fn prepare(node: &Node, context: Context) -> Result<(&'static Door, Vec<Pair>), 
         let nothing = Pair { input: None, output: None, shape: vec![0], dtype: INT64, splits: None };
         return Ok((door, vec![nothing]));
     }
-    let tensors = (0..count).map(|index| pair(node, context, index)).collect::<Result<_, _>>()?;
+    let status = Status::new(context.api);
+    let tensors = (0..count).map(|index| pair(node, context, index, &status)).collect::<Result<_, _>>()?;
     Ok((door, tensors))
 }
 
-fn pair(node: &Node, context: Context, index: c_int) -> Result<Pair, Failure> {
-    let input = context.input(index)?;
+fn pair(node: &Node, context: Context, index: c_int, status: &Status) -> Result<Pair, Failure> {
+    let input = context.input(index, status)?;
     let (shape, dtype) = (input.dims(), input.dtype());
     let mut pair = Pair { input: None, output: None, shape, dtype, splits: None };
     match node.operation {
         Operation::Allreduce | Operation::Broadcast => {
             // A reference of ours would keep TensorFlow from giving the memory away.
             drop(input);
-            let (output, forwarded) = context.forward(index, &pair.shape)?;
-            pair.input = (!forwarded).then(|| context.input(index)).transpose()?;
+            let (output, forwarded) = context.forward(index, &pair.shape, status)?;
+            pair.input = (!forwarded).then(|| context.input(index, status)).transpose()?;
             pair.output = Some(output);
         }
         Operation::Reducescatter => {
@@ -93,7 +95,7 @@ fn pair(node: &Node, context: Context, index: c_int) -> Result<Pair, Failure> {
             pair.input = Some(input);
         }
         Operation::Alltoall => {
-            let splits = context.input(1)?.integers();
+            let splits = context.input(1, status)?.integers();
             pair.splits = (!splits.is_empty()).then(|| non_negative(&splits)).transpose()?;
             pair.input = Some(input);
         }
@@ -117,21 +119,15 @@ fn non_negative(splits: &[i64]) -> Result<Vec<u64>, Failure> {
 }
 
 fn submit(job: Job) {
-    let base = job.node.name.clone().unwrap_or_else(|| format!("tensorflow.{:?}.noname", job.node.operation));
-    let count = job.tensors.len();
-    let named: Vec<(String, Vec<u64>)> = (0..)
-        .zip(&job.tensors)
-        .map(|(index, pair)| {
-            let name = if count == 1 { base.clone() } else { format!("{base}_{}of{count}", index + 1) };
-            (name, pair.shape.iter().map(|extent| u64::try_from(*extent).unwrap_or(0)).collect())
-        })
-        .collect();
+    let node = Arc::clone(&job.node);
+    let names = node.names(job.tensors.len());
     let requests: Vec<Request> =
-        named.iter().zip(&job.tensors).map(|((name, shape), pair)| request(name, shape, pair)).collect();
+        names.iter().zip(&job.tensors).map(|(name, pair)| request(name, pair)).collect();
     let (submit, call) = (job.door.submit, job.node.call);
     let context = Box::into_raw(Box::new(job));
     let mut message = [0u8; 1024];
-    // SAFETY: names and shapes outlive the call; the tensors live in the job until `done` has taken it.
+    // SAFETY: names outlive the call, as do shapes until the engine has read them; the tensors live in the job until
+    // `done` has taken it.
     let code = unsafe {
         let message: *mut [u8; 1024] = &raw mut message;
         submit(&raw const call, requests.as_ptr(), requests.len(), done, context.cast(), message.cast(), 1024)
@@ -144,7 +140,7 @@ fn submit(job: Job) {
     }
 }
 
-fn request(name: &str, shape: &[u64], pair: &Pair) -> Request {
+fn request(name: &str, pair: &Pair) -> Request {
     let output = pair.output.as_ref().map_or(std::ptr::null_mut(), Tensor::data);
     let input = pair.input.as_ref().map_or(output, Tensor::data);
     let output_bytes = pair.output.as_ref().map_or(0, Tensor::bytes);
@@ -152,8 +148,9 @@ fn request(name: &str, shape: &[u64], pair: &Pair) -> Request {
         name: name.as_ptr().cast(),
         name_length: name.len(),
         dtype: wire(pair.dtype),
-        rank: u32::try_from(shape.len()).unwrap_or(u32::MAX),
-        shape: shape.as_ptr(),
+        rank: u32::try_from(pair.shape.len()).unwrap_or(u32::MAX),
+        // None is negative.
+        shape: pair.shape.as_ptr().cast(),
         input,
         // Tensors without elements have no memory, but they do have an output.
         output: if pair.output.is_some() && output.is_null() { EMPTY.get() } else { output },

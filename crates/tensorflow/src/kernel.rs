@@ -5,6 +5,7 @@
 #![expect(unsafe_code, reason = "TensorFlow calls these through pointers")]
 
 use std::ffi::{CStr, c_void};
+use std::sync::{Arc, OnceLock};
 
 use farandole_door::{Call, Operation};
 
@@ -14,12 +15,24 @@ use crate::context::{Code, Context, Failure, Status};
 use crate::job;
 
 /// What a node of the graph asks for, whatever its tensors.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) operation: Operation,
-    /// Name across ranks; none when the engine is to number it.
-    pub(crate) name: Option<String>,
+    /// Name across ranks, or what the engine puts a number behind.
+    base: String,
+    /// Names of its tensors, made with the first run.
+    names: OnceLock<Vec<String>>,
     pub(crate) call: Call,
+}
+
+impl Node {
+    /// Names of so many tensors, which are as many in every run.
+    pub(crate) fn names(&self, count: usize) -> &[String] {
+        self.names.get_or_init(|| match count {
+            1 => vec![self.base.clone()],
+            _ => (1..=count).map(|index| format!("{}_{index}of{count}", self.base)).collect(),
+        })
+    }
 }
 
 /// Makes the kernel of a node with this operation.
@@ -30,7 +43,7 @@ pub(crate) unsafe extern "C" fn create<const OPERATION: u32>(construction: Opaqu
     let Ok(api) = api() else { return std::ptr::null_mut() };
     // SAFETY: the construction lives for this call.
     match unsafe { read(api, construction, OPERATION) } {
-        Ok(node) => Box::into_raw(Box::new(Kernel::Node(node))).cast(),
+        Ok(node) => Box::into_raw(Box::new(Kernel::Node(Arc::new(node)))).cast(),
         Err(failure) => {
             let status = Status::new(api);
             status.set(&failure);
@@ -44,7 +57,7 @@ pub(crate) unsafe extern "C" fn create<const OPERATION: u32>(construction: Opaqu
 /// What kernels of ours point at.
 pub(crate) enum Kernel {
     /// A collective.
-    Node(Node),
+    Node(Arc<Node>),
     /// A question about the world, and the process set it is about.
     Question(u32, u32),
     /// The probe, and how many microseconds it takes.
@@ -99,7 +112,8 @@ unsafe fn read(api: &'static Api, construction: Opaque, operation: u32) -> Resul
         };
         let number = |name, wanted: bool| if wanted { small(api, construction, name) } else { Ok(0) };
         let name = string(api, construction, c"tensor_name")?;
-        let name = (!name.is_empty()).then_some(name);
+        let numbered = name.is_empty();
+        let base = if numbered { format!("tensorflow.{operation:?}.noname") } else { name };
         let call = Call {
             operation: operation as u32,
             reduction: number(c"reduce_op", reduces)?,
@@ -107,10 +121,11 @@ unsafe fn read(api: &'static Api, construction: Opaque, operation: u32) -> Resul
             postscale: factor(c"postscale")?,
             root: number(c"root_rank", operation == Operation::Broadcast)?,
             process_set: number(c"process_set", true)?,
-            numbered: u32::from(name.is_none()),
-            attended: u32::from(boolean(api, construction, c"attended")?),
+            numbered: u32::from(numbered),
+            // Driven to its end on this thread, or for a moment only: TensorFlow has few.
+            attended: if boolean(api, construction, c"attended")? { 1 } else { 2 },
         };
-        Ok(Node { operation, name, call })
+        Ok(Node { operation, base, names: OnceLock::new(), call })
     }
 }
 

@@ -65,7 +65,7 @@ pub(crate) unsafe extern "C" fn compute(kernel: *mut c_void, context: Opaque, do
 }
 
 fn double(context: Context) -> Result<(), Failure> {
-    let input = context.input(0)?;
+    let input = context.input(0, &Status::new(context.api))?;
     let output = context.allocate(0, input.dtype(), &input.dims(), input.bytes())?;
     let number = *input
         .integers()

@@ -19,7 +19,8 @@ def install() -> None:
 
     - `LossScaleOptimizer.check_finite`: one rank's inf must skip the step on all ranks, or the others would wait for
       it in their reduction. `compile` may wrap a distributed optimizer by itself, so a subclass would not do.
-    - Whether a model may be compiled by XLA: on TensorFlow that depends on whether the collectives can.
+    - Whether a model may be compiled by XLA: on TensorFlow that depends on whether the collectives can, or the step be
+      split around them; `jit_compile="auto"` never splits.
     """
     global _installed  # noqa: PLW0603 - what is patched is global, too
     with _lock:
@@ -49,16 +50,29 @@ def _keep_from_xla() -> None:
 
     try:
         trainer: Any = importlib.import_module("keras.src.trainers.trainer")
-        supports = trainer.model_supports_jit
+        supports, resolve = trainer.model_supports_jit, trainer.Trainer._resolve_auto_jit_compile  # noqa: SLF001
     except (ImportError, AttributeError):
         # A Keras that asks elsewhere: its users set jit_compile=False themselves.
         return
 
-    def model_supports_jit(model: Any) -> bool:
-        if keras.backend.backend() == "tensorflow" and is_distributed(getattr(model, "optimizer", None)):
-            from farandole.tensorflow import _xla  # noqa: PLC0415 - the backend
+    def concerns(model: Any) -> bool:
+        return keras.backend.backend() == "tensorflow" and is_distributed(getattr(model, "optimizer", None))
 
-            return _xla.problem() is None and supports(model)
+    def model_supports_jit(model: Any) -> bool:
+        if concerns(model):
+            from farandole.tensorflow import _split, _xla  # noqa: PLC0415 - the backend
+
+            return (_xla.problem() is None or _split.is_possible()) and supports(model)
         return supports(model)
 
+    def resolve_auto_jit_compile(model: Any) -> bool:
+        chosen = resolve(model)
+        if chosen and concerns(model):
+            from farandole.tensorflow import _xla  # noqa: PLC0415 - the backend
+
+            # A split step is for who asks for it.
+            return _xla.problem() is None
+        return chosen
+
     trainer.model_supports_jit = model_supports_jit
+    trainer.Trainer._resolve_auto_jit_compile = resolve_auto_jit_compile  # noqa: SLF001

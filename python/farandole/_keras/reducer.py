@@ -132,6 +132,9 @@ class _TorchReducer(_Reducer):
                 process_set=self.process_set,
             )
 
+        if not torch.compiler.is_compiling():
+            # The compiler stays away: it would bring Triton, whose LLVM and TensorFlow's do not go together.
+            return reduce()
         # No part of a compiled graph.
         disable: Any = torch.compiler.disable
         return disable(reduce)()

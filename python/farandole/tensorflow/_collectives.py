@@ -12,12 +12,12 @@ import tensorflow as tf
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Adasum, Average, Sum, choose_op
 from farandole.tensorflow import _xla
+from farandole.tensorflow._eager import is_eager
 from farandole.tensorflow.compression import Compression, Compressor
 from farandole.tensorflow.mpi_ops import (
     as_tensor,
     grouped_allgather,
     grouped_reduce,
-    is_eager,
     reduce_eagerly,
     size_op,
 )
@@ -68,6 +68,8 @@ def allreduce(
     if is_eager(tensor) and not device_dense:
         op = choose_op(op, average)
         check_adasum(op, process_set)
+        if compression is Compression.none:
+            return reduce_eagerly(tensor, op, prescale_factor, postscale_factor, name, process_set, ignore_name_scope)
         value, ctx = compression.compress(tensor)
         reduced = reduce_eagerly(value, op, prescale_factor, postscale_factor, name, process_set, ignore_name_scope)
         return compression.decompress(reduced, ctx)

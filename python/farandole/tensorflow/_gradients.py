@@ -14,10 +14,12 @@ import tensorflow as tf
 
 from farandole.common.util import Average, Sum
 from farandole.tensorflow._library import ops
-from farandole.tensorflow._names import double, gradient_arguments, normalize
+from farandole.tensorflow._names import ONE, double, gradient_arguments, normalize
 
 REDUCTION = ("reduce_op", "prescale", "postscale")
 """What reductions are told."""
+DEFAULTS = {"tensor_name": b"", "process_set": 0, "reduce_op": Average, "prescale": ONE, "postscale": ONE}
+"""What eager ops were told if they were not told otherwise."""
 
 
 def _reduction(told: dict[str, Any]) -> dict[str, Any]:
@@ -75,10 +77,17 @@ def _scaled(tensor: Any, factor: float, divisor: Any) -> Any:
 
 def _told(op: Any, *more: str) -> dict[str, Any]:
     """What a native op was told."""
-    name = op.get_attr("tensor_name").decode()
+
+    def told_of(key: str) -> Any:
+        try:
+            return op.get_attr(key)
+        except KeyError:
+            return DEFAULTS[key]
+
+    name = tf.compat.as_text(told_of("tensor_name"))
     if not name and not tf.executing_eagerly():
         name = f"Farandole_{normalize(op.name)}"
-    told = {key: op.get_attr(key) for key in ("process_set", *more)}
+    told = {key: told_of(key) for key in ("process_set", *more)}
     return {"tensor_name": name, **told}
 
 

@@ -10,7 +10,6 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context  # the one place that tells whether eager ops run on the calling thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,12 +30,21 @@ def base_name(name: str, ignore_name_scope: bool) -> str:
 
 
 def eager_arguments(operation: str, name: str | None, process_set: Any, ignore_name_scope: bool) -> dict[str, Any]:
-    """As `arguments`, when running eagerly."""
+    """As `arguments`, when running eagerly.
+
+    The thread that runs the op drives it to its end: it would wait for that anyway, and when TensorFlow runs eager ops
+    asynchronously, it is one that does them one after the other.
+    """
     chosen = "" if name is None else f"{operation}.{base_name(name, ignore_name_scope)}"
-    return {"tensor_name": chosen, "process_set": _number(process_set), "attended": not context.is_async()}
+    return {"tensor_name": chosen, "process_set": number_of(process_set), "attended": True}
 
 
-def _number(process_set: Any) -> int:
+def number_of(process_set: Any) -> int:
+    """The engine's number of a process set.
+
+    Raises:
+        ValueError: When it has none.
+    """
     number = process_set.process_set_id
     if number is None:
         raise ValueError(f"the process set is not registered: {process_set!r}")
@@ -56,7 +64,7 @@ def arguments(
     """
     if tf.executing_eagerly():
         return eager_arguments(operation, name, process_set, ignore_name_scope)
-    number = _number(process_set)
+    number = number_of(process_set)
     if name is None:
         ends = [tensors[0], tensors[-1]] if len(tensors) > 1 else tensors[:1]
         # A tensor made eagerly outside of the graph has none.
@@ -103,5 +111,5 @@ def gradient_arguments(told: dict[str, Any]) -> dict[str, Any]:
     """What the collective in the gradient of another is told, of what that was told."""
     number = told["process_set"]
     if tf.executing_eagerly():
-        return {"tensor_name": "", "process_set": number, "attended": not context.is_async()}
+        return {"tensor_name": "", "process_set": number, "attended": True}
     return {"tensor_name": unique(f"{told['tensor_name'] or 'Farandole'}_grad"), "process_set": number}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,15 +70,31 @@ def is_tracing() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
-@functools.cache
-def problem() -> str | None:
-    """Why compiled functions cannot hold collectives; `None` when they can. Tries it, once."""
+def _is_off() -> bool:
+    name = "ENABLE_XLA_OPS"
+    told = os.environ.get(f"FARANDOLE_{name}", os.environ.get(f"HOROVOD_{name}", "1"))
+    return told.strip().lower() in ("0", "false", "no", "off")
+
+
+def _missing() -> str | None:
+    """What it takes to try, and is not there."""
+    if _is_off():
+        return "FARANDOLE_ENABLE_XLA_OPS is off"
     if _library.library is None:
         return "the native ops are not in use"
     if gen_xla_ops is None:
         return f"TensorFlow {tf.__version__} has no custom calls"
     if tf.config.list_physical_devices("GPU"):
         return "on a GPU, XLA would need the collectives to be kernels of the GPU's"
+    return None
+
+
+@functools.cache
+def problem() -> str | None:
+    """Why compiled functions cannot hold collectives; `None` when they can. Tries it, once."""
+    missing = _missing()
+    if missing is not None or _library.library is None:
+        return missing
     reason = _library.library.farandole_tensorflow_register_xla()
     if reason is not None:
         return reason.decode()

@@ -6,7 +6,8 @@ All work eagerly, in `tf.function`, in graphs of `tf.compat.v1` and in SavedMode
 same operations under the same names; eager operations without a name match in the order they are issued.
 
 A function with `jit_compile=True` may hold them on a CPU, when shapes are known as it is traced and all ranks have the
-same number of rows: XLA then calls into the library by itself. Where that cannot be, tracing says why.
+same number of rows: XLA then calls into the library by itself. Where that cannot be, as on GPUs, the function is split:
+what lies between collectives is compiled.
 
 Failures are TensorFlow's errors: `InvalidArgumentError` for a wrong call, `FailedPreconditionError` when ranks ask for
 different things or `init` is missing, `AbortedError` for what a dtype cannot do, `UnknownError` when a peer failed.
@@ -17,9 +18,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorflow.python.framework.ops import (
-    EagerTensor,
-)  # its type: what tf.Tensor asks for takes longer than a small op
 
 from farandole.common.basics import (
     ccl_built,
@@ -45,9 +43,9 @@ from farandole.common.basics import (
 )
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
-from farandole.tensorflow import _xla
+from farandole.tensorflow import _eager, _library, _split, _xla
 from farandole.tensorflow._library import ops
-from farandole.tensorflow._names import arguments, bits, eager_arguments
+from farandole.tensorflow._names import arguments, base_name, bits, eager_arguments, number_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,9 +91,13 @@ __all__ = [
 ]
 
 
+_native = ops if _eager.IS_POSSIBLE and _library.library is not None else None
+"""The ops, where they are native and there is a shorter way to them."""
+
+
 def as_tensor(value: Any) -> Any:
     """A tensor of what is one, a variable of TensorFlow's or Keras's, or what TensorFlow makes a tensor of."""
-    if type(value) is EagerTensor or isinstance(value, tf.Tensor):
+    if type(value) is _eager.eager_tensor or isinstance(value, tf.Tensor):
         return value
     return tf.convert_to_tensor(native_variable(value))
 
@@ -107,8 +109,13 @@ def native_variable(value: Any) -> Any:
 
 
 def chosen() -> Any:
-    """The ops for where one is about to be made: in a function that XLA will compile, or anywhere else."""
-    return _xla if _xla.is_tracing() else ops
+    """The ops for where one is about to be made: in a function that XLA will compile, or anywhere else.
+
+    Where XLA cannot hold them, the function is split around them, if that can be.
+    """
+    if not _xla.is_tracing() or (_xla.problem() is not None and _split.split()):
+        return ops
+    return _xla
 
 
 def grouped_reduce(
@@ -136,11 +143,6 @@ def grouped_reduce(
     return list(several(tensors=tensors, **attributes, **told))
 
 
-def is_eager(value: Any) -> bool:
-    """Whether this is a tensor with a value, about to be used eagerly."""
-    return type(value) is EagerTensor and tf.executing_eagerly()
-
-
 def reduce_eagerly(
     tensor: Any,
     op: int,
@@ -151,6 +153,15 @@ def reduce_eagerly(
     ignore_name_scope: bool,
 ) -> Any:
     """Reduces one eager tensor, by the shortest way."""
+    if ops is _native and prescale_factor == postscale_factor == 1.0:
+        told: tuple[Any, ...] = ("attended", True, "reduce_op", op)
+        if name is not None:
+            told += ("tensor_name", f"Allreduce.{base_name(name, ignore_name_scope)}")
+        if process_set is not global_process_set:
+            told += ("process_set", number_of(process_set))
+        reduced = _eager.run("FarandoleAllreduce", tensor, told)
+        if reduced is not None:
+            return reduced
     return ops.farandole_allreduce(
         tensor=tensor,
         reduce_op=op,

@@ -116,7 +116,7 @@ fn operations_go_through_the_door_and_refusals_come_back() {
     assert_eq!(found, Place { set_size: 1, set_rank: 0, rank: 0, local_size: 1, local_rank: 0 });
 
     let input = [1.0, 2.5];
-    for attended in [0, 1] {
+    for attended in [0, 1, 2] {
         let mut output = [0.0; 2];
         let sum = Call { attended, ..a_call(Operation::Allreduce) };
         let (code, message, _) = outcome(call(&sum, &["a"], &input, Some(&mut output)).unwrap());

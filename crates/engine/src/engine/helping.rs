@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Submitting, and helping for a moment: what is over by then costs no other thread.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use super::Engine;
+use crate::callbacks::Callback;
+use crate::{Completion, Handle, Request, Result};
+
+/// Longest help: several times what small operations take, and too short to be missed by whoever owns the thread.
+const MOMENT: Duration = Duration::from_micros(150);
+/// After so many times in vain in a row, help is given only now and then.
+const VAIN: u32 = 3;
+/// How often then.
+const SOMETIMES: u32 = 16;
+
+/// Whether help has been worth it.
+#[derive(Debug, Default)]
+pub(super) struct Zeal {
+    vain: AtomicU32,
+}
+
+impl Zeal {
+    /// How long to help this time.
+    fn moment(&self) -> Duration {
+        let vain = self.vain.load(Ordering::Relaxed);
+        if vain < VAIN || vain.is_multiple_of(SOMETIMES) { MOMENT } else { Duration::ZERO }
+    }
+
+    fn learn(&self, over: bool) {
+        if over {
+            self.vain.store(0, Ordering::Relaxed);
+        } else {
+            self.vain.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Engine {
+    /// Submits requests, several as one group, and drives on this thread for a moment. Results that came by then are
+    /// returned. What takes longer is left to the engine's own threads, and to the callbacks that `later` makes, one
+    /// for each request; help that is in vain several times is given less often.
+    ///
+    /// # Errors
+    /// As [`Engine::submit_group`]; `later` is not called then.
+    pub fn submit_helping(
+        &self,
+        mut requests: Vec<Request>,
+        later: impl FnOnce() -> Vec<Callback>,
+    ) -> Result<Option<Vec<Result<Completion>>>> {
+        self.check_process()?;
+        self.inner.callbacks.start()?;
+        let handles = match requests.pop() {
+            Some(request) if requests.is_empty() => vec![self.admit(request, None)?],
+            last => {
+                requests.extend(last);
+                self.admit_group(requests, Vec::new())?
+            }
+        };
+        let moment = self.zeal.moment();
+        let results = if moment.is_zero() {
+            self.inner.announce();
+            self.zeal.learn(false);
+            Vec::new()
+        } else {
+            self.inner.announce_quietly();
+            let results = self.results_by(&handles, Instant::now() + moment);
+            self.zeal.learn(results.len() == handles.len());
+            results
+        };
+        if results.len() == handles.len() {
+            return Ok(Some(results));
+        }
+        self.hand_over(&handles, results, later());
+        Ok(None)
+    }
+
+    /// Results in order, until the first that has not come by `end`.
+    fn results_by(&self, handles: &[Handle], end: Instant) -> Vec<Result<Completion>> {
+        let mut results = Vec::with_capacity(handles.len());
+        for handle in handles {
+            match self.wait(*handle, end.saturating_duration_since(Instant::now())).transpose() {
+                Some(result) => results.push(result),
+                None => break,
+            }
+        }
+        results
+    }
+
+    /// Results go to the first callbacks; the others get what comes.
+    fn hand_over(&self, handles: &[Handle], results: Vec<Result<Completion>>, callbacks: Vec<Callback>) {
+        let mut callbacks = callbacks.into_iter();
+        let left = &handles[results.len()..];
+        let mut calls: Vec<_> =
+            callbacks.by_ref().zip(results).map(|(callback, result)| (callback, result)).collect();
+        let mut desk = self.inner.desk.lock();
+        for (handle, callback) in left.iter().zip(callbacks) {
+            desk.hand_over(*handle, callback, &mut calls);
+        }
+        drop(desk);
+        self.inner.callbacks.send(&mut calls);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn help_in_vain_becomes_rare_and_is_whole_again_once_it_was_worth_it() {
+        let zeal = Zeal::default();
+        let mut given = || {
+            let moment = zeal.moment();
+            zeal.learn(false);
+            !moment.is_zero()
+        };
+        assert_eq!((0..32).filter(|_| given()).count(), 4, "the first three, and the sixteenth");
+        zeal.learn(true);
+        assert_eq!(zeal.moment(), MOMENT);
+    }
+}

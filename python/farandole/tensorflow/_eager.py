@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The shortest way to an eager op.
+
+What TensorFlow's generated functions do, but for attributes that have their default values: each costs a small op more
+than half a microsecond. Their parts are in no public module; where they are not to be had, the generated functions
+serve.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+import tensorflow as tf
+
+IS_POSSIBLE = True
+"""Whether this TensorFlow has the parts."""
+eager_tensor: Any = type(None)
+"""The type of tensors with a value; no tensor's where there is no short way."""
+
+try:
+    _pywrap: Any = importlib.import_module("tensorflow.python.pywrap_tfe")
+    _context: Any = importlib.import_module("tensorflow.python.eager.context")
+    _core: Any = importlib.import_module("tensorflow.python.eager.core")
+    _ops: Any = importlib.import_module("tensorflow.python.framework.ops")
+    _execute: Any = _pywrap.TFE_Py_FastPathExecute
+    _failed: Any = _core._NotOkStatusException  # noqa: SLF001 - what _execute raises
+    _unfit: Any = _core._FallbackException  # noqa: SLF001
+    _raise: Any = _ops.raise_from_not_ok_status
+    _current, _executing_eagerly = _context.context, _context.executing_eagerly
+    eager_tensor = _ops.EagerTensor
+except (ImportError, AttributeError):
+    IS_POSSIBLE = False
+    _current = _execute = _raise = _failed = _unfit = cast("Any", None)
+    _executing_eagerly = tf.executing_eagerly
+
+
+def is_eager(value: Any) -> bool:
+    """Whether this is a tensor with a value, about to be used eagerly."""
+    return type(value) is eager_tensor and _executing_eagerly()
+
+
+def run(op: str, tensor: Any, told: tuple[Any, ...]) -> Any:
+    """Runs a native op on an eager tensor; `None` when TensorFlow wants that to go another way.
+
+    Args:
+        op: The op.
+        tensor: Its input.
+        told: Names and values of attributes, by turns.
+    """
+    try:
+        return _execute(_current(), op, None, tensor, *told)
+    except _failed as error:
+        _raise(error, None)
+    except _unfit:
+        return None

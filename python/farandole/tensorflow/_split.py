@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Functions with `jit_compile=True`, split around collectives that XLA cannot hold.
+
+Whether a function must be compiled as a whole is decided when its trace ends. So while it is being traced, and comes to
+a collective, that is taken back, and its other ops are marked to be compiled: TensorFlow then makes programs of what
+lies between collectives, and runs those as ops.
+
+Both are in no public module of TensorFlow's: where they cannot be reached, nothing is done.
+"""
+
+# ruff: noqa: SLF001 - all of it is about TensorFlow's own
+
+import importlib
+import itertools
+import sys
+import weakref
+from typing import Any, cast
+
+import tensorflow as tf
+
+try:
+    AttrValue: Any = importlib.import_module("tensorflow.core.framework.attr_value_pb2").AttrValue
+    _of_functions = "tensorflow.python.eager.polymorphic_function"
+    Function: Any = importlib.import_module(f"{_of_functions}.polymorphic_function").Function
+    _attributes: Any = importlib.import_module(f"{_of_functions}.attributes")
+    NO_INLINE, XLA_COMPILE = _attributes.NO_INLINE, _attributes.XLA_COMPILE
+except (ImportError, AttributeError):
+    AttrValue = Function = NO_INLINE = XLA_COMPILE = cast("Any", None)
+
+_split: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Functions that are split: they stay so when they are traced again."""
+_scopes = itertools.count()
+"""Tell apart what is compiled together."""
+
+
+def is_possible() -> bool:
+    """Whether this TensorFlow has what it takes."""
+    return Function is not None and all(
+        hasattr(holder, name)
+        for holder, name in (
+            (tf.Graph, "_attr_scope"),
+            (tf.Operation, "_set_attr"),
+            (Function, "_generate_tracing_options"),
+        )
+    )
+
+
+def split() -> bool:
+    """Splits what is being traced on this thread; whether that could be done."""
+    if not is_possible():
+        return False
+    functions, graphs = _being_traced()
+    for function in functions:
+        _split.add(function)
+        function._jit_compile = False
+        for options in (function._variable_creation_config, function._no_variable_creation_config):
+            if options is not None:
+                options.attributes[XLA_COMPILE] = False
+                options.attributes.pop(NO_INLINE, None)
+    for graph in graphs:
+        _mark(graph)
+    return bool(functions)
+
+
+def _being_traced() -> tuple[list[Any], list[Any]]:
+    """The functions to be compiled in whose trace this thread is, and the graphs of those traces and inside of them."""
+    functions, graphs, inside = [], [], 0
+    frame = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "func_graph_from_py_func":
+            graphs.append(frame.f_locals.get("func_graph"))
+        elif name in _ENTRIES:
+            function: Any = frame.f_locals.get("self")
+            if isinstance(function, Function) and (function._jit_compile or function in _split):
+                inside = len(graphs)
+                if function not in functions:
+                    functions.append(function)
+        frame = frame.f_back
+    return functions, graphs[:inside]
+
+
+_ENTRIES = ("_call", "get_concrete_function", "_get_concrete_function_garbage_collected")
+"""Methods of functions in which traces begin."""
+
+
+def _mark(graph: Any) -> None:
+    """Has a graph's ops compiled, those that are there and those to come, as far as XLA knows them."""
+    if hasattr(graph, "_farandole_split"):
+        return
+    scope = f"farandole_split_{next(_scopes)}"
+    attributes = {"_XlaCompile": AttrValue(b=True), "_XlaScope": AttrValue(s=scope.encode())}
+    graph._farandole_split = scope
+    for op in graph.get_operations():
+        for name, value in attributes.items():
+            op._set_attr(name, value)
+    graph._attr_scope_map.update(attributes)
