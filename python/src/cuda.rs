@@ -9,8 +9,9 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use farandole::collectives::{Buffer, Communicator as _, Operation, Place, Segment, Token};
+use farandole::config::Config;
 use farandole::cuda::{self, Cache, Driver, Gpu, GpuLane, Inputs, Nccl, NcclCommunicator, Nvrtc, Places};
-use pyo3::exceptions::PyTimeoutError;
+use pyo3::exceptions::{PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::error::raise;
@@ -21,6 +22,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Kernels>()?;
     module.add_class::<Ring>()?;
     module.add_function(wrap_pyfunction!(inventory, module)?)?;
+    module.add_function(wrap_pyfunction!(built, module)?)?;
     module.add_function(wrap_pyfunction!(packed_bytes, module)?)
 }
 
@@ -45,6 +47,15 @@ fn inventory(py: Python<'_>, named: &str, packages: Vec<PathBuf>) -> Vec<(String
     let places = places(named, packages);
     let findings = py.detach(|| cuda::inventory(&places));
     findings.into_iter().map(|finding| (finding.name, finding.works, finding.detail)).collect()
+}
+
+/// Whether there is a driver, and NCCL's version code; 0 where there is none, or no driver.
+#[pyfunction]
+#[pyo3(signature = (packages, /))]
+fn built(py: Python<'_>, packages: Vec<PathBuf>) -> PyResult<(bool, i32)> {
+    let config = Config::from_env().map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let places = places(&config.cuda_libraries, packages);
+    Ok(py.detach(|| cuda::built(&places)))
 }
 
 /// Bytes of the buffer that tensors of so many elements are packed into.

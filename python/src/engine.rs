@@ -14,6 +14,7 @@ use farandole::world::{self, ProcessSetId, Rank};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::device::{Given, Reached, Spot, Spots, open_device};
 use crate::error::raise;
 use crate::runtime;
 use crate::tensor::{Gathered, Mapped, buffer, dtype, reduce_op};
@@ -23,6 +24,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<World>()?;
     module.add_class::<Gathered>()?;
     module.add_class::<Mapped>()?;
+    module.add_class::<Reached>()?;
+    module.add_function(wrap_pyfunction!(open_device, module)?)?;
     module.add_function(wrap_pyfunction!(init, module)?)?;
     module.add_function(wrap_pyfunction!(shutdown, module)?)?;
     module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
@@ -172,7 +175,7 @@ fn world_of_session() -> PyResult<World> {
     reason = "a tuple per call would cost more than the operation's own submission"
 )]
 #[pyfunction]
-#[pyo3(signature = (name, dtype, shape, source, target, op, prescale, postscale, process_set, attended, /))]
+#[pyo3(signature = (name, dtype, shape, source, target, op, prescale, postscale, process_set, attended, device=None, /))]
 fn allreduce(
     name: String,
     dtype: u8,
@@ -184,30 +187,35 @@ fn allreduce(
     postscale: f64,
     process_set: u32,
     attended: bool,
+    device: Given,
 ) -> PyResult<u64> {
     let kind = Kind::Allreduce { op: reduce_op(op)?, prescale, postscale };
-    submit(request(name, kind, dtype, shape, source, Some(target), process_set)?, attended)
+    submit(
+        request(name, kind, dtype, shape, source, Some(target), process_set, Spots::default().of(device)?)?,
+        attended,
+    )
 }
 
 /// Starts several allreduces as one unit: `(name, dtype, shape, source, target)` each.
 #[pyfunction]
-#[pyo3(signature = (tensors, op, prescale, postscale, process_set, /))]
+#[pyo3(signature = (tensors, op, prescale, postscale, process_set, devices=None, /))]
 fn grouped_allreduce(
     tensors: Vec<(String, u8, Vec<u64>, usize, usize)>,
     op: u8,
     prescale: f64,
     postscale: f64,
     process_set: u32,
+    devices: Option<Vec<Given>>,
 ) -> PyResult<Vec<u64>> {
     let kind = Kind::Allreduce { op: reduce_op(op)?, prescale, postscale };
-    submit_group(tensors, |(name, dtype, shape, source, target)| {
-        request(name, kind.clone(), dtype, shape, source, Some(target), process_set)
+    submit_group(tensors, devices, |(name, dtype, shape, source, target), spot| {
+        request(name, kind.clone(), dtype, shape, source, Some(target), process_set, spot)
     })
 }
 
 #[expect(clippy::too_many_arguments, reason = "as for allreduce")]
 #[pyfunction]
-#[pyo3(signature = (name, dtype, shape, source, target, root, process_set, attended, /))]
+#[pyo3(signature = (name, dtype, shape, source, target, root, process_set, attended, device=None, /))]
 fn broadcast(
     name: String,
     dtype: u8,
@@ -217,13 +225,17 @@ fn broadcast(
     root: u32,
     process_set: u32,
     attended: bool,
+    device: Given,
 ) -> PyResult<u64> {
     let kind = Kind::Broadcast { root: Rank(root) };
-    submit(request(name, kind, dtype, shape, source, Some(target), process_set)?, attended)
+    submit(
+        request(name, kind, dtype, shape, source, Some(target), process_set, Spots::default().of(device)?)?,
+        attended,
+    )
 }
 
 #[pyfunction]
-#[pyo3(signature = (name, dtype, shape, source, process_set, attended, /))]
+#[pyo3(signature = (name, dtype, shape, source, process_set, attended, device=None, /))]
 fn allgather(
     name: String,
     dtype: u8,
@@ -231,22 +243,39 @@ fn allgather(
     source: usize,
     process_set: u32,
     attended: bool,
+    device: Given,
 ) -> PyResult<u64> {
-    submit(request(name, Kind::Allgather, dtype, shape, source, None, process_set)?, attended)
+    submit(
+        request(
+            name,
+            Kind::Allgather,
+            dtype,
+            shape,
+            source,
+            None,
+            process_set,
+            Spots::default().of(device)?,
+        )?,
+        attended,
+    )
 }
 
 /// Starts several allgathers as one unit: `(name, dtype, shape, source)` each.
 #[pyfunction]
-#[pyo3(signature = (tensors, process_set, /))]
-fn grouped_allgather(tensors: Vec<(String, u8, Vec<u64>, usize)>, process_set: u32) -> PyResult<Vec<u64>> {
-    submit_group(tensors, |(name, dtype, shape, source)| {
-        request(name, Kind::Allgather, dtype, shape, source, None, process_set)
+#[pyo3(signature = (tensors, process_set, devices=None, /))]
+fn grouped_allgather(
+    tensors: Vec<(String, u8, Vec<u64>, usize)>,
+    process_set: u32,
+    devices: Option<Vec<Given>>,
+) -> PyResult<Vec<u64>> {
+    submit_group(tensors, devices, |(name, dtype, shape, source), spot| {
+        request(name, Kind::Allgather, dtype, shape, source, None, process_set, spot)
     })
 }
 
 /// Starts an all-to-all; `splits` are rows for each member, or nothing for as many each.
 #[pyfunction]
-#[pyo3(signature = (name, dtype, shape, source, splits, process_set, attended, /))]
+#[pyo3(signature = (name, dtype, shape, source, splits, process_set, attended, device=None, /))]
 fn alltoall(
     name: String,
     dtype: u8,
@@ -255,19 +284,23 @@ fn alltoall(
     splits: Option<Vec<i64>>,
     process_set: u32,
     attended: bool,
+    device: Given,
 ) -> PyResult<u64> {
     let rows = |splits: Vec<i64>| -> PyResult<Vec<u64>> {
         let negative = |_| PyValueError::new_err(format!("splits must not be negative: {splits:?}"));
         splits.iter().map(|rows| u64::try_from(*rows).map_err(negative)).collect()
     };
     let kind = Kind::Alltoall { splits: splits.map(rows).transpose()? };
-    submit(request(name, kind, dtype, shape, source, None, process_set)?, attended)
+    submit(
+        request(name, kind, dtype, shape, source, None, process_set, Spots::default().of(device)?)?,
+        attended,
+    )
 }
 
 /// Starts a reduce-scatter; `target` has room for this rank's rows.
 #[expect(clippy::too_many_arguments, reason = "as for allreduce")]
 #[pyfunction]
-#[pyo3(signature = (name, dtype, shape, source, target, op, prescale, postscale, process_set, attended, /))]
+#[pyo3(signature = (name, dtype, shape, source, target, op, prescale, postscale, process_set, attended, device=None, /))]
 fn reducescatter(
     name: String,
     dtype: u8,
@@ -279,24 +312,29 @@ fn reducescatter(
     postscale: f64,
     process_set: u32,
     attended: bool,
+    device: Given,
 ) -> PyResult<u64> {
     let kind = Kind::Reducescatter { op: reduce_op(op)?, prescale, postscale };
-    submit(request(name, kind, dtype, shape, source, Some(target), process_set)?, attended)
+    submit(
+        request(name, kind, dtype, shape, source, Some(target), process_set, Spots::default().of(device)?)?,
+        attended,
+    )
 }
 
 /// Starts several reduce-scatters as one unit: `(name, dtype, shape, source, target)` each.
 #[pyfunction]
-#[pyo3(signature = (tensors, op, prescale, postscale, process_set, /))]
+#[pyo3(signature = (tensors, op, prescale, postscale, process_set, devices=None, /))]
 fn grouped_reducescatter(
     tensors: Vec<(String, u8, Vec<u64>, usize, usize)>,
     op: u8,
     prescale: f64,
     postscale: f64,
     process_set: u32,
+    devices: Option<Vec<Given>>,
 ) -> PyResult<Vec<u64>> {
     let kind = Kind::Reducescatter { op: reduce_op(op)?, prescale, postscale };
-    submit_group(tensors, |(name, dtype, shape, source, target)| {
-        request(name, kind.clone(), dtype, shape, source, Some(target), process_set)
+    submit_group(tensors, devices, |(name, dtype, shape, source, target), spot| {
+        request(name, kind.clone(), dtype, shape, source, Some(target), process_set, spot)
     })
 }
 
@@ -326,7 +364,8 @@ fn join(allow_gather: bool) -> PyResult<u64> {
     submit(Request::join("join.noname", allow_gather), true)
 }
 
-/// Waits for a result and takes it: memory the engine filled, the rank that joined last, or nothing.
+/// Waits for a result and takes it: memory the engine filled, the rank that joined last, or nothing; what a GPU is still
+/// at work on comes as `Reached`.
 #[pyfunction]
 #[pyo3(signature = (handle, /))]
 fn wait(py: Python<'_>, handle: u64) -> PyResult<Option<Py<PyAny>>> {
@@ -338,14 +377,19 @@ fn wait(py: Python<'_>, handle: u64) -> PyResult<Option<Py<PyAny>>> {
     if let Some(last) = completion.last {
         return Ok(Some(last.0.into_pyobject(py)?.into_any().unbind()));
     }
+    let reached = completion.reached.clone();
     let gathered = Gathered::of(completion).map(|gathered| Py::new(py, gathered)).transpose()?;
-    Ok(gathered.map(Py::into_any))
+    match reached {
+        None => Ok(gathered.map(Py::into_any)),
+        Some(event) => Ok(Some(Py::new(py, Reached::new(event, gathered))?.into_any())),
+    }
 }
 
 fn current() -> PyResult<Arc<Session>> {
     session::current().map_err(|error| raise(error.fault(), &error))
 }
 
+#[expect(clippy::too_many_arguments, reason = "as for allreduce")]
 fn request(
     name: String,
     kind: Kind,
@@ -354,9 +398,10 @@ fn request(
     source: usize,
     target: Option<usize>,
     process_set: u32,
+    spot: Spot,
 ) -> PyResult<Request> {
     let dtype = dtype(number)?;
-    let input = buffer(source, dtype, &shape)?;
+    let input = buffer(source, dtype, &shape, spot.place)?;
     let written = match (&kind, shape.first()) {
         (Kind::Reducescatter { .. }, Some(rows)) => {
             let set = ProcessSetId(process_set);
@@ -366,7 +411,7 @@ fn request(
         }
         _ => &shape,
     };
-    let output = target.map(|target| buffer(target, dtype, written)).transpose()?;
+    let output = target.map(|target| buffer(target, dtype, written, spot.place)).transpose()?;
     Ok(Request {
         name,
         kind,
@@ -375,7 +420,7 @@ fn request(
         input,
         output,
         process_set: ProcessSetId(process_set),
-        ready: None,
+        ready: spot.ready,
     })
 }
 
@@ -386,8 +431,14 @@ fn submit(request: Request, attended: bool) -> PyResult<u64> {
     handle.map(|handle| handle.0).map_err(|error| raise(error.fault(), &error))
 }
 
-fn submit_group<T>(tensors: Vec<T>, request: impl Fn(T) -> PyResult<Request>) -> PyResult<Vec<u64>> {
-    let requests = tensors.into_iter().map(request).collect::<PyResult<Vec<_>>>()?;
+fn submit_group<T>(
+    tensors: Vec<T>,
+    devices: Option<Vec<Given>>,
+    request: impl Fn(T, Spot) -> PyResult<Request>,
+) -> PyResult<Vec<u64>> {
+    let (mut spots, mut devices) = (Spots::default(), devices.unwrap_or_default().into_iter());
+    let spotted = |tensor| spots.of(devices.next().flatten()).and_then(|spot| request(tensor, spot));
+    let requests = tensors.into_iter().map(spotted).collect::<PyResult<Vec<_>>>()?;
     let handles = current()?.engine().submit_group(requests).map_err(|error| raise(error.fault(), &error))?;
     Ok(handles.into_iter().map(|handle| handle.0).collect())
 }

@@ -7,6 +7,7 @@ mod arrow;
 mod cli;
 mod compress;
 mod cuda;
+mod device;
 mod door;
 mod engine;
 mod error;

@@ -13,12 +13,12 @@ use pyo3::exceptions::{PyBufferError, PyMemoryError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-/// Host memory of a contiguous tensor. The caller on the Python side keeps it valid until the operation is consumed;
+/// Memory of a contiguous tensor. The caller on the Python side keeps it valid until the operation is consumed;
 /// that is the contract of the whole module `engine`.
 ///
 /// # Errors
 /// `ValueError` when the shape is larger than any memory, or nothing is at the address.
-pub(crate) fn buffer(address: usize, dtype: DataType, shape: &[u64]) -> PyResult<Buffer> {
+pub(crate) fn buffer(address: usize, dtype: DataType, shape: &[u64], place: Place) -> PyResult<Buffer> {
     let bytes = shape
         .iter()
         .try_fold(dtype.size() as u64, |bytes, dimension| bytes.checked_mul(*dimension))
@@ -30,7 +30,7 @@ pub(crate) fn buffer(address: usize, dtype: DataType, shape: &[u64]) -> PyResult
     let address = std::ptr::with_exposed_provenance_mut(address);
     // SAFETY: the module's contract: `farandole.torch` passes a live tensor's address with its own shape and dtype, and
     // keeps that tensor in its table of handles until the engine is done with it.
-    Ok(unsafe { Buffer::from_raw(address, bytes, Place::Host) })
+    Ok(unsafe { Buffer::from_raw(address, bytes, place) })
 }
 
 /// Values to read, under the contract of [`buffer`] for the time of a call.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use farandole::config::{Config, PortRange, environment};
-use farandole::cuda::{Finding, Places, inventory};
+use farandole::cuda::{Finding, Kind, Places, inventory};
 use farandole::launcher::{Local, run_local};
 use farandole::registrar::{Client, Options, PROTOCOL_VERSION, Registrar, host};
 use farandole::transport::{LinkKind, MemoryRendezvous, Mesh, MeshOptions};
@@ -232,8 +232,24 @@ fn devices(page: &mut Page, python: &Python) {
     let mut places = Places::of(&named);
     places.packages.extend(python.folders.iter().cloned());
     // What is missing is no problem: without it, tensors on a GPU go through host memory.
-    for Finding { name, works, detail } in inventory(&places) {
-        page.check(works, &name, &detail);
+    let findings = inventory(&places);
+    for Finding { name, works, detail } in &findings {
+        page.check(*works, name, detail);
+    }
+    let chosen = Config::from_env().map(|config| config.gpu_tensors).unwrap_or_default();
+    let works = |name: &str| findings.iter().any(|finding| finding.name == name && finding.works);
+    let (by_nccl, way) = tensors_on_gpus(&chosen, works(Kind::Driver.name()), works(Kind::Nccl.name()));
+    page.check(by_nccl, "tensors on GPUs", way);
+}
+
+/// Whether NCCL reduces them, and what becomes of them.
+fn tensors_on_gpus(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static str) {
+    match chosen.to_lowercase().as_str() {
+        _ if !driver => (false, "none: there is no driver"),
+        "copied" => (false, "copied to host memory by torch: FARANDOLE_GPU_TENSORS=copied"),
+        "staged" => (false, "through host memory: FARANDOLE_GPU_TENSORS=staged"),
+        _ if !nccl => (false, "through host memory: there is no NCCL"),
+        _ => (true, "by NCCL where every rank has a GPU of its own, else through host memory"),
     }
 }
 

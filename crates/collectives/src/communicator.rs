@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The three traits behind which hosts and accelerators look the same to the engine.
+//! The traits behind which hosts and accelerators look the same to the engine.
 
-use crate::{Buffer, DataType, Memory, ReduceOp, Result};
+use std::sync::Arc;
+use std::time::Duration;
+
+use farandole_world::Rank;
+
+use crate::{Buffer, DataType, Error, Memory, ReduceOp, Result, Stream};
 
 /// Names an operation between its submission and its completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -98,6 +103,35 @@ pub trait Communicator: Send {
     /// The first failure of a link; the communicator is unusable afterwards.
     fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool>;
 
+    /// As [`Communicator::submit`], for an operation whose work on the device comes after `events`: the device waits for
+    /// them, not the host.
+    ///
+    /// # Errors
+    /// As `submit`; `Device` where there is no device that could wait.
+    fn submit_after(
+        &mut self,
+        token: Token,
+        operation: Operation,
+        events: Vec<Arc<dyn Event>>,
+    ) -> Result<()> {
+        match events.is_empty() {
+            true => self.submit(token, operation),
+            false => Err(Error::Shape { reason: "an operation on the host waits for no device".to_owned() }),
+        }
+    }
+
+    /// Whether an operation is done as it is defined: the same answer on every member.
+    fn carries(&self, _operation: &Operation) -> bool {
+        true
+    }
+
+    /// Appends operations whose work was put on a device since, each with the event at which its results are there. They
+    /// complete later; until then nothing but their device touches their buffers.
+    fn launched(&mut self, _launched: &mut Vec<(Token, Arc<dyn Event>)>) {}
+
+    /// Waits until what was launched is done, for at most so long: before an end in good order.
+    fn drain(&mut self, _limit: Duration) {}
+
     /// For an owner that makes no more progress: nobody touches the memory of what was submitted any more. All later
     /// calls fail.
     fn abandon(&mut self) {}
@@ -117,18 +151,71 @@ pub trait Device: Send + Sync {
     /// `Device` when it is out of memory.
     fn staging(&self, bytes: usize) -> Result<Memory>;
 
-    /// Starts copying `from` to `to`, one of them on this device, after all work queued before.
+    /// Starts copying `from` to `to`, one of them on this device, after all copies in that direction queued before.
     ///
     /// # Errors
     /// `Device` when the copy cannot be queued, `Shape` when the sizes differ.
-    fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Box<dyn Event>>;
+    fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Arc<dyn Event>>;
+
+    /// As [`Device::copy`], several at once, all in one direction: the event comes after all of them. At least one.
+    ///
+    /// # Errors
+    /// As `copy`, `Shape` also where there is nothing to copy.
+    fn copy_all(&self, pairs: &[(Buffer, Buffer)]) -> Result<Arc<dyn Event>> {
+        let mut last = None;
+        for (from, to) in pairs {
+            last = Some(self.copy(from, to)?);
+        }
+        last.ok_or_else(|| Error::Shape { reason: "nothing is to be copied".to_owned() })
+    }
 }
 
 /// A point in a device's work.
-pub trait Event: Send {
+pub trait Event: Send + Sync {
     /// Whether everything before it is done.
     ///
     /// # Errors
     /// `Device` when the work failed.
     fn is_ready(&self) -> Result<bool>;
+
+    /// The device.
+    fn ordinal(&self) -> u32;
+
+    /// What is put on a stream of the device from now on comes after this; the host waits for nothing.
+    ///
+    /// # Errors
+    /// `Device` when the device cannot.
+    fn hold(&self, stream: Stream) -> Result<()>;
+}
+
+/// Makes communicators among devices, one of each member. What members know of each other they tell by cards.
+pub trait Fabric: Send + Sync {
+    /// What this member brings with this device, at most [`CARD`] bytes; nothing where it cannot take part. `first` is
+    /// said to one of the members, whose card names the communicator.
+    fn card(&self, device: u32, first: bool) -> Vec<u8>;
+
+    /// Begins to form a communicator of `members`, of which this is the one at `place`; `patience` is how long that, and
+    /// each operation, may take. Whether there can be one follows from the cards alone.
+    ///
+    /// # Errors
+    /// `Device`, `Lost`.
+    fn form(
+        &self,
+        device: u32,
+        cards: &[&[u8]],
+        members: &[Rank],
+        place: usize,
+        patience: Duration,
+    ) -> Result<Formed>;
+}
+
+/// Bytes of a card.
+pub const CARD: usize = 192;
+
+/// What comes of a meeting about a communicator among devices.
+pub enum Formed {
+    /// It is being formed; operations may be submitted.
+    Communicator(Box<dyn Communicator>),
+    /// There can be none, for this reason.
+    Not(String),
 }

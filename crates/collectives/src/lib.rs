@@ -55,8 +55,10 @@ mod error;
 mod host;
 pub mod kernel;
 
-pub use buffer::{Buffer, Memory, Place};
-pub use communicator::{Communicator, Device, Event, Operation, Segment, Token};
+pub use buffer::{Buffer, Memory, Place, Stream};
+pub use communicator::{
+    CARD, Communicator, Device, Event, Fabric, Formed, Operation, Segment, Token,
+};
 pub use crossover::{Algorithm, Crossover};
 pub use dtype::{DataType, ReduceOp};
 pub use error::{Error, Result};

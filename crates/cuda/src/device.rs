@@ -5,8 +5,11 @@
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use farandole_collectives::{Buffer, Device, Error as CollectiveError, Event, Memory, Place};
+use farandole_collectives::{
+    Buffer, Device, Error as CollectiveError, Event, Memory, Place, Stream as Theirs,
+};
 use parking_lot::Mutex;
 
 use crate::driver::{Context, Driver, Mark, Stream};
@@ -28,8 +31,12 @@ pub struct Gpu {
 /// What there is of a GPU that is used.
 struct Open {
     context: Arc<Context>,
-    stream: Stream,
+    /// Copies to the host, and copies from it: both directions of the link work at a time.
+    inward: Stream,
+    outward: Stream,
     marks: Mutex<Vec<Mark>>,
+    /// Of copies that only streams wait for: kept until they are done.
+    limbo: Mutex<Vec<(Mark, Vec<Buffer>)>>,
     pool: Pool<Lock>,
 }
 
@@ -53,9 +60,38 @@ impl Locks for Lock {
 impl Open {
     fn new(driver: &Driver, ordinal: u32) -> Result<Self> {
         let context = Arc::new(driver.context(ordinal)?);
-        let stream = context.stream()?;
+        let (inward, outward) = (context.stream()?, context.stream()?);
         let pool = Pool::new(Lock(Arc::clone(&context)));
-        Ok(Self { context, stream, marks: Mutex::new(Vec::new()), pool })
+        let (marks, limbo) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
+        Ok(Self { context, inward, outward, marks, limbo, pool })
+    }
+
+    /// Lets go of what copies have done with.
+    fn sweep(&self) {
+        let mut over = Vec::new();
+        self.limbo.lock().retain_mut(|(mark, keep)| {
+            // What failed touches nothing any more.
+            let done = self.context.is_reached(*mark).unwrap_or(true);
+            if done {
+                over.push((*mark, std::mem::take(keep)));
+            }
+            !done
+        });
+        for (mark, _) in over {
+            self.give_back(mark);
+        }
+    }
+
+    /// Keeps an event for later, or destroys it.
+    fn give_back(&self, mark: Mark) {
+        let mut marks = self.marks.lock();
+        if marks.len() < MARKS {
+            marks.push(mark);
+            return;
+        }
+        drop(marks);
+        // SAFETY: the event is ours and destroyed once.
+        drop(self.context.call("cuEventDestroy", |table| unsafe { (table.event_destroy)(mark) }));
     }
 
     /// An event after what is on a stream now.
@@ -63,7 +99,13 @@ impl Open {
         let kept = self.marks.lock().pop();
         let mark = kept.map_or_else(|| self.context.mark(), Ok)?;
         // From here on the event goes back when it is dropped.
-        let event = Reached { open: Arc::clone(self), mark, done: Mutex::new(false), keep };
+        let event = Reached {
+            open: Arc::clone(self),
+            mark,
+            done: Mutex::new(false),
+            held: AtomicBool::new(false),
+            keep,
+        };
         // SAFETY: the event is ours, and the caller's stream lives across the call.
         let recorded =
             self.context.call("cuEventRecord", |table| unsafe { (table.event_record)(mark, stream) });
@@ -76,18 +118,24 @@ impl Open {
 
 impl Drop for Open {
     fn drop(&mut self) {
-        let (marks, stream) = (std::mem::take(self.marks.get_mut()), self.stream);
-        // What the stream still does is over when it has been waited for; nothing can be done about failures.
+        let mut marks = std::mem::take(self.marks.get_mut());
+        let limbo = std::mem::take(self.limbo.get_mut());
+        marks.extend(limbo.iter().map(|(mark, _)| *mark));
+        let streams = [self.inward, self.outward];
+        // What the streams still do is over when they have been waited for; nothing can be done about failures.
         drop(self.context.call("cuStreamDestroy", |table| {
-            // SAFETY: the stream and the events are ours and are destroyed once.
+            // SAFETY: the streams and the events are ours and are destroyed once.
             unsafe {
-                (table.stream_synchronize)(stream);
+                for stream in streams {
+                    (table.stream_synchronize)(stream);
+                }
                 for mark in marks {
                     (table.event_destroy)(mark);
                 }
-                (table.stream_destroy)(stream)
+                streams.into_iter().map(|stream| (table.stream_destroy)(stream)).max().unwrap_or(0)
             }
         }));
+        drop(limbo);
     }
 }
 
@@ -113,9 +161,13 @@ impl Gpu {
     ///
     /// # Safety
     /// `stream` is a stream of this GPU's primary context, or 0 for the default one, and lives across the call.
-    pub unsafe fn after(&self, stream: usize) -> Result<Box<dyn Event>> {
+    pub unsafe fn after(&self, stream: usize) -> Result<Arc<dyn Event>> {
         let open = self.open()?;
-        Ok(Box::new(open.mark(std::ptr::with_exposed_provenance_mut(stream), Vec::new())?))
+        Ok(Arc::new(open.mark(std::ptr::with_exposed_provenance_mut(stream), Vec::new())?))
+    }
+
+    pub(crate) fn driver(&self) -> &Driver {
+        &self.driver
     }
 
     /// A stream for a communicator of its own.
@@ -136,34 +188,51 @@ impl Gpu {
         Ok(Arc::clone(&self.open()?.context))
     }
 
-    fn start(&self, from: &Buffer, to: &Buffer) -> Result<Reached, CollectiveError> {
-        if from.len() != to.len() {
-            let reason = format!("{} bytes are copied to {}", from.len(), to.len());
-            return Err(CollectiveError::Shape { reason });
+    /// Queues copies, all in one direction, and an event behind them that keeps what the buffers own.
+    fn start(&self, pairs: &[(Buffer, Buffer)]) -> Result<Reached, CollectiveError> {
+        let here = Place::Device(self.ordinal);
+        let wrong = |reason: String| Err(CollectiveError::Shape { reason });
+        let Some((first, _)) = pairs.first() else { return wrong("nothing is to be copied".to_owned()) };
+        let down = first.place() == here;
+        for (from, to) in pairs {
+            if from.len() != to.len() {
+                return wrong(format!("{} bytes are copied to {}", from.len(), to.len()));
+            }
+            let ends = if down { (here, Place::Host) } else { (Place::Host, here) };
+            if (from.place(), to.place()) != ends {
+                let (from, to) = (from.place(), to.place());
+                return wrong(format!("device {} copies from {from:?} to {to:?}", self.ordinal));
+            }
         }
         let open = self.open().map_err(|error| self.failed(&error))?;
-        let (stream, bytes) = (open.stream, from.len());
-        let here = Place::Device(self.ordinal);
-        let (source, target) = (from.address(), to.address());
-        let copied = match (from.place(), to.place()) {
-            _ if bytes == 0 => Ok(()),
-            // SAFETY: both ranges have `bytes` bytes by the promise of `Buffer::from_raw`, until the event below is
-            // reached, which keeps what the buffers own; so does whoever waits for it.
-            (from, Place::Host) if from == here => open.context.call("cuMemcpyDtoHAsync", |table| unsafe {
-                (table.to_host)(target.cast(), source.expose_provenance() as u64, bytes, stream)
-            }),
-            // SAFETY: as above.
-            (Place::Host, to) if to == here => open.context.call("cuMemcpyHtoDAsync", |table| unsafe {
-                (table.to_device)(target.expose_provenance() as u64, source.cast(), bytes, stream)
-            }),
-            (from, to) => {
-                let reason = format!("device {} copies from {from:?} to {to:?}", self.ordinal);
-                return Err(CollectiveError::Shape { reason });
+        open.sweep();
+        let (name, stream) =
+            if down { ("cuMemcpyDtoHAsync", open.inward) } else { ("cuMemcpyHtoDAsync", open.outward) };
+        let copied = open.context.call(name, |table| {
+            for (from, to) in pairs.iter().filter(|(from, _)| !from.is_empty()) {
+                let (source, target, bytes) = (from.address(), to.address(), from.len());
+                // SAFETY: both ranges have `bytes` bytes by the promise of `Buffer::from_raw`, until the event below is
+                // reached, which keeps what the buffers own; so does whoever waits for it.
+                let status = unsafe {
+                    match down {
+                        true => {
+                            (table.to_host)(target.cast(), source.expose_provenance() as u64, bytes, stream)
+                        }
+                        false => {
+                            (table.to_device)(target.expose_provenance() as u64, source.cast(), bytes, stream)
+                        }
+                    }
+                };
+                if status != 0 {
+                    return status;
+                }
             }
-        };
-        copied
-            .and_then(|()| open.mark(stream, vec![from.clone(), to.clone()]))
-            .map_err(|error| self.failed(&error))
+            0
+        });
+        let keep = pairs.iter().flat_map(|(from, to)| [from.clone(), to.clone()]).collect();
+        // Also after a failure: what was queued before it goes on.
+        let event = open.mark(stream, keep);
+        copied.and(event).map_err(|error| self.failed(&error))
     }
 
     fn failed(&self, error: &Error) -> CollectiveError {
@@ -184,8 +253,12 @@ impl Device for Gpu {
         })
     }
 
-    fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Box<dyn Event>, CollectiveError> {
-        Ok(Box::new(self.start(from, to)?))
+    fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Arc<dyn Event>, CollectiveError> {
+        Ok(Arc::new(self.start(&[(from.clone(), to.clone())])?))
+    }
+
+    fn copy_all(&self, pairs: &[(Buffer, Buffer)]) -> Result<Arc<dyn Event>, CollectiveError> {
+        Ok(Arc::new(self.start(pairs)?))
     }
 }
 
@@ -194,12 +267,16 @@ struct Reached {
     open: Arc<Open>,
     mark: Mark,
     done: Mutex<bool>,
+    /// A stream of the framework's waits for it: its tensors are used in the order of streams from then on.
+    held: AtomicBool,
     /// What our work before it reads and writes; nothing where it is the framework's.
     keep: Vec<Buffer>,
 }
 
-// SAFETY: events may be used from any thread; this one is its owner's.
+// SAFETY: events may be used from any thread, and by several at a time.
 unsafe impl Send for Reached {}
+// SAFETY: as above; what changes is behind a lock, or atomic.
+unsafe impl Sync for Reached {}
 
 impl Event for Reached {
     fn is_ready(&self) -> Result<bool, CollectiveError> {
@@ -212,12 +289,32 @@ impl Event for Reached {
         }
         Ok(*done)
     }
+
+    fn ordinal(&self) -> u32 {
+        self.open.context.ordinal()
+    }
+
+    fn hold(&self, stream: Theirs) -> Result<(), CollectiveError> {
+        let (then, mark) = (std::ptr::with_exposed_provenance_mut(stream.handle()), self.mark);
+        // SAFETY: the event is recorded, and the stream lives by the promise of `Stream::from_raw`.
+        let told = self
+            .open
+            .context
+            .call("cuStreamWaitEvent", |table| unsafe { (table.stream_wait)(then, mark, 0) });
+        self.held.store(true, Ordering::Relaxed);
+        Ok(told?)
+    }
 }
 
 impl Drop for Reached {
     fn drop(&mut self) {
         let mark = self.mark;
         if !*self.done.get_mut() && !self.keep.is_empty() {
+            if *self.held.get_mut() {
+                // Staging memory must not be used again before; nobody waits for that.
+                self.open.limbo.lock().push((mark, std::mem::take(&mut self.keep)));
+                return;
+            }
             // Somebody gave up an operation: afterwards nothing may touch its tensors. A copy takes milliseconds.
             // SAFETY: the event is ours.
             drop(
@@ -226,14 +323,7 @@ impl Drop for Reached {
                     .call("cuEventSynchronize", |table| unsafe { (table.event_synchronize)(mark) }),
             );
         }
-        let mut marks = self.open.marks.lock();
-        if marks.len() < MARKS {
-            marks.push(mark);
-            return;
-        }
-        drop(marks);
-        // SAFETY: the event is ours and destroyed once.
-        drop(self.open.context.call("cuEventDestroy", |table| unsafe { (table.event_destroy)(mark) }));
+        self.open.give_back(mark);
     }
 }
 
@@ -245,37 +335,6 @@ pub struct GpuLane {
 
 // SAFETY: streams may be used from any thread; this one is its owner's.
 unsafe impl Send for GpuLane {}
-
-impl GpuLane {
-    /// What is put here from now on comes after what the framework's stream has now; the host does not wait.
-    ///
-    /// # Errors
-    /// `Driver`.
-    ///
-    /// # Safety
-    /// As for [`Gpu::after`].
-    pub unsafe fn join(&self, stream: usize) -> Result<()> {
-        self.order(std::ptr::with_exposed_provenance_mut(stream), self.stream)
-    }
-
-    /// What the framework puts on its stream from now on comes after what is here now; the host does not wait.
-    ///
-    /// # Errors
-    /// `Driver`.
-    ///
-    /// # Safety
-    /// As for [`Gpu::after`].
-    pub unsafe fn lead(&self, stream: usize) -> Result<()> {
-        self.order(self.stream, std::ptr::with_exposed_provenance_mut(stream))
-    }
-
-    fn order(&self, first: Stream, then: Stream) -> Result<()> {
-        let event = self.open.mark(first, Vec::new())?;
-        let mark = event.mark;
-        // SAFETY: the event is recorded and both streams live across the call, which remembers what the event is at now.
-        self.open.context.call("cuStreamWaitEvent", |table| unsafe { (table.stream_wait)(then, mark, 0) })
-    }
-}
 
 impl Drop for GpuLane {
     fn drop(&mut self) {
@@ -294,8 +353,8 @@ impl Lane for GpuLane {
         self.stream
     }
 
-    fn mark(&self) -> Result<Box<dyn Event>, CollectiveError> {
-        Ok(Box::new(self.open.mark(self.stream, Vec::new())?))
+    fn mark(&self) -> Result<Arc<dyn Event>, CollectiveError> {
+        Ok(Arc::new(self.open.mark(self.stream, Vec::new())?))
     }
 
     fn with(&self, work: &mut dyn FnMut()) -> Result<(), CollectiveError> {
@@ -308,4 +367,4 @@ impl Lane for GpuLane {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

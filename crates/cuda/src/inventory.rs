@@ -18,6 +18,15 @@ pub struct Finding {
     pub detail: String,
 }
 
+/// Whether there is a driver, and the version of NCCL as it counts, such as 23007; 0 where there is none, or no driver. The
+/// driver is not initialised, so that a process may still fork.
+pub fn built(places: &Places) -> (bool, i32) {
+    if places.load(Kind::Driver).is_err() {
+        return (false, 0);
+    }
+    (true, Nccl::load(places).map_or(0, |nccl| nccl.code()))
+}
+
 /// Looks for every library, loads it, and asks for its version; devices are counted without using one.
 pub fn inventory(places: &Places) -> Vec<Finding> {
     let driver = Driver::load(places);

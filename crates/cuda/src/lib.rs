@@ -8,6 +8,7 @@
 //! builds, and most is tested, where there is no CUDA.
 //!
 //! ```text
+//!   Gpus                                                      those a process uses, and which can form a communicator
 //!   Places ── Library ──┬── Driver ── Context ── Gpu          copies beside the framework's work, by events
 //!                       │                └────── Kernels      pack, unpack, reduce, Adasum: CUDA C++
 //!                       ├── Nvrtc ── Cache ─────────┘         compiled once for each architecture
@@ -27,6 +28,7 @@ mod device;
 mod driver;
 mod error;
 mod find;
+mod gpus;
 mod inventory;
 mod kernels;
 mod library;
@@ -39,7 +41,8 @@ pub use device::{Gpu, GpuLane};
 pub use driver::{Context, Driver, Facts, Function, Mark, Stream, Table as DriverTable};
 pub use error::{Error, Result};
 pub use find::{Kind, Places};
-pub use inventory::{Finding, inventory};
+pub use gpus::Gpus;
+pub use inventory::{Finding, built, inventory};
 pub use kernels::{
     Batch, Inputs, Kernels, MEMBERS, SOURCE, TENSORS, TILE, blocks_for, move_name, plan, reduce_name,
 };

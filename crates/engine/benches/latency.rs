@@ -64,6 +64,7 @@ fn engine(world: World, meeting: &MemoryRendezvous) -> Engine {
         sets: vec![SetOptions { id: ProcessSetId::GLOBAL, members, control, communicator }],
         foreign: Vec::new(),
         devices: Vec::new(),
+        fabric: None,
         observer: Arc::new(Silent),
         world,
     })

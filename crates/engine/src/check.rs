@@ -9,8 +9,9 @@ use std::time::Instant;
 use farandole_collectives::{Buffer, DataType, Place as Where, ReduceOp};
 use farandole_world::{ProcessSetId, Rank};
 
+use crate::devices::Devices;
 use crate::set::{Entry, share_of};
-use crate::signature::{Call, Signature};
+use crate::signature::{Call, Signature, Site};
 use crate::{Error, Handle, Kind, Request, Result};
 
 /// Who asks.
@@ -19,8 +20,8 @@ pub(crate) struct Place<'a> {
     pub(crate) ranks: &'a [Rank],
     /// This rank, one of them.
     pub(crate) me: Rank,
-    /// Ordinals of devices whose memory may be named.
-    pub(crate) devices: &'a [u32],
+    /// Devices whose memory may be named.
+    pub(crate) devices: &'a Devices,
 }
 
 /// Splits a request into this rank's part and everybody's.
@@ -33,8 +34,7 @@ pub(crate) fn check(
     let Request { name, kind, dtype, mut shape, input, output, process_set, ready } = request;
     let name: Arc<str> = name.into();
     let operation = kind.name();
-    let device = place.is_device(&name, &input)?
-        | output.as_ref().map_or(Ok(false), |output| place.is_device(&name, output))?;
+    let site = place.site(&name, &kind, &input, output.as_ref())?;
     size("input", &name, &input, bytes(&shape, dtype))?;
     let (call, rows) = match kind {
         Kind::Allreduce { op, prescale, postscale } => {
@@ -70,7 +70,7 @@ pub(crate) fn check(
             (Call::Change(topic), Vec::new())
         }
     };
-    let signature = Signature { call, dtype, shape, device, group, group_size };
+    let signature = Signature { call, dtype, shape, site, group, group_size };
     if let Some(output) = &output
         && let Some(expected) = place.output_bytes(&signature)
     {
@@ -114,11 +114,19 @@ impl Place<'_> {
         }
     }
 
-    fn is_device(&self, name: &Arc<str>, buffer: &Buffer) -> Result<bool> {
-        match buffer.place() {
-            Where::Host => Ok(false),
-            Where::Device(ordinal) if self.devices.contains(&ordinal) => Ok(true),
-            Where::Device(ordinal) => Err(Error::UnknownDevice { tensor: Arc::clone(name), ordinal }),
+    /// Where the tensors are. An output that the engine is to bring is in host memory, unless nobody knows its size yet.
+    fn site(&self, name: &Arc<str>, kind: &Kind, input: &Buffer, output: Option<&Buffer>) -> Result<Site> {
+        let of = |buffer: &Buffer| match buffer.place() {
+            Where::Device(ordinal) if !self.devices.knows(ordinal) => {
+                Err(Error::UnknownDevice { tensor: Arc::clone(name), ordinal })
+            }
+            place => Ok(self.devices.site(place)),
+        };
+        let own = of(input)?;
+        match (output, kind) {
+            (Some(output), _) => Ok(own.with(of(output)?)),
+            (None, Kind::Allgather | Kind::Alltoall { .. }) => Ok(own),
+            (None, _) => Ok(own.with(Site::Host)),
         }
     }
 }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use farandole_collectives::Device;
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::Mutex;
 
@@ -17,6 +18,7 @@ use self::helping::Zeal;
 use crate::callbacks::Callback;
 use crate::check::{self, Place};
 use crate::desk::Submission;
+use crate::devices::Devices;
 use crate::hash::of_names;
 use crate::progress::Inner;
 use crate::registry::{Member, Registry};
@@ -49,7 +51,7 @@ pub struct Engine {
     inner: Arc<Inner>,
     sets: Registry,
     shared: Shared,
-    devices: Vec<u32>,
+    devices: Arc<Devices>,
     pub(crate) tracer: Arc<Tracer>,
     zeal: Zeal,
     pid: u32,
@@ -62,15 +64,15 @@ impl Engine {
     /// # Errors
     /// `Start` when the parts do not fit together or a thread cannot be made.
     pub fn start(options: EngineOptions) -> Result<Self> {
-        let EngineOptions { world, settings, host, sets, foreign, devices, observer } = options;
+        let EngineOptions { world, settings, host, sets, foreign, devices, fabric, observer } = options;
         let world = Arc::new(world);
         let tracer = Arc::new(Tracer::new(settings.nvtx));
         let settings = Arc::new(settings);
-        let ordinals = devices.iter().map(|device| device.ordinal()).collect();
+        let devices = Arc::new(Devices::new(devices, fabric));
         let shared = Shared {
             world: Arc::clone(&world),
             settings: Arc::clone(&settings),
-            devices: devices.into(),
+            devices: Arc::clone(&devices),
             observer,
             tracer: Arc::clone(&tracer),
         };
@@ -90,7 +92,7 @@ impl Engine {
             inner,
             sets: registry,
             shared,
-            devices: ordinals,
+            devices,
             tracer,
             zeal: Zeal::default(),
             pid: std::process::id(),
@@ -101,6 +103,16 @@ impl Engine {
     /// Where this rank sits.
     pub fn world(&self) -> &World {
         &self.inner.world
+    }
+
+    /// Takes up a device whose memory requests may name from now on, unless there is one of its ordinal.
+    pub fn add_device(&self, device: Arc<dyn Device>) {
+        self.devices.add(device);
+    }
+
+    /// Whether requests may name memory of the device with this ordinal.
+    pub fn has_device(&self, ordinal: u32) -> bool {
+        self.devices.knows(ordinal)
     }
 
     /// Members of a process set, ascending.

@@ -289,6 +289,11 @@ impl Error {
 }
 
 impl Cause {
+    /// Whether nothing is wrong: somebody has left.
+    pub(crate) fn is_orderly(&self) -> bool {
+        matches!(self, Self::ShutDown | Self::Departed { .. } | Self::Removed { .. })
+    }
+
     /// What the trainer may do now.
     pub fn fault(&self) -> Fault {
         match self {

@@ -38,6 +38,7 @@ mod cache;
 mod callbacks;
 mod check;
 mod desk;
+mod devices;
 mod engine;
 mod error;
 mod hash;

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use farandole_collectives::{Communicator, Device};
+use farandole_collectives::{Communicator, Device, Fabric};
 use farandole_config::Config;
 use farandole_transport::Link;
 use farandole_world::{ProcessSetId, Rank, World};
@@ -112,8 +112,10 @@ pub struct EngineOptions {
     pub sets: Vec<SetOptions>,
     /// Process sets this rank is not in, so that using them is told apart from a wrong number.
     pub foreign: Vec<ProcessSetId>,
-    /// Devices whose memory requests may name.
+    /// Devices whose memory requests may name; see [`Engine::add_device`](crate::Engine::add_device).
     pub devices: Vec<Arc<dyn Device>>,
+    /// Makes communicators among devices; without one, what is on devices goes through the host.
+    pub fabric: Option<Arc<dyn Fabric>>,
     /// Hears of stalls, and is asked what this process does.
     pub observer: Arc<dyn Observer>,
 }

@@ -4,6 +4,7 @@
 //! What a caller asks for and what it gets back.
 
 use std::fmt;
+use std::sync::Arc;
 
 use farandole_collectives::{Buffer, DataType, Event, Memory, ReduceOp};
 use farandole_world::{ProcessSetId, Rank};
@@ -130,8 +131,8 @@ pub struct Request {
     pub output: Option<Buffer>,
     /// Among whom.
     pub process_set: ProcessSetId,
-    /// Work on the device that must be done before `input` is read.
-    pub ready: Option<Box<dyn Event>>,
+    /// Work on the device that must be done before `input` is read and `output` written.
+    pub ready: Option<Arc<dyn Event>>,
 }
 
 impl Request {
@@ -178,7 +179,7 @@ impl fmt::Debug for Request {
 }
 
 /// The result of a request.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct Completion {
     /// The output, when the request brought none; host memory.
     pub output: Option<Memory>,
@@ -187,4 +188,17 @@ pub struct Completion {
     pub rows: Vec<u64>,
     /// Join: the rank that came last, the same on all ranks.
     pub last: Option<Rank>,
+    /// The result is there once this is reached; `None` when it is there already. Whoever uses it has its stream wait.
+    pub reached: Option<Arc<dyn Event>>,
+}
+
+impl fmt::Debug for Completion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Completion")
+            .field("output", &self.output)
+            .field("rows", &self.rows)
+            .field("last", &self.last)
+            .field("reached", &self.reached.as_ref().map(|event| event.ordinal()))
+            .finish()
+    }
 }

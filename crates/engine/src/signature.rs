@@ -112,15 +112,39 @@ impl Call {
     }
 }
 
-/// What must be equal on all ranks. The first dimension of an allgather or alltoall is not: it counts as 0 here, and
+/// Where the tensors of an operation are. Ranks may differ; what they agree on is where all of them are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub(crate) enum Site {
+    /// In memory of the host.
+    Host = 0,
+    /// Here and there.
+    Mixed = 1,
+    /// On the device that the rank works with.
+    Device = 2,
+}
+
+impl Site {
+    const ALL: [Self; 3] = [Self::Host, Self::Mixed, Self::Device];
+
+    /// Where tensors are that are in both.
+    pub(crate) const fn with(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Host, Self::Host) | (Self::Device, Self::Device) => self,
+            _ => Self::Mixed,
+        }
+    }
+}
+
+/// What must be equal on all ranks, but for the site. The first dimension of an allgather or alltoall is not: it counts as 0 here, and
 /// row counts travel as `rows` beside the signature.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Signature {
     pub(crate) call: Call,
     pub(crate) dtype: DataType,
     pub(crate) shape: Vec<u64>,
-    /// Whether input or output is on a device.
-    pub(crate) device: bool,
+    /// Where input and output are.
+    pub(crate) site: Site,
     /// Names the group's list of names; 0 outside a group.
     pub(crate) group: u64,
     /// Members of the group.
@@ -128,6 +152,19 @@ pub(crate) struct Signature {
 }
 
 impl Signature {
+    /// Whether they are equal but for the site.
+    pub(crate) fn matches(&self, other: &Self) -> bool {
+        self.call == other.call
+            && self.dtype == other.dtype
+            && self.shape == other.shape
+            && (self.group, self.group_size) == (other.group, other.group_size)
+    }
+
+    /// Whether what was agreed on is also right with a member that wants `own`.
+    pub(crate) fn covers(&self, own: &Self) -> bool {
+        self.matches(own) && self.site.with(own.site) == self.site
+    }
+
     /// Bytes of one row where rows are counted beside the signature, of the whole tensor otherwise. Saturates.
     pub(crate) fn unit_bytes(&self) -> u64 {
         self.bytes_beyond(usize::from(self.call.counts() > 0))
@@ -179,7 +216,7 @@ impl Signature {
         }
         writer.byte(self.dtype as u8);
         writer.numbers(self.shape.iter().copied());
-        writer.byte(self.device.into());
+        writer.byte(self.site as u8);
         writer.number(self.group_size.into());
         if self.group_size > 0 {
             writer.fixed(self.group);
@@ -210,10 +247,11 @@ impl Signature {
         let dtype = reader.byte()?;
         let dtype = DataType::from_wire(dtype).ok_or(Malformed::Tag(dtype))?;
         let shape = reader.numbers()?;
-        let device = reader.byte()? != 0;
+        let site = reader.byte()?;
+        let site = *Site::ALL.get(usize::from(site)).ok_or(Malformed::Tag(site))?;
         let group_size = reader.small()?;
         let group = if group_size > 0 { reader.fixed()? } else { 0 };
-        Ok(Self { call, dtype, shape, device, group, group_size })
+        Ok(Self { call, dtype, shape, site, group, group_size })
     }
 }
 
@@ -240,7 +278,11 @@ impl fmt::Display for Signature {
                 _ => write!(f, "{comma}{dim}")?,
             }
         }
-        f.write_str(if self.device { "] on a device" } else { "] on the host" })?;
+        f.write_str(match self.site {
+            Site::Host => "] on the host",
+            Site::Mixed => "] on host and device",
+            Site::Device => "] on a device",
+        })?;
         if let Some((_, prescale, postscale)) = self.call.reduction() {
             let (prescale, postscale) = (f64::from_bits(prescale), f64::from_bits(postscale));
             if (prescale, postscale) != (1.0, 1.0) {
@@ -270,7 +312,7 @@ pub(crate) mod tests {
             call,
             dtype: DataType::F32,
             shape: shape.to_vec(),
-            device: false,
+            site: Site::Host,
             group: 0,
             group_size: 0,
         }
@@ -278,7 +320,7 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn signatures_survive_the_wire(shape in prop::collection::vec(any::<u64>(), 0..6), root: u32, device: bool,
+        fn signatures_survive_the_wire(shape in prop::collection::vec(any::<u64>(), 0..6), root: u32, gather: bool, site in 0usize..3,
             group: u64, group_size in 0u32..3, dtype in 0usize..15, which in 0u8..9, factor: u64) {
             let call = match which {
                 0 => Call::Allreduce { op: ReduceOp::Max, prescale: factor, postscale: !factor },
@@ -287,16 +329,34 @@ pub(crate) mod tests {
                 3 => Call::Alltoall { members: root },
                 5 => Call::Change(Topic::Remove),
                 6 => Call::Change(Topic::Outcome),
-                7 => Call::Join { gather: device },
+                7 => Call::Join { gather },
                 4 => Call::Reducescatter { op: ReduceOp::Sum, prescale: !factor, postscale: factor },
                 _ => Call::Barrier,
             };
             let group = if group_size > 0 { group } else { 0 };
-            let signature = Signature { call, dtype: DataType::ALL[dtype], shape, device, group, group_size };
+            let site = Site::ALL[site];
+            let signature = Signature { call, dtype: DataType::ALL[dtype], shape, site, group, group_size };
             let mut frame = Vec::new();
             signature.encode(&mut Writer(&mut frame));
             prop_assert_eq!(Signature::decode(&mut Reader(&frame)), Ok(signature));
         }
+    }
+
+    #[test]
+    fn what_was_agreed_on_for_mixed_memory_is_right_for_any() {
+        let at = |site| Signature { site, ..plain(&[2]) };
+        for (agreed, own, covers) in [
+            (Site::Host, Site::Host, true),
+            (Site::Device, Site::Device, true),
+            (Site::Mixed, Site::Device, true),
+            (Site::Mixed, Site::Host, true),
+            (Site::Device, Site::Host, false),
+            (Site::Host, Site::Device, false),
+            (Site::Device, Site::Mixed, false),
+        ] {
+            assert_eq!(at(agreed).covers(&at(own)), covers, "{agreed:?} {own:?}");
+        }
+        assert!(!at(Site::Mixed).covers(&plain(&[3])));
     }
 
     #[test]

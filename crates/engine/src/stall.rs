@@ -20,6 +20,9 @@ pub trait Observer: Send + Sync {
     /// Tensors have waited too long for some ranks. Called on the coordinator of the process set.
     fn stalled(&self, report: &StallReport);
 
+    /// Something that a user should know and that is no failure. Called on the first rank of a process set.
+    fn note(&self, _text: &str) {}
+
     /// Another rank waits for this one and wants to know what its threads do. The text is given to `answer` later,
     /// from any thread; dropping it says that nobody knows.
     fn describe(&self, answer: Answer) {

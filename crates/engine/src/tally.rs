@@ -85,8 +85,10 @@ impl Tally {
 }
 
 fn merge(variants: &mut Vec<Variant>, variant: Variant) {
-    match variants.iter_mut().find(|known| known.signature == variant.signature) {
+    match variants.iter_mut().find(|known| known.signature.matches(&variant.signature)) {
         Some(known) => {
+            // Tensors of some in host memory and of others on devices go through the host.
+            known.signature.site = known.signature.site.with(variant.signature.site);
             known.members.extend(variant.members);
             known.rows.extend(variant.rows);
         }
@@ -247,7 +249,7 @@ enum Part {
 type Rule = (&'static str, fn(&Signature) -> Part);
 
 /// In the order in which they are looked at; `{}` stands for the operation.
-const RULES: [Rule; 9] = [
+const RULES: [Rule; 8] = [
     ("changes of process sets", |signature| match signature.call {
         Call::Change(topic) => {
             Part::List([topic as u64].into_iter().chain(signature.shape.iter().copied()).collect())
@@ -269,7 +271,6 @@ const RULES: [Rule; 9] = [
         Call::Broadcast { root } => Part::Number(root.into()),
         _ => Part::Number(0),
     }),
-    ("{} CPU/GPU device selection", |signature| Part::Number(signature.device.into())),
     ("groups", |signature| Part::Pair(signature.group, signature.group_size.into())),
 ];
 
@@ -297,8 +298,8 @@ mod tests {
     use farandole_collectives::DataType;
 
     use super::*;
-    use crate::signature::Topic;
     use crate::signature::tests::plain;
+    use crate::signature::{Site, Topic};
 
     fn variant(signature: Signature, members: &[u32]) -> Variant {
         Variant { signature, members: members.to_vec(), rows: Vec::new() }
@@ -345,6 +346,19 @@ mod tests {
             "Mismatched changes of process sets: tensor t: rank 0 submitted an addition of process set [0, 2]; \
              rank 1 submitted a removal of process set 2"
         );
+    }
+
+    #[test]
+    fn tensors_on_hosts_and_devices_are_one_wish() {
+        let at = |site| Signature { site, ..plain(&[2]) };
+        let mut tally = Tally::new(Instant::now());
+        for (member, site) in [(0, Site::Device), (1, Site::Device), (2, Site::Host)] {
+            tally.add(member, Wish::Told(vec![variant(at(site), &[member])]), &[member], |source| {
+                vec![source]
+            });
+        }
+        let variants = tally.wish().told(&[]);
+        assert_eq!(variants, [Variant { rows: Vec::new(), ..variant(at(Site::Mixed), &[0, 1, 2]) }]);
     }
 
     #[test]

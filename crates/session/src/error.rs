@@ -106,6 +106,9 @@ pub enum Error {
     /// The communicator cannot be built.
     #[error("cannot build the communicator: {0}")]
     Collectives(#[from] farandole_collectives::Error),
+    /// A GPU cannot be used.
+    #[error(transparent)]
+    Cuda(#[from] farandole_cuda::Error),
     /// The engine did not start, or its first operation failed.
     #[error(transparent)]
     Engine(#[from] farandole_engine::Error),
@@ -150,6 +153,7 @@ impl Error {
             Self::Transport(Transport::Frame { .. }) | Self::Collectives(_) => Fault::Bug,
             Self::Transport(_) => Fault::Environment,
             Self::Engine(error) => error.fault(),
+            Self::Cuda(error) => error.fault(),
             Self::Timeout { .. } => Fault::Peer,
         }
     }

@@ -23,6 +23,7 @@
 #![forbid(unsafe_code)]
 
 mod claim;
+mod devices;
 mod error;
 mod form;
 mod links;

@@ -7,10 +7,12 @@ use std::process;
 use std::sync::Arc;
 
 use farandole_config::Config;
+use farandole_cuda::Gpus;
 use farandole_engine::Engine;
 use farandole_registrar::Client;
 use farandole_world::World;
 
+use crate::devices::GpuTensors;
 use crate::rest::Rest;
 use crate::sets::Sets;
 use crate::stalls::Stacks;
@@ -23,6 +25,8 @@ pub struct Session {
     world: Arc<World>,
     process: u32,
     stacks: Arc<Stacks>,
+    pub(crate) gpus: Arc<Gpus>,
+    pub(crate) gpu_tensors: GpuTensors,
     /// Whether processes of one host may share memory.
     pub(crate) shares_memory: bool,
     pub(crate) rest: Arc<Rest>,
@@ -31,7 +35,7 @@ pub struct Session {
 
 impl Session {
     pub(crate) fn new(
-        (engine, stacks): (Engine, Arc<Stacks>),
+        (engine, stacks, gpus): (Engine, Arc<Stacks>, Arc<Gpus>),
         client: Option<Client>,
         world: Arc<World>,
         rest: Arc<Rest>,
@@ -39,7 +43,10 @@ impl Session {
     ) -> Self {
         let sets = Sets::new(&world, config);
         let shares_memory = config.shared_memory;
-        Self { engine, client, world, process: process::id(), stacks, shares_memory, rest, sets }
+        // A value that is none was refused before.
+        let gpu_tensors = GpuTensors::of(config).unwrap_or(GpuTensors::Auto);
+        let process = process::id();
+        Self { engine, client, world, process, stacks, gpus, gpu_tensors, shares_memory, rest, sets }
     }
 
     /// Where this process sits.

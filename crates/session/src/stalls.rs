@@ -28,6 +28,10 @@ impl Observer for Stderr {
         }
     }
 
+    fn note(&self, text: &str) {
+        eprintln!("farandole: warning: {text}");
+    }
+
     fn describe(&self, answer: Answer) {
         self.0.ask(answer);
     }

@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use farandole_collectives::{Buffer, Device, Error, Event, Memory, Place, Result};
+use farandole_collectives::{Buffer, Device, Error, Event, Memory, Place, Result, Stream};
 use parking_lot::Mutex;
 
 /// A device over host memory. Copies are queued; each is carried out only after its turn has come and somebody has
@@ -27,6 +27,8 @@ struct Queue {
     waiting: VecDeque<Copy>,
     /// Copies that still succeed, if a failure is planned.
     healthy: Option<u64>,
+    /// Streams that were told to wait, and for how many copies.
+    held: Vec<(usize, u64)>,
 }
 
 struct Copy {
@@ -51,6 +53,11 @@ impl HostDevice {
         self.queue.lock().finished
     }
 
+    /// The streams that were told to wait, by handle, and for how many copies each.
+    pub fn held(&self) -> Vec<(usize, u64)> {
+        self.queue.lock().held.clone()
+    }
+
     /// A buffer on this device that holds these bytes, and the memory behind it.
     pub fn upload(&self, bytes: &[u8]) -> (Memory, Buffer) {
         let memory = crate::filled(bytes);
@@ -70,10 +77,11 @@ impl Device for HostDevice {
     }
 
     fn staging(&self, bytes: usize) -> Result<Memory> {
-        Ok(Memory::new(bytes))
+        // More than was asked for, as real devices give.
+        Ok(Memory::new(bytes + 64))
     }
 
-    fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Box<dyn Event>> {
+    fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Arc<dyn Event>> {
         if from.len() != to.len() {
             let reason = format!("{} bytes are copied to {}", from.len(), to.len());
             return Err(Error::Shape { reason });
@@ -81,7 +89,7 @@ impl Device for HostDevice {
         let mut queue = self.queue.lock();
         queue.waiting.push_back(Copy { from: from.clone(), to: to.clone(), polls: self.polls });
         queue.queued += 1;
-        Ok(Box::new(Late { device: self.clone(), number: queue.queued }))
+        Ok(Arc::new(Late { device: self.clone(), number: queue.queued }))
     }
 }
 
@@ -111,6 +119,15 @@ impl Event for Late {
         }
         Ok(true)
     }
+
+    fn ordinal(&self) -> u32 {
+        self.device.ordinal
+    }
+
+    fn hold(&self, stream: Stream) -> Result<()> {
+        self.device.queue.lock().held.push((stream.handle(), self.number));
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -122,11 +139,11 @@ mod tests {
     fn a_copy_happens_late_and_after_those_before_it() {
         let device = HostDevice::new(3, 2);
         let (_source, from) = device.upload(&[1, 2, 3]);
-        let (staging, back) = (device.staging(3).unwrap(), device.staging(3).unwrap());
-        let first = device.copy(&from, &staging.buffer()).unwrap();
-        let second = device.copy(&staging.buffer(), &back.buffer()).unwrap();
+        let (staging, back) = (device.staging(3).unwrap(), Memory::new(3));
+        let first = device.copy(&from, &staging.buffer().slice(0, 3)).unwrap();
+        let second = device.copy(&staging.buffer().slice(0, 3), &back.buffer()).unwrap();
         assert!(!second.is_ready().unwrap());
-        assert_eq!(contents(&staging), [0, 0, 0]);
+        assert_eq!(contents(&staging)[..3], [0, 0, 0]);
         let polls = std::iter::repeat_with(|| second.is_ready().unwrap()).take_while(|ready| !ready).count();
         assert_eq!(polls, 3);
         assert!(first.is_ready().unwrap());
@@ -138,7 +155,7 @@ mod tests {
         let device = HostDevice::new(3, 0);
         device.fail_after(0);
         let (_source, from) = device.upload(&[1]);
-        let event = device.copy(&from, &device.staging(1).unwrap().buffer()).unwrap();
+        let event = device.copy(&from, &device.staging(1).unwrap().buffer().slice(0, 1)).unwrap();
         assert!(matches!(event.is_ready(), Err(Error::Device { ordinal: 3, .. })));
     }
 }

@@ -23,7 +23,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("engine", &["world", "config", "telemetry", "transport", "collectives"]),
     ("registrar", &["world", "config", "telemetry"]),
     ("launcher", &["world", "config", "telemetry", "registrar"]),
-    ("session", &["world", "config", "telemetry", "registrar", "transport", "collectives", "engine"]),
+    ("session", &["world", "config", "telemetry", "registrar", "transport", "collectives", "engine", "cuda"]),
     ("store", &["config"]),
     ("dataset", &["world"]),
     ("prepare", &["config", "store", "dataset"]),

@@ -12,6 +12,9 @@ from typing import final
 def inventory(named: str, packages: list[str], /) -> list[tuple[str, bool, str]]:
     """Every library and GPU: its name, whether it can be used, and its version and place or why not."""
 
+def built(packages: list[str], /) -> tuple[bool, int]:
+    """Whether there is a driver, and NCCL's version code; 0 where there is none, or no driver."""
+
 def packed_bytes(counts: list[int], number: int, /) -> int:
     """Bytes of the buffer that tensors of so many elements are packed into."""
 

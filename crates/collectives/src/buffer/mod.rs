@@ -25,6 +25,25 @@ pub enum Place {
     Device(u32),
 }
 
+/// A stream of a framework's on a device: work that is done in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Stream(usize);
+
+impl Stream {
+    /// The stream of this handle, as the framework and the device's driver know it.
+    ///
+    /// # Safety
+    /// It is a stream of the device it is used with, or 0 for the default one, and lives while it is used.
+    pub unsafe fn from_raw(handle: usize) -> Self {
+        Self(handle)
+    }
+
+    /// Its handle.
+    pub fn handle(self) -> usize {
+        self.0
+    }
+}
+
 /// A range of memory that stays valid until the operation it takes part in has completed.
 #[derive(Clone, Debug)]
 pub struct Buffer {
@@ -208,6 +227,16 @@ impl Memory {
     /// Whether nobody in this process has another clone of it, or a buffer of its bytes.
     pub fn is_sole(&self) -> bool {
         Arc::strong_count(&self.0) == 1
+    }
+
+    /// A copy of the bytes; `None` while somebody else in this process may write them.
+    pub fn to_vec(&self) -> Option<Vec<u8>> {
+        if !self.is_sole() || self.region().is_some() {
+            return None;
+        }
+        let buffer = self.buffer();
+        // SAFETY: nobody else has this memory, and the slice ends here.
+        Some(unsafe { buffer.bytes() }.to_vec())
     }
 
     /// The whole range as a buffer that keeps this memory alive.

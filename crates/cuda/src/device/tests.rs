@@ -245,7 +245,7 @@ unsafe extern "C" fn error_string(_: i32, place: *mut *const c_char) -> i32 {
     0
 }
 
-fn driver() -> Driver {
+pub(crate) fn driver() -> Driver {
     Driver::over(Table {
         init,
         version: number,
@@ -297,9 +297,10 @@ fn nothing_is_made_before_a_gpu_is_used_and_everything_ends_with_it() {
     assert_eq!(log(), ["init"]);
     let staging = gpu.staging(10).unwrap();
     assert!(staging.len() >= 10 && staging.is_shareable());
-    assert_eq!(log(), ["retain", "stream_create", "lock"]);
+    assert_eq!(log(), ["retain", "stream_create", "stream_create", "lock"]);
     drop((gpu, staging));
-    assert_eq!(log(), ["stream_synchronize", "stream_destroy", "unlock", "release"]);
+    let (wait, destroy) = ("stream_synchronize", "stream_destroy");
+    assert_eq!(log(), [wait, wait, destroy, destroy, "unlock", "release"]);
     assert_eq!(fake(|fake| fake.depth), 0, "threads are left as they were");
 }
 
@@ -356,18 +357,42 @@ fn a_communicators_stream_and_the_frameworks_wait_for_each_other_not_the_host() 
     let lane = gpu.lane().unwrap();
     log();
     // SAFETY: the fake knows no streams.
-    unsafe {
-        lane.join(9).unwrap();
-        lane.lead(9).unwrap();
-    }
+    let (own, theirs) = unsafe { (Theirs::from_raw(lane.stream().addr()), Theirs::from_raw(9)) };
+    // SAFETY: as above.
+    unsafe { gpu.after(9) }.unwrap().hold(own).unwrap();
+    lane.mark().unwrap().hold(theirs).unwrap();
     let expected = [
         "event_create",
         "event 1 on stream 9",
-        "stream 2 waits for event 1",
-        "event 1 on stream 2",
+        "stream 3 waits for event 1",
+        "event 1 on stream 3",
         "stream 9 waits for event 1",
     ];
     assert_eq!(log(), expected);
+}
+
+#[test]
+fn a_copy_that_a_stream_waits_for_keeps_its_memory_and_nobody_waiting() {
+    let gpu = Gpu::new(driver(), 0);
+    let staging = gpu.staging(8).unwrap();
+    let target = filled(&[0; 8]);
+    fake(|fake| fake.polls = usize::MAX);
+    let pairs = [
+        (staging.buffer().slice(0, 3), on_device(&target, 0).slice(0, 3)),
+        (staging.buffer().slice(3, 5), on_device(&target, 0).slice(3, 5)),
+    ];
+    let event = gpu.copy_all(&pairs).unwrap();
+    // SAFETY: the fake knows no streams.
+    event.hold(unsafe { Theirs::from_raw(9) }).unwrap();
+    let address = staging.address();
+    drop((pairs, event, staging));
+    assert!(!log().contains(&"event_synchronize".to_owned()), "the host goes on");
+    assert_ne!(gpu.staging(8).unwrap().address(), address, "it is still read");
+    fake(|fake| fake.polls = 0);
+    let other = gpu.staging(8).unwrap();
+    drop(gpu.copy(&other.buffer().slice(0, 8), &on_device(&target, 0)).unwrap());
+    drop(other);
+    assert!((0..2).any(|_| gpu.staging(8).unwrap().address() == address), "and free again later");
 }
 
 #[test]

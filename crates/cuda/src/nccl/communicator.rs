@@ -15,9 +15,12 @@
 
 use std::collections::VecDeque;
 use std::ptr::null_mut;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Communicator, Error as CollectiveError, Event, Operation, Result, Token};
+use farandole_collectives::{
+    Communicator, Error as CollectiveError, Event, Operation, Result, Stream as Theirs, Token,
+};
 
 use super::calls::{Calls, carries};
 use super::{Comm, IN_PROGRESS, Nccl, SUCCESS, Settings, Stream, UniqueId};
@@ -35,7 +38,7 @@ pub trait Lane: Send {
     ///
     /// # Errors
     /// `Device`.
-    fn mark(&self) -> Result<Box<dyn Event>>;
+    fn mark(&self) -> Result<Arc<dyn Event>>;
 
     /// Does something while the device is the thread's current one.
     ///
@@ -43,6 +46,9 @@ pub trait Lane: Send {
     /// `Device`.
     fn with(&self, work: &mut dyn FnMut()) -> Result<()>;
 }
+
+/// Between two looks at what comes to its end.
+const LOOK: Duration = Duration::from_micros(50);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -65,8 +71,10 @@ pub struct NcclCommunicator<L: Lane> {
     since: Instant,
     /// The longest that may take.
     patience: Duration,
-    waiting: VecDeque<(Token, Operation)>,
-    running: VecDeque<(Token, Box<dyn Event>, Operation)>,
+    waiting: VecDeque<(Token, Operation, Vec<Arc<dyn Event>>)>,
+    running: VecDeque<(Token, Arc<dyn Event>, Operation)>,
+    /// Put on the stream, and not told yet.
+    launched: Vec<(Token, Arc<dyn Event>)>,
     /// Of the operation under way.
     calling: Option<Operation>,
     failure: Option<CollectiveError>,
@@ -120,6 +128,7 @@ impl<L: Lane> NcclCommunicator<L> {
             patience,
             waiting: VecDeque::new(),
             running: VecDeque::new(),
+            launched: Vec::new(),
             calling: None,
             failure: None,
             clock,
@@ -150,6 +159,7 @@ impl<L: Lane> NcclCommunicator<L> {
         self.state = State::Over;
         self.waiting.clear();
         self.running.clear();
+        self.launched.clear();
         self.calling = None;
     }
 
@@ -198,6 +208,7 @@ impl<L: Lane> NcclCommunicator<L> {
         let event = self.lane.mark().map_err(|error| self.fail(&error.to_string()))?;
         if let Some(operation) = self.calling.take() {
             self.since = (self.clock)();
+            self.launched.push((token, Arc::clone(&event)));
             self.running.push_back((token, event, operation));
         }
         Ok(())
@@ -207,10 +218,14 @@ impl<L: Lane> NcclCommunicator<L> {
     fn start(&mut self) -> Result<bool> {
         let mut started = false;
         while self.state == State::Ready
-            && let Some((token, operation)) = self.waiting.pop_front()
+            && let Some((token, operation, events)) = self.waiting.pop_front()
         {
             started = true;
             self.since = (self.clock)();
+            // SAFETY: the lane's stream lives as long as the lane.
+            let own = unsafe { Theirs::from_raw(self.lane.stream().expose_provenance()) };
+            let held = events.iter().try_for_each(|event| event.hold(own));
+            held.map_err(|error| self.fail(&error.to_string()))?;
             let mut late = Ok(false);
             let calls = Calls {
                 nccl: &self.nccl,
@@ -251,6 +266,34 @@ impl<L: Lane> Communicator for NcclCommunicator<L> {
     }
 
     fn submit(&mut self, token: Token, operation: Operation) -> Result<()> {
+        self.submit_after(token, operation, Vec::new())
+    }
+
+    fn carries(&self, operation: &Operation) -> bool {
+        carries(operation)
+    }
+
+    fn launched(&mut self, launched: &mut Vec<(Token, Arc<dyn Event>)>) {
+        launched.append(&mut self.launched);
+    }
+
+    fn drain(&mut self, limit: Duration) {
+        let (began, mut over) = (Instant::now(), Vec::new());
+        while self.pending() > 0 && began.elapsed() < limit {
+            match self.progress(&mut over) {
+                Ok(true) => {}
+                Ok(false) => std::thread::sleep(LOOK),
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn submit_after(
+        &mut self,
+        token: Token,
+        operation: Operation,
+        events: Vec<Arc<dyn Event>>,
+    ) -> Result<()> {
         if self.state == State::Over {
             return Err(self.over());
         }
@@ -258,7 +301,7 @@ impl<L: Lane> Communicator for NcclCommunicator<L> {
             let reason = "NCCL does not do this operation as it is defined".to_owned();
             return Err(CollectiveError::Shape { reason });
         }
-        self.waiting.push_back((token, operation));
+        self.waiting.push_back((token, operation, events));
         Ok(())
     }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Event, Result};
+use farandole_collectives::{Event, Result, Stream as Theirs};
 
 use super::{Comm, Lane, Nccl, SUCCESS, Settings, Stream, Table, UniqueId};
 
@@ -38,7 +38,7 @@ fn note(call: String) -> i32 {
 }
 
 /// What was called since the last look.
-pub(super) fn calls() -> Vec<String> {
+pub(crate) fn calls() -> Vec<String> {
     CALLS.with_borrow_mut(std::mem::take)
 }
 
@@ -184,7 +184,7 @@ unsafe extern "C" fn words(status: i32) -> *const c_char {
     text.as_ptr()
 }
 
-pub(super) fn nccl() -> crate::Result<Nccl> {
+pub(crate) fn nccl() -> crate::Result<Nccl> {
     let table = Table {
         version,
         unique_id,
@@ -214,11 +214,20 @@ pub(super) struct FakeLane {
     marks: Arc<parking_lot::Mutex<Vec<Arc<AtomicBool>>>>,
 }
 
-struct FakeEvent(Arc<AtomicBool>);
+pub(super) struct FakeEvent(pub(super) Arc<AtomicBool>);
 
 impl Event for FakeEvent {
     fn is_ready(&self) -> Result<bool> {
         Ok(self.0.load(Ordering::Relaxed))
+    }
+
+    fn ordinal(&self) -> u32 {
+        3
+    }
+
+    fn hold(&self, stream: Theirs) -> Result<()> {
+        note(format!("stream {:#x} waits", stream.handle()));
+        Ok(())
     }
 }
 
@@ -239,13 +248,13 @@ impl Lane for FakeLane {
     }
 
     fn stream(&self) -> Stream {
-        std::ptr::null_mut()
+        std::ptr::without_provenance_mut(0x33)
     }
 
-    fn mark(&self) -> Result<Box<dyn Event>> {
+    fn mark(&self) -> Result<Arc<dyn Event>> {
         let done = Arc::new(AtomicBool::new(false));
         self.marks.lock().push(Arc::clone(&done));
-        Ok(Box::new(FakeEvent(done)))
+        Ok(Arc::new(FakeEvent(done)))
     }
 
     fn with(&self, work: &mut dyn FnMut()) -> Result<()> {

@@ -7,7 +7,7 @@
 mod calls;
 mod communicator;
 #[cfg(test)]
-mod fake;
+pub(crate) mod fake;
 #[cfg(test)]
 mod tests;
 

@@ -3,14 +3,15 @@
 
 //! How a communicator behaves whatever NCCL does, with functions that do what the test says.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use farandole_collectives::{
-    Buffer, Communicator as _, DataType, Error, Operation, Place, ReduceOp, Segment, Token,
+    Buffer, Communicator as _, DataType, Error, Event, Operation, Place, ReduceOp, Segment, Token,
 };
 use farandole_world::Fault;
 
-use super::fake::{self, AHEAD, FakeLane, GROUP, INIT, STATUS, VERSION, calls, nccl};
+use super::fake::{self, AHEAD, FakeEvent, FakeLane, GROUP, INIT, STATUS, VERSION, calls, nccl};
 use super::{IN_PROGRESS, NcclCommunicator, SUCCESS, UniqueId, carries};
 
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -71,6 +72,41 @@ fn it_forms_without_blocking_and_takes_operations_meanwhile() {
     lane.finish(1);
     assert!(communicator.progress(&mut done).unwrap());
     assert_eq!((done, communicator.pending()), (vec![Token(1)], 0));
+}
+
+#[test]
+fn what_is_on_the_stream_is_told_with_its_event_and_completes_later() {
+    say(&[IN_PROGRESS, SUCCESS]);
+    let (mut communicator, lane) = form(0, 1).unwrap();
+    let before: Arc<dyn Event> = Arc::new(FakeEvent(Arc::default()));
+    communicator.submit_after(Token(4), plain(), vec![before]).unwrap();
+    let (mut done, mut launched) = (Vec::new(), Vec::new());
+    communicator.progress(&mut done).unwrap();
+    communicator.launched(&mut launched);
+    assert!(launched.is_empty(), "it is not formed");
+    calls();
+    communicator.progress(&mut done).unwrap();
+    communicator.launched(&mut launched);
+    assert_eq!(calls()[..2], ["stream 0x33 waits", "{"], "the stream waits for what comes before");
+    let [(Token(4), event)] = &launched[..] else { panic!("one was launched") };
+    assert!(done.is_empty() && !event.is_ready().unwrap());
+    assert_eq!(communicator.pending(), 1);
+    lane.finish(1);
+    communicator.drain(PATIENCE);
+    assert!(event.is_ready().unwrap() && communicator.pending() == 0);
+    communicator.launched(&mut launched);
+    assert_eq!(launched.len(), 1, "each is told once");
+}
+
+#[test]
+fn an_end_in_good_order_waits_for_what_was_launched_and_not_for_ever() {
+    let (mut communicator, _lane) = ready();
+    communicator.submit(Token(1), plain()).unwrap();
+    communicator.progress(&mut Vec::new()).unwrap();
+    communicator.drain(Duration::from_millis(1));
+    assert_eq!(communicator.pending(), 1);
+    communicator.abandon();
+    assert!(calls().contains(&"abort".to_owned()));
 }
 
 #[test]

@@ -45,6 +45,7 @@ fn options(id: u32) -> EngineOptions {
         }],
         foreign: Vec::new(),
         devices: Vec::new(),
+        fabric: None,
         observer: Arc::new(Silent),
     }
 }

@@ -15,6 +15,8 @@ use crate::set::{Finished, ProcessSet, Step, answer_questions};
 
 /// How often the clock is compared with deadlines while driving.
 const TICK: Duration = Duration::from_millis(20);
+/// Longest sleep while a device is waited for: nobody is woken when it is done.
+const GLANCE: Duration = Duration::from_micros(50);
 /// Longest sleep while a lost peer may yet turn out to have left in order.
 const DOUBT: Duration = Duration::from_millis(5);
 
@@ -61,7 +63,14 @@ impl Inner {
                 driver.patience.ran_out();
                 spin = driver.patience.limit();
             }
-            let beat = now + if driver.sets.iter().any(ProcessSet::is_in_doubt) { DOUBT } else { BEAT };
+            let beat = now
+                + if driver.sets.iter().any(ProcessSet::waits_for_device) {
+                    GLANCE
+                } else if driver.sets.iter().any(ProcessSet::is_in_doubt) {
+                    DOUBT
+                } else {
+                    BEAT
+                };
             let limit = match until {
                 Until::Done(_, deadline) => deadline.min(beat),
                 Until::Idle | Until::Something => beat,

@@ -21,7 +21,7 @@ impl ProcessSet {
     pub(super) fn wish_of(&mut self, entry: &Entry, signature: Signature) -> Wish {
         let me = self.tree.me;
         if let Some((id, agreed)) = self.cache.find(&entry.name)
-            && agreed.signature == signature
+            && agreed.signature.covers(&signature)
             && agreed.counts_of(me) == entry.rows
         {
             self.statistics.cache_hits += 1;

@@ -18,7 +18,7 @@ use crate::Cause;
 use crate::cache::{Agreed, CacheId};
 use crate::hash::Map;
 use crate::set::list::{self, Item};
-use crate::signature::{Call, Signature};
+use crate::signature::{Call, Signature, Site};
 use crate::tally::{Variant, Wish, verdict};
 use crate::tune::Tuner;
 
@@ -140,7 +140,16 @@ impl ProcessSet {
                 format!("{operation} of {} is not possible while ranks have joined: {why}", agreed.name);
             return self.decide_against(&agreed.name, agreed.signature.group, text);
         }
-        let known = known.filter(|id| self.cache.holds(*id));
+        // Who has joined brings host memory.
+        let known = known.filter(|id| self.cache.holds(*id) && agreed.signature.site != Site::Device);
+        let agreed = match agreed.signature.site {
+            Site::Device => Arc::new(Agreed {
+                name: Arc::clone(&agreed.name),
+                signature: Signature { site: Site::Mixed, ..agreed.signature.clone() },
+                rows: agreed.rows.clone(),
+            }),
+            _ => agreed,
+        };
         if agreed.signature.call != Call::Allgather
             || absent.iter().all(|member| agreed.counts_of(*member) == [0])
         {
@@ -225,7 +234,7 @@ fn fit(one: &Signature, two: &Signature, across: bool) -> bool {
         && !matches!(one.call, Call::Alltoall { .. })
         && one.call == two.call
         && one.dtype == two.dtype
-        && one.device == two.device
+        && one.site == two.site
         && (across || (one.group, one.group_size) == (two.group, two.group_size))
 }
 

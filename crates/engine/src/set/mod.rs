@@ -4,12 +4,14 @@
 //! One process set: negotiation, queue, cache and communicator, driven by polling. Knows no threads, locks or clocks.
 
 mod announce;
+mod batch;
 mod decide;
 mod execute;
 mod inquiry;
 mod join;
 mod leave;
 mod list;
+mod reach;
 #[cfg(any(test, feature = "_test-harness"))]
 pub(crate) mod simulation;
 mod trace;
@@ -23,11 +25,12 @@ pub(crate) use execute::share_of;
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_collectives::{Buffer, Device, Event};
+use farandole_collectives::{Buffer, Event};
 use farandole_transport::{FrameReceiver, FrameSender, frames};
 use farandole_world::{ProcessSetId, Rank, World};
 
 use crate::cache::Cache;
+use crate::devices::Devices;
 use crate::hash::Map;
 use crate::signature::{Call, Signature};
 use crate::tally::Tally;
@@ -75,7 +78,7 @@ pub(crate) struct Entry {
     pub(crate) rows: Vec<u64>,
     pub(crate) input: Buffer,
     pub(crate) output: Option<Buffer>,
-    pub(crate) ready: Option<Box<dyn Event>>,
+    pub(crate) ready: Option<Arc<dyn Event>>,
     pub(crate) since: Instant,
     /// When the coordinator was last asked who is missing.
     pub(crate) asked: Option<Instant>,
@@ -150,7 +153,7 @@ pub(crate) struct ProcessSet {
 pub(crate) struct Shared {
     pub(crate) world: Arc<World>,
     pub(crate) settings: Arc<Settings>,
-    pub(crate) devices: Arc<[Arc<dyn Device>]>,
+    pub(crate) devices: Arc<Devices>,
     pub(crate) observer: Arc<dyn Observer>,
     pub(crate) tracer: Arc<Tracer>,
 }
@@ -264,9 +267,15 @@ impl ProcessSet {
         !self.local.is_empty()
             || self.joins.own().is_some()
             || !self.execution.is_idle()
+            || self.execution.is_watched()
             || self.suspect.is_some()
             || self.is_unsettled()
             || self.neighbours.iter().any(|neighbour| !neighbour.closed && neighbour.sender.queued() > 0)
+    }
+
+    /// Whether a device is waited for: nobody is woken when it is done.
+    pub(crate) fn waits_for_device(&self) -> bool {
+        self.execution.waits_for_device()
     }
 
     fn receive(&mut self, now: Instant, finished: &mut Vec<Finished>) -> Step<bool> {

@@ -94,7 +94,7 @@ impl ControlPlane {
         let alone = Shared {
             world: Arc::new(World::alone(HostHash(String::new()))),
             settings,
-            devices: Arc::from([]),
+            devices: Arc::default(),
             observer: Arc::new(Silent),
             tracer: Arc::new(Tracer::new(false)),
         };
@@ -198,8 +198,14 @@ fn request(name: &Arc<str>, input: &Memory, since: Instant) -> (Entry, Signature
         asked: None,
         missing: None,
     };
-    let signature =
-        Signature { call, dtype: DataType::F32, shape: vec![1], device: false, group: 0, group_size: 0 };
+    let signature = Signature {
+        call,
+        dtype: DataType::F32,
+        shape: vec![1],
+        site: crate::signature::Site::Host,
+        group: 0,
+        group_size: 0,
+    };
     (entry, signature)
 }
 

@@ -115,7 +115,7 @@ impl Simulation {
             let shared = Shared {
                 world: Arc::new(world.seen_from(members[member]).unwrap()),
                 settings: Arc::clone(&settings),
-                devices: Arc::from([]),
+                devices: Arc::default(),
                 observer: Arc::new(Silent),
                 tracer: Arc::new(crate::timeline::Tracer::new(false)),
             };

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{DataType, Device, HostCommunicator, Memory, ReduceOp};
+use farandole_collectives::{DataType, Device, Fabric, HostCommunicator, Memory, ReduceOp};
 use farandole_engine::{
     Completion, Engine, EngineOptions, Handle, Kind, Observer, ProgressHost, Request, Result, SetOptions,
     Settings, Silent, control_peers,
@@ -63,6 +63,7 @@ pub(crate) struct Cluster {
     pub(crate) hosts: Vec<u32>,
     pub(crate) settings: Settings,
     pub(crate) devices: Vec<Arc<dyn Device>>,
+    pub(crate) fabric: Option<Arc<dyn Fabric>>,
     pub(crate) observer: Arc<dyn Observer>,
     /// Process sets besides the world.
     pub(crate) sets: Vec<Vec<u32>>,
@@ -92,6 +93,7 @@ impl Cluster {
             hosts: hosts.to_vec(),
             settings: settings(),
             devices: Vec::new(),
+            fabric: None,
             observer: Arc::new(Silent),
             sets: Vec::new(),
             cut: |_, link| link,
@@ -186,6 +188,7 @@ impl Cluster {
             foreign: foreign.collect(),
             sets: options,
             devices: self.devices.clone(),
+            fabric: self.fabric.clone(),
             observer: Arc::clone(&self.observer),
             world,
         })
@@ -221,11 +224,15 @@ pub(crate) fn sum(name: &str, values: &[f32]) -> Request {
     request(name, SUM, &[values.len() as u64], values)
 }
 
-/// Waits to the end.
+/// Waits to the end, also that of the device's work.
 pub(crate) fn wait(engine: &Engine, handle: Handle) -> Result<Completion> {
-    engine
-        .wait(handle, LIMIT)
-        .map(|completion| completion.unwrap_or_else(|| panic!("{handle} takes too long")))
+    let completion = engine.wait(handle, LIMIT)?.unwrap_or_else(|| panic!("{handle} takes too long"));
+    let deadline = Instant::now() + LIMIT;
+    while completion.reached.as_ref().is_some_and(|event| !event.is_ready().unwrap()) {
+        assert!(Instant::now() < deadline, "the device takes too long");
+        std::thread::yield_now();
+    }
+    Ok(completion)
 }
 
 /// Waits for the floats in the engine's output.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
+use farandole_cuda::Gpus;
 use farandole_engine::{Engine, EngineOptions, SetOptions, control_peers};
 use farandole_registrar::{Client, Error as RegistrarError, host};
 use farandole_transport::{Link, Mesh, MeshOptions};
@@ -15,7 +16,7 @@ use farandole_world::{ProcessSetId, Rank, World};
 use crate::meeting::{Interrupted, Meeting, SLICE};
 use crate::rest::Rest;
 use crate::stalls::{Stacks, Stderr, contradiction};
-use crate::{Error, Result, Session, Wishes, claim, links, process};
+use crate::{Error, Result, Session, Wishes, claim, devices, links, process};
 
 /// The longest one attempt to reach the registrar takes before `interrupted` is asked.
 const DIAL: Duration = Duration::from_secs(2);
@@ -163,11 +164,12 @@ fn start(
     rest: &Arc<Rest>,
     control: Vec<Link>,
     data: Vec<Link>,
-) -> Result<(Engine, Arc<Stacks>)> {
+) -> Result<(Engine, Arc<Stacks>, Arc<Gpus>)> {
     if let (Some(warning), 0) = (contradiction(config), world.rank.0) {
         eprintln!("farandole: warning: {warning}");
     }
     let stacks = Arc::new(Stacks::default());
+    let gpus = Arc::new(devices::gpus(config)?);
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
     let all = SetOptions {
         id: ProcessSetId::GLOBAL,
@@ -182,12 +184,13 @@ fn start(
         sets: vec![all],
         foreign: Vec::new(),
         devices: Vec::new(),
+        fabric: Some(Arc::clone(&gpus) as _),
         observer: Arc::new(Stderr(Arc::clone(&stacks))),
     })?;
     if !matches!(&*config.timeline, "" | "DYNAMIC") {
         engine.start_timeline(&config.timeline, config.timeline_mark_cycles)?;
     }
-    Ok((engine, stacks))
+    Ok((engine, stacks, gpus))
 }
 
 fn give_up_if(interrupted: &mut Interrupted<'_>) -> Result<()> {

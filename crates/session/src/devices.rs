@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The GPUs of a session, taken up when a tensor is on one.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use farandole_config::Config;
+use farandole_cuda::{Gpu, Gpus, Places};
+
+use crate::{Result, Session};
+
+/// What becomes of tensors on GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GpuTensors {
+    /// Reduced by NCCL where it can, else in host memory.
+    Auto,
+    /// Reduced in host memory.
+    Staged,
+    /// Copied to the host by the framework.
+    Copied,
+}
+
+impl GpuTensors {
+    /// What the knob says.
+    ///
+    /// # Errors
+    /// Its value is none.
+    pub(crate) fn of(config: &Config) -> Result<Self, farandole_config::Error> {
+        match config.gpu_tensors.to_lowercase().as_str() {
+            "auto" => Ok(Self::Auto),
+            "staged" => Ok(Self::Staged),
+            "copied" => Ok(Self::Copied),
+            _ => Err(farandole_config::Error {
+                name: "FARANDOLE_GPU_TENSORS".to_owned(),
+                expected: "auto, staged or copied",
+                value: config.gpu_tensors.clone(),
+            }),
+        }
+    }
+}
+
+/// The GPUs of this process; none is looked for yet.
+///
+/// # Errors
+/// A knob's value is none.
+pub(crate) fn gpus(config: &Config) -> Result<Gpus, farandole_config::Error> {
+    let gpus = Gpus::new(Places::of(&config.cuda_libraries));
+    Ok(if GpuTensors::of(config)? == GpuTensors::Auto { gpus } else { gpus.without_nccl() })
+}
+
+impl Session {
+    /// Whether operations may name memory of GPUs.
+    pub fn takes_devices(&self) -> bool {
+        self.gpu_tensors != GpuTensors::Copied
+    }
+
+    /// The GPU of this number among those that the process sees; from here on operations may name its memory. CUDA's
+    /// libraries are also looked for in the wheels in `packages`.
+    ///
+    /// # Errors
+    /// `Forked`; `Cuda` when there is no such GPU, or no driver.
+    pub fn gpu(&self, ordinal: u32, packages: &[PathBuf]) -> Result<Arc<Gpu>> {
+        self.check_process()?;
+        let gpu = self.gpus.open(ordinal, packages)?;
+        if !self.engine().has_device(ordinal) {
+            self.engine().add_device(Arc::clone(&gpu) as _);
+        }
+        Ok(gpu)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    fn chosen(value: &str) -> Result<GpuTensors, String> {
+        let given = BTreeMap::from([("gpu_tensors".to_owned(), value.to_owned())]);
+        let config = Config::read(|_| None, &given).unwrap();
+        GpuTensors::of(&config).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn what_becomes_of_tensors_on_gpus_is_one_of_three() {
+        assert_eq!(chosen("auto"), Ok(GpuTensors::Auto));
+        assert_eq!(chosen("Staged"), Ok(GpuTensors::Staged));
+        assert_eq!(chosen("copied"), Ok(GpuTensors::Copied));
+        assert!(chosen("nccl").unwrap_err().contains("auto, staged or copied"));
+    }
+}

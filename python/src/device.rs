@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Tensors on GPUs, as Python hands them in: the GPU's number, and the handle of the stream that makes their values.
+#![expect(unsafe_code, reason = "streams come from Python by their handles")]
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use farandole::collectives::{Event, Place, Stream};
+use farandole::session::{self, Session};
+use pyo3::prelude::*;
+
+use crate::error::raise;
+use crate::tensor::Gathered;
+
+/// A GPU's number and a stream's handle; nothing for host memory.
+pub(crate) type Given = Option<(u32, usize)>;
+
+/// Where a tensor is, and what its values come after.
+#[derive(Clone)]
+pub(crate) struct Spot {
+    pub(crate) place: Place,
+    pub(crate) ready: Option<Arc<dyn Event>>,
+}
+
+impl Spot {
+    /// In host memory.
+    pub(crate) const HOST: Self = Self { place: Place::Host, ready: None };
+}
+
+/// The spots of one call: tensors of one stream share an event.
+#[derive(Default)]
+pub(crate) struct Spots(Vec<((u32, usize), Spot)>);
+
+impl Spots {
+    /// The spot of a tensor.
+    ///
+    /// # Errors
+    /// `FarandoleEnvironmentError` when there is no such GPU.
+    pub(crate) fn of(&mut self, given: Given) -> PyResult<Spot> {
+        let Some((ordinal, stream)) = given else { return Ok(Spot::HOST) };
+        if let Some((_, spot)) = self.0.iter().find(|(known, _)| *known == (ordinal, stream)) {
+            return Ok(spot.clone());
+        }
+        let gpu = session()?.gpu(ordinal, &[]).map_err(|error| raise(error.fault(), &error))?;
+        // SAFETY: `farandole.torch` passes the framework's current stream of this GPU, which lives for ever.
+        let ready = unsafe { gpu.after(stream) }.map_err(|error| raise(error.fault(), &error))?;
+        let spot = Spot { place: Place::Device(ordinal), ready: Some(ready) };
+        self.0.push(((ordinal, stream), spot.clone()));
+        Ok(spot)
+    }
+}
+
+fn session() -> PyResult<Arc<Session>> {
+    session::current().map_err(|error| raise(error.fault(), &error))
+}
+
+/// Takes up a GPU, so that operations may name its memory; false when the configuration says not to.
+#[pyfunction]
+#[pyo3(signature = (ordinal, packages, /))]
+pub(crate) fn open_device(py: Python<'_>, ordinal: u32, packages: Vec<PathBuf>) -> PyResult<bool> {
+    let session = session()?;
+    if !session.takes_devices() {
+        return Ok(false);
+    }
+    py.detach(|| session.gpu(ordinal, &packages)).map_err(|error| raise(error.fault(), &error))?;
+    Ok(true)
+}
+
+/// A result that a GPU is still at work on.
+#[pyclass(frozen, module = "farandole._native.engine")]
+pub(crate) struct Reached {
+    event: Arc<dyn Event>,
+    outcome: Option<Py<Gathered>>,
+}
+
+impl Reached {
+    pub(crate) fn new(event: Arc<dyn Event>, outcome: Option<Py<Gathered>>) -> Self {
+        Self { event, outcome }
+    }
+}
+
+#[pymethods]
+impl Reached {
+    /// The GPU.
+    #[getter]
+    fn ordinal(&self) -> u32 {
+        self.event.ordinal()
+    }
+
+    #[getter]
+    fn outcome(&self, py: Python<'_>) -> Option<Py<Gathered>> {
+        self.outcome.as_ref().map(|outcome| outcome.clone_ref(py))
+    }
+
+    /// What is put on this stream of the GPU from now on comes after the result. Returns at once.
+    #[pyo3(signature = (stream, /))]
+    fn hold(&self, stream: usize) -> PyResult<()> {
+        // SAFETY: as in `Spots::of`.
+        let stream = unsafe { Stream::from_raw(stream) };
+        self.event.hold(stream).map_err(|error| raise(error.fault(), &error))
+    }
+
+    /// Whether the result is there.
+    fn is_ready(&self) -> PyResult<bool> {
+        self.event.is_ready().map_err(|error| raise(error.fault(), &error))
+    }
+}
