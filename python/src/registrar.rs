@@ -20,7 +20,14 @@ use crate::runtime::wait;
 /// Fills the submodule.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyRegistrar>()?;
-    module.add_class::<PyEvent>()
+    module.add_class::<PyEvent>()?;
+    module.add_function(wrap_pyfunction!(host_hash, module)?)
+}
+
+/// By what ranks are grouped into hosts.
+#[pyfunction]
+fn host_hash() -> String {
+    registrar::host::facts().hash().0
 }
 
 pub(crate) fn error(error: &registrar::Error) -> PyErr {

@@ -159,6 +159,8 @@ knobs! {
     bind_address: String = "", "BIND_ADDRESS", Some("--bind-address"), true;
     /// Ports to listen on; `0` lets the system choose.
     port_range: PortRange = "0", "PORT_RANGE", Some("--port-range"), true;
+    /// Hosts open connections and take none: links between them pass through the driver's port, which makes them slower. For the driver and the workers.
+    dial_out: bool = "0", "DIAL_OUT", Some("--dial-out"), true;
     /// How long all tasks may take to register.
     start_timeout: Duration = "600", "START_TIMEOUT", Some("--start-timeout"), true;
     /// How long `farandole.spark` waits for all Spark tasks to start. Read by the driver, in seconds.

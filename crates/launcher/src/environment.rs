@@ -86,6 +86,7 @@ mod tests {
             port_range: farandole_config::PortRange { first: 0, last: 0 },
             start_timeout: std::time::Duration::from_secs(5),
             peer_timeout: std::time::Duration::from_secs(5),
+            relays: false,
         })
         .unwrap();
         let master = Master { address: "127.0.0.1".parse().unwrap(), port: 7 };

@@ -28,6 +28,7 @@
 #![forbid(unsafe_code)]
 
 pub mod client;
+mod codec;
 mod convert;
 mod error;
 mod event;
@@ -42,7 +43,7 @@ mod ticket;
 mod tls;
 mod wire;
 
-pub use client::{Cancel, Client};
+pub use client::{Cancel, Client, Relay};
 pub use error::{Error, Result};
 pub use event::Event;
 pub use exit::{Exit, How, Verdict, signal_name};

@@ -25,6 +25,7 @@ fn options(tasks: u32) -> Options {
         port_range: PortRange { first: 0, last: 0 },
         start_timeout: Duration::from_secs(60),
         peer_timeout: Duration::from_secs(5),
+        relays: false,
     }
 }
 
@@ -160,6 +161,25 @@ fn duplicates_and_stale_attempts_are_refused_and_a_newer_one_makes_a_new_generat
         second.get("key", Instant::now() + Duration::from_millis(20)),
         Err(Error::Timeout { .. })
     ));
+}
+
+#[test]
+fn a_start_of_a_task_that_another_has_replaced_hears_so_and_gets_no_rank() {
+    let registrar = registrar(2);
+    let first = connect(registrar.ticket(), 0);
+    first.register(1, &host::facts(), soon()).unwrap();
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| first.await_assignment(soon()));
+        let second = connect(registrar.ticket(), 0);
+        second.register(2, &host::facts(), soon()).unwrap();
+        let error = waiting.join().unwrap().unwrap_err();
+        assert!(matches!(error, Error::Aborted { retry: false, .. }), "{error}");
+        assert!(error.to_string().contains("task 0 was started again"), "{error}");
+        // Nor later, when the generation that it registered for has its world.
+        connect(registrar.ticket(), 1).register(1, &host::facts(), soon()).unwrap();
+        assert_eq!(second.await_assignment(soon()).unwrap().size(), 2);
+        assert!(first.await_assignment(soon()).is_err());
+    });
 }
 
 #[test]

@@ -26,6 +26,7 @@ mod claim;
 mod devices;
 mod error;
 mod form;
+mod gateway;
 mod links;
 mod meeting;
 mod memory;

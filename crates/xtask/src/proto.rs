@@ -38,6 +38,7 @@ fn generate(root: &Path) -> Result<String> {
     fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
     tonic_prost_build::configure()
         .bytes(".")
+        .codec_path("crate::codec::Codec")
         .out_dir(&out)
         .compile_fds(descriptors)
         .context("generate code from the descriptors")?;

@@ -5,6 +5,9 @@
 from types import TracebackType
 from typing import Literal, Self, TypedDict, final
 
+def host_hash() -> str:
+    """By what ranks are grouped into hosts: `<host>-<16 hexadecimal digits>`."""
+
 class Seat(TypedDict):
     """Where one rank sits."""
 

@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 
 use crate::error::{Error, Result};
+use crate::server::STREAM_WINDOW;
 use crate::ticket::Ticket;
 use crate::tls::{Pinned, SERVER_NAME};
 
@@ -20,6 +21,9 @@ const STAGGER: Duration = Duration::from_millis(50);
 const ONE_ADDRESS: Duration = Duration::from_secs(5);
 /// Rounds over all addresses that all end in a plain no before nobody is believed to be there.
 const ROUNDS: u32 = 4;
+
+/// Bytes that may be on their way here, on one connection.
+const CONNECTION_WINDOW: u32 = 1 << 30;
 
 struct Failure {
     reason: String,
@@ -92,6 +96,9 @@ async fn connect(
         .and_then(|endpoint| endpoint.tls_config_with_verifier(tls, Arc::new(Pinned::new(fingerprint))))
         .map_err(|error| failure(&error))?
         .tcp_nodelay(true)
+        // Links that are relayed share the connection: a slow one must not take the room of the others.
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
         .connect_timeout(ONE_ADDRESS)
         .http2_keep_alive_interval(Duration::from_secs(2))
         .keep_alive_timeout(Duration::from_secs(5))

@@ -8,6 +8,7 @@ mod crowd;
 mod dial;
 mod heartbeat;
 mod outbox;
+mod relay;
 mod runtime;
 
 use std::future::Future;
@@ -17,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use farandole_config::Config;
 use farandole_telemetry::Stream;
 use farandole_world::{Generation, HostFacts, JobId, TaskId, World};
@@ -27,9 +28,10 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::Channel;
-use tonic::{Code, Request, Response, Status};
+use tonic::{Code, Request, Response, Status, Streaming};
 
 use self::outbox::Outbox;
+pub use self::relay::Relay;
 use crate::convert;
 use crate::error::{Error, Result};
 use crate::exit::{Exit, Verdict};
@@ -259,12 +261,14 @@ impl Client {
     /// `Timeout` naming the missing tasks, `Aborted`, `Refused`, `Lost`, `Malformed`.
     pub fn await_assignment(&self, deadline: Instant) -> Result<World> {
         let started = Instant::now();
+        let session = self.inner.offer.lock().as_ref().map(|offer| offer.session);
         loop {
             let timeout_ms = self.slice(deadline);
             let reply = self.call("the wait for ranks", deadline + POLL, || {
-                let request = self.inner.caller.request(wire::AwaitAssignmentRequest { timeout_ms });
+                let request =
+                    self.inner.caller.request(wire::AwaitAssignmentRequest { timeout_ms, session });
                 let mut stub = self.inner.caller.stub();
-                async move { stub.await_assignment(request).await }
+                async move { whole(stub.await_assignment(request).await?.into_inner()).await }
             })?;
             if let Some(world) = reply.world {
                 let world = convert::decode_world(world, self.task())
@@ -523,6 +527,22 @@ impl Client {
             },
         }
     }
+}
+
+/// A reply put together from its pieces.
+async fn whole(
+    mut pieces: Streaming<wire::AwaitAssignmentReply>,
+) -> std::result::Result<Response<wire::AwaitAssignmentReply>, Status> {
+    let mut reply = wire::AwaitAssignmentReply::default();
+    let mut world = BytesMut::new();
+    while let Some(piece) = pieces.message().await? {
+        if let Some(bytes) = &piece.world {
+            world.extend_from_slice(bytes);
+        }
+        reply = piece;
+    }
+    reply.world = reply.world.is_some().then(|| world.freeze());
+    Ok(Response::new(reply))
 }
 
 impl Drop for Inner {

@@ -36,10 +36,14 @@ pub struct RegisterReply {
 pub struct AwaitAssignmentRequest {
     #[prost(uint64, tag = "1")]
     pub timeout_ms: u64,
+    /// The session that registered, of which another one may have taken the place; absent from a worker, which only asks
+    /// for the world of its generation.
+    #[prost(fixed64, optional, tag = "2")]
+    pub session: ::core::option::Option<u64>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct AwaitAssignmentReply {
-    /// A `World`; absent when the time ran out first.
+    /// A piece of a `World`; absent when the time ran out first.
     #[prost(bytes = "bytes", optional, tag = "1")]
     pub world: ::core::option::Option<::prost::bytes::Bytes>,
     /// Tasks that have not registered, the lowest few.
@@ -197,6 +201,43 @@ pub struct ExitReply {
     #[prost(bool, tag = "2")]
     pub pending: bool,
 }
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CallsRequest {
+    /// Tells apart the worlds that one process forms after each other.
+    #[prost(uint64, tag = "1")]
+    pub door: u64,
+}
+/// Somebody wants to be linked with the task.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Call {
+    #[prost(fixed64, tag = "1")]
+    pub id: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Dial {
+    #[prost(uint32, tag = "1")]
+    pub task: u32,
+    #[prost(uint64, tag = "2")]
+    pub door: u64,
+}
+/// The first of a stream says whom to call, or which call it answers; those that follow carry bytes.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RelayPiece {
+    #[prost(oneof = "relay_piece::What", tags = "1, 2, 3")]
+    pub what: ::core::option::Option<relay_piece::What>,
+}
+/// Nested message and enum types in `RelayPiece`.
+pub mod relay_piece {
+    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
+    pub enum What {
+        #[prost(message, tag = "1")]
+        Dial(super::Dial),
+        #[prost(fixed64, tag = "2")]
+        Answer(u64),
+        #[prost(bytes, tag = "3")]
+        Data(::prost::bytes::Bytes),
+    }
+}
 /// Generated client implementations.
 pub mod registrar_client {
     #![allow(
@@ -303,7 +344,7 @@ pub mod registrar_client {
                         format!("Service was not ready: {}", e.into()),
                     )
                 })?;
-            let codec = tonic_prost::ProstCodec::default();
+            let codec = crate::codec::Codec::default();
             let path = http::uri::PathAndQuery::from_static(
                 "/farandole.registrar.v1.Registrar/Register",
             );
@@ -312,12 +353,13 @@ pub mod registrar_client {
                 .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Register"));
             self.inner.unary(req, path, codec).await
         }
-        /// Waits until the caller's generation has a world.
+        /// Waits until the caller's generation has a world, which comes in pieces: those of a large job would fill the memory
+        /// if each reply lay there whole.
         pub async fn await_assignment(
             &mut self,
             request: impl tonic::IntoRequest<super::AwaitAssignmentRequest>,
         ) -> std::result::Result<
-            tonic::Response<super::AwaitAssignmentReply>,
+            tonic::Response<tonic::codec::Streaming<super::AwaitAssignmentReply>>,
             tonic::Status,
         > {
             self.inner
@@ -328,7 +370,7 @@ pub mod registrar_client {
                         format!("Service was not ready: {}", e.into()),
                     )
                 })?;
-            let codec = tonic_prost::ProstCodec::default();
+            let codec = crate::codec::Codec::default();
             let path = http::uri::PathAndQuery::from_static(
                 "/farandole.registrar.v1.Registrar/AwaitAssignment",
             );
@@ -340,7 +382,7 @@ pub mod registrar_client {
                         "AwaitAssignment",
                     ),
                 );
-            self.inner.unary(req, path, codec).await
+            self.inner.server_streaming(req, path, codec).await
         }
         /// An agent shows that it lives; the answer stream says when to stop.
         pub async fn heartbeat(
@@ -358,7 +400,7 @@ pub mod registrar_client {
                         format!("Service was not ready: {}", e.into()),
                     )
                 })?;
-            let codec = tonic_prost::ProstCodec::default();
+            let codec = crate::codec::Codec::default();
             let path = http::uri::PathAndQuery::from_static(
                 "/farandole.registrar.v1.Registrar/Heartbeat",
             );
@@ -382,7 +424,7 @@ pub mod registrar_client {
                         format!("Service was not ready: {}", e.into()),
                     )
                 })?;
-            let codec = tonic_prost::ProstCodec::default();
+            let codec = crate::codec::Codec::default();
             let path = http::uri::PathAndQuery::from_static(
                 "/farandole.registrar.v1.Registrar/Put",
             );
@@ -407,7 +449,7 @@ pub mod registrar_client {
                         format!("Service was not ready: {}", e.into()),
                     )
                 })?;
-            let codec = tonic_prost::ProstCodec::default();
+            let codec = crate::codec::Codec::default();
             let path = http::uri::PathAndQuery::from_static(
                 "/farandole.registrar.v1.Registrar/PutIfAbsent",
             );
@@ -431,7 +473,7 @@ pub mod registrar_client {
                         format!("Service was not ready: {}", e.into()),
                     )
                 })?;
-            let codec = tonic_prost::ProstCodec::default();
+            let codec = crate::codec::Codec::default();
             let path = http::uri::PathAndQuery::from_static(
                 "/farandole.registrar.v1.Registrar/Get",
             );
@@ -453,7 +495,7 @@ pub mod registrar_client {
                         format!("Service was not ready: {}", e.into()),
                     )
                 })?;
-            let codec = tonic_prost::ProstCodec::default();
+            let codec = crate::codec::Codec::default();
             let path = http::uri::PathAndQuery::from_static(
                 "/farandole.registrar.v1.Registrar/Records",
             );
@@ -475,7 +517,7 @@ pub mod registrar_client {
                         format!("Service was not ready: {}", e.into()),
                     )
                 })?;
-            let codec = tonic_prost::ProstCodec::default();
+            let codec = crate::codec::Codec::default();
             let path = http::uri::PathAndQuery::from_static(
                 "/farandole.registrar.v1.Registrar/Result",
             );
@@ -497,7 +539,7 @@ pub mod registrar_client {
                         format!("Service was not ready: {}", e.into()),
                     )
                 })?;
-            let codec = tonic_prost::ProstCodec::default();
+            let codec = crate::codec::Codec::default();
             let path = http::uri::PathAndQuery::from_static(
                 "/farandole.registrar.v1.Registrar/Exit",
             );
@@ -505,6 +547,56 @@ pub mod registrar_client {
             req.extensions_mut()
                 .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Exit"));
             self.inner.unary(req, path, codec).await
+        }
+        /// Takes calls for the caller's task, whom nobody can dial, for as long as the stream is held.
+        pub async fn calls(
+            &mut self,
+            request: impl tonic::IntoRequest<super::CallsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<tonic::codec::Streaming<super::Call>>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Codec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/farandole.registrar.v1.Registrar/Calls",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Calls"));
+            self.inner.server_streaming(req, path, codec).await
+        }
+        /// One end of a link that passes through here, for the same tasks.
+        pub async fn relay(
+            &mut self,
+            request: impl tonic::IntoStreamingRequest<Message = super::RelayPiece>,
+        ) -> std::result::Result<
+            tonic::Response<tonic::codec::Streaming<super::RelayPiece>>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Codec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/farandole.registrar.v1.Registrar/Relay",
+            );
+            let mut req = request.into_streaming_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Relay"));
+            self.inner.streaming(req, path, codec).await
         }
     }
 }
@@ -526,12 +618,19 @@ pub mod registrar_server {
             &self,
             request: tonic::Request<super::RegisterRequest>,
         ) -> std::result::Result<tonic::Response<super::RegisterReply>, tonic::Status>;
-        /// Waits until the caller's generation has a world.
+        /// Server streaming response type for the AwaitAssignment method.
+        type AwaitAssignmentStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::AwaitAssignmentReply, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// Waits until the caller's generation has a world, which comes in pieces: those of a large job would fill the memory
+        /// if each reply lay there whole.
         async fn await_assignment(
             &self,
             request: tonic::Request<super::AwaitAssignmentRequest>,
         ) -> std::result::Result<
-            tonic::Response<super::AwaitAssignmentReply>,
+            tonic::Response<Self::AwaitAssignmentStream>,
             tonic::Status,
         >;
         /// Server streaming response type for the Heartbeat method.
@@ -578,6 +677,28 @@ pub mod registrar_server {
             &self,
             request: tonic::Request<super::ExitRequest>,
         ) -> std::result::Result<tonic::Response<super::ExitReply>, tonic::Status>;
+        /// Server streaming response type for the Calls method.
+        type CallsStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::Call, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// Takes calls for the caller's task, whom nobody can dial, for as long as the stream is held.
+        async fn calls(
+            &self,
+            request: tonic::Request<super::CallsRequest>,
+        ) -> std::result::Result<tonic::Response<Self::CallsStream>, tonic::Status>;
+        /// Server streaming response type for the Relay method.
+        type RelayStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::RelayPiece, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// One end of a link that passes through here, for the same tasks.
+        async fn relay(
+            &self,
+            request: tonic::Request<tonic::Streaming<super::RelayPiece>>,
+        ) -> std::result::Result<tonic::Response<Self::RelayStream>, tonic::Status>;
     }
     /// One job's meeting point. Every call carries metadata: `farandole-token` (64 hex digits), `farandole-task`, and,
     /// once known, `farandole-generation`.
@@ -687,7 +808,7 @@ pub mod registrar_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = RegisterSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
+                        let codec = crate::codec::Codec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
                                 accept_compression_encodings,
@@ -707,11 +828,13 @@ pub mod registrar_server {
                     struct AwaitAssignmentSvc<T: Registrar>(pub Arc<T>);
                     impl<
                         T: Registrar,
-                    > tonic::server::UnaryService<super::AwaitAssignmentRequest>
-                    for AwaitAssignmentSvc<T> {
+                    > tonic::server::ServerStreamingService<
+                        super::AwaitAssignmentRequest,
+                    > for AwaitAssignmentSvc<T> {
                         type Response = super::AwaitAssignmentReply;
+                        type ResponseStream = T::AwaitAssignmentStream;
                         type Future = BoxFuture<
-                            tonic::Response<Self::Response>,
+                            tonic::Response<Self::ResponseStream>,
                             tonic::Status,
                         >;
                         fn call(
@@ -732,7 +855,7 @@ pub mod registrar_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = AwaitAssignmentSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
+                        let codec = crate::codec::Codec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
                                 accept_compression_encodings,
@@ -742,7 +865,7 @@ pub mod registrar_server {
                                 max_decoding_message_size,
                                 max_encoding_message_size,
                             );
-                        let res = grpc.unary(method, req).await;
+                        let res = grpc.server_streaming(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)
@@ -776,7 +899,7 @@ pub mod registrar_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = HeartbeatSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
+                        let codec = crate::codec::Codec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
                                 accept_compression_encodings,
@@ -819,7 +942,7 @@ pub mod registrar_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = PutSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
+                        let codec = crate::codec::Codec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
                                 accept_compression_encodings,
@@ -864,7 +987,7 @@ pub mod registrar_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = PutIfAbsentSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
+                        let codec = crate::codec::Codec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
                                 accept_compression_encodings,
@@ -907,7 +1030,7 @@ pub mod registrar_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = GetSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
+                        let codec = crate::codec::Codec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
                                 accept_compression_encodings,
@@ -952,7 +1075,7 @@ pub mod registrar_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = RecordsSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
+                        let codec = crate::codec::Codec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
                                 accept_compression_encodings,
@@ -997,7 +1120,7 @@ pub mod registrar_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = ResultSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
+                        let codec = crate::codec::Codec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
                                 accept_compression_encodings,
@@ -1040,7 +1163,7 @@ pub mod registrar_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = ExitSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
+                        let codec = crate::codec::Codec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
                                 accept_compression_encodings,
@@ -1051,6 +1174,96 @@ pub mod registrar_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/farandole.registrar.v1.Registrar/Calls" => {
+                    #[allow(non_camel_case_types)]
+                    struct CallsSvc<T: Registrar>(pub Arc<T>);
+                    impl<
+                        T: Registrar,
+                    > tonic::server::ServerStreamingService<super::CallsRequest>
+                    for CallsSvc<T> {
+                        type Response = super::Call;
+                        type ResponseStream = T::CallsStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::CallsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Registrar>::calls(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = CallsSvc(inner);
+                        let codec = crate::codec::Codec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.server_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/farandole.registrar.v1.Registrar/Relay" => {
+                    #[allow(non_camel_case_types)]
+                    struct RelaySvc<T: Registrar>(pub Arc<T>);
+                    impl<T: Registrar> tonic::server::StreamingService<super::RelayPiece>
+                    for RelaySvc<T> {
+                        type Response = super::RelayPiece;
+                        type ResponseStream = T::RelayStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<tonic::Streaming<super::RelayPiece>>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Registrar>::relay(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = RelaySvc(inner);
+                        let codec = crate::codec::Codec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.streaming(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)

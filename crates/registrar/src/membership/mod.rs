@@ -14,7 +14,8 @@
 //!
 //! - `MB-1`: a generation is assigned when every task waits exactly once, and seats every task exactly once.
 //! - `MB-2`: generations grow by one and are assigned at most once.
-//! - `MB-3`: an attempt is replaced only by a higher one; a repeated registration of one session changes nothing.
+//! - `MB-3`: an attempt is replaced only by a higher one, also after it was lost; a repeated registration of one session
+//!   changes nothing.
 //! - `MB-4`: a generation gets at most one verdict; it names a task's own failure rather than a peer's error or a
 //!   stopped worker whenever one was seen in time.
 //! - `MB-5`: after an abort, or a finish, nothing is assigned.
@@ -64,8 +65,8 @@ pub(crate) enum Input {
 /// What the machine decides.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Decision {
-    /// A task waits for its rank.
-    Registered { task: TaskId },
+    /// A task waits for its rank; whether an earlier start of it has waited until now.
+    Registered { task: TaskId, session: u64, replaces: bool },
     /// A waiting task is gone; it may register again.
     Withdrawn { task: TaskId, reason: String },
     /// A generation begins. Seen from rank 0.
@@ -125,6 +126,8 @@ pub(crate) struct Membership {
     generation: Generation,
     waiting: BTreeMap<TaskId, Registration>,
     running: Option<Running>,
+    /// The highest attempt of each task so far: what an earlier start says comes too late.
+    fences: BTreeMap<TaskId, u64>,
 }
 
 impl Presence {
@@ -153,6 +156,7 @@ impl Membership {
             generation: Generation(0),
             waiting: BTreeMap::new(),
             running: None,
+            fences: BTreeMap::new(),
         }
     }
 
@@ -192,7 +196,13 @@ impl Membership {
             }
             newer(task, attempt, waiting.attempt)?;
         }
-        let mut decisions = vec![Decision::Registered { task }];
+        let fence = self.fences.entry(task).or_insert(attempt);
+        if attempt < *fence {
+            return Err(Refusal::Stale { task, attempt, current: *fence });
+        }
+        *fence = attempt;
+        let replaces = self.waiting.contains_key(&task);
+        let mut decisions = vec![Decision::Registered { task, session, replaces }];
         if let Some(running) = &mut self.running {
             let reason = format!("task {task} was started again, as attempt {attempt}");
             decisions.extend(running.stop(Verdict { reason, cause: None, retry: true }));

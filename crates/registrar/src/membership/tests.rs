@@ -142,6 +142,32 @@ fn a_waiting_task_whose_connection_closes_may_register_again() {
 }
 
 #[test]
+fn an_earlier_start_of_a_task_is_not_let_in_when_the_later_one_was_lost_while_it_waited() {
+    // MB-3: what is left of the earlier start would sit beside the newer starts of the others.
+    let mut job = Membership::new(OPTIONS);
+    job.register(at(0), TaskId(0), 1, 1, host("a")).unwrap();
+    job.register(at(1), TaskId(0), 4, 2, host("a")).unwrap();
+    job.observe(at(2), Input::Disconnected { task: TaskId(0), session: 2 });
+    assert_eq!(
+        job.register(at(3), TaskId(0), 1, 1, host("a")),
+        Err(Refusal::Stale { task: TaskId(0), attempt: 1, current: 4 })
+    );
+    assert!(job.register(at(4), TaskId(0), 4, 2, host("a")).is_ok());
+}
+
+#[test]
+fn a_start_that_takes_the_place_of_a_waiting_one_is_told_apart() {
+    let mut job = Membership::new(OPTIONS);
+    let registered = |job: &mut Membership, attempt, session| {
+        job.register(at(0), TaskId(0), attempt, session, host("a")).unwrap().1
+    };
+    let first = Decision::Registered { task: TaskId(0), session: 7, replaces: false };
+    assert_eq!(registered(&mut job, 1, 7), [first]);
+    let second = Decision::Registered { task: TaskId(0), session: 8, replaces: true };
+    assert_eq!(registered(&mut job, 2, 8), [second]);
+}
+
+#[test]
 fn all_exits_good_finish_the_job_and_nothing_follows() {
     // MB-5.
     let mut job = running();

@@ -53,6 +53,8 @@ pub(super) struct Board {
     over: Option<(Generation, Arc<Verdict>)>,
     finished: Option<Generation>,
     aborted: Option<Arc<Verdict>>,
+    /// Who registered last for each task: earlier starts of it get no rank any more.
+    holders: HashMap<TaskId, u64>,
     pub(super) closed: bool,
 }
 
@@ -73,6 +75,11 @@ impl Board {
             cause: None,
             retry: true,
         })
+    }
+
+    /// Whether another start of the task has taken the place of this one.
+    pub(super) fn is_replaced(&self, task: TaskId, session: u64) -> bool {
+        self.holders.get(&task).is_some_and(|holder| *holder != session)
     }
 
     /// Whether every worker of a generation ended well.
@@ -267,7 +274,14 @@ impl Core {
         for decision in decisions {
             tracing::info!(job = %self.job_id, ?decision);
             match decision {
-                Decision::Registered { task } => self.events.push(Event::Registered { task }),
+                Decision::Registered { task, session, replaces } => {
+                    self.events.push(Event::Registered { task });
+                    self.board.send_if_modified(|board| {
+                        board.holders.insert(task, session);
+                        // Nobody waits for news of a task that nobody has waited for.
+                        replaces
+                    });
+                }
                 Decision::Withdrawn { task, reason } => {
                     self.events.push(Event::Lost { task, rank: None, reason })
                 }

@@ -6,6 +6,7 @@
 mod auth;
 mod core;
 mod incoming;
+mod relay;
 mod service;
 
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -31,6 +32,11 @@ use crate::{host, tls};
 
 /// Longest message: a value of the key-value store and what surrounds it.
 const MAX_MESSAGE: usize = 2 << 20;
+/// Calls at the same time on one connection.
+const STREAMS: u32 = 1024;
+/// The same where links are relayed, and the bytes that each may have on its way to a reader.
+const LINKS: u32 = 4096;
+pub(crate) const STREAM_WINDOW: u32 = 256 << 10;
 /// Times beyond these are taken for these.
 const SHORTEST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
@@ -54,6 +60,8 @@ pub struct Options {
     pub start_timeout: Duration,
     /// Silence after which an agent is lost.
     pub peer_timeout: Duration,
+    /// Whether links between tasks may pass through here, for tasks that nobody can dial.
+    pub relays: bool,
 }
 
 impl Options {
@@ -67,6 +75,7 @@ impl Options {
             port_range: config.port_range,
             start_timeout: config.start_timeout,
             peer_timeout: config.peer_timeout,
+            relays: config.dial_out,
         }
     }
 }
@@ -113,20 +122,27 @@ impl Registrar {
         let ticket = Ticket::new(token.clone(), identity.fingerprint, job_id.clone(), addresses);
         let core = Arc::new(Core::new(job_id, &options));
         let gate = Gate::new(token, options.tasks);
-        let registrar = RegistrarServer::new(Service::new(Arc::clone(&core)))
+        let registrar = RegistrarServer::new(Service::new(Arc::clone(&core), options.relays))
             .max_decoding_message_size(MAX_MESSAGE)
             .max_encoding_message_size(usize::MAX);
         let guarded = tonic::service::interceptor::InterceptedService::new(registrar, gate);
         let certificate = TlsIdentity::from_pem(identity.certificate_pem, identity.key_pem);
         let tls = ServerTlsConfig::new().identity(certificate).timeout(Duration::from_secs(10));
-        let router = Server::builder()
+        let mut server = Server::builder()
             .tls_config(tls)
             .map_err(|error| Error::Tls { reason: error.to_string() })?
-            .max_concurrent_streams(1024)
+            .max_concurrent_streams(STREAMS)
             .http2_max_header_list_size(16 << 10)
             .http2_keepalive_interval(Some(options.peer_timeout / 2))
-            .http2_keepalive_timeout(Some(options.peer_timeout))
-            .add_service(guarded);
+            .http2_keepalive_timeout(Some(options.peer_timeout));
+        if options.relays {
+            // A link whose reader is slow holds what it has on its way, and never the other links of its connection.
+            server = server
+                .max_concurrent_streams(LINKS)
+                .initial_stream_window_size(STREAM_WINDOW)
+                .initial_connection_window_size(LINKS * STREAM_WINDOW);
+        }
+        let router = server.add_service(guarded);
         let context = runtime.enter();
         let incoming = incoming::accept(listener, options.tasks)
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;

@@ -14,6 +14,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::auth::Caller;
 use super::core::{Board, Core};
+use super::relay::{Exchange, Heard};
 use crate::convert;
 use crate::event::Event;
 use crate::exit::{Exit, Verdict};
@@ -22,6 +23,9 @@ use crate::generated::registrar_server::Registrar;
 use crate::kv::{Lookup, MAX_KEY};
 use crate::membership::{Input, Refusal};
 use crate::wire::{MAX_RESULT, PROTOCOL, PROTOCOL_VERSION, RETRY};
+
+/// Bytes of a world in one piece of a reply.
+const PIECE: usize = 8 << 10;
 
 /// The longest a call waits here before its caller asks again.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
@@ -32,13 +36,23 @@ const TOGETHER: Duration = Duration::from_secs(1);
 /// The service.
 pub(super) struct Service {
     core: Arc<Core>,
+    /// Where this registrar relays links.
+    exchange: Option<Exchange>,
 }
 
 type Reply<T> = Result<Response<T>, Status>;
 
+/// A reply whose pieces are made when there is room for them on their way.
+type Pieces = Box<dyn Iterator<Item = Result<wire::AwaitAssignmentReply, Status>> + Send>;
+
 impl Service {
-    pub(super) fn new(core: Arc<Core>) -> Self {
-        Self { core }
+    pub(super) fn new(core: Arc<Core>, relays: bool) -> Self {
+        Self { core, exchange: relays.then(Exchange::default) }
+    }
+
+    fn exchange(&self) -> Result<&Exchange, Status> {
+        let reason = "the driver relays no links: set FARANDOLE_DIAL_OUT where it runs, too";
+        self.exchange.as_ref().ok_or_else(|| Status::failed_precondition(reason))
     }
 
     /// The caller's generation, if it is the one at work.
@@ -74,31 +88,43 @@ impl Registrar for Service {
         Ok(Response::new(wire::RegisterReply { generation: generation.0 }))
     }
 
+    type AwaitAssignmentStream = tokio_stream::Iter<Pieces>;
+
     async fn await_assignment(
         &self,
         request: Request<wire::AwaitAssignmentRequest>,
-    ) -> Reply<wire::AwaitAssignmentReply> {
+    ) -> Reply<Self::AwaitAssignmentStream> {
         let caller = caller(&request)?;
         let wait = Duration::from_millis(request.get_ref().timeout_ms).min(LONGEST_WAIT);
+        let session = request.get_ref().session;
         let mut board = self.core.board();
+        let replaced =
+            |board: &Board| session.is_some_and(|session| board.is_replaced(caller.task, session));
         let ready = |board: &Board| {
             let assigned =
                 board.world.as_ref().is_some_and(|published| published.world.generation >= caller.generation);
-            assigned || board.verdict(caller.generation).is_some()
+            assigned || board.verdict(caller.generation).is_some() || replaced(board)
         };
         if let Ok(Ok(board)) = timeout(wait, board.wait_for(ready)).await {
+            if replaced(&board) {
+                let reason = format!("task {} was started again, and this start of it has no rank", caller.task);
+                return Err(Status::aborted(reason));
+            }
             if let Some(verdict) = board.verdict(caller.generation) {
                 return Err(over(&verdict));
             }
-            let world = board.world.as_ref().map(|published| published.encoded.clone());
-            return Ok(Response::new(wire::AwaitAssignmentReply {
-                world,
-                missing: Vec::new(),
-                missing_count: 0,
-            }));
+            let world = board.world.as_ref().map(|published| published.encoded.clone()).unwrap_or_default();
+            let pieces = (0..world.len()).step_by(PIECE).map(move |at| {
+                let world = Some(world.slice(at..world.len().min(at + PIECE)));
+                Ok(wire::AwaitAssignmentReply { world, missing: Vec::new(), missing_count: 0 })
+            });
+            let pieces: Pieces = Box::new(pieces);
+            return Ok(Response::new(tokio_stream::iter(pieces)));
         }
         let (missing, missing_count) = self.core.missing();
-        Ok(Response::new(wire::AwaitAssignmentReply { world: None, missing, missing_count }))
+        let alone = wire::AwaitAssignmentReply { world: None, missing, missing_count };
+        let pieces: Pieces = Box::new(std::iter::once(Ok(alone)));
+        Ok(Response::new(tokio_stream::iter(pieces)))
     }
 
     type HeartbeatStream = ReceiverStream<Result<wire::Directive, Status>>;
@@ -193,6 +219,22 @@ impl Registrar for Service {
         }
         self.core.returned(caller.task, caller.generation, data);
         Ok(Response::new(wire::ResultReply {}))
+    }
+
+    type CallsStream = ReceiverStream<Result<wire::Call, Status>>;
+
+    async fn calls(&self, request: Request<wire::CallsRequest>) -> Reply<Self::CallsStream> {
+        let caller = caller(&request)?;
+        drop(self.current(caller)?);
+        Ok(Response::new(self.exchange()?.open(caller, request.get_ref().door)))
+    }
+
+    type RelayStream = Heard;
+
+    async fn relay(&self, request: Request<Streaming<wire::RelayPiece>>) -> Reply<Self::RelayStream> {
+        let caller = caller(&request)?;
+        drop(self.current(caller)?);
+        Ok(Response::new(self.exchange()?.join(caller, request.into_inner()).await?))
     }
 
     async fn exit(&self, request: Request<wire::ExitRequest>) -> Reply<wire::ExitReply> {

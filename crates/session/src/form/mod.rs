@@ -10,9 +10,10 @@ use farandole_config::Config;
 use farandole_cuda::Gpus;
 use farandole_engine::{Engine, EngineOptions, SetOptions, control_peers};
 use farandole_registrar::{Client, Error as RegistrarError, host};
-use farandole_transport::{Link, Mesh, MeshOptions};
+use farandole_transport::{Gateway, Link, Mesh, MeshOptions};
 use farandole_world::{ProcessSetId, Rank, World};
 
+use crate::gateway::ByRegistrar;
 use crate::meeting::{Interrupted, Meeting, SLICE};
 use crate::rest::Rest;
 use crate::stalls::{Stacks, Stderr, contradiction};
@@ -136,6 +137,9 @@ fn join(
         generation: world.generation,
         ports: config.port_range,
         bind: host::bound(&config.bind_address)?,
+        gateway: config
+            .dial_out
+            .then(|| Arc::new(ByRegistrar::new(client, world, number)) as Arc<dyn Gateway>),
         use_shared_memory: config.shared_memory,
         shared_memory_bytes: links::share(world, links::budget(world, config)),
         streams: u16::try_from(config.tcp_streams).unwrap_or(u16::MAX),

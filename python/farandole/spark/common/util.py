@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ __all__ = [
     "clear_training_cache",
     "get_dataset_properties",
     "get_simple_meta_from_parquet",
+    "host_hash",
     "prepare_data",
     "to_list",
 ]
@@ -226,6 +228,25 @@ def check_shape_compatibility(
     wanted_labels = label_shapes if label_shapes is not None else output_shapes
     if wanted_labels is not None and len(label_columns) != len(wanted_labels):
         raise ValueError(f"Label column count {len(label_columns)} must equal model outputs count {len(wanted_labels)}")
+
+
+def host_hash(salt: str | None = None) -> str:
+    """Names the host of this process as ranks are grouped into hosts: processes with one hash share memory.
+
+    Args:
+        salt: Tells apart what the host alone does not.
+
+    Returns:
+        The host's name and 16 hexadecimal digits over its name, its boot, its IPC namespace, YARN's container and the
+        salt.
+    """
+    from farandole._native import registrar
+
+    own = registrar.host_hash()
+    if salt is None:
+        return own
+    name, _, digest = own.rpartition("-")
+    return f"{name}-{hashlib.sha256(f'{digest}-{salt}'.encode()).hexdigest()[:16]}"
 
 
 def to_list(value: Any, length: int) -> list[Any] | None:

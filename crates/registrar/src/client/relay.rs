@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Links to tasks that cannot be dialled: each passes through the registrar, on the connection that this process has
+//! to it anyway.
+//!
+//! Both ends of a link stay plain TCP connections, to this host's loopback: one door for each task that is called, and
+//! the port of this process for those who call it. An end that closes its connection closes the other's; one that is
+//! lost resets it.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::BytesMut;
+use farandole_world::TaskId;
+use parking_lot::{Condvar, Mutex};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
+
+use super::{Caller, Client};
+use crate::error::{Error, Result};
+use crate::generated as wire;
+use crate::generated::relay_piece::What;
+
+/// Bytes of a piece at most.
+const PIECE: usize = 64 << 10;
+/// Pieces of a link that wait for their way.
+const WAITING: usize = 4;
+/// How long the registrar may take to be told that this task takes calls.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// How long links may take to end when their relay does.
+const ENDING: Duration = Duration::from_secs(1);
+
+/// This process's links through the registrar, in one of its worlds. Dropping it takes no more calls, and gives links
+/// that are about to end a moment for it.
+pub struct Relay {
+    caller: Caller,
+    handle: Handle,
+    door: u64,
+    links: Arc<Links>,
+    tasks: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// How many links there are.
+#[derive(Default)]
+struct Links {
+    open: Mutex<usize>,
+    closed: Condvar,
+}
+
+/// One of them, counted.
+struct Counted(Arc<Links>);
+
+impl Counted {
+    fn new(links: &Arc<Links>) -> Self {
+        *links.open.lock() += 1;
+        Self(Arc::clone(links))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        *self.0.open.lock() -= 1;
+        self.0.closed.notify_all();
+    }
+}
+
+impl Client {
+    /// Links through the registrar for the `door`th world of this process.
+    pub fn relay(&self, door: u64) -> Relay {
+        let Self { inner } = self;
+        Relay {
+            caller: inner.caller.clone(),
+            handle: inner.handle.clone(),
+            door,
+            links: Arc::default(),
+            tasks: Mutex::default(),
+        }
+    }
+}
+
+impl Relay {
+    /// Takes calls from now on: each becomes a connection to `port` of the loopback.
+    ///
+    /// # Errors
+    /// `Refused` where the driver does not relay, `Lost`, `Timeout`.
+    pub fn answer(&self, port: u16) -> Result<()> {
+        let request = self.caller.request(wire::CallsRequest { door: self.door });
+        let mut stub = self.caller.stub();
+        let started = Instant::now();
+        let mut calls = self
+            .handle
+            .block_on(async { tokio::time::timeout(PATIENCE, stub.calls(request)).await })
+            .map_err(|_| Error::Timeout {
+                what: "the registrar to take calls".to_owned(),
+                elapsed: started.elapsed(),
+            })?
+            .map_err(|status| Error::Refused {
+                job: String::new(),
+                call: "taking calls",
+                reason: status.message().to_owned(),
+            })?
+            .into_inner();
+        let (caller, links) = (self.caller.clone(), Arc::clone(&self.links));
+        let answering = self.handle.spawn(async move {
+            while let Ok(Some(call)) = calls.message().await {
+                let (caller, counted) = (caller.clone(), Counted::new(&links));
+                tokio::spawn(async move {
+                    if let Ok(socket) = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await {
+                        link(&caller, What::Answer(call.id), socket).await;
+                    }
+                    drop(counted);
+                });
+            }
+        });
+        self.tasks.lock().push(answering);
+        Ok(())
+    }
+
+    /// An address of the loopback behind which `task` is.
+    ///
+    /// # Errors
+    /// `Runtime` where nothing can be listened on.
+    pub fn door(&self, task: TaskId) -> Result<SocketAddr> {
+        let failed = |error: io::Error| Error::Runtime { reason: error.to_string() };
+        let listener = self.handle.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let (caller, links, door) = (self.caller.clone(), Arc::clone(&self.links), self.door);
+        let listening = self.handle.spawn(async move {
+            while let Ok((socket, _)) = listener.accept().await {
+                let (caller, counted) = (caller.clone(), Counted::new(&links));
+                tokio::spawn(async move {
+                    link(&caller, What::Dial(wire::Dial { task: task.0, door }), socket).await;
+                    drop(counted);
+                });
+            }
+        });
+        self.tasks.lock().push(listening);
+        Ok(address)
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        for task in self.tasks.lock().drain(..) {
+            task.abort();
+        }
+        let deadline = Instant::now() + ENDING;
+        let mut open = self.links.open.lock();
+        while *open > 0 && !self.links.closed.wait_until(&mut open, deadline).timed_out() {}
+    }
+}
+
+/// One link, from its first byte to its last.
+async fn link(caller: &Caller, first: What, socket: TcpStream) {
+    // Small messages, each awaited: never held back to be merged.
+    let ready = socket.set_nodelay(true);
+    let (to_registrar, pieces) = mpsc::channel(WAITING);
+    let first = wire::RelayPiece { what: Some(first) };
+    let request = caller.request(ReceiverStream::new(pieces));
+    let joined = match (ready, to_registrar.try_send(first)) {
+        (Ok(()), Ok(())) => caller.stub().relay(request).await.ok(),
+        _ => None,
+    };
+    let (from_socket, mut to_socket) = socket.into_split();
+    let whole = match joined {
+        // Whichever way breaks, the other breaks with it.
+        Some(heard) => {
+            tokio::try_join!(say(from_socket, to_registrar), hear(heard.into_inner(), &mut to_socket)).is_ok()
+        }
+        None => false,
+    };
+    if !whole {
+        // Not the end of what was sent, but of the connection: whoever reads there must see the difference.
+        drop(to_socket.as_ref().set_zero_linger());
+        to_socket.forget();
+    }
+}
+
+/// Sends what comes from the socket.
+async fn say(
+    mut socket: OwnedReadHalf,
+    pieces: mpsc::Sender<wire::RelayPiece>,
+) -> std::result::Result<(), Status> {
+    let mut buffer = BytesMut::new();
+    loop {
+        buffer.reserve(PIECE);
+        if socket.read_buf(&mut buffer).await? == 0 {
+            return Ok(());
+        }
+        let data = Some(What::Data(buffer.split().freeze()));
+        if pieces.send(wire::RelayPiece { what: data }).await.is_err() {
+            return Err(Status::aborted("the registrar takes no more"));
+        }
+    }
+}
+
+/// Hands on what the other end sends.
+async fn hear(
+    mut pieces: Streaming<wire::RelayPiece>,
+    socket: &mut OwnedWriteHalf,
+) -> std::result::Result<(), Status> {
+    while let Some(piece) = pieces.message().await? {
+        if let Some(What::Data(data)) = piece.what {
+            socket.write_all(&data).await?;
+        }
+    }
+    socket.shutdown().await?;
+    Ok(())
+}

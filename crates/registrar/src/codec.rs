@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Messages as prost writes them, in buffers that begin small: of ten thousand streams most carry a sign of life.
+
+use std::marker::PhantomData;
+
+use prost::Message;
+use tonic::codec::{self, BufferSettings};
+use tonic_prost::ProstCodec;
+
+/// Bytes that a stream's buffers begin with.
+const FIRST: usize = 256;
+/// Bytes after which what is written goes on its way.
+const ENOUGH: usize = 8 << 10;
+
+/// What the generated code writes and reads messages with.
+pub(crate) struct Codec<T, U> {
+    messages: PhantomData<(T, U)>,
+}
+
+impl<T, U> Default for Codec<T, U> {
+    fn default() -> Self {
+        Self { messages: PhantomData }
+    }
+}
+
+impl<T, U> codec::Codec for Codec<T, U>
+where
+    T: Message + Send + 'static,
+    U: Message + Default + Send + 'static,
+{
+    type Encode = T;
+    type Decode = U;
+    type Encoder = <ProstCodec<T, U> as codec::Codec>::Encoder;
+    type Decoder = <ProstCodec<T, U> as codec::Codec>::Decoder;
+
+    fn encoder(&mut self) -> Self::Encoder {
+        ProstCodec::<T, U>::raw_encoder(BufferSettings::new(FIRST, ENOUGH))
+    }
+
+    fn decoder(&mut self) -> Self::Decoder {
+        ProstCodec::<T, U>::raw_decoder(BufferSettings::new(FIRST, ENOUGH))
+    }
+}

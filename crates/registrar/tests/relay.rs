@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Links between tasks that nobody can dial, over real sockets: through the registrar and back.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use farandole_config::Config;
+use farandole_registrar::{Client, Options, Registrar, Relay, host};
+use farandole_world::TaskId;
+
+const DOOR: u64 = 3;
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+fn registrar(tasks: u32, relays: bool) -> Registrar {
+    let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
+    Registrar::start(Options { relays, ..Options::from_config(tasks, &config) }).unwrap()
+}
+
+fn agents(registrar: &Registrar, tasks: u32) -> Vec<Client> {
+    let connect = |task| Client::connect(registrar.ticket(), TaskId(task), None, soon()).unwrap();
+    let agents: Vec<Client> = (0..tasks).map(connect).collect();
+    for agent in &agents {
+        agent.register(0, &host::facts(), soon()).unwrap();
+    }
+    for agent in &agents {
+        agent.await_assignment(soon()).unwrap();
+    }
+    agents
+}
+
+/// A task that takes calls, and where they come out.
+fn called(agent: &Client) -> (Relay, TcpListener) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let relay = agent.relay(DOOR);
+    relay.answer(listener.local_addr().unwrap().port()).unwrap();
+    (relay, listener)
+}
+
+fn dial(relay: &Relay, task: u32) -> TcpStream {
+    let stream = TcpStream::connect(relay.door(TaskId(task)).unwrap()).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream
+}
+
+#[test]
+fn what_one_end_sends_the_other_gets_in_order_and_its_end_too() {
+    let registrar = registrar(2, true);
+    let agents = agents(&registrar, 2);
+    let (answering, listener) = called(&agents[0]);
+    let calling = agents[1].relay(DOOR);
+    let mut near = dial(&calling, 0);
+    let (mut far, _) = listener.accept().unwrap();
+    let sent: Vec<u8> = (0..8 << 20).map(|at: u32| at.to_le_bytes()[at as usize % 3]).collect();
+    let echo = thread::spawn(move || {
+        let mut heard = Vec::new();
+        far.read_to_end(&mut heard).unwrap();
+        far.write_all(&heard).unwrap();
+    });
+    near.write_all(&sent).unwrap();
+    // Only this direction is over: the answer still comes.
+    near.shutdown(Shutdown::Write).unwrap();
+    let mut back = Vec::new();
+    near.read_to_end(&mut back).unwrap();
+    assert!(back == sent, "{} of {} bytes", back.len(), sent.len());
+    echo.join().unwrap();
+    drop((calling, answering));
+}
+
+#[test]
+fn a_link_whose_reader_sleeps_does_not_hold_up_the_others() {
+    let registrar = registrar(2, true);
+    let agents = agents(&registrar, 2);
+    let (_answering, listener) = called(&agents[0]);
+    let calling = agents[1].relay(DOOR);
+    let mut ends = Vec::new();
+    for _ in 0..24 {
+        let mut stuck = dial(&calling, 0);
+        ends.push(listener.accept().unwrap().0);
+        // Until nothing more fits on the way: far more in all than a connection takes by default.
+        stuck.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
+        let piece = vec![7; 1 << 20];
+        while stuck.write_all(&piece).is_ok() {}
+        ends.push(stuck);
+    }
+    let mut near = dial(&calling, 0);
+    let (mut far, _) = listener.accept().unwrap();
+    near.write_all(b"through").unwrap();
+    let mut heard = [0; 7];
+    far.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    far.read_exact(&mut heard).unwrap();
+    assert_eq!(&heard, b"through");
+    // Both ways, and the registrar still answers on the same connection.
+    far.write_all(b"returns").unwrap();
+    near.read_exact(&mut heard).unwrap();
+    assert_eq!(&heard, b"returns");
+    agents[1].put("key", b"value").unwrap();
+}
+
+#[test]
+fn an_end_that_is_lost_resets_the_other_and_one_that_takes_no_calls_is_said() {
+    let registrar = registrar(2, true);
+    let agents = agents(&registrar, 2);
+    let calling = agents[1].relay(DOOR);
+    let mut nobody = dial(&calling, 0);
+    assert_eq!(nobody.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
+
+    let (_answering, listener) = called(&agents[0]);
+    let mut near = dial(&calling, 0);
+    let (far, _) = listener.accept().unwrap();
+    near.write_all(b"x").unwrap();
+    far.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    far.peek(&mut [0]).unwrap();
+    // What was not read makes the kernel reset the connection.
+    drop(far);
+    assert_eq!(near.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
+}
+
+#[test]
+fn a_process_that_ends_takes_its_ends_of_links_along() {
+    let registrar = registrar(2, true);
+    let agents = agents(&registrar, 2);
+    let (_answering, listener) = called(&agents[0]);
+    let calling = agents[1].relay(DOOR);
+    let near = dial(&calling, 0);
+    let (mut far, _) = listener.accept().unwrap();
+    far.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    registrar.close();
+    assert_eq!(far.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
+    drop(near);
+}
+
+#[test]
+fn a_driver_that_does_not_relay_says_which_setting_it_lacks() {
+    let registrar = registrar(1, false);
+    let agent = agents(&registrar, 1).remove(0);
+    let error = agent.relay(DOOR).answer(1).unwrap_err().to_string();
+    assert!(error.contains("set FARANDOLE_DIAL_OUT where it runs"), "{error}");
+}

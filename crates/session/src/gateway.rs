@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Ranks of other hosts by way of the registrar, where hosts open connections and take none.
+
+use std::net::SocketAddr;
+
+use farandole_registrar::{Client, Error as RegistrarError, Relay};
+use farandole_transport::{Error, Gateway, Result};
+use farandole_world::{Rank, TaskId, World};
+
+/// The relay of one world.
+pub(crate) struct ByRegistrar {
+    relay: Relay,
+    /// By rank.
+    tasks: Vec<TaskId>,
+}
+
+impl ByRegistrar {
+    /// For the `number`th world of this process.
+    pub(crate) fn new(client: &Client, world: &World, number: u64) -> Self {
+        let tasks = world.seats.iter().map(|seat| seat.task).collect();
+        Self { relay: client.relay(number), tasks }
+    }
+}
+
+impl Gateway for ByRegistrar {
+    fn open(&self, port: u16) -> Result<()> {
+        self.relay.answer(port).map_err(|error| failed(&error))
+    }
+
+    fn to(&self, rank: Rank) -> Result<SocketAddr> {
+        let unknown = || Error::Handshake { reason: format!("no rank {rank} to relay to") };
+        let task = self.tasks.get(rank.index()).copied().ok_or_else(unknown)?;
+        self.relay.door(task).map_err(|error| failed(&error))
+    }
+}
+
+fn failed(error: &RegistrarError) -> Error {
+    Error::Rendezvous { key: "relay".to_owned(), reason: error.to_string() }
+}
