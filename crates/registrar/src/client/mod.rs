@@ -265,8 +265,7 @@ impl Client {
         loop {
             let timeout_ms = self.slice(deadline);
             let reply = self.call("the wait for ranks", deadline + POLL, || {
-                let request =
-                    self.inner.caller.request(wire::AwaitAssignmentRequest { timeout_ms, session });
+                let request = self.inner.caller.request(wire::AwaitAssignmentRequest { timeout_ms, session });
                 let mut stub = self.inner.caller.stub();
                 async move { whole(stub.await_assignment(request).await?.into_inner()).await }
             })?;

@@ -97,12 +97,8 @@ enum Said {
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Told {
-    Assigned {
-        generation: u64,
-    },
-    Stop {
-        generation: u64,
-    },
+    Assigned { generation: u64 },
+    Stop { generation: u64 },
     Refused,
     Registered,
 }
