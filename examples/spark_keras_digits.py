@@ -47,8 +47,8 @@ estimator = KerasEstimator(
 )
 model = estimator.fit(train)
 
-scores = vector_to_array("label__output")
-predicted = model.transform(test).withColumn("predicted", F.array_position(scores, F.array_max(scores)) - 1)
+scored = model.transform(test).withColumn("scores", vector_to_array("label__output"))
+predicted = scored.withColumn("predicted", F.expr("array_position(scores, array_max(scores)) - 1"))
 accuracy = predicted.select(F.avg((F.col("predicted") == F.col("label")).cast("int"))).first()[0]
 print(f"test accuracy {accuracy:.4f}")
 assert accuracy >= ENOUGH

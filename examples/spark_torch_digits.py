@@ -45,8 +45,8 @@ estimator = TorchEstimator(
 )
 model = estimator.fit(train)
 
-scores = vector_to_array("label__output")
-predicted = model.transform(test).withColumn("predicted", F.array_position(scores, F.array_max(scores)) - 1)
+scored = model.transform(test).withColumn("scores", vector_to_array("label__output"))
+predicted = scored.withColumn("predicted", F.expr("array_position(scores, array_max(scores)) - 1"))
 print(f"test accuracy {predicted.select(F.avg((F.col('predicted') == F.col('label')).cast('int'))).first()[0]:.4f}")
 
 model.write().overwrite().save("farandole-demo/model")

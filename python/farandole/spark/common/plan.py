@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Whether two DataFrames are certain to hold the same rows.
 
-Prepared data is reused only then. A plan counts as repeatable when it is deterministic and reads nothing but what
-cannot change behind it: rows made in this session, and files whose names, sizes and times are part of the print.
+Prepared data is reused only then. A plan counts as repeatable when it is deterministic, but for draws by a seed such as
+`rand(1)`, and reads nothing but what cannot change behind it: rows made in this session, and files whose names, sizes and
+times are part of the print.
 Everything else, and every plan of Spark Connect, which shows no plan, is prepared again.
 
 Plans of another session are only told apart by what they say about themselves. So data outlives its session when the
@@ -24,6 +25,8 @@ _MOMENTS = ("current_date(", "current_timestamp(", "localtimestamp(", "current_t
 """Expressions that Spark takes for deterministic, though another day or user gives other rows."""
 _NARROW = {"Project", "Filter", "SubqueryAlias", "View", "LogicalRelation", "Range"}
 _SPARKS_OWN = "org.apache.spark.sql.catalyst.expressions."
+_DRAWN = {"Rand", "Randn", "Uuid", "Shuffle", "MonotonicallyIncreasingID", "SparkPartitionID"}
+"""What Spark calls nondeterministic because other partitions draw other values: one draw is as good as the next."""
 _CONFIGURED = ("spark.sql.session.timeZone", "spark.sql.ansi.enabled", "spark.sql.caseSensitive")
 _MOST = 2000
 _FIXED_LEAVES = {"LocalRelation", "OneRowRelation", "Range"}
@@ -45,7 +48,9 @@ def fingerprint(df: DataFrame) -> str | None:
     if frame is None:
         return None
     plan = frame.queryExecution().analyzed()
-    if not plan.deterministic() or any(moment in plan.toString().lower() for moment in _MOMENTS):
+    if any(moment in plan.toString().lower() for moment in _MOMENTS):
+        return None
+    if not plan.deterministic() and not _only_draws(plan):
         return None
     leaves = plan.collectLeaves()
     parts = [str(df.semanticHash())]
@@ -156,6 +161,30 @@ def _is_plain(expression: Any) -> bool:
             return False
         left += _each(one.children())
     return not any(moment in expression.sql().lower() for moment in _MOMENTS)
+
+
+def _only_draws(plan: Any) -> bool:
+    """Whether nothing is nondeterministic in a plan but what is drawn by a seed."""
+    nodes, left, seen = [plan], [], 0
+    while nodes:
+        node = nodes.pop()
+        seen += 1
+        nodes += _each(node.children())
+        left += _each(node.expressions())
+        if seen > _MOST:
+            return False
+    while left:
+        one = left.pop()
+        seen += 1
+        if one.deterministic():
+            continue
+        name = one.getClass().getName()
+        wild = [child for child in _each(one.children()) if not child.deterministic()]
+        own = name.startswith(_SPARKS_OWN) and "UDF" not in name and "Reflection" not in name
+        if seen > _MOST or not (wild and own) and name.removeprefix(_SPARKS_OWN) not in _DRAWN:
+            return False
+        left += wild
+    return True
 
 
 def _reads_files(leaf: Any) -> bool:
