@@ -98,8 +98,7 @@ impl Registrar for Service {
         let wait = Duration::from_millis(request.get_ref().timeout_ms).min(LONGEST_WAIT);
         let session = request.get_ref().session;
         let mut board = self.core.board();
-        let replaced =
-            |board: &Board| session.is_some_and(|session| board.is_replaced(caller.task, session));
+        let replaced = |board: &Board| session.is_some_and(|session| board.is_replaced(caller.task, session));
         let ready = |board: &Board| {
             let assigned =
                 board.world.as_ref().is_some_and(|published| published.world.generation >= caller.generation);
@@ -107,7 +106,8 @@ impl Registrar for Service {
         };
         if let Ok(Ok(board)) = timeout(wait, board.wait_for(ready)).await {
             if replaced(&board) {
-                let reason = format!("task {} was started again, and this start of it has no rank", caller.task);
+                let reason =
+                    format!("task {} was started again, and this start of it has no rank", caller.task);
                 return Err(Status::aborted(reason));
             }
             if let Some(verdict) = board.verdict(caller.generation) {
