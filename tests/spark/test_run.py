@@ -129,8 +129,6 @@ def test_a_notebook_cells_job_group_reaches_the_job(spark, pids):
     assert pids.gone(1, limit=5)
 
 
-# A lost attempt may be seated beside newer ones, and the job then waits until its start_timeout: a known race.
-@pytest.mark.flaky(reruns=3)
 def test_a_lost_agent_makes_spark_start_the_gang_again_and_the_job_succeeds(spark, tmp_path, capfd):
     once = str(tmp_path / "once")
 

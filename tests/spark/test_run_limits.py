@@ -119,7 +119,9 @@ def test_a_flood_of_output_comes_whole_in_order_and_at_the_drivers_pace():
 
 
 @pytest.mark.slow
-def test_a_driver_that_reads_nothing_holds_training_up_for_seconds_and_then_lines_are_dropped_and_counted(capsys, tmp_path):
+def test_a_driver_that_reads_nothing_holds_training_up_for_seconds_and_then_lines_are_dropped_and_counted(
+    capsys, tmp_path
+):
     done = tmp_path / "done"
     out = Counter(until=done)
     before = _memory()
