@@ -17,7 +17,7 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 from pyspark.sql import functions as sf
 
-from farandole.spark.common import LocalStore
+from farandole.spark.common import Backend, LocalStore
 from farandole.spark.keras import KerasEstimator, KerasModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -108,6 +108,16 @@ def test_a_lambda_in_a_saved_model_is_refused_unless_asked_for(frame, tmp_path):
     assert loaded.transform(frame).select("d__output").collect() == expected
 
 
+class Here(Backend):
+    """Trains in this process."""
+
+    def run(self, fn, args=(), *_):
+        return [fn(*args)]
+
+    def num_processes(self):
+        return 1
+
+
 def estimator(directory, **params):
     known = {
         "num_proc": 2,
@@ -120,7 +130,7 @@ def estimator(directory, **params):
         "verbose": 0,
         "store": LocalStore(str(directory)),
     }
-    return KerasEstimator(**known | params)
+    return KerasEstimator(**{name: value for name, value in (known | params).items() if value is not None})
 
 
 def test_a_saved_estimator_is_the_same_but_for_store_and_backend(spark, tmp_path, caplog):
@@ -154,7 +164,7 @@ def test_two_tasks_fit_a_stage_of_a_pipeline_that_is_saved_and_loaded(frame, tmp
 
 
 def test_a_cross_validator_chooses_among_epochs(frame, tmp_path):
-    fitted_by = estimator(tmp_path, batch_size=8)
+    fitted_by = estimator(tmp_path, batch_size=8, num_proc=None, backend=Here())
     grid = ParamGridBuilder().addGrid(fitted_by.epochs, [1, 6]).build()
     score = RegressionEvaluator(labelCol="d", predictionCol="d__output")
     validator = CrossValidator(estimator=fitted_by, estimatorParamMaps=grid, evaluator=score, numFolds=2, seed=1)

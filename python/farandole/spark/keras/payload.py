@@ -10,18 +10,42 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import tempfile
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
+from keras.src.saving import serialization_lib
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _METADATA = "metadata.json"
 _NOTE = "farandole"
+
+
+class _Imported:
+    """TensorFlow where it has been imported: before that nothing is of its types.
+
+    Keras imports it to ask whether what it saves is, on whatever backend; that takes seconds in every process.
+    """
+
+    def __init__(self, lazy: Any) -> None:
+        self._lazy = lazy
+
+    @property
+    def available(self) -> bool:
+        """Whether anything can be of its types."""
+        return "tensorflow" in sys.modules and self._lazy.available
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lazy, name)
+
+
+if hasattr(type(getattr(serialization_lib, "tf", None)), "available"):  # of the type: to ask it would import
+    serialization_lib.tf = _Imported(serialization_lib.tf)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def pack(model: Any) -> bytes:

@@ -144,6 +144,9 @@ def _prepare(backend: str) -> None:
         tf.config.threading.set_intra_op_parallelism_threads(1)  # there is one task per core
     elif backend == "torch":
         os.environ.setdefault("KERAS_TORCH_DEVICE", "cpu")
+        from farandole.spark.torch import compiler
+
+        compiler.defer()
     elif backend == "jax":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

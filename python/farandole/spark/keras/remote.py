@@ -71,6 +71,9 @@ def _tensorflow(wanted: bool) -> None:
 def _torch(wanted: bool) -> None:
     import torch
 
+    from farandole.spark.torch import compiler
+
+    compiler.defer()  # Keras imports it, and calls it where a model was compiled with jit_compile=True
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(_cores())
     chosen = _chosen(torch.cuda.device_count() if wanted and torch.cuda.is_available() else 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -50,16 +51,19 @@ class _Deferred(ModuleType):
     def graph_break(self, msg: str = "") -> None:
         """Nothing is compiled, so nothing breaks."""
 
-    def disable(self, fn: Callable[..., Any], recursive: bool = True, **options: Any) -> Callable[..., Any]:
+    def disable(self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
         """A function that the compiler, once it is there, will leave alone.
 
         Args:
-            fn: the function.
+            fn: the function; without one, a decorator is returned.
             recursive: as the compiler's.
             **options: as the compiler's.
         """
+        if fn is None:
+            return partial(self.disable, recursive=recursive, **options)
         known: list[Callable[..., Any]] = []
 
+        @wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_deferred():
                 return fn(*args, **kwargs)

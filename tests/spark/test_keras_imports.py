@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a process of Keras on torch imports: no other backend, and no compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+PROGRAM = """
+import sys
+from farandole.spark.keras import remote
+remote.basics.init()
+remote.prepare_devices("torch", wanted=False)
+import keras, numpy as np
+from farandole.spark.keras import payload
+from farandole.spark.torch import compiler
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("adam", "mse", metrics=["mae"])
+model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+again = payload.unpack(payload.pack(model))
+np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
+assert "tensorflow" not in sys.modules
+assert compiler.is_deferred()
+import tensorflow as tf
+assert payload.serialization_lib.tf.available
+assert keras.saving.serialize_keras_object(tf.TensorShape((2, 3))) == [2, 3]
+"""
+
+
+def test_keras_on_torch_imports_no_tensorflow_to_save_a_model():
+    env = os.environ | {"KERAS_BACKEND": "torch", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
