@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which algorithm an allreduce takes, by its bytes and by where its members live. Results do not depend on it.
+//! Which algorithm an allreduce takes, by its bytes and by where its members live, and whether a reduce-scatter goes by
+//! hosts. Results do not depend on it.
 
 use std::fmt;
 use std::str::FromStr;

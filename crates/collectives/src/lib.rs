@@ -18,6 +18,7 @@
 //!               hierarchy: in the host | across | back, by chunks   4 steps, 2 * (H - 1) / H * N / L to other hosts
 //!               adasum: halves of vectors, doubling distances       log P * (log P + 5) / 2 swaps
 //!   Reducescatter   everybody sends everybody's part to it          1 step,  N - n
+//!                   hosts with several members join it before       2 steps, (H - 1) * n to other hosts
 //!   Broadcast   flat, binomial tree or chain, of hosts and in them  1, log P or P - 1 steps
 //!   Allgather   everybody sends its own to everybody                1 or 2 steps; n to each other host
 //!   Alltoall    everybody sends a block to everybody                1 step,  the blocks

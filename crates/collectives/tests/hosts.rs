@@ -194,3 +194,56 @@ fn allgather_joins_uneven_parts_of_every_host() {
         });
     }
 }
+
+/// Elements of member m in tensor k: none, few, more than a ring, what fits no unit.
+fn part(k: usize, m: usize) -> usize {
+    [(m * 37 + 11) % 100, if m == 1 { 0 } else { 3_001 + m }, m % 2, 7_000][k]
+}
+
+#[test]
+fn reducescatter_joins_on_every_host_before_it_crosses_with_the_bits_of_an_allreduce() {
+    for world in WORLDS {
+        let size: usize = world.iter().sum();
+        for (dtype, op, algorithms) in [
+            (DataType::F32, ReduceOp::Average, "auto"),
+            (DataType::F16, ReduceOp::Sum, "hierarchy"),
+            (DataType::I8, ReduceOp::Average, "hierarchy"),
+        ] {
+            let count = |k: usize| (0..size).map(|m| part(k, m)).sum();
+            let inputs: Vec<Vec<Vec<u8>>> = (0..4).map(|k| inputs(dtype, count(k), size)).collect();
+            let whole: Vec<Vec<u8>> =
+                inputs.iter().map(|inputs| oracle::allreduce_on(world, call(dtype, op), inputs)).collect();
+            Harness::on_hosts(world).ring(16 << 10).algorithms(algorithms).run(|rank, mut communicator| {
+                let me = rank.index();
+                for tensors in [&[0][..], &[1], &[3], &[0, 1, 2, 3]] {
+                    let bytes: Vec<Vec<usize>> = tensors
+                        .iter()
+                        .map(|k| (0..size).map(|m| part(*k, m) * dtype.size()).collect())
+                        .collect();
+                    let made: Vec<Tensor> = tensors
+                        .iter()
+                        .zip(&bytes)
+                        .map(|(k, bytes)| Tensor::with_output(&inputs[*k][me], bytes[me]))
+                        .collect();
+                    let operation = Operation::Reducescatter {
+                        dtype,
+                        op,
+                        prescale: 1.0,
+                        postscale: 1.0,
+                        segments: made.iter().map(Tensor::segment).collect(),
+                        bytes: bytes.clone(),
+                    };
+                    complete_all(&mut communicator, vec![operation, Operation::Barrier]).unwrap();
+                    for ((k, tensor), bytes) in tensors.iter().zip(&made).zip(&bytes) {
+                        let start: usize = bytes[..me].iter().sum();
+                        oracle::compare(dtype, &tensor.result(), &whole[*k][start..start + bytes[me]])
+                            .unwrap_or_else(|differs| {
+                                panic!("rank {rank} on {world:?}, {dtype} {k} of {tensors:?}: {differs}")
+                            });
+                        assert!(tensor.source() == inputs[*k][me], "CO-6");
+                    }
+                }
+            });
+        }
+    }
+}

@@ -6,6 +6,9 @@
 //! 1 step; a member sends what it has for others, in pieces dealt out to all links in turn, beginning with its
 //! successor, so that no one's ring is everybody's first.
 //!
+//! Across hosts too: every block is for one member alone, so hosts could not send fewer bytes, only fewer messages, and
+//! would copy everything twice for that.
+//!
 //! **No deadlock.** On every link lies one message each way, and whatever arrives can be stored at once: no ring stays
 //! full while its reader is polled.
 

@@ -185,6 +185,11 @@ impl Planned {
                 let (inputs, outputs) = flats(segments);
                 Box::new(alone::Alone::new(reducer, inputs, outputs))
             }
+            Self::Reducescatter { reducer, segments, bytes }
+                if reducescatter::across::pays(peers, crossover, &reducer, &bytes) =>
+            {
+                Box::new(reducescatter::across::Across::new(peers, reducer, &segments, &bytes))
+            }
             Self::Reducescatter { reducer, segments, bytes } => {
                 Box::new(reducescatter::Reducescatter::new(peers, reducer, &segments, &bytes))
             }

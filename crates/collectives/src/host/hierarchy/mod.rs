@@ -380,7 +380,7 @@ impl Hierarchy {
 }
 
 /// Bytes of the window that belong to this message and are whole units, or its end. Twice: without padding and with it.
-fn arrived(link: &mut Link, message: &Message, unit: usize) -> Result<(usize, usize)> {
+pub(super) fn arrived(link: &mut Link, message: &Message, unit: usize) -> Result<(usize, usize)> {
     let left = message.left();
     let whole = |bytes: usize| if bytes >= left { left } else { bytes / unit * unit };
     let window = link.receiver.window()?.len();
@@ -399,7 +399,7 @@ fn arrived(link: &mut Link, message: &Message, unit: usize) -> Result<(usize, us
 }
 
 /// Joins the inputs of a host in member order, `place` being this member's among them.
-fn join_blocks(
+pub(super) fn join_blocks(
     reducer: &Reducer,
     windows: &[&[u8]],
     place: usize,

@@ -11,6 +11,10 @@
 //! room, whatever the others do; so everybody's next unit for an owner ends up in the owner's windows, and then the
 //! owner can reduce and release it: it writes to its own memory only. Members without a part are sent nothing and wait
 //! for nobody.
+//!
+//! Hosts with several members join what they have for others first: see [`across`].
+
+pub(super) mod across;
 
 use farandole_transport::Link;
 
@@ -40,14 +44,17 @@ struct Stream {
     out: Message,
 }
 
+/// A member's part of all tensors.
+fn parts(segments: &[Segment], bytes: &[Vec<usize>], member: usize) -> Flat {
+    let part = |(segment, counts): (&Segment, &Vec<usize>)| {
+        segment.input.slice(counts[..member].iter().sum(), counts[member])
+    };
+    Flat::new(segments.iter().zip(bytes).map(part))
+}
+
 impl Reducescatter {
     pub(super) fn new(peers: &Peers, reducer: Reducer, segments: &[Segment], bytes: &[Vec<usize>]) -> Self {
-        let part =
-            |member: usize| {
-                Flat::new(segments.iter().zip(bytes).map(|(segment, counts)| {
-                    segment.input.slice(counts[..member].iter().sum(), counts[member])
-                }))
-            };
+        let part = |member: usize| parts(segments, bytes, member);
         let stream = |link: usize| {
             let part = part(peers.member_of(link));
             Stream { out: Message::new(part.len()), part }
