@@ -12,14 +12,17 @@
 //! row groups --cut--> blocks --shuffle(seed, epoch)--> one long line of rows --cut--> L lanes, equal to one row
 //!
 //!            lane 0 : block 7 | block 2 | bl..        within its lane, a block's rows are shuffled
-//!            lane 1 : ..ock 5 | block 0 | ...
+//!            lane 1 : ..ock 5 | block 0 | ...          and come in turn with those of the blocks beside it
 //! sequence:  position p is row p / L of lane p % L    (one row of every lane in turn)
-//! ranks:     at size S rank r takes the positions p with p % S == r, batch_size of them a step
+//! ranks:     at size S rank r takes the positions p with p % S == r, batch_size of them a step, in their order
 //! ```
+//!
+//! A lane opens one block, or where all blocks are small several: their rows come in turn, and where one ends the next
+//! one begins. So neighbours in the sequence come from different blocks, as many as all lanes have open.
 //!
 //! Blocks and lanes come from the manifest alone, so the sequence knows nothing of the world. Step k of all ranks
 //! together is the positions `[k * S * B, (k + 1) * S * B)`. When S divides L, rank r owns the lanes l with
-//! l % S == r, and nobody else reads their blocks. Inside one batch rows are grouped by lane: a batch is a set.
+//! l % S == r, and nobody else reads their blocks.
 //!
 //! Without shuffling there is one lane in file order, dealt out row by row: each rank then reads every block.
 //!
@@ -31,6 +34,7 @@
 //! - `RD-4`: when the size divides the lanes, no two ranks decode the same row.
 //! - `RD-5`: an epoch that stopped after n rows goes on at row n on any size, without repeating or skipping.
 //! - `RD-6`: unshuffled at size 1, the order is that of the files.
+//! - `RD-7`: a lane has as many blocks open as it may until it has no more.
 
 #![forbid(unsafe_code)]
 

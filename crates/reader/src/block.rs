@@ -17,7 +17,7 @@ use crate::footer::Fetched;
 use crate::pages::Bench;
 use crate::pool::{Pool, Slab};
 use crate::reader::Selected;
-use crate::values::{Rows, Source, gather, shuffle};
+use crate::values::{Rows, Source, shuffle};
 
 /// Rows up to this many bytes are shuffled when they are decoded.
 const NARROW: usize = 64;
@@ -137,12 +137,12 @@ impl Block {
         (part.rows.end - part.rows.start).saturating_mul(row as u64 + 4)
     }
 
-    /// Copies rows of column `index` to `out`, as elements `to`.
-    pub(crate) fn copy(&self, index: usize, rows: Rows<'_>, out: &mut [u8], to: Element) {
-        let Some(column) = self.columns.get(index) else { return };
+    /// Rows of column `index`.
+    pub(crate) fn strand<'a>(&'a self, index: usize, rows: Rows<'a>) -> Option<(Source<'a>, Rows<'a>)> {
+        let column = self.columns.get(index)?;
         let order = if column.lazy { self.order.as_deref() } else { None };
-        let data = self.slab.bytes().get(column.bytes.clone()).unwrap_or_default();
+        let data = self.slab.bytes().get(column.bytes.clone())?;
         let source = Source { data, element: column.element, elements: column.elements };
-        gather(source, Rows { order, ..rows }, out, to);
+        Some((source, Rows { order, ..rows }))
     }
 }

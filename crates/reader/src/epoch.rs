@@ -27,6 +27,9 @@ use crate::state::{Bytes, Job, State};
 /// Bytes of batches that are ready ahead of the consumer, at most.
 const AHEAD_BYTES: u64 = 16 << 20;
 
+/// Bytes of local blocks that are decoded before they are needed, at most, where those that are needed at a time take less.
+const EARLY_BYTES: u64 = 32 << 20;
+
 /// Threads that wait for a store over the network. They sleep most of the time; the budget limits what they fetch.
 const FETCHERS: usize = 16;
 
@@ -86,7 +89,7 @@ impl Epoch {
             .collect();
         let cost: Vec<(u64, u64)> = setup.plan.parts().iter().map(|part| setup.cost(part)).collect();
         let share = Share::new(&setup, &cost, Batch::bytes_of(&fields, setup.plan.step(0).rows) as u64)?;
-        setup.pool.set_limit(usize::try_from(share.pool).unwrap_or(usize::MAX));
+        setup.pool.set_limit(usize::try_from(setup.budget).unwrap_or(usize::MAX));
         let apart = setup.dataset.store().is_remote();
         let state = Mutex::new(State::new(&setup.plan, cost, share.blocks, share.ahead, apart));
         let (fetchers, threads) = (if apart { FETCHERS } else { 0 }, setup.threads);
@@ -210,7 +213,6 @@ impl Setup {
 /// How the budget is shared out.
 struct Share {
     blocks: u64,
-    pool: u64,
     ahead: u64,
 }
 
@@ -228,8 +230,11 @@ impl Share {
         };
         let more = (spare / 4).min(AHEAD_BYTES) / batch.max(1);
         let (ahead, spare) = (1 + more.min(63), spare - more.min(63) * batch);
-        let pool = spare / 4 * 3;
-        Ok(Self { blocks: budget - batches - (ahead - 1) * batch - pool, pool, ahead })
+        // What is fetched over a network waits for nobody. Local files are there when they are needed, and memory that has
+        // just been used is faster than what has not.
+        let early =
+            if setup.dataset.store().is_remote() { spare } else { (spare / 4).min(open.max(EARLY_BYTES)) };
+        Ok(Self { blocks: blocks + early, ahead })
     }
 }
 
@@ -312,8 +317,9 @@ impl Shared {
             return Ok(None);
         }
         let recipe = Recipe::new(&setup.dataset, &setup.selected, part)?;
+        let claim = setup.pool.claim(usize::try_from(recipe.size()).unwrap_or(usize::MAX));
         let bytes = recipe.fetch(&setup.dataset, part)?;
-        Ok(Some(Box::new((recipe, bytes))))
+        Ok(Some(Box::new((recipe, bytes, claim))))
     }
 
     fn load(&self, number: usize, bytes: Bytes, bench: &mut Bench) -> Result<Block> {
@@ -321,7 +327,8 @@ impl Shared {
         let part = setup.plan.parts().get(number).ok_or(Error::Ended)?;
         let (dataset, selected) = (&*setup.dataset, &*setup.selected);
         let maker = Maker { dataset, selected, pool: &setup.pool, cache: setup.cache.as_deref() };
-        maker.block(part, bytes.map(|bytes| *bytes), bench)
+        let (bytes, _claim) = bytes.map(|bytes| ((bytes.0, bytes.1), bytes.2)).unzip();
+        maker.block(part, bytes, bench)
     }
 
     fn fail(&self, error: Error) {

@@ -3,7 +3,8 @@
 
 //! Memory that is used again: fresh memory costs a page fault for every four kilobytes of it.
 //!
-//! Large pieces are mapped and unmapped one by one. The allocator would keep them, and budgets would not hold.
+//! Large pieces are mapped and unmapped one by one. The allocator would keep them, and budgets would not hold. What a
+//! reader that is gone had is kept for the next one in this process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -73,46 +74,127 @@ impl Memory {
     }
 }
 
-/// Memory nobody uses, up to a number of bytes.
+/// Memory of pools that are gone, for the next one.
+static RESERVE: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
+
+/// Bytes of such memory, at most.
+const RESERVED: usize = 256 << 20;
+
+#[derive(Debug, Default)]
+struct Held {
+    free: Vec<Memory>,
+    /// Bytes that somebody uses.
+    used: usize,
+}
+
+impl Held {
+    fn kept(&self) -> usize {
+        self.free.iter().map(|memory| memory.bytes().len()).sum()
+    }
+
+    /// Takes memory out that is too much when `more` bytes come in; it is freed when it is dropped.
+    fn shed(&mut self, more: usize, limit: usize) -> Vec<Memory> {
+        let mut kept = self.kept();
+        let mut shed = Vec::new();
+        while self.used.saturating_add(kept).saturating_add(more) > limit {
+            let Some(memory) = self.free.pop() else { break };
+            kept -= memory.bytes().len();
+            shed.push(memory);
+        }
+        shed
+    }
+}
+
+/// Memory to be used again: what is used and what is kept together stay below a number of bytes, as far as what is kept
+/// decides it.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    free: Mutex<Vec<Memory>>,
+    held: Mutex<Held>,
     limit: AtomicUsize,
 }
 
 impl Pool {
-    /// Keeps up to `limit` bytes.
+    /// A pool of up to `limit` bytes.
     pub(crate) fn new(limit: usize) -> Arc<Self> {
-        Arc::new(Self { free: Mutex::default(), limit: AtomicUsize::new(limit) })
+        Arc::new(Self { held: Mutex::default(), limit: AtomicUsize::new(limit) })
     }
 
-    /// Keeps up to `limit` bytes from now on.
+    /// Keeps to `limit` bytes from now on. Takes over the memory of pools that are gone; what is too much is freed.
     pub(crate) fn set_limit(&self, limit: usize) {
         self.limit.store(limit, Ordering::Relaxed);
-        let mut free = self.free.lock();
-        let mut kept = 0;
-        free.retain(|memory| {
-            kept += memory.bytes().len();
-            kept <= limit
-        });
+        let reserve = RESERVE.try_lock().map(|mut reserve| std::mem::take(&mut *reserve));
+        let mut held = self.held.lock();
+        held.free.extend(reserve.into_iter().flatten());
+        let shed = held.shed(0, limit);
+        drop(held);
+        drop(shed);
     }
 
     /// At least `bytes`, with whatever is in them, at an address that suits any value.
     pub(crate) fn take(self: &Arc<Self>, bytes: usize) -> Slab {
-        let mut free = self.free.lock();
+        let mut held = self.held.lock();
         let most = bytes.saturating_add(bytes / 4).max(4096);
         let fits = |memory: &Memory| (bytes..=most).contains(&memory.bytes().len());
-        let found = free.iter().rposition(fits).map(|index| free.swap_remove(index));
-        drop(free);
-        Slab { memory: Some(found.unwrap_or_else(|| Memory::new(bytes))), pool: Arc::clone(self) }
+        let found = held.free.iter().rposition(fits).map(|index| held.free.swap_remove(index));
+        let shed = match &found {
+            Some(_) => Vec::new(),
+            None => held.shed(bytes, self.limit.load(Ordering::Relaxed)),
+        };
+        held.used += found.as_ref().map_or(bytes, |memory| memory.bytes().len());
+        drop(held);
+        drop(shed);
+        let memory = found.unwrap_or_else(|| {
+            let memory = Memory::new(bytes);
+            self.held.lock().used += memory.bytes().len().saturating_sub(bytes);
+            memory
+        });
+        Slab { memory: Some(memory), pool: Arc::clone(self) }
+    }
+
+    /// Counts bytes that are elsewhere as used.
+    pub(crate) fn claim(self: &Arc<Self>, bytes: usize) -> Claim {
+        let mut held = self.held.lock();
+        let shed = held.shed(bytes, self.limit.load(Ordering::Relaxed));
+        held.used += bytes;
+        drop(held);
+        drop(shed);
+        Claim { bytes, pool: Arc::clone(self) }
     }
 
     fn give(&self, memory: Memory) {
-        let mut free = self.free.lock();
-        let kept: usize = free.iter().map(|memory| memory.bytes().len()).sum();
-        if kept + memory.bytes().len() <= self.limit.load(Ordering::Relaxed) {
-            free.push(memory);
+        let mut held = self.held.lock();
+        let bytes = memory.bytes().len();
+        held.used = held.used.saturating_sub(bytes);
+        if held.used + held.kept() + bytes <= self.limit.load(Ordering::Relaxed) {
+            held.free.push(memory);
         }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        let Some(mut reserve) = RESERVE.try_lock() else { return };
+        let mut kept: usize = reserve.iter().map(|memory| memory.bytes().len()).sum();
+        for memory in std::mem::take(&mut self.held.get_mut().free) {
+            if matches!(memory, Memory::Large(_)) && kept + memory.bytes().len() <= RESERVED {
+                kept += memory.bytes().len();
+                reserve.push(memory);
+            }
+        }
+    }
+}
+
+/// Bytes elsewhere that a pool counts.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    bytes: usize,
+    pool: Arc<Pool>,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let mut held = self.pool.held.lock();
+        held.used = held.used.saturating_sub(self.bytes);
     }
 }
 
@@ -145,9 +227,13 @@ impl Drop for Slab {
 mod tests {
     use super::*;
 
+    fn kept(pool: &Pool) -> usize {
+        pool.held.lock().kept()
+    }
+
     #[test]
     fn memory_comes_back_up_to_the_limit() {
-        for bytes in [5_000, 2 << 20] {
+        for bytes in [5_120, 2 << 20] {
             let pool = Pool::new(2 * bytes);
             let mut slab = pool.take(bytes);
             assert!(slab.bytes().len() >= bytes);
@@ -159,10 +245,40 @@ mod tests {
             assert_eq!((again.bytes().as_ptr(), again.bytes()[0]), (address, 7));
             let (other, third) = (pool.take(bytes), pool.take(bytes));
             drop((again, other, third));
-            assert!(pool.free.lock().len() < 3, "what is past the limit is freed");
+            assert!(kept(&pool) <= 2 * bytes, "what is past the limit is freed");
+            assert_eq!(pool.held.lock().used, 0);
             pool.set_limit(100);
-            assert!(pool.free.lock().is_empty());
+            assert_eq!(kept(&pool), 0);
         }
+    }
+
+    #[test]
+    fn what_is_kept_makes_room_for_what_is_used() {
+        let pool = Pool::new(3 << 20);
+        drop((pool.take(1 << 20), pool.take(1 << 20)));
+        assert_eq!(kept(&pool), 2 << 20);
+        let claim = pool.claim(2 << 20);
+        assert_eq!(kept(&pool), 1 << 20);
+        drop(claim);
+        let large = pool.take(3 << 20);
+        assert_eq!((kept(&pool), pool.held.lock().used), (0, large.bytes().len()));
+    }
+
+    #[test]
+    fn the_next_pool_takes_over_the_memory_of_one_that_is_gone() {
+        // Of a size of its own: other tests have pools, too.
+        const ODD: usize = (5 << 20) + 12_288;
+        // Other tests may take it away in between.
+        let seen = (0..100).any(|_| {
+            let pool = Pool::new(ODD);
+            let slab = pool.take(ODD);
+            let address = slab.bytes().as_ptr();
+            drop((slab, pool));
+            let next = Pool::new(0);
+            next.set_limit(1 << 30);
+            next.take(ODD).bytes().as_ptr() == address
+        });
+        assert!(seen, "the reserve is empty");
     }
 
     #[test]

@@ -13,9 +13,10 @@ use crate::block::Block;
 use crate::decode::Recipe;
 use crate::error::Error;
 use crate::footer::Fetched;
+use crate::pool::Claim;
 
 /// Bytes of a part, and how to decode them; none when the part is cached.
-pub(crate) type Bytes = Option<Box<(Recipe, Fetched)>>;
+pub(crate) type Bytes = Option<Box<(Recipe, Fetched, Claim)>>;
 
 /// Something to do.
 pub(crate) enum Job {

@@ -12,18 +12,38 @@ pub(crate) fn castable(from: Element, to: Element) -> bool {
     from == to || matches!(to, Element::Float32 | Element::Float64 | Element::Int64)
 }
 
-/// Rows to take: of a block, in an order or as they lie.
+/// Rows to take: of a block, in an order or as they lie; and which rows they become.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows<'a> {
     pub(crate) order: Option<&'a [u32]>,
     pub(crate) first: usize,
     pub(crate) count: usize,
     pub(crate) stride: usize,
+    /// Where the first one goes, and how far the next one is from it.
+    pub(crate) at: usize,
+    pub(crate) skip: usize,
 }
 
 impl<'a> Rows<'a> {
+    /// All rows of an order, one after the other.
+    fn all(order: &'a [u32]) -> Self {
+        Self { order: Some(order), first: 0, count: order.len(), stride: 1, at: 0, skip: 1 }
+    }
+
     fn contiguous(&self) -> bool {
         self.order.is_none() && self.stride == 1
+    }
+
+    /// Whether these rows go right behind those of `other`, wherever they go.
+    fn beside(&self, other: &Self) -> bool {
+        self.at == other.at + 1 && (self.count, self.skip) == (other.count, other.skip)
+    }
+
+    /// Where rows of `width` elements go, `span` neighbouring rows at a time.
+    fn slots<'b, T>(&self, width: usize, span: usize, out: &'b mut [T]) -> impl Iterator<Item = &'b mut [T]> {
+        let out = out.get_mut(self.at * width..).unwrap_or_default();
+        let slots = out.chunks_mut((self.skip * width).max(1)).take(self.count);
+        slots.filter_map(move |slot| slot.get_mut(..span * width))
     }
 
     fn indices(&self) -> Indices<'a> {
@@ -58,12 +78,56 @@ pub(crate) struct Source<'a> {
     pub(crate) elements: usize,
 }
 
-/// Copies `rows` of `source` to `out`, which holds as many rows of elements `to`.
-pub(crate) fn gather(source: Source<'_>, rows: Rows<'_>, out: &mut [u8], to: Element) {
+/// Copies rows of several sources of one kind to `out`, as elements `to`.
+pub(crate) fn weave(strands: &[(Source<'_>, Rows<'_>)], out: &mut [u8], to: Element) {
+    let plain = |(source, rows): &(Source<'_>, Rows<'_>)| {
+        source.element == to && source.elements == 1 && rows.contiguous() && rows.skip >= BAND
+    };
+    let mut rest = strands;
+    while let Some((strand, after)) = rest.split_first() {
+        if let Some((band, after)) = rest.split_first_chunk::<BAND>()
+            && band.iter().all(plain)
+            && band.windows(2).all(|pair| pair[1].1.beside(&pair[0].1))
+            && match to.width().unwrap_or(1) {
+                1 => twist::<u8>(band, out),
+                2 => twist::<u16>(band, typed_mut(out)),
+                4 => twist::<u32>(band, typed_mut(out)),
+                _ => twist::<u64>(band, typed_mut(out)),
+            }
+        {
+            rest = after;
+            continue;
+        }
+        gather(strand.0, strand.1, out, to);
+        rest = after;
+    }
+}
+
+/// Strands that are woven at once: as many values are written together.
+const BAND: usize = 4;
+
+/// Writes one value of each strand after the other; whether all of them could be had.
+fn twist<T: Value>(band: &[(Source<'_>, Rows<'_>); BAND], out: &mut [T]) -> bool {
+    let [a, b, c, d] = band.map(|(source, rows)| {
+        typed::<T>(source.data).get(rows.first..rows.first + rows.count).unwrap_or_default()
+    });
+    let rows = band[0].1;
+    if [a, b, c, d].iter().any(|values| values.len() != rows.count) {
+        return false;
+    }
+    let values = a.iter().zip(b).zip(c.iter().zip(d));
+    for (slot, ((a, b), (c, d))) in rows.slots(1, BAND, out).zip(values) {
+        slot.copy_from_slice(&[*a, *b, *c, *d]);
+    }
+    true
+}
+
+/// Copies `rows` of `source` to where they go in `out`, as elements `to`.
+fn gather(source: Source<'_>, rows: Rows<'_>, out: &mut [u8], to: Element) {
     let elements = source.elements;
     if source.element == to {
         let width = to.width().unwrap_or(1);
-        if elements > 1 || rows.contiguous() {
+        if elements > 1 || (rows.contiguous() && rows.skip == 1) {
             return copy_rows(source.data, elements * width, rows, out);
         }
         return match width {
@@ -90,8 +154,7 @@ pub(crate) fn shuffle(source: Source<'_>, order: &[u32], out: &mut [u8], to: Ele
             _ => pick::<u64>(typed(source.data), order, typed_mut(out)),
         }
     } else {
-        let rows = Rows { order: Some(order), first: 0, count: order.len(), stride: 1 };
-        gather(source, rows, out, to);
+        gather(source, Rows::all(order), out, to);
     }
 }
 
@@ -104,21 +167,23 @@ fn pick<T: Copy>(source: &[T], order: &[u32], out: &mut [T]) {
 }
 
 fn copy_values<T: Copy>(source: &[T], rows: Rows<'_>, out: &mut [T]) {
-    for (slot, row) in out.iter_mut().zip(rows.indices()) {
-        if let Some(value) = source.get(row) {
+    for (slot, row) in rows.slots(1, 1, out).zip(rows.indices()) {
+        if let (Some(value), [slot]) = (source.get(row), slot) {
             *slot = *value;
         }
     }
 }
 
 fn copy_rows(source: &[u8], width: usize, rows: Rows<'_>, out: &mut [u8]) {
-    if rows.contiguous() {
-        if let Some(part) = source.get(rows.first * width..(rows.first + rows.count) * width) {
-            out.copy_from_slice(part);
+    if rows.contiguous() && rows.skip == 1 {
+        let slots = out.get_mut(rows.at * width..(rows.at + rows.count) * width);
+        let part = source.get(rows.first * width..(rows.first + rows.count) * width);
+        if let (Some(slots), Some(part)) = (slots, part) {
+            slots.copy_from_slice(part);
         }
         return;
     }
-    for (slot, row) in out.chunks_exact_mut(width.max(1)).zip(rows.indices()) {
+    for (slot, row) in rows.slots(width, 1, out).zip(rows.indices()) {
         if let Some(values) = source.get(row * width..(row + 1) * width) {
             slot.copy_from_slice(values);
         }
@@ -232,15 +297,7 @@ where
 fn cast_rows<S: Value + To<T>, T>(source: Source<'_>, rows: Rows<'_>, out: &mut [T]) {
     let values: &[S] = typed(source.data);
     let elements = source.elements;
-    if elements == 1 {
-        for (slot, row) in out.iter_mut().zip(rows.indices()) {
-            if let Some(value) = values.get(row) {
-                *slot = (*value).to();
-            }
-        }
-        return;
-    }
-    for (slots, row) in out.chunks_exact_mut(elements.max(1)).zip(rows.indices()) {
+    for (slots, row) in rows.slots(elements, 1, out).zip(rows.indices()) {
         if let Some(row) = values.get(row * elements..(row + 1) * elements) {
             for (slot, value) in slots.iter_mut().zip(row) {
                 *slot = (*value).to();
@@ -255,7 +312,7 @@ mod tests {
 
     use super::*;
 
-    const ALL: Rows<'_> = Rows { order: None, first: 0, count: 4, stride: 1 };
+    const ALL: Rows<'_> = Rows { order: None, first: 0, count: 4, stride: 1, at: 0, skip: 1 };
 
     fn run<T: Value>(source: Source<'_>, rows: Rows<'_>, to: Element) -> Vec<T> {
         let mut out = vec![T::default(); rows.count * source.elements];
@@ -268,11 +325,43 @@ mod tests {
         let data = [10_i32, 11, 12, 13];
         let source = Source { data: data.as_bytes(), element: Element::Int32, elements: 1 };
         assert_eq!(run::<i32>(source, ALL, Element::Int32), data);
-        let rows = Rows { order: Some(&[3, 1, 2, 0]), first: 1, count: 2, stride: 2 };
+        let rows = Rows { order: Some(&[3, 1, 2, 0]), first: 1, count: 2, stride: 2, ..ALL };
         assert_eq!(run::<i32>(source, rows, Element::Int32), [11, 10]);
         let pairs = Source { elements: 2, ..source };
-        let rows = Rows { order: Some(&[1, 0]), first: 0, count: 2, stride: 1 };
+        let rows = Rows::all(&[1, 0]);
         assert_eq!(run::<i32>(pairs, rows, Element::Int32), [12, 13, 10, 11]);
+    }
+
+    #[test]
+    fn strands_are_woven_however_they_lie() {
+        let data: Vec<i32> = (0..40).collect();
+        let source = Source { data: data.as_bytes(), element: Element::Int32, elements: 1 };
+        let order = [7, 6, 5, 4, 3, 2, 1, 0];
+        // Seven strands of three rows: a band, one that is ordered, one of a single row too many, one by stride.
+        let strand = |at: usize| Rows { first: 5 * at, count: 3, at, skip: 7, ..ALL };
+        let mut rows: Vec<Rows<'_>> = (0..7).map(strand).collect();
+        rows[4] = Rows { order: Some(&order), first: 0, ..rows[4] };
+        rows[0].count = 4;
+        rows[6] = Rows { first: 10, stride: 2, ..rows[6] };
+        let strands: Vec<_> = rows.iter().map(|rows| (source, *rows)).collect();
+        let expected = |row: usize| match row % 7 {
+            4 => order[row / 7].cast_signed(),
+            6 => data[10 + row / 7 * 2],
+            at => data[5 * at + row / 7],
+        };
+        let expected: Vec<i32> = (0..22).map(expected).collect();
+        let mut out = [-1_i32; 22];
+        weave(&strands, out.as_mut_bytes(), Element::Int32);
+        assert_eq!(out[..], expected);
+        let mut floats = [-1.0_f32; 22];
+        weave(&strands, floats.as_mut_bytes(), Element::Float32);
+        let near = |(float, whole): (&f32, &i32)| (f64::from(*float) - f64::from(*whole)).abs() < 0.5;
+        assert!(floats.iter().zip(&expected).all(near), "{floats:?}");
+        // All alike: bands of four and a rest.
+        let strands: Vec<_> = (0..7).map(|at| (source, strand(at))).collect();
+        weave(&strands, out.as_mut_bytes(), Element::Int32);
+        let alike: Vec<i32> = (0..21).map(|row| data[5 * (row % 7) + row / 7]).collect();
+        assert_eq!(out[..21], alike);
     }
 
     #[test]
@@ -296,7 +385,7 @@ mod tests {
         assert_eq!(run::<f32>(source, ALL, Element::Float32)[..3], [1.5, -2.5, 1e10]);
         assert_eq!(run::<i64>(source, ALL, Element::Int64), [1, -2, 10_000_000_000, 0]);
         let source = Source { data: &[0, 1, 1, 0], element: Element::Bool, elements: 2 };
-        let rows = Rows { order: None, first: 1, count: 1, stride: 1 };
+        let rows = Rows { first: 1, count: 1, ..ALL };
         assert_eq!(run::<f32>(source, rows, Element::Float32), [1.0, 0.0]);
         assert!(!castable(Element::Float64, Element::Int8) && castable(Element::Int8, Element::Int8));
     }

@@ -18,6 +18,12 @@ const ROUND_ROWS: u64 = 1 << 16;
 /// Blocks of all lanes that are open at once take this much together, at most.
 const OPEN_BYTES: u64 = 256 << 20;
 
+/// Lanes open more than one block where all of them together take no more than this.
+const SIDE_BYTES: u64 = 64 << 20;
+
+/// Lanes open more than one block where all of them together are no more than this: a batch is put together from as many.
+const SIDE_BLOCKS: u64 = 64;
+
 /// Lanes up to this many may hold a single block; more lanes than that hold ten blocks each, so that lanes that
 /// meet within a block make no more than a tenth of the blocks be read twice.
 const FEW: u64 = 8;
@@ -34,10 +40,51 @@ pub(crate) struct Run {
     pub(crate) shuffle: Option<u64>,
 }
 
-/// The order of one epoch: for each lane its runs.
+/// Rows of a lane that come in turn from the same runs, one of each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Stretch {
+    /// Its rows, counted in the lane.
+    pub(crate) rows: Range<u64>,
+    /// Which runs, and the first row taken of each.
+    pub(crate) open: Vec<(usize, u64)>,
+}
+
+/// Runs, and how their rows follow each other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Lane {
+    pub(crate) runs: Vec<Run>,
+    pub(crate) stretches: Vec<Stretch>,
+}
+
+impl Lane {
+    /// Opens `beside` runs at once; where one ends the next one begins.
+    fn new(runs: Vec<Run>, beside: u64) -> Self {
+        let (mut open, mut stretches) = (Vec::<(usize, u64)>::new(), Vec::new());
+        let (mut next, mut start) = (0..runs.len(), 0);
+        let left = |(run, done): &(usize, u64)| {
+            runs.get(*run).map_or(0, |run| run.rows.end - run.rows.start).saturating_sub(*done)
+        };
+        loop {
+            while (open.len() as u64) < beside.max(1)
+                && let Some(run) = next.next()
+            {
+                open.push((run, 0));
+            }
+            let Some(shortest) = open.iter().map(left).min() else { break };
+            let end = start + shortest * open.len() as u64;
+            stretches.push(Stretch { rows: start..end, open: open.clone() });
+            open.iter_mut().for_each(|(_, done)| *done += shortest);
+            open.retain(|one| left(one) > 0);
+            start = end;
+        }
+        Self { runs, stretches }
+    }
+}
+
+/// The order of one epoch.
 #[derive(Debug)]
 pub(crate) struct Order {
-    pub(crate) lanes: Vec<Vec<Run>>,
+    pub(crate) lanes: Vec<Lane>,
 }
 
 /// Blocks of a data set and the number of its lanes; made once per data set.
@@ -45,6 +92,8 @@ pub(crate) struct Order {
 pub struct Lanes {
     blocks: Vec<Run>,
     count: u64,
+    /// Blocks that a lane opens at once.
+    beside: u64,
     rows: u64,
 }
 
@@ -72,12 +121,21 @@ impl Lanes {
             enough && count * largest <= OPEN_BYTES
         };
         let count = COUNTS.into_iter().find(fits).unwrap_or(1);
-        Self { blocks, count, rows }
+        // As many blocks at a time that the last ones of a lane are no fewer.
+        let deep = many.div_ceil(count).max(1);
+        let room = (SIDE_BYTES / (count * largest)).min(SIDE_BLOCKS / count).clamp(1, deep);
+        let beside = deep.div_ceil(deep.div_ceil(room));
+        Self { blocks, count, beside, rows }
     }
 
     /// How many lanes a shuffled epoch has.
     pub fn count(&self) -> u64 {
         self.count
+    }
+
+    /// How many blocks the rows of a batch come from, where it is large enough.
+    pub fn mixed(&self) -> u64 {
+        self.count * self.beside
     }
 
     /// What is decoded at once: file, row group and rows of each block, in the order of the files.
@@ -96,7 +154,7 @@ impl Lanes {
 
     pub(crate) fn order(&self, seed: u64, epoch: u64, shuffle: bool) -> Order {
         if !shuffle {
-            return Order { lanes: vec![self.blocks.clone()] };
+            return Order { lanes: vec![Lane::new(self.blocks.clone(), 1)] };
         }
         let state = fold(fold(0, seed), epoch);
         let many = u32::try_from(self.blocks.len()).unwrap_or(u32::MAX);
@@ -116,7 +174,7 @@ impl Lanes {
                 }
                 runs.push(shuffled(Run { rows: block.rows.start..cut, ..block }, state));
             }
-            lanes.push(runs);
+            lanes.push(Lane::new(runs, self.beside));
         }
         Order { lanes }
     }

@@ -16,7 +16,7 @@ use std::ops::Range;
 use farandole_world::Rank;
 
 use crate::error::{Error, Result};
-use crate::plan::lanes::Run;
+use crate::plan::lanes::Lane;
 
 /// What becomes of the rows that do not fill a batch on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -72,12 +72,22 @@ pub struct Part {
     pub taken: u64,
 }
 
-/// A lane as one rank sees it: of its rows `first, first + stride, ...`.
+/// A lane as one rank sees it: of its rows `first, first + stride, ...`, counted from 0 on.
 #[derive(Debug)]
 struct Slot {
-    first: u64,
-    /// (index of the slot's first row in it, part, position of the part's first row in the lane), ascending.
-    parts: Vec<(u64, usize, u64)>,
+    /// Ascending.
+    stretches: Vec<Weave>,
+}
+
+/// Rows of a slot that come in turn from the same parts, one of each.
+#[derive(Debug)]
+struct Weave {
+    /// Rows of the slot.
+    rows: Range<u64>,
+    /// Which parts, in turn, and the row of each that comes first.
+    open: Vec<(usize, u64)>,
+    /// From one row of a part to the next.
+    stride: u64,
 }
 
 /// One rank's part of one epoch.
@@ -85,7 +95,6 @@ struct Slot {
 pub struct Plan {
     parts: Vec<Part>,
     slots: Vec<Slot>,
-    stride: u64,
     steps: u64,
     batch_size: u64,
     /// Rows of this rank, without padding.
@@ -131,7 +140,6 @@ impl Plan {
         let mut plan = Self {
             parts: Vec::new(),
             slots: Vec::new(),
-            stride,
             steps,
             batch_size: request.batch_size,
             rows,
@@ -140,37 +148,65 @@ impl Plan {
         };
         for slot in 0..turn {
             let position = request.start_row + rank + slot * size;
-            let runs = order.lanes.get(index(position % lane_count)).map_or(&[][..], Vec::as_slice);
-            plan.add_slot(slot, turn, position / lane_count, runs);
+            if let Some(lane) = order.lanes.get(index(position % lane_count)) {
+                plan.add_slot((slot, turn), (position / lane_count, stride), lane);
+            }
         }
         plan.add_padding(lanes);
         Ok(plan)
     }
 
-    fn add_slot(&mut self, slot: u64, turn: u64, first: u64, runs: &[Run]) {
-        let mut parts = Vec::new();
+    /// Adds slot number `slot` of `turn`: rows `first, first + stride, ...` of a lane.
+    fn add_slot(&mut self, (slot, turn): (u64, u64), (first, stride): (u64, u64), lane: &Lane) {
         // Rows of this rank in this slot: local indices slot, slot + turn, ... below `rows`.
-        let taken_in_slot = self.rows.saturating_sub(slot).div_ceil(turn);
-        let mut start = 0;
-        for run in runs {
-            let end = start + (run.rows.end - run.rows.start);
-            let low = start.saturating_sub(first).div_ceil(self.stride);
-            let high = end.saturating_sub(first).div_ceil(self.stride).min(taken_in_slot);
-            if low < high {
-                parts.push((low, self.parts.len(), start));
-                self.parts.push(Part {
-                    file: run.file,
-                    group: run.group,
-                    rows: run.rows.clone(),
-                    shuffle: run.shuffle,
-                    first_step: (slot + low * turn) / self.batch_size,
-                    last_step: (slot + (high - 1) * turn) / self.batch_size,
-                    taken: high - low,
-                });
+        let taken = self.rows.saturating_sub(slot).div_ceil(turn);
+        let mut numbers: Vec<Option<usize>> = vec![None; lane.runs.len()];
+        let mut stretches = Vec::new();
+        for stretch in &lane.stretches {
+            let low = stretch.rows.start.saturating_sub(first).div_ceil(stride);
+            let high = stretch.rows.end.saturating_sub(first).div_ceil(stride).min(taken);
+            if low >= high {
+                continue;
             }
-            start = end;
+            // Of `many` runs in turn, every stride-th row sees many / gcd, again and again.
+            let many = stretch.open.len() as u64;
+            let common = gcd(stride, many);
+            let start = first + low * stride - stretch.rows.start;
+            let mut open = Vec::new();
+            for turned in 0..(many / common).min(high - low) {
+                let place = start + turned * stride;
+                let Some((run, done)) = stretch.open.get(index(place % many)) else { continue };
+                let count = (high - low - turned).div_ceil(many / common);
+                let last = low + turned + (count - 1) * (many / common);
+                let steps = |row: u64| (slot + row * turn) / self.batch_size;
+                let (first_step, last_step) = (steps(low + turned), steps(last));
+                let known = numbers.get(*run).copied().flatten();
+                let number = known.unwrap_or(self.parts.len());
+                match (self.parts.get_mut(number), lane.runs.get(*run)) {
+                    (Some(part), _) => {
+                        part.first_step = part.first_step.min(first_step);
+                        part.last_step = part.last_step.max(last_step);
+                        part.taken += count;
+                    }
+                    (None, Some(run)) => self.parts.push(Part {
+                        file: run.file,
+                        group: run.group,
+                        rows: run.rows.clone(),
+                        shuffle: run.shuffle,
+                        first_step,
+                        last_step,
+                        taken: count,
+                    }),
+                    (None, None) => continue,
+                }
+                if let Some(slot) = numbers.get_mut(*run) {
+                    *slot = Some(number);
+                }
+                open.push((number, done + place / many));
+            }
+            stretches.push(Weave { rows: low..high, open, stride: stride / common });
         }
-        self.slots.push(Slot { first, parts });
+        self.slots.push(Slot { stretches });
     }
 
     /// A last step without any row of this rank still needs a row to repeat: the very first of the data set.

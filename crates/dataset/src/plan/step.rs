@@ -16,12 +16,16 @@ pub struct Piece {
     pub count: usize,
     /// From one to the next.
     pub stride: usize,
+    /// Where the first one goes in the batch.
+    pub at: usize,
+    /// From one to the next in the batch.
+    pub skip: usize,
 }
 
 /// One batch of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// Where its rows come from, in order.
+    /// Where its rows come from, by [`Piece::at`]; together they fill the first `valid` rows of the batch.
     pub pieces: Vec<Piece>,
     /// Rows that are no padding.
     pub valid: usize,
@@ -42,21 +46,31 @@ impl Plan {
         let turn = self.slots.len() as u64;
         let mut pieces = Vec::new();
         for (slot, lane) in (0..turn).zip(&self.slots) {
-            let (mut from, to) =
+            let (from, to) =
                 (low.saturating_sub(slot).div_ceil(turn), high.saturating_sub(slot).div_ceil(turn));
-            let mut at = lane.parts.partition_point(|(first, ..)| *first <= from).saturating_sub(1);
-            while from < to {
-                let Some((_, part, start)) = lane.parts.get(at) else { break };
-                let end = lane.parts.get(at + 1).map_or(to, |(first, ..)| *first).min(to);
-                pieces.push(Piece {
-                    part: *part,
-                    first: index(lane.first + from * self.stride - start),
-                    count: index(end - from),
-                    stride: index(self.stride),
-                });
-                (from, at) = (end, at + 1);
+            let start = lane.stretches.partition_point(|weave| weave.rows.end <= from);
+            for weave in lane.stretches.iter().skip(start).take_while(|weave| weave.rows.start < to) {
+                let many = weave.open.len() as u64;
+                for (number, (part, row)) in (0..many).zip(&weave.open) {
+                    let first = weave.rows.start + number;
+                    let end = to.min(weave.rows.end);
+                    let done = from.saturating_sub(first).div_ceil(many);
+                    let next = first + done * many;
+                    if next >= end {
+                        continue;
+                    }
+                    pieces.push(Piece {
+                        part: *part,
+                        first: index(row + done * weave.stride),
+                        count: index((end - next).div_ceil(many)),
+                        stride: index(weave.stride),
+                        at: index(slot + next * turn - low),
+                        skip: index(many * turn),
+                    });
+                }
             }
         }
+        pieces.sort_unstable_by_key(|piece| piece.at);
         let valid = index(high - low);
         let padded = self.tail == Tail::Pad;
         let rows = if padded { index(self.batch_size) } else { valid };

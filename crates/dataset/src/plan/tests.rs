@@ -27,18 +27,18 @@ fn request(rank: u32, size: u32, batch_size: u64) -> Request {
 /// The rows of a step, padding left out.
 fn rows(plan: &Plan, step: u64) -> Vec<Row> {
     let step = plan.step(step);
-    let mut rows = Vec::new();
+    let mut rows = vec![None; step.valid];
     for piece in &step.pieces {
         let part = &plan.parts()[piece.part];
         let length = u32::try_from(part.rows.end - part.rows.start).unwrap();
         let order = part.shuffle.map_or_else(|| (0..length).collect(), |seed| permutation(seed, length));
         for turn in 0..piece.count {
             let row = order[piece.first + turn * piece.stride];
-            rows.push((part.file, part.group, part.rows.start + u64::from(row)));
+            let place = &mut rows[piece.at + turn * piece.skip];
+            assert_eq!(place.replace((part.file, part.group, part.rows.start + u64::from(row))), None);
         }
     }
-    assert_eq!(rows.len(), step.valid);
-    rows
+    rows.into_iter().map(Option::unwrap).collect()
 }
 
 /// All batches of all ranks: per step, per rank.
@@ -116,6 +116,34 @@ proptest! {
     }
 
     #[test]
+    fn rd_2_ranks_take_the_sequence_in_turn(files in files(), row_bytes in 1_u64..(2 << 20), size in 1_u32..9, batch in 1_u64..20, start in 0_u64..50, shuffle: bool) {
+        let lanes = Lanes::new(&manifest(&files, row_bytes));
+        let sequence: Vec<Row> = world(&lanes, 1, 7, |r| r.shuffle = shuffle).into_iter().flatten().flatten().collect();
+        let mut position = start.min(lanes.rows());
+        for step in world(&lanes, size, batch, |r| (r.shuffle, r.start_row) = (shuffle, start.min(lanes.rows()))) {
+            let width = u64::from(size);
+            for (rank, rows) in (0_u64..).zip(&step) {
+                for (row, found) in (0_u64..).zip(rows) {
+                    prop_assert_eq!(&sequence[index(position + row * width + rank)], found);
+                }
+            }
+            position += batch * width;
+        }
+    }
+
+    #[test]
+    fn rd_7_a_batch_has_rows_of_all_that_is_open(groups in 8_usize..80, rows in 8_u64..40, done in 0_u64..4) {
+        let lanes = Lanes::new(&manifest(&[vec![rows; groups]], 100));
+        let open = lanes.mixed().min(groups as u64);
+        prop_assert!(lanes.mixed() <= 64 && open * 2 > groups.min(64) as u64, "{open} of {groups}");
+        // From anywhere in the first half of the epoch.
+        let start_row = lanes.rows() * done / 8;
+        let plan = Plan::new(&lanes, &Request { start_row, ..request(0, 1, lanes.mixed()) }).unwrap();
+        let blocks: BTreeSet<(usize, usize)> = super::tests::rows(&plan, 0).into_iter().map(|(file, group, _)| (file, group)).collect();
+        prop_assert!(blocks.len() as u64 * 10 >= open * 7, "{} of {open}", blocks.len());
+    }
+
+    #[test]
     fn rd_3_ranks_differ_by_one_row_at_most(files in files(), size in 1_u32..9, batch in 1_u64..20) {
         let lanes = Lanes::new(&manifest(&files, 100));
         let counts: Vec<u64> = (0..size).map(|rank| Plan::new(&lanes, &request(rank, size, batch)).unwrap().rows()).collect();
@@ -159,7 +187,7 @@ proptest! {
                 let step = plan.step(number);
                 if pad { prop_assert_eq!(step.rows as u64, batch); }
                 prop_assert!(step.rows == step.valid || step.valid > 0 || step.padding.is_some());
-                for piece in step.pieces.iter().copied().chain(step.padding.map(|part| Piece { part, first: 0, count: 1, stride: 1 })) {
+                for piece in step.pieces.iter().copied().chain(step.padding.map(|part| Piece { part, first: 0, count: 1, stride: 1, at: 0, skip: 1 })) {
                     let part = &plan.parts()[piece.part];
                     prop_assert!((part.first_step..=part.last_step).contains(&number));
                     taken[piece.part] += piece.count as u64;

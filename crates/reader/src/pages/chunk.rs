@@ -169,14 +169,20 @@ fn page(
         regular(chunk, &data)?;
         return put(chunk, &data, dictionary, definitions, compact, out);
     }
-    let whole = inflate(codec, page, body, header.uncompressed)?;
     if header.kind == PageKind::Dictionary {
+        if let PLAIN | PLAIN_DICTIONARY = header.encoding
+            && let Some(place) = dictionary.place(chunk.stored, header.entries, header.uncompressed)
+        {
+            return codec.decompress(body, place).map(|()| 0).map_err(Trouble::Broken);
+        }
+        let whole = inflate(codec, page, body, header.uncompressed)?;
         return match header.encoding {
             PLAIN | PLAIN_DICTIONARY if dictionary.fill(chunk.stored, whole, header.entries) => Ok(0),
             PLAIN | PLAIN_DICTIONARY => Err(broken("a dictionary is shorter than it says")),
             _ => Err(Trouble::Unsupported),
         };
     }
+    let whole = inflate(codec, page, body, header.uncompressed)?;
     let (repetitions, rest) = counted(whole, chunk.levels.repeated > 0, header.repetition_encoding)?;
     let (levels, values) = counted(rest, chunk.levels.defined > 0, header.definition_encoding)?;
     let data = Data { header, definitions: levels, repetitions, values, first };

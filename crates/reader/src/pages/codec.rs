@@ -41,7 +41,7 @@ impl Codec {
                 to.copy_from_slice(from);
                 from.len()
             }
-            Self::None => from.len(),
+            Self::None => return Err(format!("a page has {} bytes instead of {}", from.len(), to.len())),
             Self::Snappy(decoder) => decoder.decompress(from, to).map_err(|error| error.to_string())?,
             Self::Lz4 => lz4_flex::block::decompress_into(from, to).map_err(|error| error.to_string())?,
             Self::Zstd(decoder) => {

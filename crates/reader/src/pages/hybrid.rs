@@ -72,8 +72,13 @@ impl<'a> Hybrid<'a> {
 /// Unpacks numbers of `width` bits from number `first` on, until `out` is full; missing ones are 0.
 pub(crate) fn unpack(bytes: &[u8], width: u32, first: usize, out: &mut [u32]) {
     let mask = if width >= 32 { u64::from(u32::MAX) } else { (1_u64 << width) - 1 };
-    let mut bit = first * width as usize;
-    for slot in out {
+    let done = if first.is_multiple_of(8) {
+        eights(bytes.get(first / 8 * width as usize..).unwrap_or_default(), width, out)
+    } else {
+        0
+    };
+    let mut bit = (first + done) * width as usize;
+    for slot in out.iter_mut().skip(done) {
         let (at, shift) = (bit / 8, bit % 8);
         let word = match bytes.get(at..at + 8) {
             Some(eight) => eight.try_into().map_or(0, u64::from_le_bytes),
@@ -85,6 +90,38 @@ pub(crate) fn unpack(bytes: &[u8], width: u32, first: usize, out: &mut [u32]) {
         *slot = low(word >> shift & mask);
         bit += width as usize;
     }
+}
+
+/// Bytes in which eight numbers of any width lie, and those that are loaded with the last of them.
+const EIGHT: usize = 40;
+
+/// Unpacks numbers by eights, whose bytes begin at a byte; how many, before bytes become few.
+fn eights(bytes: &[u8], width: u32, out: &mut [u32]) -> usize {
+    macro_rules! by_width {
+        ($($width:literal)+) => {
+            match width {
+                $($width => of_width::<$width>(bytes, out),)+
+                _ => 0,
+            }
+        };
+    }
+    by_width!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32)
+}
+
+/// As [`eights`]: with the width known, every load and shift is.
+fn of_width<const WIDTH: usize>(bytes: &[u8], out: &mut [u32]) -> usize {
+    let mask = u64::MAX >> (64 - WIDTH);
+    let mut done = 0;
+    for slots in out.as_chunks_mut::<8>().0 {
+        let Some(group) = bytes.get(done / 8 * WIDTH..).and_then(<[u8]>::first_chunk::<EIGHT>) else { break };
+        for (number, slot) in slots.iter_mut().enumerate() {
+            let (at, shift) = (number * WIDTH / 8, number * WIDTH % 8);
+            let word = group[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
+            *slot = low(word >> shift & mask);
+        }
+        done += 8;
+    }
+    done
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "masked to 32 bits")]

@@ -122,6 +122,17 @@ impl Dictionary {
         plain(stored, data, 0, self.values.as_slice_mut().get_mut(..bytes).unwrap_or_default())
     }
 
+    /// Memory for `count` values that are stored as they are taken, to be filled by the caller: `None` for others.
+    pub(crate) fn place(&mut self, stored: Stored, count: usize, bytes: usize) -> Option<&mut [u8]> {
+        let Stored::Same(width) = stored else { return None };
+        if bytes != count.saturating_mul(width) {
+            return None;
+        }
+        room(&mut self.values, bytes);
+        (self.count, self.width) = (count, width);
+        self.values.as_slice_mut().get_mut(..bytes)
+    }
+
     /// Looks up the values of a page from number `skip` on, until `out` is full; whether there were enough.
     pub(crate) fn look_up(&self, page: &[u8], skip: usize, out: &mut [u8]) -> bool {
         let count = out.len() / self.width.max(1);

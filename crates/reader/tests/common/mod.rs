@@ -88,6 +88,10 @@ impl Bucket {
         *self.inside.mood.lock().unwrap() = mood;
     }
 
+    pub(crate) fn put(&self, file: &str, bytes: Bytes) {
+        self.inside.files.lock().unwrap().insert(file.to_owned(), bytes);
+    }
+
     pub(crate) fn remove(&self, file: &str) {
         self.inside.files.lock().unwrap().remove(file).unwrap();
     }
@@ -135,7 +139,9 @@ fn serve(inside: &Inside, stream: TcpStream) {
     let mut writer = stream.try_clone().unwrap();
     let mut reader = BufReader::new(stream);
     while let Some((path, range)) = request(&mut reader) {
-        std::thread::sleep(*inside.delay.lock().unwrap());
+        // Nothing is locked meanwhile: requests wait beside each other.
+        let delay = *inside.delay.lock().unwrap();
+        std::thread::sleep(delay);
         inside.requests.fetch_add(1, Ordering::Relaxed);
         let mood = {
             let mut mood = inside.mood.lock().unwrap();
