@@ -11,8 +11,10 @@ from tests.single.training import Here, line, linear, weights, write
 
 lightning = pytest.importorskip("lightning")
 
+import farandole.torch as hvd  # noqa: E402
 from farandole.spark.common import LocalBackend, LocalStore  # noqa: E402
 from farandole.spark.lightning import TorchEstimator  # noqa: E402
+from farandole.torch.compress import Int8  # noqa: E402
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -159,6 +161,21 @@ def test_two_ranks_of_lightning_train_like_one_with_twice_the_batch(data):
     for left, right in zip(alone.getHistory(), pair.getHistory(), strict=True):
         assert left["rows"] == right["rows"] == 96
         assert left["train"]["loss"] == pytest.approx(right["train"]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, Int8()], ids=["fp16", "int8"])
+def test_gradients_of_two_ranks_travel_compressed(data, compression):
+    plain = fit(data, Line(), epochs=3, backend=LocalBackend(2))
+    small = fit(data, Line(), epochs=3, backend=LocalBackend(2), gradient_compression=compression)
+    assert torch.allclose(weights(small), weights(plain), atol=0.05)
+    assert not torch.equal(weights(small), weights(plain))
+
+
+def test_what_is_no_compression_is_refused(data):
+    with pytest.raises(
+        TypeError, match=r"must be of farandole\.torch\.Compression or a compressor"
+    ):
+        fit(data, Line(), gradient_compression="fp16")
 
 
 def _train_by_name(name):

@@ -20,6 +20,7 @@ from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.common.transform import batched
 from farandole.spark.torch.callbacks import Callback
 from farandole.spark.torch.payload import unpack_state
+from farandole.torch.compress import Int8, PowerSGD, TopK
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -439,3 +440,9 @@ def test_a_batch_norm_over_two_ranks_is_that_of_one_with_twice_the_batch(data):
     assert torch.allclose(weights(alone), weights(pair), atol=1e-5)
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         assert torch.allclose(getattr(alone.getModel()[1], name), getattr(pair.getModel()[1], name), atol=1e-5)
+
+
+@pytest.mark.parametrize("compressor", [Int8(), TopK(0.5), PowerSGD(2)], ids=["int8", "top-k", "powersgd"])
+def test_a_compressor_travels_to_the_training_processes(data, compressor):
+    fitted = fit(data, linear(), backend=LocalBackend(2), gradient_compression=compressor, epochs=12)
+    assert torch.allclose(weights(fitted), torch.tensor([2.0, -3.0, 1.0]), atol=0.2)

@@ -104,7 +104,8 @@ def strategy_class(package: str) -> type[Any]:
         """Trains one model on all ranks of Farandole's world.
 
         Args:
-            **kwargs: as for Lightning's `DDPStrategy`, such as `find_unused_parameters=True`.
+            **kwargs: as for Lightning's `DDPStrategy`, such as `find_unused_parameters=True`, or a hook of
+                `farandole.torch.ddp_comm_hook` as `ddp_comm_hook`.
         """
 
         strategy_name = "farandole"
@@ -135,6 +136,10 @@ def strategy_class(package: str) -> type[Any]:
             rank_zero.rank = self.global_rank
             import_module(f"{_PACKAGES[package]}.utilities.rank_zero").rank_zero_only.rank = self.global_rank
 
+        def _register_ddp_hooks(self) -> None:
+            # Lightning's own leaves them out on CPUs, where they work as well here.
+            _register_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+
         def _configure_launcher(self) -> None:
             self._launcher = None
 
@@ -151,6 +156,11 @@ def strategy_class(package: str) -> type[Any]:
 
     FarandoleStrategy.__qualname__ = "FarandoleStrategy"
     return FarandoleStrategy
+
+
+def _register_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:
+    if hook is not None:
+        model.register_comm_hook(state, hook if wrapper is None else wrapper(hook))
 
 
 def register() -> None:

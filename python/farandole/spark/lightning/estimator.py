@@ -22,7 +22,7 @@ from farandole.spark.common.reading import data_of, transformation_of
 from farandole.spark.lightning.job import LightningJob, LightningObjects
 from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.params import LightningParams
-from farandole.spark.lightning.remote import train
+from farandole.spark.lightning.remote import compression_hook, train
 from farandole.spark.lightning.wrapped import wrap
 from farandole.spark.torch import mapping, payload
 from farandole.spark.torch.job import Job, Label, Loop
@@ -110,6 +110,7 @@ class LightningEstimator(
         use_gpu: Train on GPUs where every process sees one; default True.
         num_gpus: GPUs per process: 0 keeps to CPUs.
         backward_passes_per_step: Batches whose gradients make one step; default 1.
+        gradient_compression: Such as `farandole.torch.Compression.fp16`.
         train_minibatch_fn: Accepted for Horovod's sake; the module's `training_step` trains.
         transformation_fn: As in `farandole.spark.torch`.
         transformation_edit_fields: As in `farandole.spark.torch`.
@@ -233,8 +234,7 @@ class LightningEstimator(
             raise ValueError("optimizer is required for a plain module")
         elif self.getLoss() is None and self.getLossConstructors() is None:
             raise ValueError("loss is required for a plain module")
-        if self.getGradientCompression() is not None:
-            raise ValueError("gradient_compression is not for Lightning: register a communication hook in the strategy")
+        compression_hook(self.getGradientCompression())
 
     def _package(self) -> str | None:
         """The package whose `LightningModule` the model is; `None` for a plain module."""
@@ -293,6 +293,7 @@ class LightningEstimator(
             logger=self.getLogger(),
             profiler=self.getProfiler(),
             trainer_args=self.getTrainerArgs() or {},
+            compression=self.getGradientCompression(),
         )
         if package is None:
             objects.module = wrap(

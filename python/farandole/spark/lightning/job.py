@@ -37,3 +37,4 @@ class LightningObjects:
     logger: Any = None
     profiler: Any = None
     trainer_args: dict[str, Any] = field(default_factory=dict)
+    compression: Any = None

@@ -98,7 +98,7 @@ def _trainer(job: LightningJob, objects: LightningObjects, watch: Watch, scratch
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": 1 if device.type == "cpu" else [device.index or 0],
-        "strategy": strategy_class(job.package)(),
+        "strategy": strategy_class(job.package)(**compression_hook(objects.compression)),
         "max_epochs": loop.epochs,
         "max_steps": loop.max_steps or -1,
         "max_time": None if loop.max_time is None else {"seconds": loop.max_time},
@@ -118,6 +118,29 @@ def _trainer(job: LightningJob, objects: LightningObjects, watch: Watch, scratch
         "default_root_dir": str(scratch / "run"),
     }
     return lightning.Trainer(**arguments | objects.trainer_args)
+
+
+def compression_hook(compression: Any) -> dict[str, Any]:
+    """The strategy's arguments for gradients that travel in a smaller form.
+
+    Args:
+        compression: as `DistributedOptimizer` takes it.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if compression is None or compression is hvd.Compression.none:
+        return {}
+    from farandole.torch import ddp_comm_hook as hooks  # noqa: PLC0415 - brings torch.distributed
+    from farandole.torch.compress import Compressor  # noqa: PLC0415 - as above
+
+    if compression is hvd.Compression.fp16:
+        return {"ddp_comm_hook": hooks.fp16_hook}
+    if compression is hvd.Compression.bf16:
+        return {"ddp_comm_hook": hooks.bf16_hook}
+    if isinstance(compression, Compressor):
+        return {"ddp_comm_state": hooks.CompressorState(compression), "ddp_comm_hook": hooks.compressor_hook}
+    raise TypeError(f"gradient_compression must be of farandole.torch.Compression or a compressor: {compression!r}")
 
 
 def _redirect(logger: Any, directory: Path) -> None:

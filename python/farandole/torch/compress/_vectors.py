@@ -4,18 +4,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from farandole._native.compress import Codec
 from farandole.torch.compress._base import VectorCompressor
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 class _Coded(VectorCompressor):
     """A compressor whose codec is native; vectors on a GPU go through host memory."""
 
-    def __init__(self, codec: Codec, *, error_feedback: bool) -> None:
+    def __init__(self, codec: Callable[[Any], Codec], setting: float, *, error_feedback: bool) -> None:
         super().__init__(error_feedback=error_feedback)
-        self._codec = codec
+        self._made_by = (codec, setting)
+        self._codec = codec(setting)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the native codec, so that compressors travel to training processes."""
+        return {name: value for name, value in vars(self).items() if name != "_codec"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """With a codec of the same kind."""
+        vars(self).update(state)
+        codec, setting = self._made_by
+        self._codec = codec(setting)
 
     def encode(self, vector: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The payload of a flat vector: bytes on the host."""
@@ -50,7 +66,7 @@ class Int8(_Coded):
     def __init__(self, block: int = 256, *, error_feedback: bool = True) -> None:
         if block < 1:
             raise ValueError(f"a block has at least one number: {block!r}")
-        super().__init__(Codec.int8(block), error_feedback=error_feedback)
+        super().__init__(Codec.int8, block, error_feedback=error_feedback)
         self.alignment = block
 
 
@@ -67,4 +83,4 @@ class TopK(_Coded):
     def __init__(self, share: float = 0.01, *, error_feedback: bool = True) -> None:
         if not 0.0 < share <= 1.0:
             raise ValueError(f"share must be above 0 and at most 1: {share!r}")
-        super().__init__(Codec.top_k(share), error_feedback=error_feedback)
+        super().__init__(Codec.top_k, share, error_feedback=error_feedback)
