@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import shutil
 import sys
@@ -80,7 +81,9 @@ class Cluster:
         """A thread for a Spark job: it inherits its maker's job group, tags and properties."""
         from pyspark import InheritableThread  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
 
-        inherit: dict[str, Any] = {"session": self.session} if self.context is None else {}
+        # pyspark 3.5 knows no sessions there, and a Connect client of it has nothing to inherit.
+        asks = "session" in inspect.signature(InheritableThread.__init__).parameters
+        inherit: dict[str, Any] = {"session": self.session} if self.context is None and asks else {}
         return InheritableThread(target=target, name=name, daemon=True, **inherit)
 
     def tag(self, tag: str, description: str) -> None:
