@@ -131,6 +131,34 @@ def test_a_delta_table_is_read_by_its_log(tmp_path):
     assert not prepare_data(path, tmp_path / "store", feature_cols=["x"], label_cols=["n"]).reused
 
 
+def test_an_estimator_trains_on_a_delta_table(tmp_path):
+    import torch
+
+    from farandole.spark.common import LocalBackend
+    from farandole.spark.torch import TorchEstimator
+
+    x = np.linspace(0, 1, 64, dtype=np.float32)
+    path = str(tmp_path / "intermediate_train_data")
+    deltalake.write_deltalake(path, pa.table({"x": x, "y": 2 * x}))
+    deltalake.write_deltalake(path, pa.table({"x": x + 100, "y": x}), mode="append")
+    deltalake.DeltaTable(path).delete("x > 50")
+    network = torch.nn.Linear(1, 1)
+    model = TorchEstimator(
+        backend=LocalBackend(1),
+        model=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=16,
+        epochs=3,
+        store=LocalStore(str(tmp_path)),
+        verbose=0,
+    ).fit_on_parquet()
+    losses = [epoch["train"]["loss"] for epoch in model.getHistory()]
+    assert losses[-1] < losses[0] < 10, "rows that the log has dropped would cost thousands"
+
+
 def test_an_iceberg_table_is_refused_with_a_word(tmp_path):
     os.makedirs(tmp_path / "metadata")
     (tmp_path / "metadata" / "v1.metadata.json").write_text("{}")
