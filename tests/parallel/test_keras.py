@@ -217,6 +217,105 @@ def copies_reduce_too():
         copy.deepcopy(model.optimizer)
 
 
+def callbacks_broadcast_and_average():
+    """Where `fit_equals_one_process` has not shown it."""
+    import keras
+    import numpy as np
+
+    import farandole.keras as hvd
+
+    x, y = batches()
+    rank = hvd.rank()
+    # A model that is built by its first batch: weights are broadcast after it, those of one layer are not.
+    layers = [
+        keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform(rank + seed)) for seed in (1, 9)
+    ]
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), loss="mse")
+    assert not model.built
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
+
+    model.fit(mine(x, rank), mine(y, rank), batch_size=BATCH // RANKS, verbose=0, callbacks=[broadcast])
+    assert broadcast.broadcast_done
+    for index, weight in enumerate(model.get_weights()):
+        everyones = hvd.allgather(weight[None], name=f"late weight {index}")
+        np.testing.assert_array_equal(everyones[0], everyones[1])
+    kept = build(keras.optimizers.SGD(0.0), seed=20 + rank)
+    first = kept.layers[0].kernel
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[first])
+    fit(kept, mine(x, rank), mine(y, rank), BATCH // RANKS, [broadcast])
+    everyones = [hvd.allgather(weight[None], name=f"kept {index}") for index, weight in enumerate(kept.get_weights())]
+    assert [np.array_equal(one[0], one[1]) for one in everyones] == [False, True, True, True]
+
+    # Metrics are the mean of all ranks', and only numbers count.
+    average = hvd.callbacks.MetricAverageCallback()
+    logs = {"loss": 1.0 + rank, "accuracy": 0.5, "table": np.ones(2)}
+    average.on_epoch_end(0, logs)
+    assert (logs["loss"], logs["accuracy"]) == (1.5, 0.5)
+    with pytest.raises(ValueError, match="ranks have different metrics"):
+        average.on_epoch_end(1, {f"of rank {rank}": 1.0})
+
+
+def callbacks_set_rates_and_keep_the_best():
+    import math
+
+    import keras
+    import numpy as np
+
+    import farandole.keras as hvd
+    from farandole._keras import callbacks
+
+    x, y = batches()
+    rank = hvd.rank()
+    # A constant is a base, and epochs have their bounds.
+    model = build(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.9)))
+    decay = hvd.callbacks.LearningRateScheduleCallback(0.8, 0.5, start_epoch=1, end_epoch=3)
+    history = model.fit(
+        mine(x, rank), mine(y, rank), batch_size=BATCH // RANKS, epochs=4, verbose=0, callbacks=[decay]
+    ).history["lr"]
+    np.testing.assert_allclose(history, [1.0, 0.8, 0.4, 0.4], rtol=1e-6)
+    seen = []
+
+    def note(batch, **_):
+        callbacks.in_step(model)
+        seen.append((batch, float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))))
+
+    rates = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2)
+    fit(model, mine(x, rank), mine(y, rank), BATCH // RANKS, [warmup, rates])
+    steps = range(STEPS * EPOCHS)
+    expected = [(step % STEPS, 0.2 * ((step + 1) / STEPS * (RANKS - 1) / 2 + 1)) for step in steps]
+    np.testing.assert_allclose(seen, expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="initial_lr"):
+        hvd.callbacks.LearningRateScheduleCallback(None, 0.5)
+    endless = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: epoch, staircase=False)
+    endless.set_params({"steps": None})
+    with pytest.raises(ValueError, match="steps_per_epoch"):
+        endless.on_train_begin()
+
+    # The best model: written where the estimator says, when the metric has become better.
+    with tempfile.TemporaryDirectory() as folder:
+        for only_weights, name in ((False, "best.keras"), (True, "best.weights.h5")):
+            best = hvd.callbacks.BestModelCheckpoint(monitor="loss", mode="min", save_weights_only=only_weights)
+            assert best.save_best_only
+            best.filepath = os.path.join(folder, name)
+            best.set_model(model)
+            written = []
+            for epoch, loss in enumerate([3.0, 2.0, 2.5, math.inf, 1.0]):
+                if os.path.exists(best.filepath):
+                    os.remove(best.filepath)
+                best.on_epoch_begin(epoch)
+                best.on_epoch_end(epoch, {"loss": loss})
+                written.append(os.path.exists(best.filepath))
+            assert written == [True, True, False, False, True], name
+
+
+def loads_no_tensorflow():
+    import sys
+
+    return "tensorflow" not in sys.modules
+
+
 @pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
 def test_fit_on_two_ranks_equals_one_process(backend, request):
     if find_spec(backend) is None:
@@ -231,3 +330,7 @@ def test_fit_on_two_ranks_equals_one_process(backend, request):
     world.run(passes_and_local_layers_and_rates)
     world.run(saved_models_load_with_and_without)
     world.run(copies_reduce_too)
+    world.run(callbacks_broadcast_and_average)
+    world.run(callbacks_set_rates_and_keep_the_best)
+    # TensorFlow ends a process that loads Triton after it, as Keras on torch may.
+    assert world.run(loads_no_tensorflow) == [backend != "tensorflow"] * RANKS

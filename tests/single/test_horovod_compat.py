@@ -3,8 +3,11 @@
 """The drop-in `horovod` package: the same modules under the old names."""
 
 import importlib
+import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -41,6 +44,66 @@ DEEP = {
     "horovod.spark": ["run"],
     "horovod.runner": ["run"],
 }
+
+WITH_TENSORFLOW = {
+    "horovod.tensorflow": ["DistributedGradientTape", "DistributedOptimizer", "allreduce", "elastic", "init", "keras"],
+    "horovod.tensorflow.compression": ["Compression", "Compressor", "NoneCompressor", "FP16Compressor"],
+    "horovod.tensorflow.data.compute_service": ["TfDataServiceConfig", "compute_worker_fn", "tf_data_service"],
+    "horovod.tensorflow.data.compute_worker": ["main"],
+    "horovod.tensorflow.elastic": ["run", "TensorFlowState", "TensorFlowKerasState"],
+    "horovod.tensorflow.functions": [
+        "allgather_object",
+        "broadcast_object",
+        "broadcast_object_fn",
+        "broadcast_variables",
+        "broadcast_global_variables",
+    ],
+    "horovod.tensorflow.gradient_aggregation": ["LocalGradientAggregationHelper"],
+    "horovod.tensorflow.gradient_aggregation_eager": ["LocalGradientAggregationHelperEager"],
+    "horovod.tensorflow.keras": ["DistributedOptimizer", "allreduce", "callbacks", "elastic", "load_model", "init"],
+    "horovod.tensorflow.keras.callbacks": ["LearningRateScheduleCallback", "LearningRateWarmupCallback"],
+    "horovod.tensorflow.keras.elastic": ["run", "KerasState", "CommitStateCallback"],
+    "horovod.tensorflow.mpi_ops": [
+        "_allreduce",
+        "_grouped_allreduce",
+        "_reducescatter",
+        "allgather",
+        "alltoall",
+        "broadcast_",
+        "join",
+        "process_set_included_op",
+        "size_op",
+    ],
+    "horovod.tensorflow.sync_batch_norm": ["SyncBatchNormalization"],
+    "horovod.tensorflow.util": ["gpu_available", "refs_to_vars", "vars_to_refs"],
+    "horovod.keras": ["DistributedOptimizer", "PartialDistributedOptimizer", "Adasum", "load_model", "callbacks"],
+    "horovod.keras.callbacks": [
+        "BestModelCheckpoint",
+        "BroadcastGlobalVariablesCallback",
+        "MetricAverageCallback",
+    ],
+    "horovod.keras.elastic": ["run", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback"],
+    "horovod._keras": [],
+    "horovod._keras.callbacks": [],
+    "horovod._keras.elastic": [],
+}
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
+def test_deep_names_of_tensorflow_and_keras_are_farandoles_own_modules():
+    """In a process of its own: TensorFlow does not bear what torch loads later on."""
+    program = (
+        "import importlib, json, sys\n"
+        "for name, wanted in json.loads(sys.argv[1]).items():\n"
+        "    theirs, own = importlib.import_module(name), name.replace('horovod', 'farandole', 1)\n"
+        "    assert theirs is importlib.import_module(own), name\n"
+        "    missing = [entry for entry in wanted if not hasattr(theirs, entry)]\n"
+        "    assert not missing, (name, missing)\n"
+    )
+    env = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", program, json.dumps(WITH_TENSORFLOW)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", DEEP)

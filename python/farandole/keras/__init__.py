@@ -254,5 +254,5 @@ def allreduce(
     Raises:
         ValueError: When both `average` and `op` are given.
     """
-    chosen = choose_op(op, None if op is not None and average is True else average)
+    chosen = choose_op(op, None if average is True else average)
     return _values.allreduce(value, name, chosen, prescale_factor, postscale_factor, compression)
