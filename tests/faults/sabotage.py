@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 PIDFD_GETFD: Final = 438
 SO_ATTACH_FILTER: Final = 26
+PROBES: Final = 3
+"""Where `struct tcp_info` counts questions without an answer."""
+UNACKED: Final = 24
+"""Where it counts packets that were not confirmed."""
 BYTES_ACKED: Final = 120
-"""Where `struct tcp_info` counts bytes that arrived at the other end; those received follow."""
+"""Where it counts bytes that arrived at the other end; those received follow."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,6 +52,12 @@ class Connection:
             refuse = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
             program = struct.pack("HL", 1, ctypes.addressof(refuse))
             end.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+
+    @property
+    def waits(self) -> bool:
+        """Whether either end has sent what the other did not confirm."""
+        infos = [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for end in self.ends]
+        return any(info[PROBES] or struct.unpack_from("I", info, UNACKED)[0] for info in infos)
 
     def reset(self) -> None:
         """Breaks it, as a host does that has forgotten it."""
