@@ -129,6 +129,8 @@ class SparkAgents(Agents):
                 # Whoever waits for the gang keeps the time, and cancels.
                 if self._cancelled.wait(_RETRY_EVERY):
                     raise
+                # A plan keeps what became of its stages: collected again, it would fail again without a look at Spark.
+                rows = self._rows()
 
     @property
     def _is_barrier(self) -> bool:
