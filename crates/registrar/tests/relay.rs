@@ -33,6 +33,7 @@ fn agents(registrar: &Registrar, tasks: u32) -> Vec<Client> {
     }
     for agent in &agents {
         agent.await_assignment(soon()).unwrap();
+        agent.watch(Duration::from_secs(60), |_| ());
     }
     agents
 }
@@ -40,7 +41,7 @@ fn agents(registrar: &Registrar, tasks: u32) -> Vec<Client> {
 /// A task that takes calls, and where they come out.
 fn called(agent: &Client) -> (Relay, TcpListener) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let relay = agent.relay(DOOR);
+    let relay = agent.relay(DOOR).unwrap();
     relay.answer(listener.local_addr().unwrap().port()).unwrap();
     (relay, listener)
 }
@@ -56,7 +57,7 @@ fn what_one_end_sends_the_other_gets_in_order_and_its_end_too() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (answering, listener) = called(&agents[0]);
-    let calling = agents[1].relay(DOOR);
+    let calling = agents[1].relay(DOOR).unwrap();
     let mut near = dial(&calling, 0);
     let (mut far, _) = listener.accept().unwrap();
     let sent: Vec<u8> = (0..8 << 20).map(|at: u32| at.to_le_bytes()[at as usize % 3]).collect();
@@ -80,9 +81,9 @@ fn a_link_whose_reader_sleeps_does_not_hold_up_the_others() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
-    let calling = agents[1].relay(DOOR);
+    let calling = agents[1].relay(DOOR).unwrap();
     let mut ends = Vec::new();
-    for _ in 0..24 {
+    for _ in 0..8 {
         let mut stuck = dial(&calling, 0);
         ends.push(listener.accept().unwrap().0);
         // Until nothing more fits on the way: far more in all than a connection takes by default.
@@ -109,7 +110,7 @@ fn a_link_whose_reader_sleeps_does_not_hold_up_the_others() {
 fn an_end_that_is_lost_resets_the_other_and_one_that_takes_no_calls_is_said() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
-    let calling = agents[1].relay(DOOR);
+    let calling = agents[1].relay(DOOR).unwrap();
     let mut nobody = dial(&calling, 0);
     assert_eq!(nobody.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
 
@@ -129,7 +130,7 @@ fn a_process_that_ends_takes_its_ends_of_links_along() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
-    let calling = agents[1].relay(DOOR);
+    let calling = agents[1].relay(DOOR).unwrap();
     let near = dial(&calling, 0);
     let (mut far, _) = listener.accept().unwrap();
     far.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
@@ -142,6 +143,6 @@ fn a_process_that_ends_takes_its_ends_of_links_along() {
 fn a_driver_that_does_not_relay_says_which_setting_it_lacks() {
     let registrar = registrar(1, false);
     let agent = agents(&registrar, 1).remove(0);
-    let error = agent.relay(DOOR).answer(1).unwrap_err().to_string();
+    let error = agent.relay(DOOR).unwrap().answer(1).unwrap_err().to_string();
     assert!(error.contains("set FARANDOLE_DIAL_OUT where it runs"), "{error}");
 }

@@ -18,9 +18,12 @@ pub(crate) struct ByRegistrar {
 
 impl ByRegistrar {
     /// For the `number`th world of this process.
-    pub(crate) fn new(client: &Client, world: &World, number: u64) -> Self {
+    ///
+    /// # Errors
+    /// The registrar's `Unreachable`.
+    pub(crate) fn new(client: &Client, world: &World, number: u64) -> Result<Self, RegistrarError> {
         let tasks = world.seats.iter().map(|seat| seat.task).collect();
-        Self { relay: client.relay(number), tasks }
+        Ok(Self { relay: client.relay(number)?, tasks })
     }
 }
 

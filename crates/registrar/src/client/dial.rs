@@ -22,7 +22,7 @@ const ONE_ADDRESS: Duration = Duration::from_secs(5);
 /// Rounds over all addresses that all end in a plain no before nobody is believed to be there.
 const ROUNDS: u32 = 4;
 
-/// Bytes that may be on their way here, on one connection.
+/// Bytes of links that may be on their way here, on one connection: each has room of its own.
 const CONNECTION_WINDOW: u32 = 1 << 30;
 
 struct Failure {
@@ -67,7 +67,7 @@ async fn every_address(
         let (address, fingerprint) = (address.clone(), ticket.fingerprint);
         attempts.spawn(async move {
             tokio::time::sleep(STAGGER * place).await;
-            let connected = match tokio::time::timeout(limit, connect(&address, fingerprint)).await {
+            let connected = match tokio::time::timeout(limit, connect(&address, fingerprint, false)).await {
                 Ok(connected) => connected,
                 Err(_) => Err(Failure { reason: format!("no answer within {limit:.1?}"), passing: true }),
             };
@@ -90,20 +90,37 @@ async fn every_address(
 async fn connect(
     address: &str,
     fingerprint: crate::ticket::Fingerprint,
+    for_links: bool,
 ) -> std::result::Result<Channel, Failure> {
     let tls = ClientTlsConfig::new().domain_name(SERVER_NAME);
     let endpoint = Endpoint::from_shared(format!("https://{address}"))
         .and_then(|endpoint| endpoint.tls_config_with_verifier(tls, Arc::new(Pinned::new(fingerprint))))
         .map_err(|error| failure(&error))?
         .tcp_nodelay(true)
-        // Links that are relayed share the connection: a slow one must not take the room of the others.
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
         .connect_timeout(ONE_ADDRESS)
         .http2_keep_alive_interval(Duration::from_secs(2))
         .keep_alive_timeout(Duration::from_secs(5))
         .keep_alive_while_idle(true);
+    let endpoint = if for_links {
+        endpoint.initial_stream_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW)
+    } else {
+        endpoint
+    };
     endpoint.connect().await.map_err(|error| failure(&error))
+}
+
+/// Connects once more, for links that share the connection: a slow one does not take the room of the others.
+pub(super) async fn again(ticket: &Ticket, address: &str) -> Result<Channel> {
+    let started = Instant::now();
+    let unreachable = |reason| Error::Unreachable {
+        job: ticket.job_id().0.clone(),
+        tried: vec![(address.to_owned(), reason)],
+        elapsed: started.elapsed(),
+    };
+    match tokio::time::timeout(ONE_ADDRESS, connect(address, ticket.fingerprint, true)).await {
+        Ok(connected) => connected.map_err(|failure| unreachable(failure.reason)),
+        Err(_) => Err(unreachable(format!("no answer within {ONE_ADDRESS:.1?}"))),
+    }
 }
 
 fn failure(error: &tonic::transport::Error) -> Failure {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Links to tasks that cannot be dialled: each passes through the registrar, on the connection that this process has
-//! to it anyway.
+//! Links to tasks that cannot be dialled: all pass through the registrar, on one connection of this process to it.
 //!
 //! Both ends of a link stay plain TCP connections, to this host's loopback: one door for each task that is called, and
 //! the port of this process for those who call it. An end that closes its connection closes the other's; one that is
@@ -25,7 +24,7 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
-use super::{Caller, Client};
+use super::{Caller, Client, dial};
 use crate::error::{Error, Result};
 use crate::generated as wire;
 use crate::generated::relay_piece::What;
@@ -74,16 +73,20 @@ impl Drop for Counted {
 }
 
 impl Client {
-    /// Links through the registrar for the `door`th world of this process.
-    pub fn relay(&self, door: u64) -> Relay {
+    /// Links through the registrar for the `door`th world of this process, on a connection of their own.
+    ///
+    /// # Errors
+    /// `Unreachable`.
+    pub fn relay(&self, door: u64) -> Result<Relay> {
         let Self { inner } = self;
-        Relay {
-            caller: inner.caller.clone(),
+        let channel = inner.handle.block_on(dial::again(&inner.ticket, &inner.address))?;
+        Ok(Relay {
+            caller: Caller { channel, ..inner.caller.clone() },
             handle: inner.handle.clone(),
             door,
             links: Arc::default(),
             tasks: Mutex::default(),
-        }
+        })
     }
 }
 
@@ -193,12 +196,13 @@ async fn say(
     let mut buffer = BytesMut::new();
     loop {
         buffer.reserve(PIECE);
-        if socket.read_buf(&mut buffer).await? == 0 {
-            return Ok(());
-        }
-        let data = Some(What::Data(buffer.split().freeze()));
-        if pieces.send(wire::RelayPiece { what: data }).await.is_err() {
+        let ends = socket.read_buf(&mut buffer).await? == 0;
+        let what = Some(if ends { What::End(true) } else { What::Data(buffer.split().freeze()) });
+        if pieces.send(wire::RelayPiece { what }).await.is_err() {
             return Err(Status::aborted("the registrar takes no more"));
+        }
+        if ends {
+            return Ok(());
         }
     }
 }
@@ -209,10 +213,11 @@ async fn hear(
     socket: &mut OwnedWriteHalf,
 ) -> std::result::Result<(), Status> {
     while let Some(piece) = pieces.message().await? {
-        if let Some(What::Data(data)) = piece.what {
-            socket.write_all(&data).await?;
+        match piece.what {
+            Some(What::Data(data)) => socket.write_all(&data).await?,
+            Some(What::End(_)) => return Ok(socket.shutdown().await?),
+            _ => {}
         }
     }
-    socket.shutdown().await?;
-    Ok(())
+    Err(Status::aborted("the other end is gone"))
 }

@@ -223,7 +223,7 @@ pub struct Dial {
 /// The first of a stream says whom to call, or which call it answers; those that follow carry bytes.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RelayPiece {
-    #[prost(oneof = "relay_piece::What", tags = "1, 2, 3")]
+    #[prost(oneof = "relay_piece::What", tags = "1, 2, 3, 4")]
     pub what: ::core::option::Option<relay_piece::What>,
 }
 /// Nested message and enum types in `RelayPiece`.
@@ -236,6 +236,9 @@ pub mod relay_piece {
         Answer(u64),
         #[prost(bytes, tag = "3")]
         Data(::prost::bytes::Bytes),
+        /// The sender has closed its side: nothing follows. A stream that ends without it was lost.
+        #[prost(bool, tag = "4")]
+        End(bool),
     }
 }
 /// Generated client implementations.

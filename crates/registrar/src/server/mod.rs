@@ -144,7 +144,9 @@ impl Registrar {
         }
         let router = server.add_service(guarded);
         let context = runtime.enter();
-        let incoming = incoming::accept(listener, options.tasks)
+        // A worker that is linked through here has a connection for that.
+        let connected = if options.relays { options.tasks.saturating_mul(2) } else { options.tasks };
+        let incoming = incoming::accept(listener, connected)
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
         drop(context);
         let closed = Arc::clone(&core);

@@ -95,7 +95,7 @@ impl Exchange {
                 let gone = || Status::unavailable("whoever called is gone");
                 waiting.ok_or_else(gone)?.send(own).map_err(|_| gone())?;
             }
-            Some(What::Data(_)) | None => {
+            Some(What::Data(_) | What::End(_)) | None => {
                 return Err(Status::invalid_argument("a link begins with whom it is to"));
             }
         }
@@ -126,13 +126,12 @@ impl Exchange {
 /// Hands on what one end says until it has said everything, or either is gone.
 async fn pump(mut says: Streaming<wire::RelayPiece>, hears: mpsc::Sender<Piece>) {
     loop {
-        let heard = match says.message().await {
-            Ok(Some(piece)) => hears.send(Ok(piece)).await,
-            Ok(None) => return,
+        let Ok(Some(piece)) = says.message().await else {
             // An end without a word, which the other one must not take for an orderly one.
-            Err(_) => return drop(hears.send(Err(Status::aborted("the other end is gone"))).await),
+            return drop(hears.send(Err(Status::aborted("the other end is gone"))).await);
         };
-        if heard.is_err() {
+        let last = matches!(piece.what, Some(What::End(_)));
+        if hears.send(Ok(piece)).await.is_err() || last {
             return;
         }
     }

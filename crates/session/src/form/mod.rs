@@ -133,13 +133,13 @@ fn join(
 ) -> Result<Mesh> {
     let size = u32::try_from(world.size()).unwrap_or(u32::MAX);
     let key = client.ticket().link_key();
+    let gateway: Option<Arc<dyn Gateway>> =
+        if config.dial_out { Some(Arc::new(ByRegistrar::new(client, world, number)?)) } else { None };
     let options = MeshOptions {
         generation: world.generation,
         ports: config.port_range,
         bind: host::bound(&config.bind_address)?,
-        gateway: config
-            .dial_out
-            .then(|| Arc::new(ByRegistrar::new(client, world, number)) as Arc<dyn Gateway>),
+        gateway,
         use_shared_memory: config.shared_memory,
         shared_memory_bytes: links::share(world, links::budget(world, config)),
         streams: u16::try_from(config.tcp_streams).unwrap_or(u16::MAX),
