@@ -172,9 +172,7 @@ def test_gradients_of_two_ranks_travel_compressed(data, compression):
 
 
 def test_what_is_no_compression_is_refused(data):
-    with pytest.raises(
-        TypeError, match=r"must be of farandole\.torch\.Compression or a compressor"
-    ):
+    with pytest.raises(TypeError, match=r"must be of farandole\.torch\.Compression or a compressor"):
         fit(data, Line(), gradient_compression="fp16")
 
 

@@ -362,7 +362,7 @@ def test_mlflow_gets_parameters_metrics_and_the_model(data, monkeypatch):
     for name in ("start_run", "log_params", "log_metrics", "end_run"):
         setattr(fake, name, lambda *args, _name=name, **kwargs: told.append((_name, args, kwargs)))
     flavor = types.ModuleType("mlflow.pytorch")
-    flavor.log_model = lambda *args, **kwargs: told.append(("log_model", args, kwargs))
+    flavor.log_model = lambda model, name=None: told.append(("log_model", (model,), {"name": name}))
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     monkeypatch.setitem(sys.modules, "mlflow.pytorch", flavor)
     made = estimator(data, linear(), epochs=2, mlflow=True, run_id="named", backend=Telling())

@@ -21,7 +21,7 @@ from farandole.spark.common.datamodule import NVTabularDataModule, ParquetDataMo
 from farandole.spark.keras import KerasEstimator, payload
 from farandole.spark.keras.remote import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 
@@ -386,6 +386,7 @@ class Dies(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_the_epochs_after_its_checkpoint(tmp_path, capfd):
     store = store_of(tmp_path / "store", rows_of(64))
     params = {"epochs": 4, "optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "backend": LocalBackend(2, verbose=0)}
@@ -425,7 +426,7 @@ def test_nulls_are_filled_and_the_history_is_drawn(tmp_path):
     rows.loc[3, "a"] = None
     table = rows[["a", "b", "y"]].astype({"a": "Float32"})
     params = {"feature_cols": [["a", "b"]], "model": keras.Sequential([keras.Input((2,)), dense(1, "sigmoid")])}
-    with pytest.raises(ValueError, match="column 'a' has nulls"):
+    with pytest.raises(ValueError, match="column a has nulls in 1 of 32 rows"):
         estimator(LocalStore(str(tmp_path)), **params).fit(table)
     fitted = estimator(LocalStore(str(tmp_path)), fill=0.5, validation=0.3, epochs=2, **params).fit(table)
     assert fitted.getFill() == 0.5

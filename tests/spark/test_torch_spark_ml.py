@@ -20,7 +20,7 @@ from tests.single.training import Here
 from farandole.spark.common import LocalStore
 from farandole.spark.torch import TorchEstimator, TorchModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors cannot import tests
 
 
@@ -49,6 +49,7 @@ def estimator(home, **params):
     return TorchEstimator(**known | params)
 
 
+@pytest.mark.slow
 def test_a_cross_validator_chooses_among_epochs_and_is_saved(frame, tmp_path):
     fitted_by = estimator(tmp_path)
     grid = ParamGridBuilder().addGrid(fitted_by.epochs, [1, 8]).build()

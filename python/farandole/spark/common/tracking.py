@@ -75,9 +75,15 @@ class MlflowTracker(Tracker):
 
     def model(self, model: Any, flavor: str) -> None:
         """As `Tracker.model`."""
+        import inspect
         from importlib import import_module
 
-        import_module(f"mlflow.{flavor}").log_model(model, name="model")
+        log = import_module(f"mlflow.{flavor}").log_model
+        known = inspect.signature(log).parameters
+        options = {"name" if "name" in known else "artifact_path": "model"}
+        if "serialization_format" in known:
+            options["serialization_format"] = "pickle"  # the other traces the model, and not every one can be traced
+        log(model, **options)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
