@@ -326,11 +326,11 @@ def test_fit_on_two_ranks_equals_one_process(backend, request):
         env = {"KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu"}
         world = request.getfixturevalue("fresh_world")(RANKS, env=env)
     assert world.run(fit_equals_one_process) == [backend] * RANKS
+    # A process that loads Triton after TensorFlow ends, and Triton comes with Keras on torch.
+    assert world.run(loads_no_tensorflow) == [backend != "tensorflow"] * RANKS
     world.run(an_inf_on_one_rank_skips_the_step_on_all)
     world.run(passes_and_local_layers_and_rates)
     world.run(saved_models_load_with_and_without)
     world.run(copies_reduce_too)
     world.run(callbacks_broadcast_and_average)
     world.run(callbacks_set_rates_and_keep_the_best)
-    # TensorFlow ends a process that loads Triton after it, as Keras on torch may.
-    assert world.run(loads_no_tensorflow) == [backend != "tensorflow"] * RANKS
