@@ -176,14 +176,32 @@ def nccl(page: Page) -> None:
         dist.destroy_process_group()
     page.check(mine <= other + 15, "NCCL, 1 rank, 1 MiB: at most 15 us more", f"{mine:.1f} us, torch {other:.1f} us")
     page.check(bool((tensor == 1).all()), "  its result", "a sum of one")
+    one_rank(page, "cuda")
 
 
-def launch(ranks: int, role: str, device: str, *more: str) -> tuple[int, list[Any]]:
-    """Runs ranks of this file; the exit status and what they wrote down."""
+def one_rank(page: Page, device: str) -> None:
+    """An allreduce of one rank through the engine, and a host that does not wait."""
+    _, notes = launch(1, "engine", device)
+    if not notes:
+        page.check(False, "the engine, 1 rank, 1 MiB", "the rank ended without a result")
+        return
+    note = notes[0]
+    added = (note["ours"] - note["theirs"]) * 1e3
+    if device == "cuda":
+        detail = f"{note['ours'] * 1e3:.1f} us, torch {note['theirs'] * 1e3:.1f} us"
+        page.check(added <= 15, "the engine, 1 rank, 1 MiB: at most 15 us more", detail)
+        detail = f"{note['held']:.2f} ms behind a kernel of {note['ahead']:.0f} ms"
+        page.check(note["held"] < note["ahead"] / 4, "  the host waits for no kernel", detail)
+    page.check(note["good"], "  its result", "a sum of one")
+
+
+def launch(ranks: int, role: str, device: str, more: dict[str, str] | None = None) -> tuple[int, list[Any]]:
+    """Runs ranks of this file with these variables besides; the exit status and what they wrote down."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "farandole", "run", "-np", str(ranks)]
-        command += [sys.executable, __file__, "--role", role, "--device", device, "--folder", folder, *more]
-        done = subprocess.run(command, timeout=600, capture_output=True, text=True, check=False)
+        command += [sys.executable, __file__, "--role", role, "--device", device, "--folder", folder]
+        env = {**os.environ, **(more or {})}
+        done = subprocess.run(command, timeout=600, capture_output=True, text=True, check=False, env=env)
         notes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     if not notes:
         print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
@@ -192,15 +210,24 @@ def launch(ranks: int, role: str, device: str, *more: str) -> tuple[int, list[An
 
 def ranks(page: Page, device: str) -> None:
     """Several ranks with tensors on one GPU: results, and speed next to Gloo's."""
-    for count in (2, 4):
-        status, notes = launch(count, "correct", device)
+    import torch
+
+    gpus = torch.cuda.device_count() if device == "cuda" else 1
+    shared = {"CUDA_VISIBLE_DEVICES": "0"} if gpus > 1 else {}
+    worlds = [(count, "on one device", shared) for count in (2, 4)]
+    worlds += [(count, "with a GPU each", {}) for count in (2, 4) if count <= gpus]
+    for count, where, env in worlds:
+        status, notes = launch(count, "correct", device, more=env)
         wrong = [case for note in notes for case in note["wrong"]]
         good = status == 0 and len(notes) == count and not wrong
-        page.check(
-            good, f"{count} ranks on one device, operations and types", ", ".join(wrong[:5]) or f"status {status}"
-        )
+        detail = ", ".join(wrong[:5]) or f"status {status}"
+        page.check(good, f"{count} ranks {where}, operations and types", detail)
     _, ours = launch(2, "speed", device)
+    _, copied = launch(2, "speed", device, more={"FARANDOLE_GPU_TENSORS": "copied"})
     _, theirs = launch(2, "gloo", device)
+    if ours and copied:
+        ratio = copied[0]["ms"] / ours[0]["ms"]
+        page.check(ratio >= 1, "64 MiB, 2 ranks, as fast as with torch's copies", f"{ratio:.1f} x as fast")
     if ours and theirs:
         ratio = theirs[0]["ms"] / ours[0]["ms"]
         page.check(ratio >= 10, "64 MiB, 2 ranks, at least 10 x Gloo", f"{ratio:.1f} x, {ours[0]['ms']:.2f} ms")
@@ -278,6 +305,8 @@ def main() -> int:
     page = Page()
     alone: dict[str, Callable[[Page], None]] = {"kernels": kernels, "nccl": nccl, "sanitizer": sanitizer}
     together: dict[str, Callable[[Page, str], None]] = {"ranks": ranks, "training": training, "faults": faults}
+    if device == "cpu":
+        together["nccl"] = one_rank
     for part in arguments.only:
         with suppress(KeyboardInterrupt):
             try:
@@ -288,7 +317,9 @@ def main() -> int:
             except Exception as error:
                 page.check(False, part, f"{type(error).__name__}: {error}")
     page.leave_out("an estimator's GPU that never waits for data", "not measured by this command")
-    page.leave_out("allreduce by CUDA IPC, and NCCL under the engine", "tensors on a GPU go through host memory")
+    page.leave_out("allreduce by CUDA IPC", "ranks that share a GPU meet in host memory")
+    if torch.cuda.device_count() < 2:
+        page.leave_out("NCCL among several GPUs", "one GPU is here; `ranks` tries it where there are more")
     print(f"{page.failed} failed" if page.failed else "all passed")
     return int(page.failed > 0)
 

@@ -90,6 +90,30 @@ def speed(device: str, folder: Path) -> dict[str, Any] | None:
     return {"ms": ms} if rank == 0 else None
 
 
+def engine(device: str, folder: Path) -> dict[str, Any]:
+    """One rank: an allreduce of 1 MiB through the engine and by torch, and whether a kernel in front holds the host."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    hvd.init()
+    tensor = torch.ones(1 << 18, device=device)
+    ours = median(lambda: hvd.allreduce_(tensor, name="engine", op=hvd.Sum), device, 300)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/engine", rank=0, world_size=1)
+    theirs = median(lambda: dist.all_reduce(tensor), device, 300)
+    dist.destroy_process_group()
+    held = ahead = 0.0
+    if device == "cuda":
+        cycles = 200_000_000
+        ahead = median(lambda: torch.cuda._sleep(cycles), device, 3)  # noqa: SLF001
+        torch.cuda._sleep(cycles)  # noqa: SLF001
+        began = time.perf_counter()
+        hvd.allreduce_(tensor, name="engine", op=hvd.Sum)
+        held = (time.perf_counter() - began) * 1e3
+    good = bool((tensor == 1).all())
+    hvd.shutdown()
+    return {"ours": ours, "theirs": theirs, "ahead": ahead, "held": held, "good": good}
+
+
 def gloo(device: str, folder: Path) -> dict[str, Any] | None:
     """The same by torch's Gloo."""
     import torch.distributed as dist  # noqa: PLC0415
@@ -186,6 +210,7 @@ def die(device: str, folder: Path) -> dict[str, Any] | None:
 ROLES: dict[str, Callable[[str, Path], dict[str, Any] | None]] = {
     "correct": correct,
     "speed": speed,
+    "engine": engine,
     "gloo": gloo,
     "train": train,
     "alike": alike,

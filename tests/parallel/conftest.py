@@ -195,6 +195,12 @@ def trio(_shared):
 
 
 @pytest.fixture
+def shared_world(_shared):
+    """Makes a world for some kind of test, or gives the one that is there: by size, kind and variables."""
+    return lambda size, kind, env: _shared_world(_shared, size, kind, env)
+
+
+@pytest.fixture
 def tensorflow_pair(_shared):
     """A world of two ranks for TensorFlow and Keras on it, shared with other tests: importing them takes its time."""
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "FARANDOLE_DYNAMIC_PROCESS_SETS": "1"}

@@ -2,13 +2,15 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The session of this process and its operations on memory given by address.
 
-This is the low door under `farandole.torch`: whoever calls it keeps the memory valid until the handle is consumed.
+This is the low door under `farandole.torch`: whoever calls it keeps the memory valid until the handle is consumed. A
+tensor on a GPU is given by its `device`: the GPU's number, and the handle of the stream that makes its values.
 """
 
 from collections.abc import Sequence
 from typing import TypeAlias, final
 
 _Shape: TypeAlias = tuple[int, ...]
+_Device: TypeAlias = tuple[int, int] | None
 
 @final
 class World:
@@ -54,6 +56,22 @@ class Mapped:
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+@final
+class Reached:
+    """A result that a GPU is still at work on."""
+
+    @property
+    def ordinal(self) -> int:
+        """The GPU."""
+
+    @property
+    def outcome(self) -> Gathered | None: ...
+    def hold(self, stream: int, /) -> None:
+        """What is put on this stream of the GPU from now on comes after the result. Returns at once."""
+
+    def is_ready(self) -> bool:
+        """Whether the result is there."""
+
 def init(comm: Sequence[int] | None, process_sets: Sequence[Sequence[int]], dynamic: bool, /) -> bool: ...
 def shutdown() -> None: ...
 def is_initialized() -> bool: ...
@@ -69,6 +87,7 @@ def allreduce(
     postscale: float,
     process_set: int,
     attended: bool,
+    device: _Device = None,
     /,
 ) -> int: ...
 def grouped_allreduce(
@@ -77,6 +96,7 @@ def grouped_allreduce(
     prescale: float,
     postscale: float,
     process_set: int,
+    devices: Sequence[_Device] | None = None,
     /,
 ) -> list[int]: ...
 def broadcast(
@@ -88,10 +108,22 @@ def broadcast(
     root: int,
     process_set: int,
     attended: bool,
+    device: _Device = None,
     /,
 ) -> int: ...
-def allgather(name: str, dtype: int, shape: _Shape, source: int, process_set: int, attended: bool, /) -> int: ...
-def grouped_allgather(tensors: Sequence[tuple[str, int, _Shape, int]], process_set: int, /) -> list[int]: ...
+def allgather(
+    name: str,
+    dtype: int,
+    shape: _Shape,
+    source: int,
+    process_set: int,
+    attended: bool,
+    device: _Device = None,
+    /,
+) -> int: ...
+def grouped_allgather(
+    tensors: Sequence[tuple[str, int, _Shape, int]], process_set: int, devices: Sequence[_Device] | None = None, /
+) -> list[int]: ...
 def alltoall(
     name: str,
     dtype: int,
@@ -100,6 +132,7 @@ def alltoall(
     splits: Sequence[int] | None,
     process_set: int,
     attended: bool,
+    device: _Device = None,
     /,
 ) -> int: ...
 def reducescatter(
@@ -113,6 +146,7 @@ def reducescatter(
     postscale: float,
     process_set: int,
     attended: bool,
+    device: _Device = None,
     /,
 ) -> int: ...
 def grouped_reducescatter(
@@ -121,6 +155,7 @@ def grouped_reducescatter(
     prescale: float,
     postscale: float,
     process_set: int,
+    devices: Sequence[_Device] | None = None,
     /,
 ) -> list[int]: ...
 def barrier(name: str, process_set: int, /) -> int: ...
@@ -129,6 +164,9 @@ def process_sets() -> dict[int, list[int]]: ...
 def add_process_set(ranks: Sequence[int], /) -> int: ...
 def remove_process_set(id: int, /) -> bool: ...  # noqa: A002 - positional only
 def mapped(bytes: int, /) -> Mapped: ...  # noqa: A002 - positional only
+def open_device(ordinal: int, packages: Sequence[str], /) -> bool:
+    """Takes up a GPU, so that operations may name its memory; false when the configuration says not to."""
+
 def is_pending(handle: int, /) -> bool: ...
 def poll(handle: int, /) -> bool: ...
-def wait(handle: int, /) -> Gathered | int | None: ...
+def wait(handle: int, /) -> Gathered | Reached | int | None: ...

@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from farandole._native import engine
@@ -168,9 +171,20 @@ def gloo_built() -> bool:
     return False
 
 
+@functools.cache
+def _cuda() -> tuple[bool, int]:
+    """Whether there is a driver of CUDA, and NCCL's version code."""
+    from farandole._native import cuda  # noqa: PLC0415 - only for those who ask
+
+    return cuda.built([folder for folder in sys.path if (Path(folder) / "nvidia").is_dir()])
+
+
 def nccl_built() -> int:
-    """Version code of NCCL, 0 when operations do not use it: tensors on a GPU go through host memory."""
-    return 0
+    """Version code of the NCCL that reduces torch's tensors on GPUs, such as 23007; 0 where there is none.
+
+    It is loaded when first asked for, so this host decides, not the build.
+    """
+    return _cuda()[1]
 
 
 def ddl_built() -> bool:
@@ -184,8 +198,8 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether the engine works on CUDA memory: it does not, tensors on a GPU go through host memory."""
-    return False
+    """Whether the engine works on CUDA memory, which it does where there is a driver; from torch, that is."""
+    return _cuda()[0]
 
 
 def rocm_built() -> bool:

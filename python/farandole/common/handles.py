@@ -9,6 +9,7 @@ done with it, also when the caller drops everything or Ctrl-C ends a wait.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 Outcome: TypeAlias = "engine.Gathered | int | None"
 """What the engine returns for one operation: memory it filled, a number, or nothing."""
+_LOOK = 50e-6
+"""Seconds between two looks at a GPU."""
 Finish: TypeAlias = Callable[[list[Outcome]], Any]
 """Turns the outcomes of an operation's members into what the caller gets."""
 
@@ -157,6 +160,8 @@ class HandleTable:
         while entry.members:
             try:
                 outcome = engine.wait(entry.members[0])
+                if isinstance(outcome, engine.Reached):
+                    outcome = self.reach(outcome)
             except Exception as error:
                 # A failed operation is over; an interrupted wait is not, and its memory is still being written.
                 if engine.is_pending(entry.members[0]):
@@ -169,6 +174,16 @@ class HandleTable:
         if failure is not None:
             raise failure
         return entry.finish(entry.outcomes)
+
+    def reach(self, reached: engine.Reached) -> Outcome:
+        """Waits for what a GPU is still at work on; modules with streams have their stream wait instead.
+
+        Args:
+            reached: What the engine returned.
+        """
+        while not reached.is_ready():
+            time.sleep(_LOOK)
+        return reached.outcome
 
     def _entry(self, handle: int) -> _Entry:
         entry = self._entries.get(handle)

@@ -12,14 +12,15 @@ from farandole._native import engine
 from farandole.common.handles import set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._alltoall import exchange
+from farandole.torch._device import spot, spots
 from farandole.torch._handles import (
     adopt,
     describe,
-    host_input,
     require_dimension,
     start,
     synchronize,
     table,
+    usable,
     wants_grad,
 )
 
@@ -44,13 +45,13 @@ def _start_one(
     """Starts an allgather; `attended` when `synchronize` follows at once."""
     require_dimension("allgather", tensor)
     number = set_number(process_set)
-    source = host_input(tensor)
+    source = usable(tensor)
     described = describe(table.name("allgather", name, process_set), source)
 
     def finish(gathered: Any) -> Any:
         return result(_rows(gathered, source, tensor))
 
-    return start(source, finish, engine.allgather, *described, number, attended)
+    return start(source, finish, engine.allgather, *described, number, attended, spot(source))
 
 
 def _start_group(
@@ -60,14 +61,14 @@ def _start_group(
     for tensor in tensors:
         require_dimension("allgather", tensor)
     number = set_number(process_set)
-    sources = [host_input(tensor) for tensor in tensors]
+    sources = [usable(tensor) for tensor in tensors]
     names = table.names("grouped_allgather", name, len(tensors), process_set)
     members = [describe(member, source) for member, source in zip(names, sources, strict=True)]
 
     def finish(outcomes: list[Any]) -> list[Any]:
         return [result(rows) for rows in map(_rows, outcomes, sources, tensors)]
 
-    return table.submit(sources, finish, engine.grouped_allgather, members, number)
+    return table.submit(sources, finish, engine.grouped_allgather, members, number, spots(sources))
 
 
 def gather_rows(tensor: torch.Tensor, name: str | None, process_set: ProcessSet = global_process_set) -> Rows:
@@ -80,7 +81,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 
     Args:
         tensor: A dense tensor of at least one dimension. Ranks may differ in the first dimension only, which may be 0.
-            Must not be changed until `synchronize`. A tensor on a GPU goes through host memory.
+            Must not be changed until `synchronize`.
         name: Names the operation across ranks; unnamed operations match in the order they are issued.
         process_set: The ranks that take part; this one must be a member.
 

@@ -30,8 +30,7 @@ def allreduce_async(
     """Starts an allreduce into a new tensor.
 
     Args:
-        tensor: Any dense tensor; equal shape and dtype on all ranks. Must not be changed until `synchronize`. A
-            tensor on a GPU goes through host memory.
+        tensor: Any dense tensor; equal shape and dtype on all ranks. Must not be changed until `synchronize`.
         average: Deprecated; use `op`.
         name: Names the operation across ranks; unnamed operations match in the order they are issued.
         op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.

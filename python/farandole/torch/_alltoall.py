@@ -11,14 +11,15 @@ import torch
 from farandole._native import engine
 from farandole.common.handles import members_of, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.torch._device import spot
 from farandole.torch._handles import (
     adopt,
     describe,
-    host_input,
     require_dimension,
     start,
     synchronize,
     table,
+    usable,
     wants_grad,
 )
 
@@ -57,14 +58,14 @@ def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -
 def _start(tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet, attended: bool) -> int:
     counts = _row_counts(tensor, splits, process_set)
     number = set_number(process_set)
-    source = host_input(tensor)
+    source = usable(tensor)
     described = describe(table.name("alltoall", name, process_set), source)
 
     def finish(received: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rows = received.rows if received is not None else []
         return adopt(received, source, tensor.device), torch.tensor(rows, dtype=torch.int32)
 
-    return start(source, finish, engine.alltoall, *described, counts, number, attended)
+    return start(source, finish, engine.alltoall, *described, counts, number, attended, spot(source))
 
 
 def alltoall_async(
@@ -77,7 +78,7 @@ def alltoall_async(
 
     Args:
         tensor: A dense tensor of at least one dimension; all dimensions but the first are equal on all ranks. Must
-            not be changed until `synchronize`. A tensor on a GPU goes through host memory.
+            not be changed until `synchronize`.
         splits: How many rows go to each member, in the order of ranks; a tensor of them lives on the CPU. Must add up
             to all rows (Horovod drops rows that nobody gets). Equal parts if not given, or empty.
         name: Names the operation across ranks; unnamed operations match in the order they are issued.

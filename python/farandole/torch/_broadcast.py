@@ -12,14 +12,15 @@ from farandole._native import engine
 from farandole.common import basics
 from farandole.common.handles import members_of, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.torch._device import spot
 from farandole.torch._handles import (
     copy_back,
     describe,
-    host_input,
     require_in_place,
     start,
     synchronize,
     table,
+    usable,
     wants_grad,
 )
 from farandole.torch._reduce import Reduction, reduce_one
@@ -35,11 +36,11 @@ def _start(
     ranks = members_of(process_set)
     if root_rank not in ranks:
         raise ValueError(f"root_rank must be a global rank among the members {ranks}: {root_rank!r}")
-    source = host_input(tensor)
+    source = usable(tensor)
     # A private copy serves as its own result.
     target = torch.empty_like(source) if source is tensor and not in_place else source
     described = describe(table.name("broadcast", name, process_set), source)
-    submission = (engine.broadcast, *described, target.data_ptr(), root_rank, number, attended)
+    submission = (engine.broadcast, *described, target.data_ptr(), root_rank, number, attended, spot(source))
     if in_place:
         return start(source, lambda _: copy_back(tensor, source), *submission)
     return start((source, target), lambda _: target.to(tensor.device), *submission)
@@ -52,7 +53,7 @@ def broadcast_async(
 
     Args:
         tensor: Any dense tensor; equal shape and dtype on all ranks, the values of the root count. Must not be changed
-            until `synchronize`. A tensor on a GPU goes through host memory.
+            until `synchronize`.
         root_rank: The rank that sends, always a global rank, also within a process set; equal on all ranks.
         name: Names the operation across ranks; unnamed operations match in the order they are issued.
         process_set: The ranks that take part; this one must be a member.

@@ -10,7 +10,8 @@ import torch
 
 from farandole._native import engine
 from farandole.common.util import Average, Sum
-from farandole.torch._handles import DTYPES, describe, host_input, table
+from farandole.torch._device import is_usable, spot, spots
+from farandole.torch._handles import DTYPES, describe, table, usable
 from farandole.torch._sparse import sparse_allreduce_async
 from farandole.torch.compress._base import Compressor as StatefulCompressor
 from farandole.torch.compress._exchange import EngineExchange
@@ -127,6 +128,7 @@ class Bucket:
         self.started = True
         straight = self.options.compression is Compression.none
         members: list[tuple[str, int, tuple[int, ...], int, int]] = []
+        sources: list[torch.Tensor] = []
         for slot in self.slots:
             parameter = slot.parameter
             if not parameter.requires_grad:
@@ -137,7 +139,7 @@ class Bucket:
                 straight
                 and grad is not None
                 and grad.layout is torch.strided
-                and grad.is_cpu
+                and (grad.is_cpu or is_usable(grad))
                 and grad.is_contiguous()
                 and grad.dtype is slot.dtype
                 and not grad.is_neg()
@@ -145,6 +147,7 @@ class Bucket:
             ):
                 address = grad.data_ptr()
                 members.append((slot.operation, slot.number, slot.shape, address, address))
+                sources.append(grad)
                 self._direct.append((parameter, grad))
                 continue
             flight = self._board(slot, _nothing(slot) if grad is None else grad)
@@ -152,6 +155,7 @@ class Bucket:
                 self._flights.append(flight)
                 if self._stateful is None:
                     members.append((*describe(slot.operation, flight.wire), flight.wire.data_ptr()))
+                    sources.append(flight.wire)
         if self._stateful is not None and self._flights:
             self._compress(self._stateful, [(flight.slot.name, flight.wire) for flight in self._flights])
         if not members:
@@ -159,9 +163,9 @@ class Bucket:
         arguments = self.options.reduction.arguments
         keep = (self._direct, self._flights)
         if len(members) == 1:
-            self._handle = table.submit(keep, len, engine.allreduce, *members[0], *arguments, False)
+            self._handle = table.submit(keep, len, engine.allreduce, *members[0], *arguments, False, spot(sources[0]))
         else:
-            self._handle = table.submit(keep, len, engine.grouped_allreduce, members, *arguments)
+            self._handle = table.submit(keep, len, engine.grouped_allreduce, members, *arguments, spots(sources))
 
     def _board(self, slot: Slot, grad: torch.Tensor) -> _Flight | None:
         """Makes a gradient what the engine can work on; a sparse one is gathered instead."""
@@ -173,7 +177,7 @@ class Bucket:
         if self._stateful is not None:
             return _Flight(slot, grad, grad.detach(), None)
         wire, ctx = self._cast.compress(grad.detach())
-        return _Flight(slot, grad, host_input(wire), ctx)
+        return _Flight(slot, grad, usable(wire), ctx)
 
     def _compress(self, compressor: StatefulCompressor, gradients: list[tuple[str, torch.Tensor]]) -> None:
         """Starts a reduction in the compressor's own form."""
@@ -302,9 +306,9 @@ class ViewBucket(Bucket):
             self._compress(self._stateful, [(slot.name, self._views[slot]) for slot in self.slots])
             return
         wire, self._ctx = self._cast.compress(self._memory)
-        self._wire = host_input(wire)
+        self._wire = usable(wire)
         described = describe(self._name, self._wire)
-        arguments = (*described, self._wire.data_ptr(), *self.options.reduction.arguments, False)
+        arguments = (*described, self._wire.data_ptr(), *self.options.reduction.arguments, False, spot(self._wire))
         self._handle = table.submit(self._wire, len, engine.allreduce, *arguments)
 
     def land(self) -> None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from farandole.common.handles import HandleTable
+from farandole.common.handles import HandleTable, Outcome
+from farandole.torch import _device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from farandole._native import engine
+
 
 DTYPES: dict[torch.dtype, int] = {
     torch.uint8: 0,
@@ -34,7 +36,21 @@ DTYPES: dict[torch.dtype, int] = {
 }
 """The engine's number of every dtype it knows."""
 
-table = HandleTable("noname")
+
+class _Table(HandleTable):
+    """Operations on tensors: what a GPU is still at work on is waited for by the stream that is current there."""
+
+    def reach(self, reached: engine.Reached) -> Outcome:
+        """Has the current stream wait for a result, and not the host.
+
+        Args:
+            reached: What the engine returned.
+        """
+        reached.hold(_device.stream_of(reached.ordinal))
+        return reached.outcome
+
+
+table = _Table("noname")
 """The operations on tensors that are under way."""
 
 Described: TypeAlias = tuple[str, int, tuple[int, ...], int]
@@ -42,12 +58,14 @@ Described: TypeAlias = tuple[str, int, tuple[int, ...], int]
 
 
 def describe(name: str, source: torch.Tensor) -> Described:
-    """What the engine is told about an operation's input, which is contiguous host memory."""
+    """What the engine is told about an operation's input, which is contiguous and usable."""
     return name, DTYPES[source.dtype], source.shape, source.data_ptr()
 
 
-def host_input(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as contiguous host memory: itself if it is that already, else a copy.
+def usable(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as contiguous memory that the engine works on: itself if it is that already, else a copy.
+
+    On a GPU that the engine can use it stays there.
 
     Raises:
         ValueError: When the engine has no dtype for it, or it is sparse.
@@ -58,12 +76,13 @@ def host_input(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"tensor must be dense: {tensor.layout}")
     if not needs_copy(tensor):
         return tensor
-    return tensor.detach().resolve_conj().cpu().contiguous().resolve_neg()
+    plain = tensor.detach().resolve_conj()
+    return (plain if _device.is_usable(plain) else plain.cpu()).contiguous().resolve_neg()
 
 
 def needs_copy(tensor: torch.Tensor) -> bool:
     """Whether the engine cannot work on the tensor's own memory."""
-    return not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg() or tensor.is_conj()
+    return not (tensor.is_contiguous() and _device.is_usable(tensor)) or tensor.is_neg() or tensor.is_conj()
 
 
 def require_in_place(tensor: torch.Tensor) -> None:
@@ -89,7 +108,7 @@ def require_dimension(operation: str, tensor: torch.Tensor) -> None:
 
 
 def copy_back(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Moves a result from host memory to where it belongs, past autograd; returns `target`."""
+    """Moves a result to where it belongs, past autograd; returns `target`."""
     if source is not target:
         target.detach().copy_(source)
     return target

@@ -16,14 +16,15 @@ from farandole._native import engine
 from farandole.common.handles import set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import OPERATIONS, Average, Max, Min, Product, Sum
+from farandole.torch._device import spot, spots
 from farandole.torch._handles import (
     copy_back,
     describe,
-    host_input,
     require_in_place,
     start,
     synchronize,
     table,
+    usable,
     wants_grad,
 )
 
@@ -50,11 +51,11 @@ def start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, in_p
     if in_place:
         require_in_place(tensor)
     arguments = reduction.arguments
-    source = host_input(tensor)
+    source = usable(tensor)
     # A private copy serves as its own result.
     target = torch.empty_like(source) if source is tensor and not in_place else source
     described = describe(table.name("allreduce", name, reduction.process_set), source)
-    submission = (engine.allreduce, *described, target.data_ptr(), *arguments, attended)
+    submission = (engine.allreduce, *described, target.data_ptr(), *arguments, attended, spot(source))
     if in_place:
         return start(source, lambda _: copy_back(tensor, source), *submission)
     return start((source, target), lambda _: target.to(tensor.device), *submission)
@@ -66,7 +67,7 @@ def start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Re
         for tensor in tensors:
             require_in_place(tensor)
     arguments = reduction.arguments
-    sources = [host_input(tensor) for tensor in tensors]
+    sources = [usable(tensor) for tensor in tensors]
     targets = [
         torch.empty_like(source) if source is tensor and not in_place else source
         for source, tensor in zip(sources, tensors, strict=True)
@@ -82,7 +83,7 @@ def start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Re
             return [copy_back(tensor, source) for tensor, source in zip(tensors, sources, strict=True)]
         return [target.to(tensor.device) for tensor, target in zip(tensors, targets, strict=True)]
 
-    return table.submit((sources, targets), finish, engine.grouped_allreduce, members, *arguments)
+    return table.submit((sources, targets), finish, engine.grouped_allreduce, members, *arguments, spots(sources))
 
 
 def reduce_one(tensor: torch.Tensor, name: str | None, reduction: Reduction) -> torch.Tensor:

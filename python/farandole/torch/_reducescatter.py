@@ -13,13 +13,14 @@ from farandole.common.handles import members_of
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
 from farandole.torch._allgather import grouped_allgather
+from farandole.torch._device import spot, spots
 from farandole.torch._handles import (
     describe,
-    host_input,
     require_dimension,
     start,
     synchronize,
     table,
+    usable,
     wants_grad,
 )
 from farandole.torch._reduce import Reduction
@@ -36,19 +37,19 @@ def _check(op: int) -> int:
 
 
 def _prepare(tensor: torch.Tensor, process_set: ProcessSet) -> tuple[torch.Tensor, torch.Tensor]:
-    """The input in host memory, and memory for this rank's rows: the first members get the rows that are left over."""
+    """The input, and memory for this rank's rows: the first members get the rows that are left over."""
     require_dimension("reducescatter", tensor)
     rows, left = divmod(tensor.shape[0], len(members_of(process_set)))
-    source = host_input(tensor)
+    source = usable(tensor)
     mine = rows + ((process_set.rank() or 0) < left)
-    return source, torch.empty((mine, *source.shape[1:]), dtype=source.dtype)
+    return source, torch.empty((mine, *source.shape[1:]), dtype=source.dtype, device=source.device)
 
 
 def _start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, attended: bool) -> int:
     arguments = reduction.arguments
     source, target = _prepare(tensor, reduction.process_set)
     described = describe(table.name("reducescatter", name, reduction.process_set), source)
-    submission = (engine.reducescatter, *described, target.data_ptr(), *arguments, attended)
+    submission = (engine.reducescatter, *described, target.data_ptr(), *arguments, attended, spot(source))
     return start((source, target), lambda _: target.to(tensor.device), *submission)
 
 
@@ -63,7 +64,9 @@ def _start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: R
     def finish(_: object) -> list[torch.Tensor]:
         return [target.to(tensor.device) for tensor, (_, target) in zip(tensors, pairs, strict=True)]
 
-    return table.submit(pairs, finish, engine.grouped_reducescatter, members, *arguments)
+    return table.submit(
+        pairs, finish, engine.grouped_reducescatter, members, *arguments, spots([source for source, _ in pairs])
+    )
 
 
 def reducescatter_async(
@@ -78,7 +81,7 @@ def reducescatter_async(
 
     Args:
         tensor: A dense tensor of at least one dimension, of equal shape and dtype on all ranks. Must not be changed
-            until `synchronize`. A tensor on a GPU goes through host memory.
+            until `synchronize`.
         name: Names the operation across ranks; unnamed operations match in the order they are issued.
         op: `Average` or `Sum`.
         process_set: The ranks that take part; this one must be a member.

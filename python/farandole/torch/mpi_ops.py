@@ -13,7 +13,6 @@ from farandole.common.basics import (
     ddl_built,
     gloo_built,
     gloo_enabled,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,
@@ -46,6 +45,7 @@ from farandole.torch._alltoall import alltoall, alltoall_async
 from farandole.torch._broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from farandole.torch._handles import poll, synchronize
 from farandole.torch._join import barrier, join
+from farandole.torch._pin import init
 from farandole.torch._reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,

@@ -47,6 +47,9 @@ pub trait Lane: Send {
     fn with(&self, work: &mut dyn FnMut()) -> Result<()>;
 }
 
+/// An operation that was not started, and what it comes after.
+type Queued = (Token, Operation, Vec<Arc<dyn Event>>);
+
 /// Between two looks at what comes to its end.
 const LOOK: Duration = Duration::from_micros(50);
 
@@ -71,7 +74,7 @@ pub struct NcclCommunicator<L: Lane> {
     since: Instant,
     /// The longest that may take.
     patience: Duration,
-    waiting: VecDeque<(Token, Operation, Vec<Arc<dyn Event>>)>,
+    waiting: VecDeque<Queued>,
     running: VecDeque<(Token, Arc<dyn Event>, Operation)>,
     /// Put on the stream, and not told yet.
     launched: Vec<(Token, Arc<dyn Event>)>,

@@ -13,7 +13,8 @@ from farandole._native import engine
 from farandole.common import basics
 from farandole.common.handles import members_of, set_number
 from farandole.common.util import Sum
-from farandole.torch._handles import DTYPES, host_input, table
+from farandole.torch._device import spot
+from farandole.torch._handles import DTYPES, table, usable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,24 +89,27 @@ class EngineExchange(Exchange):
 
     def allreduce(self, tensor: torch.Tensor) -> Waiting:
         """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor."""
-        source = host_input(tensor)
+        source = usable(tensor)
 
         def finish(_: list[Any]) -> torch.Tensor:
             return tensor if source is tensor else tensor.copy_(source)
 
-        arguments = (*self._described(source), source.data_ptr(), Sum, 1.0, 1.0, self._set, False)
+        arguments = (*self._described(source), source.data_ptr(), Sum, 1.0, 1.0, self._set, False, spot(source))
         return self._waiting(source, finish, engine.allreduce, *arguments)
 
     def allgather(self, tensor: torch.Tensor) -> Waiting:
         """Starts sending a flat tensor to all; the result is a matrix with a row from each rank."""
-        source = host_input(tensor)
-        return self._waiting(source, self._rows(tensor), engine.allgather, *self._described(source), self._set, False)
+        source = usable(tensor)
+        arguments = (*self._described(source), self._set, False, spot(source))
+        return self._waiting(source, self._rows(tensor), engine.allgather, *arguments)
 
     def alltoall(self, rows: torch.Tensor) -> Waiting:
         """Starts sending a row of a contiguous matrix to each rank; the result has a row from each."""
-        source = host_input(rows)
+        source = usable(rows)
         described = self._described(source)
-        return self._waiting(source, self._rows(rows), engine.alltoall, *described, None, self._set, False)
+        return self._waiting(
+            source, self._rows(rows), engine.alltoall, *described, None, self._set, False, spot(source)
+        )
 
     def _rows(self, like: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
         def finish(outcomes: list[Any]) -> torch.Tensor:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Tensors on GPUs: which of them the engine works on where they are, and the streams that make their values."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from farandole._native import engine
+from farandole.common import basics
+from farandole.common.exceptions import FarandoleEnvironmentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Spot: TypeAlias = tuple[int, int] | None
+"""A GPU's number and the handle of a stream; `None` for host memory."""
+
+_opened: dict[int, bool] = {}
+"""Whether the engine works on the memory of a GPU, by its number."""
+basics.on_init(_opened.clear)
+
+
+def stream_of(ordinal: int) -> int:
+    """The handle of the stream that is current on a GPU."""
+    return torch.cuda.current_stream(ordinal).cuda_stream
+
+
+def ordinal_of(tensor: torch.Tensor) -> int | None:
+    """The number of the GPU that a tensor is on; `None` for host memory."""
+    return None if tensor.is_cpu else tensor.get_device()
+
+
+def spot(tensor: torch.Tensor) -> Spot:
+    """Where a tensor is that `is_usable`."""
+    ordinal = ordinal_of(tensor)
+    return None if ordinal is None else (ordinal, stream_of(ordinal))
+
+
+def spots(tensors: Sequence[torch.Tensor]) -> list[Spot] | None:
+    """Where several tensors are; `None` when all are in host memory."""
+    ordinals = [ordinal_of(tensor) for tensor in tensors]
+    streams = {ordinal: stream_of(ordinal) for ordinal in set(ordinals) if ordinal is not None}
+    if not streams:
+        return None
+    return [None if ordinal is None else (ordinal, streams[ordinal]) for ordinal in ordinals]
+
+
+def is_usable(tensor: torch.Tensor) -> bool:
+    """Whether the engine works on a tensor's memory where it is: on the host, or on a GPU that it can use."""
+    if tensor.is_cpu:
+        return True
+    if not tensor.is_cuda:
+        return False
+    ordinal = tensor.get_device()
+    opened = _opened.get(ordinal)
+    if opened is None:
+        opened = _opened[ordinal] = _open(ordinal)
+    return opened
+
+
+def _open(ordinal: int) -> bool:
+    """Has the engine take up a GPU; false where torch copies tensors to the host instead."""
+    if torch.version.hip is not None:
+        return False
+    packages = [folder for folder in sys.path if (Path(folder) / "nvidia").is_dir()]
+    try:
+        return engine.open_device(ordinal, packages)
+    except FarandoleEnvironmentError as error:
+        sys.stderr.write(f"farandole: warning: tensors on GPU {ordinal} are copied to the host by torch: {error}\n")
+        return False

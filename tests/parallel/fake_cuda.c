@@ -1,0 +1,521 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+// A driver of CUDA and an NCCL for tests without a GPU. Memory of a device is the host's; every stream is a thread that
+// does its work in order, late. Communicators pass files around in a folder that the unique id names, so ranks may be
+// processes. What hangs, hangs until it is aborted.
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { READY = 0, INVALID = 1, NOT_FOUND = 500, NOT_READY = 600, IN_PROGRESS = 7 };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static long copies, launches, blocked;
+
+// What a test asks about: copies between host and device, operations of NCCL, times the host waited for the device.
+long fake_count(const char *what) {
+  pthread_mutex_lock(&lock);
+  long count = strcmp(what, "copies") == 0 ? copies : strcmp(what, "launches") == 0 ? launches : blocked;
+  pthread_mutex_unlock(&lock);
+  return count;
+}
+
+static void count(long *counter) {
+  pthread_mutex_lock(&lock);
+  ++*counter;
+  pthread_mutex_unlock(&lock);
+}
+
+// Streams and events.
+
+// Where a stream was when an event was recorded. Who waits, waits for this, whatever becomes of the event.
+typedef struct point {
+  int reached;
+} point;
+
+typedef struct event {
+  point *last;
+} event;
+
+typedef struct job {
+  void (*run)(struct job *);
+  struct job *next;
+  void *to;
+  const void *from;
+  size_t bytes;
+  float value;
+  unsigned delay;
+  point *point;
+  void *group;
+} job;
+
+typedef struct stream {
+  job *first, *last;
+  int busy;
+} stream;
+
+static void *serve(void *argument) {
+  stream *own = argument;
+  for (;;) {
+    pthread_mutex_lock(&lock);
+    while (!own->first) pthread_cond_wait(&changed, &lock);
+    job *next = own->first;
+    own->first = next->next;
+    own->busy = 1;
+    pthread_mutex_unlock(&lock);
+    if (next->delay) usleep(next->delay);
+    next->run(next);
+    free(next);
+    pthread_mutex_lock(&lock);
+    own->busy = 0;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+  }
+  return NULL;
+}
+
+void *fake_stream(void) {
+  stream *own = calloc(1, sizeof *own);
+  pthread_t thread;
+  pthread_create(&thread, NULL, serve, own);
+  pthread_detach(thread);
+  return own;
+}
+
+static stream *stream_of(void *handle) {
+  static stream *standard;
+  if (handle) return handle;
+  if (!standard) standard = fake_stream();
+  return standard;
+}
+
+static void enqueue(void *handle, job work) {
+  stream *own = stream_of(handle);
+  job *copy = malloc(sizeof *copy);
+  *copy = work;
+  copy->next = NULL;
+  pthread_mutex_lock(&lock);
+  if (own->first) own->last->next = copy;
+  else own->first = copy;
+  own->last = copy;
+  pthread_cond_broadcast(&changed);
+  pthread_mutex_unlock(&lock);
+}
+
+static void move(job *work) { memmove(work->to, work->from, work->bytes); }
+
+static void fill(job *work) {
+  float *to = work->to;
+  for (size_t i = 0; i < work->bytes / sizeof *to; i++) to[i] = work->value;
+}
+
+static void reach(job *work) {
+  pthread_mutex_lock(&lock);
+  work->point->reached = 1;
+  pthread_cond_broadcast(&changed);
+  pthread_mutex_unlock(&lock);
+}
+
+static void await(job *work) {
+  pthread_mutex_lock(&lock);
+  while (!work->point->reached) pthread_cond_wait(&changed, &lock);
+  pthread_mutex_unlock(&lock);
+}
+
+// The framework's work: numbers that are there after some microseconds, a copy, and waiting for all of it.
+void fake_fill(void *handle, float *to, size_t count, float value, unsigned delay) {
+  enqueue(handle, (job){.run = fill, .to = to, .bytes = count * sizeof *to, .value = value, .delay = delay});
+}
+
+void fake_copy(void *handle, void *to, const void *from, size_t bytes) {
+  enqueue(handle, (job){.run = move, .to = to, .from = from, .bytes = bytes});
+}
+
+int cuStreamSynchronize(void *handle) {
+  stream *own = stream_of(handle);
+  pthread_mutex_lock(&lock);
+  while (own->first || own->busy) pthread_cond_wait(&changed, &lock);
+  pthread_mutex_unlock(&lock);
+  return READY;
+}
+
+void fake_wait(void *handle) { cuStreamSynchronize(handle); }
+
+// The driver.
+
+int cuInit(unsigned flags) { return flags ? INVALID : READY; }
+int cuDriverGetVersion(int *version) { return *version = 13000, READY; }
+int cuDeviceGetCount(int *number) { return *number = 8, READY; }
+int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, ordinal < 8 ? READY : INVALID; }
+int cuDeviceGetAttribute(int *value, int which, int device) {
+  (void)device;
+  return *value = which == 75 ? 9 : 0, READY;
+}
+int cuDeviceGetName(char *name, int room, int device) {
+  snprintf(name, room, "Fake %d", device);
+  return READY;
+}
+int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
+  memset(uuid, device + 1, 16);
+  return READY;
+}
+int cuDeviceTotalMem_v2(size_t *bytes, int device) {
+  (void)device;
+  return *bytes = (size_t)1 << 34, READY;
+}
+int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (void *)(intptr_t)(device + 1), READY; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return (void)device, READY; }
+int cuCtxPushCurrent_v2(void *context) { return context ? READY : INVALID; }
+int cuCtxPopCurrent_v2(void **context) { return *context = NULL, READY; }
+int cuCtxGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, READY; }
+int cuStreamCreateWithPriority(void **handle, unsigned flags, int priority) {
+  (void)flags, (void)priority;
+  return *handle = fake_stream(), READY;
+}
+int cuStreamDestroy_v2(void *handle) { return handle ? READY : INVALID; }
+int cuStreamWaitEvent(void *handle, event *mark, unsigned flags) {
+  (void)flags;
+  if (mark->last) enqueue(handle, (job){.run = await, .point = mark->last});
+  return READY;
+}
+int cuEventCreate(event **mark, unsigned flags) {
+  (void)flags;
+  return *mark = calloc(1, sizeof **mark), READY;
+}
+int cuEventDestroy_v2(event *mark) { return mark ? READY : INVALID; }
+int cuEventRecord(event *mark, void *handle) {
+  mark->last = calloc(1, sizeof *mark->last);
+  enqueue(handle, (job){.run = reach, .point = mark->last});
+  return READY;
+}
+int cuEventQuery(event *mark) {
+  pthread_mutex_lock(&lock);
+  int reached = !mark->last || mark->last->reached;
+  pthread_mutex_unlock(&lock);
+  return reached ? READY : NOT_READY;
+}
+int cuEventSynchronize(event *mark) {
+  count(&blocked);
+  if (mark->last) await(&(job){.point = mark->last});
+  return READY;
+}
+int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) {
+  (void)bytes, (void)flags;
+  return address ? READY : INVALID;
+}
+int cuMemHostUnregister(void *address) { return address ? READY : INVALID; }
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *handle) {
+  count(&copies);
+  enqueue(handle, (job){.run = move, .to = (void *)to, .from = from, .bytes = bytes, .delay = 200});
+  return READY;
+}
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *handle) {
+  count(&copies);
+  enqueue(handle, (job){.run = move, .to = to, .from = (void *)from, .bytes = bytes, .delay = 200});
+  return READY;
+}
+int cuModuleLoadData(void **module, const void *image) { return (void)module, (void)image, NOT_FOUND; }
+int cuModuleUnload(void *module) { return (void)module, NOT_FOUND; }
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+  return (void)function, (void)module, (void)name, NOT_FOUND;
+}
+int cuLaunchKernel(void *function, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g,
+                   void *handle, void **arguments, void **extra) {
+  (void)function, (void)a, (void)b, (void)c, (void)d, (void)e, (void)f, (void)g, (void)handle, (void)arguments;
+  return (void)extra, NOT_FOUND;
+}
+int cuGetErrorName(int status, const char **name) { return *name = status == NOT_FOUND ? "NOT_FOUND" : "INVALID", 0; }
+int cuGetErrorString(int status, const char **text) { return (void)status, *text = "said by a test", 0; }
+
+// NCCL.
+
+typedef struct comm {
+  char folder[128];
+  int rank, size, status, aborted, running;
+  long collectives, sent[64], received[64];
+} comm;
+
+typedef enum { ALLREDUCE, BROADCAST, REDUCE, GATHER, SCATTER, SEND, RECEIVE } kind;
+
+typedef struct call {
+  kind kind;
+  const void *from;
+  void *to;
+  size_t number;
+  int type, op, peer;
+  comm *comm;
+  struct call *next;
+} call;
+
+static __thread call *first_call, *last_call;
+static __thread void *call_stream;
+static double factors[4096];
+static int made;
+
+static size_t size_of(int type) {
+  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+  return sizes[type];
+}
+
+static double read_number(const void *from, size_t at, int type) {
+  switch (type) {
+    case 0: return ((const int8_t *)from)[at];
+    case 1: return ((const uint8_t *)from)[at];
+    case 2: return ((const int32_t *)from)[at];
+    case 3: return ((const uint32_t *)from)[at];
+    case 4: return (double)((const int64_t *)from)[at];
+    case 5: return (double)((const uint64_t *)from)[at];
+    case 7: return ((const float *)from)[at];
+    case 8: return ((const double *)from)[at];
+    case 9: {
+      uint32_t bits = (uint32_t)((const uint16_t *)from)[at] << 16;
+      float value;
+      memcpy(&value, &bits, sizeof value);
+      return value;
+    }
+    default: abort();
+  }
+}
+
+static void write_number(void *to, size_t at, int type, double value) {
+  switch (type) {
+    case 0: ((int8_t *)to)[at] = (int8_t)value; break;
+    case 1: ((uint8_t *)to)[at] = (uint8_t)value; break;
+    case 2: ((int32_t *)to)[at] = (int32_t)value; break;
+    case 3: ((uint32_t *)to)[at] = (uint32_t)value; break;
+    case 4: ((int64_t *)to)[at] = (int64_t)value; break;
+    case 5: ((uint64_t *)to)[at] = (uint64_t)value; break;
+    case 7: ((float *)to)[at] = (float)value; break;
+    case 8: ((double *)to)[at] = value; break;
+    case 9: {
+      float single = (float)value;
+      uint32_t bits;
+      memcpy(&bits, &single, sizeof bits);
+      ((uint16_t *)to)[at] = (uint16_t)(bits >> 16);
+      break;
+    }
+    default: abort();
+  }
+}
+
+static void post(comm *own, const char *name, const void *bytes, size_t number) {
+  char temporary[256], final[256];
+  snprintf(temporary, sizeof temporary, "%s/.%s", own->folder, name);
+  snprintf(final, sizeof final, "%s/%s", own->folder, name);
+  FILE *file = fopen(temporary, "wb");
+  if (!file || fwrite(bytes, 1, number, file) != number || fclose(file) || rename(temporary, final)) abort();
+}
+
+// Waits for what another rank has posted; null when it was aborted.
+static void *fetch(comm *own, const char *name, size_t number) {
+  char path[256];
+  snprintf(path, sizeof path, "%s/%s", own->folder, name);
+  FILE *file;
+  while (!(file = fopen(path, "rb"))) {
+    if (own->aborted) return NULL;
+    usleep(200);
+  }
+  char *bytes = malloc(number + 1);
+  if (fread(bytes, 1, number, file) != number) abort();
+  fclose(file);
+  return bytes;
+}
+
+static double joined(double a, double b, int op) {
+  switch (op) {
+    case 1: return a * b;
+    case 2: return a > b ? a : b;
+    case 3: return a < b ? a : b;
+    default: return a + b;
+  }
+}
+
+// Numbers that a rank brings to a collective, and those it looks at in what each brings.
+static void collective(call *work, size_t brings, size_t begin, size_t number, int copied) {
+  comm *own = work->comm;
+  char name[64];
+  long turn = own->collectives++;
+  size_t size = size_of(work->type);
+  snprintf(name, sizeof name, "%ld.%d", turn, own->rank);
+  post(own, name, work->from, brings * size);
+  void *all[64] = {0};
+  for (int rank = 0; rank < own->size; rank++) {
+    snprintf(name, sizeof name, "%ld.%d", turn, rank);
+    if (!(all[rank] = fetch(own, name, brings * size))) return;
+  }
+  if (work->kind == GATHER) {
+    for (int rank = 0; rank < own->size; rank++)
+      memcpy((char *)work->to + rank * brings * size, all[rank], brings * size);
+  } else if (copied >= 0) {
+    memcpy(work->to, all[copied], brings * size);
+  } else if (work->to) {
+    for (size_t at = 0; at < number; at++) {
+      double factor = work->op >= 42 ? factors[work->op % 4096] : 1;
+      double value = read_number(all[0], begin + at, work->type) * factor;
+      for (int rank = 1; rank < own->size; rank++)
+        value = joined(value, read_number(all[rank], begin + at, work->type) * factor, work->op);
+      write_number(work->to, at, work->type, work->op == 4 ? value / own->size : value);
+    }
+  }
+  for (int rank = 0; rank < own->size; rank++) free(all[rank]);
+  // Who came to this turn is done with the one before.
+  char path[256];
+  snprintf(path, sizeof path, "%s/%ld.%d", own->folder, turn - 1, own->rank);
+  unlink(path);
+}
+
+static void run_call(call *work) {
+  comm *own = work->comm;
+  char name[64];
+  size_t size = size_of(work->type), number = work->number;
+  switch (work->kind) {
+    case ALLREDUCE: collective(work, number, 0, number, -1); break;
+    case BROADCAST: collective(work, number, 0, number, work->peer); break;
+    case GATHER: collective(work, number, 0, number, -1); break;
+    case REDUCE: collective(work, number, 0, own->rank == work->peer ? number : 0, -1); break;
+    case SCATTER: collective(work, number * own->size, own->rank * number, number, -1); break;
+    case SEND:
+      snprintf(name, sizeof name, "p%ld.%d.%d", own->sent[work->peer]++, own->rank, work->peer);
+      post(own, name, work->from, number * size);
+      break;
+    case RECEIVE: {
+      snprintf(name, sizeof name, "p%ld.%d.%d", own->received[work->peer]++, work->peer, own->rank);
+      void *bytes = fetch(own, name, number * size);
+      if (bytes) memcpy(work->to, bytes, number * size);
+      free(bytes);
+    }
+  }
+}
+
+static void run_group(job *work) {
+  call *next = work->group;
+  while (next) {
+    call *now = next;
+    next = now->next;
+    if (!now->comm->aborted) run_call(now);
+    pthread_mutex_lock(&lock);
+    now->comm->running--;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+    free(now);
+  }
+}
+
+static int add(call work, void *handle) {
+  call *copy = malloc(sizeof *copy);
+  *copy = work;
+  copy->next = NULL;
+  if (first_call) last_call->next = copy;
+  else first_call = copy;
+  last_call = copy;
+  call_stream = handle;
+  pthread_mutex_lock(&lock);
+  work.comm->running++;
+  launches++;
+  pthread_mutex_unlock(&lock);
+  return READY;
+}
+
+int ncclGetVersion(int *version) { return *version = 22703, READY; }
+const char *ncclGetErrorString(int status) { return status == IN_PROGRESS ? "in progress" : "said by a test"; }
+
+typedef struct {
+  char bytes[128];
+} unique;
+
+int ncclGetUniqueId(unique *id) {
+  const char *folder = getenv("FAKE_NCCL");
+  memset(id, 0, sizeof *id);
+  snprintf(id->bytes, sizeof id->bytes, "%s/XXXXXX", folder ? folder : "/tmp");
+  return mkdtemp(id->bytes) ? READY : 2;
+}
+
+static void *meet(void *argument) {
+  comm *own = argument;
+  char name[64];
+  for (int rank = 0; rank < own->size; rank++) {
+    snprintf(name, sizeof name, "hello.%d", rank);
+    void *hello = fetch(own, name, 1);
+    if (!hello) break;
+    free(hello);
+  }
+  pthread_mutex_lock(&lock);
+  own->status = own->aborted ? 6 : READY;
+  own->running--;
+  pthread_cond_broadcast(&changed);
+  pthread_mutex_unlock(&lock);
+  return NULL;
+}
+
+int ncclCommInitRankConfig(comm **out, int size, unique id, int rank, void *settings) {
+  comm *own = calloc(1, sizeof *own);
+  char name[64];
+  (void)settings;
+  memcpy(own->folder, id.bytes, sizeof own->folder);
+  own->rank = rank, own->size = size, own->status = IN_PROGRESS, own->running = 1;
+  snprintf(name, sizeof name, "hello.%d", rank);
+  post(own, name, "!", 1);
+  pthread_t thread;
+  pthread_create(&thread, NULL, meet, own);
+  pthread_detach(thread);
+  return *out = own, IN_PROGRESS;
+}
+
+int ncclCommAbort(comm *own) {
+  pthread_mutex_lock(&lock);
+  own->aborted = 1;
+  while (own->running > 0) pthread_cond_wait(&changed, &lock);
+  pthread_mutex_unlock(&lock);
+  return READY;
+}
+
+int ncclCommGetAsyncError(comm *own, int *status) {
+  pthread_mutex_lock(&lock);
+  *status = own->status;
+  pthread_mutex_unlock(&lock);
+  return READY;
+}
+
+int ncclGroupStart(void) { return READY; }
+
+int ncclGroupEnd(void) {
+  if (first_call) enqueue(call_stream, (job){.run = run_group, .group = first_call});
+  first_call = last_call = NULL;
+  return READY;
+}
+
+int ncclAllReduce(const void *from, void *to, size_t number, int type, int op, comm *own, void *handle) {
+  return add((call){ALLREDUCE, from, to, number, type, op, 0, own, NULL}, handle);
+}
+int ncclBroadcast(const void *from, void *to, size_t number, int type, int root, comm *own, void *handle) {
+  return add((call){BROADCAST, from, to, number, type, 0, root, own, NULL}, handle);
+}
+int ncclReduce(const void *from, void *to, size_t number, int type, int op, int root, comm *own, void *handle) {
+  return add((call){REDUCE, from, to, number, type, op, root, own, NULL}, handle);
+}
+int ncclAllGather(const void *from, void *to, size_t number, int type, comm *own, void *handle) {
+  return add((call){GATHER, from, to, number, type, 0, 0, own, NULL}, handle);
+}
+int ncclReduceScatter(const void *from, void *to, size_t number, int type, int op, comm *own, void *handle) {
+  return add((call){SCATTER, from, to, number, type, op, 0, own, NULL}, handle);
+}
+int ncclSend(const void *from, size_t number, int type, int peer, comm *own, void *handle) {
+  return add((call){SEND, from, NULL, number, type, 0, peer, own, NULL}, handle);
+}
+int ncclRecv(void *to, size_t number, int type, int peer, comm *own, void *handle) {
+  return add((call){RECEIVE, NULL, to, number, type, 0, peer, own, NULL}, handle);
+}
+int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, comm *own) {
+  (void)residence, (void)own;
+  *op = 42 + made++ % 4000;
+  factors[*op % 4096] = type == 8 ? *(double *)scalar : *(float *)scalar;
+  return READY;
+}
+int ncclRedOpDestroy(int op, comm *own) { return (void)op, (void)own, READY; }

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Tensors on GPUs, over a driver and an NCCL that are not there: `fake_cuda.c` plays both on host memory.
+
+Every tensor of torch's CPU counts as one on a GPU here; the stream that makes its values is one of the fake's, whose
+work is late. So whoever does not wait for a stream reads what was there before.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import farandole.torch as hvd
+from farandole.common.handles import HandleTable
+from farandole.torch import _device, _handles
+
+LATE = 0.3
+"""Seconds that the framework's own work takes where it is late."""
+
+
+@pytest.fixture(scope="session")
+def cuda():
+    """What makes ranks find the fake."""
+    with tempfile.TemporaryDirectory(prefix="farandole-cuda-") as folder:
+        library = Path(folder) / "libcuda.so.1"
+        source = Path(__file__).with_name("fake_cuda.c")
+        command = ["cc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+        subprocess.run([*command, "-o", library, source], check=True, timeout=60)
+        (Path(folder) / "libnccl.so.2").symlink_to(library)
+        yield {"FARANDOLE_CUDA_LIBRARIES": folder, "FAKE_NCCL": folder, "FARANDOLE_DYNAMIC_PROCESS_SETS": "1"}
+
+
+@pytest.fixture
+def gpus(cuda, shared_world):
+    """Two ranks that find a GPU each, shared by the tests of this module."""
+    return shared_world(2, "cuda False", cuda)
+
+
+def on_host():
+    """From here on tensors are where they are."""
+    if hasattr(_device, "real"):
+        _device.ordinal_of, _device.stream_of, HandleTable.submit = _device.real
+        _handles.table.__dict__.pop("reach", None)
+
+
+class Gpu:
+    """This rank's GPU and the framework's stream on it: from here on all tensors count as being there."""
+
+    def __init__(self, ordinal):
+        on_host()
+        _device.real = _device.ordinal_of, _device.stream_of, HandleTable.submit
+        self.library = ctypes.CDLL(os.environ["FARANDOLE_CUDA_LIBRARIES"] + "/libcuda.so.1")
+        self.library.fake_stream.restype = ctypes.c_void_p
+        self.library.fake_count.restype = ctypes.c_long
+        self.stream = ctypes.c_void_p(self.library.fake_stream())
+        _device.ordinal_of = lambda _: ordinal
+        _device.stream_of = lambda _: self.stream.value
+        # A GPU's memory goes from hand to hand in the order of streams; that of the host must be kept.
+        submit = HandleTable.submit
+        kept = []
+
+        def submit_and_keep(table, keep, *arguments):
+            kept.append(keep)
+            return submit(table, keep, *arguments)
+
+        HandleTable.submit = submit_and_keep
+
+    def count(self, what):
+        return self.library.fake_count(what.encode())
+
+    def fill(self, tensor, value, delay=0.0):
+        address = ctypes.c_void_p(tensor.data_ptr())
+        microseconds = ctypes.c_uint(int(delay * 1e6))
+        count = ctypes.c_size_t(tensor.numel())
+        self.library.fake_fill(self.stream, address, count, ctypes.c_float(value), microseconds)
+
+    def read(self, tensor):
+        """What the framework's stream finds in a tensor, after all that it was told to do before."""
+        found = torch.empty_like(tensor)
+        to, source = ctypes.c_void_p(found.data_ptr()), ctypes.c_void_p(tensor.data_ptr())
+        self.library.fake_copy(self.stream, to, source, ctypes.c_size_t(tensor.nbytes))
+        self.library.fake_wait(self.stream)
+        return found
+
+
+def late_sum(share, async_count):
+    gpu = Gpu(0 if share else hvd.local_rank())
+    tensors = [torch.zeros(1000 + i) for i in range(async_count)]
+    hvd.allreduce(torch.zeros(1), name="first")
+    before = {what: gpu.count(what) for what in ("copies", "launches", "blocked")}
+    for i, tensor in enumerate(tensors):
+        gpu.fill(tensor, hvd.rank() + i, LATE if i == 0 else 0)
+    began = time.monotonic()
+    handles = [hvd.allreduce_async(tensor, op=hvd.Sum) for tensor in tensors]
+    results = [hvd.synchronize(handle) for handle in handles]
+    elapsed = time.monotonic() - began
+    found = [gpu.read(result).unique().tolist() for result in results]
+    untouched = [gpu.read(tensor).unique().tolist() for tensor in tensors]
+    used = {what: gpu.count(what) - count for what, count in before.items()}
+    return elapsed, found, untouched, used
+
+
+def test_ranks_with_a_gpu_each_reduce_on_streams_and_the_host_waits_for_none(gpus):
+    for rank, (elapsed, found, untouched, used) in enumerate(gpus.run(late_sum, False, 5)):
+        assert found == [[1.0 + 2 * i] for i in range(5)]
+        assert untouched == [[float(rank + i)] for i in range(5)]
+        assert elapsed < LATE / 2, "the host went on while the input was still being made"
+        assert used["launches"] == 5
+        assert (used["copies"], used["blocked"]) == (0, 0)
+
+
+def test_ranks_that_share_a_gpu_meet_in_host_memory(fresh_world, cuda):
+    world = fresh_world(2, env=cuda)
+    for _, found, untouched, used in world.run(late_sum, True, 5):
+        assert found == [[1.0 + 2 * i] for i in range(5)]
+        assert len(untouched) == 5
+        assert used["launches"] == 0
+        assert used["copies"] == 10
+    told = [outcome.stderr_tail for outcome in close(world)]
+    assert sum("ranks 0 and 1 use the same GPU" in text for text in told) == 1
+
+
+def close(world):
+    world.close()
+    return world.outcomes
+
+
+def every_operation(share):
+    gpu = Gpu(0 if share else hvd.local_rank())
+    rank, size = hvd.rank(), hvd.size()
+    wrong = []
+
+    def check(what, result, expected):
+        found = gpu.read(result)
+        if not torch.equal(found, torch.as_tensor(expected, dtype=found.dtype)):
+            wrong.append(f"{what}: {found.tolist()}")
+
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int16):
+        mine = torch.tensor([rank + 1, 2, 5 - rank], dtype=dtype)
+        check(f"sum of {dtype}", hvd.allreduce(mine, op=hvd.Sum), [3, 4, 9])
+        check(f"max of {dtype}", hvd.allreduce(mine, op=hvd.Max), [2, 2, 5])
+        check(f"min of {dtype}", hvd.allreduce(mine, op=hvd.Min), [1, 2, 4])
+        check(f"product of {dtype}", hvd.allreduce(mine, op=hvd.Product), [2, 4, 20])
+        check(f"average of {dtype}", hvd.allreduce(mine, op=hvd.Average), mine.new_tensor([3, 4, 9]) / 2)
+    mine = torch.tensor([rank + 1.0, 2.0, 5.0 - rank])
+    check("scaled", hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), [6, 8, 18])
+    check("adasum", hvd.allreduce(torch.tensor([2.0, 2.0]), op=hvd.Adasum), [2, 2])
+    check("in place", hvd.allreduce_(mine.clone(), op=hvd.Sum), [3, 4, 9])
+    check("not contiguous", hvd.allreduce(torch.stack([mine, mine])[:, ::2], op=hvd.Sum), [[3, 9], [3, 9]])
+    check("nothing", hvd.allreduce(torch.empty(0), op=hvd.Sum), [])
+    grouped = hvd.grouped_allreduce([mine, mine.double()], op=hvd.Sum)
+    check("group", grouped[0], [3, 4, 9])
+    check("group of another type", grouped[1], [3, 4, 9])
+    check("broadcast", hvd.broadcast(mine, root_rank=1), [2, 2, 4])
+    check("broadcast in place", hvd.broadcast_(mine.clone(), root_rank=0), [1, 2, 5])
+    check("gather", hvd.allgather(torch.full((rank + 1, 2), float(rank))), [[0, 0], [1, 1], [1, 1]])
+    received, splits = hvd.alltoall(mine, splits=[1, 2])
+    check("exchange", received, [1, 2] if rank == 0 else [2, 5, 2, 4])
+    check("splits", splits, [1, 1] if rank == 0 else [2, 2])
+    rows = torch.arange(6.0).view(3, 2) + rank
+    check("uneven scatter", hvd.reducescatter(rows, op=hvd.Sum), [[1, 3], [5, 7]] if rank == 0 else [[9, 11]])
+    even = hvd.reducescatter(rows[:2].contiguous(), op=hvd.Average)
+    check("even scatter", even, [[0.5, 1.5]] if rank == 0 else [[2.5, 3.5]])
+    large = torch.arange(3_000_001, dtype=torch.float32) % 1000
+    check("more than a piece", hvd.allreduce(large, op=hvd.Sum), (large * size).tolist())
+    return wrong, gpu.count("launches")
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
+def test_every_operation_and_type_has_the_hosts_result(shared_world, cuda, share):
+    results = shared_world(2, f"cuda {share}", cuda).run(every_operation, share)
+    assert [wrong for wrong, _ in results] == [[], []]
+    assert all((launches == 0) == share for _, launches in results)
+
+
+def gpu_and_host():
+    read = Gpu(0).read if hvd.rank() == 0 else torch.Tensor.clone
+    return [read(hvd.allreduce(torch.ones(3) * value, op=hvd.Sum, name="mixed")).tolist() for value in (1, 2)]
+
+
+def test_a_rank_with_a_gpu_and_one_without_meet_on_the_host(fresh_world, cuda):
+    assert fresh_world(2, env=cuda).run(gpu_and_host) == [[[2.0] * 3, [4.0] * 3]] * 2
+
+
+def train(on_gpu, as_view):
+    on_host()
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if on_gpu:
+        gpu = Gpu(hvd.local_rank())
+        # A CPU's work is not on the stream: what reads a result must wait for it as the stream would.
+        _device.ordinal_of = lambda tensor: hvd.local_rank() if tensor.is_floating_point() else None
+        reach = _handles.table.reach
+
+        def reach_and_wait(reached):
+            outcome = reach(reached)
+            gpu.library.fake_wait(gpu.stream)
+            return outcome
+
+        _handles.table.reach = reach_and_wait
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), gradient_as_bucket_view=as_view
+    )
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def train_both(as_view):
+    host = train(False, as_view)
+    device = train(True, as_view)
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(host, device, strict=True)), Gpu(0).count("launches")
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["gradients", "views"])
+def test_a_distributed_optimizer_trains_alike_on_gpus(gpus, as_view):
+    for same, launches in gpus.run(train_both, as_view):
+        assert same
+        assert launches > 0
+
+
+def process_set():
+    gpu = Gpu(hvd.local_rank())
+    pair = hvd.add_process_set([0, 2])
+    if hvd.rank() == 1:
+        hvd.barrier()
+        hvd.remove_process_set(pair)
+        return None
+    total = gpu.read(hvd.allreduce(torch.ones(4) * hvd.rank(), op=hvd.Sum, process_set=pair)).tolist()
+    launches = gpu.count("launches")
+    hvd.barrier()
+    hvd.remove_process_set(pair)
+    return total, launches
+
+
+def test_a_process_set_has_a_communicator_of_its_own(fresh_world, cuda):
+    results = fresh_world(3, env=cuda).run(process_set)
+    assert results == [([2.0] * 4, 1), None, ([2.0] * 4, 1)]
+
+
+def joined():
+    gpu = Gpu(hvd.local_rank())
+    results = [gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum, name="t")).tolist() for _ in range(2 - hvd.rank())]
+    return results, hvd.join()
+
+
+def test_a_joined_rank_is_no_matter(gpus):
+    first, second = gpus.run(joined)
+    assert first == ([[2.0, 2.0], [1.0, 1.0]], 0)
+    assert second == ([[2.0, 2.0]], 0)
+
+
+def survive(victim, forming):
+    gpu = Gpu(hvd.local_rank())
+    if not forming:
+        hvd.allreduce(torch.ones(1))
+        gpu.library.fake_wait(gpu.stream)
+    hvd.barrier()
+    if hvd.rank() == victim:
+        # The other's operation is on its stream already, and waits for this rank's, whose input is late.
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        tensor = torch.ones(10)
+        gpu.fill(tensor, 1.0, 5.0)
+        gpu.read(hvd.allreduce(tensor, name="doomed"))
+    began = time.monotonic()
+    try:
+        hvd.synchronize(hvd.allreduce_async(torch.ones(10), name="doomed"))
+        gpu.library.fake_wait(gpu.stream)
+        hvd.allreduce(torch.ones(10), name="later")
+    except hvd.HorovodInternalError as error:
+        # What waited on the GPU was ended: its stream goes on.
+        gpu.library.fake_wait(gpu.stream)
+        return time.monotonic() - began, str(error)
+    return None
+
+
+@pytest.mark.parametrize("forming", [False, True], ids=["running", "forming"])
+def test_a_killed_peer_ends_what_waits_for_it_on_the_gpu(fresh_world, cuda, forming):
+    survivor, victim = fresh_world(2, env=cuda).run(survive, 1, forming, tolerate=True)
+    assert repr(victim) == "Died()"
+    seconds, message = survivor
+    assert seconds < 5
+    assert "rank 1" in message
+
+
+def again():
+    gpu = Gpu(hvd.local_rank())
+    totals = []
+    for _ in range(2):
+        totals.append(gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum)).tolist())
+        hvd.shutdown()
+        hvd.init()
+    return totals
+
+
+def test_a_new_world_forms_a_new_communicator(gpus):
+    assert gpus.run(again) == [[[2.0, 2.0]] * 2] * 2
+
+
+def staged_by_choice():
+    gpu = Gpu(hvd.local_rank())
+    total = gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum)).tolist()
+    return total, gpu.count("launches"), gpu.count("copies") > 0, hvd.cuda_built(), hvd.nccl_built()
+
+
+def test_nccl_is_left_alone_where_somebody_says_so(fresh_world, cuda):
+    world = fresh_world(2, env={**cuda, "FARANDOLE_GPU_TENSORS": "staged"})
+    assert world.run(staged_by_choice) == [([2.0, 2.0], 0, True, True, 22703)] * 2

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Which GPU a rank takes, and which tensors the engine takes, where torch says that there are some."""
+
+import json
+
+import pytest
+import torch
+
+import farandole.torch as hvd
+from farandole.common import basics
+from farandole.common.exceptions import FarandoleEnvironmentError
+from farandole.torch import _device, _pin
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """A rank of four on a host with four GPUs; what torch is told when CUDA is used."""
+    queued = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_lazy_call", queued.append)
+    monkeypatch.setattr(basics, "size", lambda: 4)
+    monkeypatch.setattr(basics, "local_size", lambda: 4)
+    monkeypatch.setattr(basics, "local_rank", lambda: 2)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    def told():
+        for call in queued:
+            call()
+        return chosen
+
+    return told
+
+
+def test_a_rank_takes_the_gpu_of_its_local_rank_once_cuda_is_used(seen):
+    _pin.pin()
+    assert seen() == [2]
+
+
+def test_ranks_that_outnumber_gpus_share_them(seen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    _pin.pin()
+    assert seen() == [0]
+
+
+def test_what_spark_assigned_comes_first(seen, monkeypatch):
+    monkeypatch.setenv("FARANDOLE_TASK_RESOURCES", json.dumps({"gpu": ["3"]}))
+    _pin.pin()
+    assert seen() == [3]
+
+
+@pytest.mark.parametrize("reason", ["chosen", "alone", "one", "none"])
+def test_a_script_that_has_chosen_or_has_no_choice_is_left_alone(seen, monkeypatch, reason):
+    if reason == "chosen":
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    elif reason == "alone":
+        monkeypatch.setattr(basics, "size", lambda: 1)
+    else:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: int(reason == "one"))
+    _pin.pin()
+    assert seen() == []
+
+
+class OnGpu:
+    """As much of a tensor on a GPU as is asked for."""
+
+    is_cpu = False
+    is_cuda = True
+
+    def get_device(self):
+        return 1000
+
+
+def test_a_gpu_that_cannot_be_used_is_said_once_and_torch_copies(capfd):
+    hvd.init()
+    _device._opened.clear()
+    assert [_device.is_usable(OnGpu()) for _ in range(2)] == [False, False]
+    told = capfd.readouterr().err
+    assert told.count("tensors on GPU 1000 are copied to the host by torch") == 1
+    with pytest.raises(FarandoleEnvironmentError):
+        _device.engine.open_device(1000, [])
+
+
+def test_several_tensors_of_a_stream_ask_for_it_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(_device, "stream_of", lambda ordinal: asked.append(ordinal) or 40 + ordinal)
+    tensors = [OnGpu(), torch.ones(1), OnGpu()]
+    assert _device.spots(tensors) == [(1000, 1040), None, (1000, 1040)]
+    assert asked == [1000]
+    assert _device.spots(tensors[1:2]) is None
+
+
+def test_nccl_is_built_only_where_cuda_is():
+    assert hvd.cuda_built() in (True, False)
+    assert hvd.cuda_built() or hvd.nccl_built() == 0
