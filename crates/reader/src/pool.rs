@@ -119,12 +119,10 @@ impl Pool {
         Arc::new(Self { held: Mutex::default(), limit: AtomicUsize::new(limit) })
     }
 
-    /// Keeps to `limit` bytes from now on. Takes over the memory of pools that are gone; what is too much is freed.
+    /// Keeps to `limit` bytes from now on; what is too much is freed.
     pub(crate) fn set_limit(&self, limit: usize) {
         self.limit.store(limit, Ordering::Relaxed);
-        let reserve = RESERVE.try_lock().map(|mut reserve| std::mem::take(&mut *reserve));
         let mut held = self.held.lock();
-        held.free.extend(reserve.into_iter().flatten());
         let shed = held.shed(0, limit);
         drop(held);
         drop(shed);
@@ -144,7 +142,7 @@ impl Pool {
         drop(held);
         drop(shed);
         let memory = found.unwrap_or_else(|| {
-            let memory = Memory::new(bytes);
+            let memory = reserved(bytes, fits).unwrap_or_else(|| Memory::new(bytes));
             self.held.lock().used += memory.bytes().len().saturating_sub(bytes);
             memory
         });
@@ -182,6 +180,28 @@ impl Drop for Pool {
             }
         }
     }
+}
+
+/// Memory of a pool that is gone, if some fits. If none does, as much of it is freed as will be made.
+fn reserved(bytes: usize, fits: impl Fn(&Memory) -> bool) -> Option<Memory> {
+    if bytes < LARGE {
+        return None;
+    }
+    // A forked child may find it locked for ever.
+    let mut reserve = RESERVE.try_lock()?;
+    if let Some(index) = reserve.iter().rposition(fits) {
+        return Some(reserve.swap_remove(index));
+    }
+    let (mut freed, mut shed) = (0, Vec::new());
+    while freed < bytes
+        && let Some(memory) = reserve.pop()
+    {
+        freed += memory.bytes().len();
+        shed.push(memory);
+    }
+    drop(reserve);
+    drop(shed);
+    None
 }
 
 /// Bytes elsewhere that a pool counts.
@@ -274,9 +294,7 @@ mod tests {
             let slab = pool.take(ODD);
             let address = slab.bytes().as_ptr();
             drop((slab, pool));
-            let next = Pool::new(0);
-            next.set_limit(1 << 30);
-            next.take(ODD).bytes().as_ptr() == address
+            Pool::new(ODD).take(ODD).bytes().as_ptr() == address
         });
         assert!(seen, "the reserve is empty");
     }
