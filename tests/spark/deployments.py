@@ -66,7 +66,7 @@ def driver(code: str, directory: Path, **env: str) -> Iterator[subprocess.Popen[
     process = subprocess.Popen(
         [sys.executable, "-c", SESSION + code],
         cwd=directory,
-        env=os.environ | env,
+        env=os.environ | {"SPARK_HOME": str(home(directory))} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -78,13 +78,16 @@ def driver(code: str, directory: Path, **env: str) -> Iterator[subprocess.Popen[
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        remove_works()
 
 
-def remove_works() -> None:
-    """Executors of a local cluster work inside pyspark's own folder, whatever they are told: empty ones go."""
-    for folder in (HOME / "work").glob("app-*"):
-        subprocess.run(["rm", "-rf", str(folder)], check=False)
+def home(directory: Path) -> Path:
+    """Spark's home as a folder of links: executors of a local cluster work inside it, whatever they are told."""
+    made = directory / "spark-home"
+    made.mkdir(exist_ok=True)
+    for entry in HOME.iterdir():
+        if entry.name != "work" and not (made / entry.name).exists():
+            (made / entry.name).symlink_to(entry)
+    return made
 
 
 def free_port() -> int:
@@ -165,7 +168,8 @@ def standalone(directory: Path, *envs: Mapping[str, str], cores: int = 1) -> Ite
                     *["--host", "127.0.0.1", "--cores", str(cores), "--memory", "1g", "--webui-port", "0"],
                     *["--work-dir", str(directory / f"worker-{number}" / "work"), url],
                 ],
-                {**env, **more},
+                # Spark takes a container for YARN's, which tells it where its folders are.
+                {**env, "LOCAL_DIRS": str(directory / f"worker-{number}"), **more},
             )
             for number, more in enumerate(envs)
         ]

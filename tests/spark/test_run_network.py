@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.spark.deployments import drive
+from tests.spark.deployments import PATIENCE, drive, standalone
 
 import farandole.spark
 from farandole._native.registrar import Registrar
 from farandole.spark import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120, func_only=True)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 * PATIENCE, func_only=True)]
 
 
 def reduce_and_list_ports():
@@ -42,6 +42,12 @@ def reduce_and_list_ports():
             rows = [line.split() for line in lines][1:]
         ports |= {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
     return total, sorted(ports)
+
+
+def local_size():
+    import os
+
+    return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def a_range(width: int) -> tuple[int, int]:
@@ -74,6 +80,37 @@ def test_driver_and_ranks_listen_within_the_range_of_ports_alone(spark, monkeypa
         assert total == 2.0
         assert listening
         assert all(first <= port <= last for port in listening), (listening, ports)
+
+
+def test_driver_and_ranks_meet_by_ipv6_alone(monkeypatch):
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setenv("FARANDOLE_BIND_ADDRESS", "::1")
+    with Registrar(1) as registrar:
+        assert {address.rpartition(":")[0] for address in registrar.addresses} == {"[::1]"}
+    env = {"FARANDOLE_BIND_ADDRESS": "::1", "FARANDOLE_SHARED_MEMORY": "0"}
+    for total, _ in LocalBackend(2, env=env, warm=False).run(reduce_and_list_ports):
+        assert total == 2.0
+
+
+def test_ranks_of_executors_that_only_dial_out_are_linked_through_the_drivers_port(tmp_path):
+    body = """
+from tests.spark import test_run_network
+import cloudpickle
+cloudpickle.register_pickle_by_value(test_run_network)
+spark = session(os.environ["MASTER_URL"], executor_cores="1")
+told = farandole.spark.run(test_run_network.reduce_and_list_ports, num_proc=2)
+assert [total for total, _ in told] == [2.0, 2.0], told
+hosts = farandole.spark.run(test_run_network.local_size, num_proc=2)
+assert hosts == [1, 1], hosts
+print("linked")
+spark.stop()
+"""
+    # Two containers of one machine are two hosts; whether one could dial the other is for tests/launcher to show.
+    with standalone(tmp_path, {"CONTAINER_ID": "container_1"}, {"CONTAINER_ID": "container_2"}) as url:
+        root = str(Path(__file__).parents[2])
+        done = drive(body, tmp_path, 100, MASTER_URL=url, FARANDOLE_DIAL_OUT="1", PYTHONPATH=root)
+    assert "linked" in done.stdout
 
 
 def test_a_driver_that_no_task_can_reach_is_said_with_every_address_and_its_reason(spark, monkeypatch):

@@ -10,14 +10,14 @@ import re
 import time
 
 import pytest
-from tests.spark.deployments import drive, standalone
+from tests.spark.deployments import PATIENCE, drive, standalone
 
 import farandole.spark
 from farandole.spark import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
 from farandole.spark.task import choose_device
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120, func_only=True)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 * PATIENCE, func_only=True)]
 
 
 @pytest.mark.parametrize(
