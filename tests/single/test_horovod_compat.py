@@ -5,6 +5,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -124,6 +125,11 @@ def test_names_without_a_counterpart_are_modules_of_the_drop_in(monkeypatch):
     monkeypatch.setenv("HOROVOD_RANK", "3")
     monkeypatch.setenv("HOROVOD_SIZE", "4")
     assert env.get_env_rank_and_size() == (3, 4)
+    host_hash = importlib.import_module("horovod.runner.common.util.host_hash").host_hash
+    assert host_hash is importlib.import_module("horovod.spark.common.util").host_hash
+    assert host_hash() == host_hash()
+    assert re.fullmatch(r".+-[0-9a-f]{16}", host_hash())
+    assert len({host_hash(), host_hash(salt="a"), host_hash(salt="b")}) == 3
 
 
 def test_a_module_farandole_lacks_is_named_in_the_error():
