@@ -301,6 +301,20 @@ mod tests {
     }
 
     #[test]
+    fn what_becomes_of_tensors_on_gpus_follows_from_what_is_there() {
+        assert!(tensors_on_gpus("auto", true, true).0);
+        for (chosen, driver, nccl, way) in [
+            ("auto", false, true, "no driver"),
+            ("auto", true, false, "no NCCL"),
+            ("Staged", true, true, "through host memory"),
+            ("copied", true, true, "by torch"),
+        ] {
+            let (by_nccl, told) = tensors_on_gpus(chosen, driver, nccl);
+            assert!(!by_nccl && told.contains(way), "{told}");
+        }
+    }
+
+    #[test]
     fn a_python_without_a_framework_is_told_what_to_install() {
         let page = examine(&Python::default());
         assert!(
