@@ -14,7 +14,7 @@ use farandole_world::{Fault, Rank};
 use crate::cluster::{Cluster, LIMIT, bytes, call, call_sum, floats, request, sum, wait};
 
 /// Ready after so many questions.
-struct Later(AtomicU32);
+pub(crate) struct Later(pub(crate) AtomicU32);
 
 impl Event for Later {
     fn is_ready(&self) -> Result<bool> {

@@ -10,6 +10,7 @@ mod calls;
 mod cluster;
 mod devices;
 mod endings;
+mod fabric;
 mod joins;
 mod mismatches;
 mod rows;

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Which way a batch takes where there is a communicator among devices: here one of hosts, over memory said to be on a
+//! device.
+#![expect(unsafe_code, reason = "memory of a device that is the host's")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use farandole_collectives::{
+    Buffer, CARD, Communicator, Event, Fabric, Formed, HostCommunicator, Operation, Place, ReduceOp, Result,
+    Segment, Token,
+};
+use farandole_engine::{Kind, Observer, Request, StallReport};
+use farandole_testkit::{HostDevice, contents};
+use farandole_transport::{Link, loopback};
+use farandole_world::Rank;
+use parking_lot::Mutex;
+
+use crate::cluster::{Cluster, SUM, bytes, call, floats, request, wait};
+use crate::devices::Later;
+
+/// Communicators over loopback, if there may be any.
+struct Loops {
+    links: Mutex<Vec<Vec<Link>>>,
+    allowed: bool,
+    /// Operations they had, and events those came after.
+    operations: Arc<AtomicUsize>,
+    events: Arc<AtomicUsize>,
+}
+
+impl Loops {
+    fn new(size: usize, allowed: bool) -> Self {
+        let links = Mutex::new(loopback::mesh(size, 1 << 16).unwrap());
+        Self { links, allowed, operations: Arc::default(), events: Arc::default() }
+    }
+}
+
+impl Fabric for Loops {
+    fn card(&self, device: u32, first: bool) -> Vec<u8> {
+        vec![u8::from(first), u8::try_from(device).unwrap()]
+    }
+
+    fn form(
+        &self,
+        device: u32,
+        cards: &[&[u8]],
+        ranks: &[Rank],
+        place: usize,
+        _: Duration,
+    ) -> Result<Formed> {
+        assert!(cards.iter().enumerate().all(|(member, card)| {
+            card.len() == CARD && card[..2] == [u8::from(member == 0), u8::try_from(device).unwrap()]
+        }));
+        if !self.allowed {
+            return Ok(Formed::Not("nobody may".to_owned()));
+        }
+        let links = std::mem::take(&mut self.links.lock()[place]);
+        let inner = HostCommunicator::new(ranks[place], links)?;
+        let (operations, events) = (Arc::clone(&self.operations), Arc::clone(&self.events));
+        Ok(Formed::Communicator(Box::new(Among { inner, operations, events })))
+    }
+}
+
+struct Among {
+    inner: HostCommunicator,
+    operations: Arc<AtomicUsize>,
+    events: Arc<AtomicUsize>,
+}
+
+/// Memory of the device as what it is.
+fn here(buffer: &Buffer) -> Buffer {
+    assert_eq!(buffer.place(), Place::Device(0));
+    // SAFETY: that of the buffer; a device of testkit has host memory.
+    unsafe { Buffer::from_raw(buffer.address(), buffer.len(), Place::Host) }
+}
+
+impl Communicator for Among {
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn member(&self) -> usize {
+        self.inner.member()
+    }
+
+    fn carries(&self, operation: &Operation) -> bool {
+        matches!(operation, Operation::Allreduce { op: ReduceOp::Sum, .. })
+    }
+
+    fn submit(&mut self, token: Token, operation: Operation) -> Result<()> {
+        self.submit_after(token, operation, Vec::new())
+    }
+
+    fn submit_after(
+        &mut self,
+        token: Token,
+        mut operation: Operation,
+        events: Vec<Arc<dyn Event>>,
+    ) -> Result<()> {
+        self.operations.fetch_add(1, Ordering::Relaxed);
+        self.events.fetch_add(events.len(), Ordering::Relaxed);
+        if let Operation::Allreduce { segments, .. } = &mut operation {
+            for segment in segments {
+                *segment = Segment { input: here(&segment.input), output: here(&segment.output) };
+            }
+        }
+        self.inner.submit(token, operation)
+    }
+
+    fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
+        self.inner.progress(completed)
+    }
+
+    fn abandon(&mut self) {
+        self.inner.abandon();
+    }
+
+    fn pending(&self) -> usize {
+        self.inner.pending()
+    }
+}
+
+#[derive(Default)]
+struct Notes(Mutex<Vec<String>>);
+
+impl Observer for Notes {
+    fn stalled(&self, _: &StallReport) {}
+
+    fn note(&self, text: &str) {
+        self.0.lock().push(text.to_owned());
+    }
+}
+
+/// Sums and maxima of two ranks in turns, two sums as a group.
+fn work(fabric: &Arc<Loops>, observer: &Arc<Notes>) -> u64 {
+    let device = HostDevice::new(0, 1);
+    let cluster = Cluster {
+        devices: vec![Arc::new(device.clone())],
+        fabric: Some(Arc::clone(fabric) as _),
+        observer: Arc::clone(observer) as _,
+        ..Cluster::new(&[2])
+    };
+    cluster.run(|rank, engine| {
+        let max = Kind::Allreduce { op: ReduceOp::Max, prescale: 1.0, postscale: 1.0 };
+        for round in 0..3 {
+            let mine = [rank as f32, round as f32];
+            let one = |name: &str, kind: &Kind| {
+                let (input, from) = device.upload(&bytes(&mine));
+                let (output, to) = device.upload(&bytes(&[-1.0, -1.0]));
+                let base = request(name, kind.clone(), &[2], &mine);
+                // Whatever it comes after is passed on, or waited for.
+                let ready: Option<Arc<dyn Event>> = Some(Arc::new(Later(AtomicU32::new(3))));
+                ((input, output), Request { input: from, output: Some(to), ready, ..base })
+            };
+            let (kept, sum) = one("sum", &SUM);
+            call(&engine, sum).unwrap();
+            assert_eq!(floats(&contents(&kept.1)), [1.0, 2.0 * round as f32]);
+            let (kept, largest) = one("max", &max);
+            call(&engine, largest).unwrap();
+            assert_eq!(floats(&contents(&kept.1)), [1.0, round as f32]);
+            let ((a, first), (b, second)) = (one("a", &SUM), one("b", &SUM));
+            for handle in engine.submit_group(vec![first, second]).unwrap() {
+                wait(&engine, handle).unwrap();
+            }
+            assert_eq!(contents(&a.1), contents(&b.1));
+        }
+    });
+    device.finished()
+}
+
+#[test]
+fn what_the_communicator_among_devices_carries_goes_there_and_the_rest_through_the_host() {
+    let (fabric, notes) = (Arc::new(Loops::new(2, true)), Arc::new(Notes::default()));
+    // Of 3 rounds on 2 ranks: a sum and a group each; only maxima are copied in and out.
+    assert_eq!(work(&fabric, &notes), 2 * 3 * 2);
+    assert_eq!(fabric.operations.load(Ordering::Relaxed), 2 * 3 * 2);
+    assert_eq!(fabric.events.load(Ordering::Relaxed), 2 * 3 * 3, "what tensors come after is passed on");
+    assert!(notes.0.lock().is_empty());
+}
+
+#[test]
+fn where_there_can_be_none_the_first_rank_says_why_and_all_goes_through_the_host() {
+    let (fabric, notes) = (Arc::new(Loops::new(2, false)), Arc::new(Notes::default()));
+    assert_eq!(work(&fabric, &notes), 2 * 3 * 8);
+    assert_eq!(fabric.operations.load(Ordering::Relaxed), 0);
+    assert_eq!(*notes.0.lock(), ["nobody may"]);
+}
