@@ -94,8 +94,9 @@ impl Engine {
     fn hand_over(&self, handles: &[Handle], results: Vec<Result<Completion>>, callbacks: Vec<Callback>) {
         let mut callbacks = callbacks.into_iter();
         let left = &handles[results.len()..];
-        let mut calls: Vec<_> =
-            callbacks.by_ref().zip(results).map(|(callback, result)| (callback, result)).collect();
+        // Results first: they are fewer, and no callback is taken that has none.
+        let paired = results.into_iter().zip(callbacks.by_ref());
+        let mut calls: Vec<_> = paired.map(|(result, callback)| (callback, result)).collect();
         let mut desk = self.inner.desk.lock();
         for (handle, callback) in left.iter().zip(callbacks) {
             desk.hand_over(*handle, callback, &mut calls);

@@ -272,3 +272,48 @@ fn callbacks_get_results_and_may_submit_again() {
         assert_eq!(values(&engine, second), [4.0]);
     });
 }
+
+#[test]
+fn who_helps_gets_results_that_come_at_once_and_callbacks_get_the_others() {
+    Cluster::new(&[2]).run(|rank, engine| {
+        let error = engine.submit_helping(vec![sum("t", &[1.0]), sum("t", &[1.0])], Vec::new).unwrap_err();
+        assert!(matches!(error, Error::DuplicateName { .. }));
+        assert!(engine.submit_helping(Vec::new(), Vec::new).is_err());
+        // A lone request and groups, over and over: mostly the other rank is there in time, now and then it cannot be.
+        for round in 0..400 {
+            let count = 1 + round % 3;
+            let requests: Vec<Request> = (0..count)
+                .map(|index| sum(&format!("{round}.{index}"), &[index as f32, rank as f32]))
+                .collect();
+            if round % 50 == 49 && rank == 1 {
+                call(&engine, Request::barrier(&format!("late {round}"), ProcessSetId::GLOBAL)).unwrap();
+            }
+            let (sender, results) = channel();
+            let callbacks = || {
+                let callback = |index: usize| -> farandole_engine::Callback {
+                    let sender = sender.clone();
+                    Box::new(move |result| sender.send((index, result)).unwrap())
+                };
+                (0..count).map(callback).collect()
+            };
+            let helped = engine.submit_helping(requests, callbacks).unwrap();
+            if round % 50 == 49 && rank == 0 {
+                assert!(helped.is_none(), "the other rank waits for the barrier");
+                call(&engine, Request::barrier(&format!("late {round}"), ProcessSetId::GLOBAL)).unwrap();
+            }
+            let mut all: Vec<_> = match helped {
+                Some(results) => results.into_iter().enumerate().collect(),
+                None => (0..count).map(|_| results.recv_timeout(LIMIT).unwrap()).collect(),
+            };
+            all.sort_by_key(|(index, _)| *index);
+            assert_eq!(
+                (all.len(), results.try_recv().ok().map(|(index, _)| index)),
+                (count, None),
+                "each once"
+            );
+            for (index, result) in all {
+                assert_eq!(floats(&contents(&result.unwrap().output.unwrap())), [2.0 * index as f32, 1.0]);
+            }
+        }
+    });
+}
