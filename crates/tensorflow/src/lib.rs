@@ -15,8 +15,9 @@
 //!
 //! Inside of functions that XLA compiles, [`xla`] takes the place of the ops.
 //!
-//! Refuses to block: a kernel returns before its operation has ended, for TensorFlow has few threads and runs nodes in
-//! any order; only an operation that Python marks as attended is driven in place, on the Python thread that asks.
+//! Refuses to block: TensorFlow has few threads and runs nodes in any order, so a kernel helps to drive its operation for
+//! a fraction of a millisecond, which is often enough, and returns. Only an operation that Python marks as attended is
+//! driven to its end, on the Python thread that asks.
 //! Names, gradients and fallbacks are Python's.
 //!
 //! Invariants:
