@@ -113,7 +113,7 @@ mod tests {
     #[test]
     fn help_in_vain_becomes_rare_and_is_whole_again_once_it_was_worth_it() {
         let zeal = Zeal::default();
-        let mut given = || {
+        let given = || {
             let moment = zeal.moment();
             zeal.learn(false);
             !moment.is_zero()

@@ -286,7 +286,7 @@ fn who_helps_gets_results_that_come_at_once_and_callbacks_get_the_others() {
                 .map(|index| sum(&format!("{round}.{index}"), &[index as f32, rank as f32]))
                 .collect();
             if round % 50 == 49 && rank == 1 {
-                call(&engine, Request::barrier(&format!("late {round}"), ProcessSetId::GLOBAL)).unwrap();
+                call(&engine, Request::barrier(format!("late {round}"), ProcessSetId::GLOBAL)).unwrap();
             }
             let (sender, results) = channel();
             let callbacks = || {
@@ -299,7 +299,7 @@ fn who_helps_gets_results_that_come_at_once_and_callbacks_get_the_others() {
             let helped = engine.submit_helping(requests, callbacks).unwrap();
             if round % 50 == 49 && rank == 0 {
                 assert!(helped.is_none(), "the other rank waits for the barrier");
-                call(&engine, Request::barrier(&format!("late {round}"), ProcessSetId::GLOBAL)).unwrap();
+                call(&engine, Request::barrier(format!("late {round}"), ProcessSetId::GLOBAL)).unwrap();
             }
             let mut all: Vec<_> = match helped {
                 Some(results) => results.into_iter().enumerate().collect(),
