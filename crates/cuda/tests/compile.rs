@@ -6,6 +6,8 @@
 
 mod wheels;
 
+use std::collections::HashSet;
+
 use farandole_collectives::DataType;
 use farandole_cuda::{Cache, Error, Kind, Nvrtc, SOURCE, move_name, reduce_name};
 
@@ -16,33 +18,42 @@ fn compiler() -> Option<Nvrtc> {
     Some(Nvrtc::load(&wheels::places()).unwrap())
 }
 
-/// Whether machine code has a kernel: its name stands in the table of symbols.
-fn has(code: &[u8], name: &str) -> bool {
-    code.windows(name.len() + 1).any(|bytes| bytes == [name.as_bytes(), b"\0"].concat())
+/// The names that stand in the tables of machine code.
+fn names(code: &[u8]) -> HashSet<&[u8]> {
+    code.split(|byte| *byte == 0).filter(|name| (4..64).contains(&name.len())).collect()
 }
 
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
     let Some(compiler) = compiler() else { return };
     let known = compiler.architectures();
-    for arch in ARCHITECTURES {
-        assert!(known.contains(&arch), "{:?} does not compile for sm_{arch}", compiler.version());
-        let code = compiler.compile(SOURCE, arch).unwrap();
-        assert_eq!(&code[..4], b"\x7fELF");
-        for dtype in DataType::ALL.into_iter().filter(|dtype| dtype.size() <= 8) {
-            for side in ["pack", "unpack"] {
-                let name = format!("{side}_{}", move_name(dtype, dtype, 1.0).unwrap());
-                assert!(has(&code, &name), "sm_{arch} lacks {name}");
-            }
+    let (compiler, known) = (&compiler, &known);
+    std::thread::scope(|scope| {
+        for arch in ARCHITECTURES {
+            scope.spawn(move || compiles(compiler, known, arch));
         }
-        for half in [DataType::F16, DataType::Bf16] {
-            let name = format!("pack_{}", move_name(DataType::F32, half, 0.5).unwrap());
-            assert!(has(&code, &name), "sm_{arch} lacks {name}");
+    });
+}
+
+fn compiles(compiler: &Nvrtc, known: &[u32], arch: u32) {
+    assert!(known.contains(&arch), "{:?} does not compile for sm_{arch}", compiler.version());
+    let code = compiler.compile(SOURCE, arch).unwrap();
+    assert_eq!(&code[..4], b"\x7fELF");
+    let names = names(&code);
+    let has = |name: &str| names.contains(name.as_bytes());
+    for dtype in DataType::ALL.into_iter().filter(|dtype| dtype.size() <= 8) {
+        for side in ["pack", "unpack"] {
+            let name = format!("{side}_{}", move_name(dtype, dtype, 1.0).unwrap());
+            assert!(has(&name), "sm_{arch} lacks {name}");
         }
-        let reduced = DataType::ALL.into_iter().filter_map(|dtype| reduce_name(dtype).ok());
-        for name in reduced.chain(["adasum_total".to_owned(), "adasum_products_bf16".to_owned()]) {
-            assert!(has(&code, &name), "sm_{arch} lacks {name}");
-        }
+    }
+    for half in [DataType::F16, DataType::Bf16] {
+        let name = format!("pack_{}", move_name(DataType::F32, half, 0.5).unwrap());
+        assert!(has(&name), "sm_{arch} lacks {name}");
+    }
+    let reduced = DataType::ALL.into_iter().filter_map(|dtype| reduce_name(dtype).ok());
+    for name in reduced.chain(["adasum_total".to_owned(), "adasum_products_bf16".to_owned()]) {
+        assert!(has(&name), "sm_{arch} lacks {name}");
     }
 }
 
