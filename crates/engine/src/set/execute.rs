@@ -275,7 +275,9 @@ impl Execution {
                 self.reach.met(shared, members, me)?;
                 moved = true;
             } else if let Some(batch) = self.batch(token) {
-                batch.enter(MEMCPY_OUT_HOST_BUFFER);
+                if batch.is_staged() {
+                    batch.enter(MEMCPY_OUT_HOST_BUFFER);
+                }
                 let reached = batch.store(shared)?;
                 batch.complete(me, reached.as_ref(), finished);
             }
