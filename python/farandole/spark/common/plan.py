@@ -3,8 +3,8 @@
 """Whether two DataFrames are certain to hold the same rows.
 
 Prepared data is reused only then. A plan counts as repeatable when it is deterministic, but for draws by a seed such as
-`rand(1)`, and reads nothing but what cannot change behind it: rows made in this session, and files whose names, sizes and
-times are part of the print.
+`rand(1)`, and reads nothing but what cannot change behind it: rows made in this session, and files whose names, sizes
+and times are part of the print.
 Everything else, and every plan of Spark Connect, which shows no plan, is prepared again.
 
 Plans of another session are only told apart by what they say about themselves. So data outlives its session when the
@@ -181,7 +181,7 @@ def _only_draws(plan: Any) -> bool:
         name = one.getClass().getName()
         wild = [child for child in _each(one.children()) if not child.deterministic()]
         own = name.startswith(_SPARKS_OWN) and "UDF" not in name and "Reflection" not in name
-        if seen > _MOST or not (wild and own) and name.removeprefix(_SPARKS_OWN) not in _DRAWN:
+        if seen > _MOST or (not (wild and own) and name.removeprefix(_SPARKS_OWN) not in _DRAWN):
             return False
         left += wild
     return True
