@@ -57,9 +57,7 @@ mod host;
 pub mod kernel;
 
 pub use buffer::{Buffer, Memory, Place, Stream};
-pub use communicator::{
-    CARD, Communicator, Device, Event, Fabric, Formed, Operation, Segment, Token,
-};
+pub use communicator::{CARD, Communicator, Device, Event, Fabric, Formed, Operation, Segment, Token};
 pub use crossover::{Algorithm, Crossover};
 pub use dtype::{DataType, ReduceOp};
 pub use error::{Error, Result};
