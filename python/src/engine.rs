@@ -274,6 +274,7 @@ fn grouped_allgather(
 }
 
 /// Starts an all-to-all; `splits` are rows for each member, or nothing for as many each.
+#[expect(clippy::too_many_arguments, reason = "one call is one operation")]
 #[pyfunction]
 #[pyo3(signature = (name, dtype, shape, source, splits, process_set, attended, device=None, /))]
 fn alltoall(

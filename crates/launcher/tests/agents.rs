@@ -33,6 +33,7 @@ fn registrar(tasks: u32) -> Registrar {
         port_range: PortRange { first: 0, last: 0 },
         start_timeout: LIMIT,
         peer_timeout: Duration::from_secs(5),
+        relays: false,
     })
     .unwrap()
 }
@@ -339,6 +340,7 @@ fn endless_and_missing_patience_are_bounded() {
         port_range: PortRange { first: 0, last: 0 },
         start_timeout: Duration::MAX,
         peer_timeout: Duration::ZERO,
+        relays: false,
     })
     .unwrap();
     let (mut task, _) = task(&registrar, 0, "true");
