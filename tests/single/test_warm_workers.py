@@ -64,6 +64,7 @@ def end_servers():
 def _own_folder(tmp_path_factory):
     """Servers of this module alone, and none of them left."""
     end_servers()  # those of other modules
+    tmp_path_factory.getbasetemp()  # made before the folder is another, which goes with this module
     patch = pytest.MonkeyPatch()
     patch.setattr("tempfile.tempdir", None)
     patch.setenv("TMPDIR", f"/tmp/w{os.getpid()}")
@@ -115,7 +116,6 @@ def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_int
 
     command = warm.command(warm.Warm(), cold, environment({**changes, **env}, {}), os.getpid())
     assert command[3].endswith("proxy.py")
-    assert len(servers()) == 1
     times, floors = [], []
     for _ in range(7):
         started = time.monotonic()
