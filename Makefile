@@ -130,6 +130,7 @@ $(VENV)/.packages: pyproject.toml | tools
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra torch --extra lightning --extra tensorflow-cpu --extra spark --extra examples --extra dev
+	$(BIN)/uv cache prune --quiet # pyspark is a source archive: an install leaves 2.4 GB of what it was built from
 	touch $@
 
 tools:
