@@ -13,27 +13,56 @@ use prost::Message as _;
 use crate::exit::{Exit, How, Verdict};
 use crate::generated as wire;
 
+/// Tasks of a world that anybody believes in.
+const MOST: usize = 1 << 20;
+/// Hexadecimal digits that end the hash of a host.
+const DIGITS: usize = 16;
+
 /// A world as every task of it may be told: hosts and their tasks. The receiver numbers them by the same rule.
 pub(crate) fn encode_world(world: &World) -> Bytes {
     let mut hosts: BTreeMap<&HostHash, Vec<u32>> = BTreeMap::new();
     for seat in &world.seats {
         hosts.entry(&seat.host).or_default().push(seat.task.0);
     }
-    let hosts = hosts.into_iter().map(|(hash, tasks)| wire::Host { hash: hash.0.clone(), tasks }).collect();
+    let mut before = "";
+    let hosts = hosts
+        .into_iter()
+        .map(|(hash, tasks)| {
+            let (name, digest) = parts(&hash.0);
+            let (shared, rest) = split_at_difference(before, name);
+            before = name;
+            wire::Host { shared, rest: rest.to_owned(), digest, runs: runs(&tasks) }
+        })
+        .collect();
     wire::World { generation: world.generation.0, hosts }.encode_to_vec().into()
 }
 
 /// The world in `bytes`, seen from `task`. The error says what is wrong with it.
 pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> {
     let message = wire::World::decode(bytes).map_err(|error| error.to_string())?;
-    let places: Vec<TaskPlace> = message
-        .hosts
-        .into_iter()
-        .flat_map(|host| {
-            let hash = HostHash(host.hash);
-            host.tasks.into_iter().map(move |task| TaskPlace { task: TaskId(task), host: hash.clone() })
-        })
-        .collect();
+    let mut places = Vec::new();
+    let mut name = String::new();
+    for host in message.hosts {
+        let shared = name.get(..host.shared as usize).ok_or("a host's name does not go on from another's")?;
+        name = format!("{shared}{}", host.rest);
+        let hash = HostHash(match host.digest {
+            Some(digest) => format!("{name}-{digest:0DIGITS$x}"),
+            None => name.clone(),
+        });
+        let mut next = 0u32;
+        for run in host.runs.chunks(2) {
+            let &[left_out, taken] = run else { return Err("a run of tasks has no length".to_owned()) };
+            if places.len().saturating_add(taken as usize) > MOST {
+                return Err(format!("more than {MOST} tasks"));
+            }
+            let first = next.wrapping_add(left_out);
+            next = first.wrapping_add(taken);
+            places.extend(
+                (0..taken)
+                    .map(|index| TaskPlace { task: TaskId(first.wrapping_add(index)), host: hash.clone() }),
+            );
+        }
+    }
     let world = assign(Generation(message.generation), &places).map_err(|error| error.to_string())?;
     let rank = (0u32..)
         .zip(&world.seats)
@@ -41,6 +70,39 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
         .map(|(rank, _)| Rank(rank))
         .ok_or_else(|| format!("task {task} has no place in it"))?;
     world.seen_from(rank).map_err(|error| error.to_string())
+}
+
+/// A hash's name and digest; all of it is the name where it does not end in a digest.
+fn parts(hash: &str) -> (&str, Option<u64>) {
+    hash.rsplit_once('-')
+        .filter(|(_, digits)| digits.len() == DIGITS && digits.bytes().all(is_digit))
+        .and_then(|(name, digits)| Some((name, Some(u64::from_str_radix(digits, 16).ok()?))))
+        .unwrap_or((hash, None))
+}
+
+fn is_digit(letter: u8) -> bool {
+    matches!(letter, b'0'..=b'9' | b'a'..=b'f')
+}
+
+/// How many bytes two names have in common, and what the second one has besides.
+fn split_at_difference<'a>(one: &str, other: &'a str) -> (u32, &'a str) {
+    let same = one.chars().zip(other.chars()).take_while(|(left, right)| left == right);
+    let shared = same.map(|(letter, _)| letter.len_utf8()).sum::<usize>();
+    (u32::try_from(shared).unwrap_or(0), other.get(shared..).unwrap_or(other))
+}
+
+/// Numbers as how many are left out, how many taken, and so on.
+fn runs(tasks: &[u32]) -> Vec<u32> {
+    let mut runs: Vec<u32> = Vec::new();
+    let mut next = 0u32;
+    for &task in tasks {
+        match runs.last_mut() {
+            Some(taken) if task == next => *taken += 1,
+            _ => runs.extend([task.wrapping_sub(next), 1]),
+        }
+        next = task.wrapping_add(1);
+    }
+    runs
 }
 
 impl From<HostFacts> for wire::HostFacts {
@@ -126,12 +188,36 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn hosts_of_one_kind_are_told_in_few_bytes() {
+        let hash =
+            |host: u32| HostFacts { hostname: format!("host-{host:05}"), ..HostFacts::default() }.hash();
+        let places: Vec<TaskPlace> =
+            (0..8_000).map(|task| TaskPlace { task: TaskId(task), host: hash(task / 8) }).collect();
+        let encoded = encode_world(&assign(Generation(1), &places).unwrap());
+        // Of a thousand hosts.
+        assert!(encoded.len() < 22 * 1_000, "{}", encoded.len());
+    }
+
+    #[test]
+    fn hashes_of_any_form_come_back() {
+        for hash in
+            ["a", "a-", "-0123456789abcdef", "a-0123456789ABCDEF", "a-+123456789abcdef", "é-b", "è-b", "è-bc"]
+        {
+            let places = [TaskPlace { task: TaskId(0), host: HostHash(hash.to_owned()) }];
+            let world = assign(Generation(1), &places).unwrap();
+            assert_eq!(decode_world(encode_world(&world), TaskId(0)).unwrap(), world, "{hash}");
+        }
+    }
+
     proptest! {
         #[test]
-        fn a_world_survives_the_wire_as_each_task_sees_it(hosts in prop::collection::vec(0u8..4, 1..20), generation: u64) {
+        fn a_world_survives_the_wire_as_each_task_sees_it(
+            hosts in prop::collection::vec("[ab]{0,2}(-[0-9a-f]{16})?", 1..20), generation: u64, gap in 1u32..3
+        ) {
             let places: Vec<TaskPlace> = (0u32..)
                 .zip(&hosts)
-                .map(|(task, host)| TaskPlace { task: TaskId(task), host: HostHash(host.to_string()) })
+                .map(|(task, host)| TaskPlace { task: TaskId(task * gap), host: HostHash(host.clone()) })
                 .collect();
             let world = assign(Generation(generation), &places).unwrap();
             for (rank, seat) in (0u32..).zip(&world.seats) {

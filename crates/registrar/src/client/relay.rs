@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
-use farandole_world::TaskId;
+use farandole_world::{JobId, TaskId};
 use parking_lot::{Condvar, Mutex};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
@@ -43,6 +43,7 @@ const ENDING: Duration = Duration::from_secs(1);
 pub struct Relay {
     caller: Caller,
     handle: Handle,
+    job: JobId,
     door: u64,
     links: Arc<Links>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
@@ -83,6 +84,7 @@ impl Client {
         Ok(Relay {
             caller: Caller { channel, ..inner.caller.clone() },
             handle: inner.handle.clone(),
+            job: inner.ticket.job_id().clone(),
             door,
             links: Arc::default(),
             tasks: Mutex::default(),
@@ -107,7 +109,7 @@ impl Relay {
                 elapsed: started.elapsed(),
             })?
             .map_err(|status| Error::Refused {
-                job: String::new(),
+                job: self.job.0.clone(),
                 call: "taking calls",
                 reason: status.message().to_owned(),
             })?

@@ -53,20 +53,30 @@ pub struct AwaitAssignmentReply {
     #[prost(uint32, tag = "3")]
     pub missing_count: u32,
 }
-/// Registered tasks by host; ranks follow from it by the rule of assignment.
+/// Registered tasks by host; ranks follow from it by the rule of assignment. Every task of a large job is sent all of it,
+/// so it is told in few bytes.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct World {
     #[prost(uint64, tag = "1")]
     pub generation: u64,
+    /// Ascending by hash.
     #[prost(message, repeated, tag = "2")]
     pub hosts: ::prost::alloc::vec::Vec<Host>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Host {
-    #[prost(string, tag = "1")]
-    pub hash: ::prost::alloc::string::String,
-    #[prost(uint32, repeated, tag = "2")]
-    pub tasks: ::prost::alloc::vec::Vec<u32>,
+    /// How many bytes of the name of the host before it this one's begins with.
+    #[prost(uint32, tag = "1")]
+    pub shared: u32,
+    /// The rest of its name.
+    #[prost(string, tag = "2")]
+    pub rest: ::prost::alloc::string::String,
+    /// What follows the name and a dash as 16 hexadecimal digits; absent from a hash that does not end so.
+    #[prost(fixed64, optional, tag = "3")]
+    pub digest: ::core::option::Option<u64>,
+    /// Its tasks, ascending: how many numbers are left out, how many taken, and so on.
+    #[prost(uint32, repeated, tag = "4")]
+    pub runs: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Beat {
