@@ -167,7 +167,8 @@ class _Trial:
                 connection.silence()
                 # Nothing is lost, and nobody can know, before something is sent.
                 limit = time.monotonic() + 10
-                while not connection.waits and time.monotonic() < limit:
+                while not connection.waits:
+                    assert time.monotonic() < limit, f"nothing was sent where it is silent: {self.job.story()}"
                     time.sleep(0.002)
                 return set(pair), time.monotonic()
             began = time.monotonic()

@@ -91,6 +91,44 @@ def test_unnamed_operations_that_differ_are_told_at_once_and_the_world_goes_on(t
         assert after == [3.0, 3.0]
 
 
+OBJECTS = {
+    "broadcast_object": "broadcast of int64 [1, 1, 1, 1]",
+    "allgather_object": "allgather of uint8 [.., 1, 1, 1]",
+}
+
+
+def mixed(helper, other):
+    calls = {
+        "broadcast_object": lambda: hvd.broadcast_object("an object"),
+        "allgather_object": lambda: hvd.allgather_object("an object"),
+        "allreduce": lambda: hvd.allreduce(torch.ones(2)),
+        "a size": lambda: hvd.broadcast(torch.ones(1, dtype=torch.int64), root_rank=0),
+        "bytes": lambda: hvd.allgather(torch.ones(3, dtype=torch.uint8)),
+    }
+    try:
+        calls[helper if hvd.rank() == 1 else other]()
+    except ValueError as error:
+        return str(error), hvd.allgather_object(hvd.rank()), hvd.broadcast_object(hvd.rank(), 2)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("helper", "other"),
+    [
+        ("broadcast_object", "allreduce"),
+        ("broadcast_object", "a size"),
+        ("broadcast_object", "allgather_object"),
+        ("allgather_object", "allreduce"),
+        ("allgather_object", "bytes"),
+    ],
+)
+def test_ranks_that_move_objects_where_others_do_something_else_are_told_at_once(trio, helper, other):
+    for text, everybody, last in trio.run(mixed, helper, other):
+        assert text.startswith("Mismatched "), text
+        assert f"rank 1 submitted {OBJECTS[helper]}" in text, text
+        assert (everybody, last) == ([0, 1, 2], 2)
+
+
 def told_of_groups(step):
     """What a rank hears of a step, and of the one after it, and how long that took."""
     began, errors = time.monotonic(), []
@@ -135,7 +173,12 @@ def by_an_optimizer():
     return told_of_groups(step)
 
 
-@pytest.mark.parametrize("how", [by_hand, by_an_optimizer])
+def by_name():
+    tensors = [torch.ones(2)] * (3 if hvd.rank() == 1 else 2)
+    return told_of_groups(lambda: hvd.grouped_allreduce(tensors, name="group"))
+
+
+@pytest.mark.parametrize("how", [by_hand, by_an_optimizer, by_name])
 def test_ranks_that_group_differently_are_all_told_at_once(fresh_world, how):
     for errors, took in fresh_world(3).run(how):
         assert len(errors) == 2, errors

@@ -281,6 +281,8 @@ def wrong_calls_are_told_and_harm_nothing():
     ok = tf.ones(3)
     with pytest.raises(tf.errors.FailedPreconditionError, match="ismatch"):
         hvd.allreduce(tf.ones(3 + hvd.rank()), name="different shapes")
+    with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched operations: "):
+        _ = hvd.broadcast(ok, 0) if hvd.rank() else hvd.allreduce(ok)
     with pytest.raises(tf.errors.InvalidArgumentError, match="at least one dimension"):
         hvd.allgather(tf.constant(1.0))
     with pytest.raises(tf.errors.InvalidArgumentError, match="no such process set: 9"):

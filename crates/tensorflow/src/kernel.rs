@@ -25,13 +25,19 @@ pub(crate) struct Node {
     pub(crate) call: Call,
 }
 
+/// Name of a tensor of a group; the first one's does not tell how many there are, so ranks whose groups differ meet in
+/// it, and hear of that.
+pub(crate) fn member(base: &str, index: usize, count: usize) -> String {
+    match index {
+        0 => base.to_owned(),
+        _ => format!("{base}_{}of{count}", index + 1),
+    }
+}
+
 impl Node {
     /// Names of so many tensors, which are as many in every run.
     pub(crate) fn names(&self, count: usize) -> &[String] {
-        self.names.get_or_init(|| match count {
-            1 => vec![self.base.clone()],
-            _ => (1..=count).map(|index| format!("{}_{index}of{count}", self.base)).collect(),
-        })
+        self.names.get_or_init(|| (0..count).map(|index| member(&self.base, index, count)).collect())
     }
 }
 
@@ -113,7 +119,8 @@ unsafe fn read(api: &'static Api, construction: Opaque, operation: u32) -> Resul
         let number = |name, wanted: bool| if wanted { small(api, construction, name) } else { Ok(0) };
         let name = string(api, construction, c"tensor_name")?;
         let numbered = name.is_empty();
-        let base = if numbered { format!("tensorflow.{operation:?}.noname") } else { name };
+        // Not told apart by operation: ranks that issue different ones meet, and hear of it.
+        let base = if numbered { "tensorflow.noname".to_owned() } else { name };
         let call = Call {
             operation: operation as u32,
             reduction: number(c"reduce_op", reduces)?,

@@ -90,7 +90,9 @@ class HandleTable:
         return f"{family}.{next(self._numbers[ranks])}"
 
     def names(self, operation: str, name: str | None, count: int, process_set: ProcessSet | None = None) -> list[str]:
-        """The names of a group's members: `<name>_<i>of<n>`, and of an unnamed group's first the number alone.
+        """The names of a group's members: `<name>`, then `<name>_<i>of<n>` from the second on.
+
+        The first does not tell how many there are, so ranks whose groups differ in size meet in it, and hear of that.
 
         Raises:
             ValueError: When there are none.
@@ -98,8 +100,7 @@ class HandleTable:
         if count == 0:
             raise ValueError("a group has at least one member")
         base = self.name(operation, name, process_set)
-        names = [f"{base}_{i}of{count}" for i in range(1, count + 1)]
-        return names if name is not None else [base, *names[1:]]
+        return [base, *(f"{base}_{i}of{count}" for i in range(2, count + 1))]
 
     def submit(self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any) -> int:
         """Starts an operation or a group of them, and keeps `keep` alive until the returned handle is consumed.

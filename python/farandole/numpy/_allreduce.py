@@ -204,7 +204,8 @@ def grouped_allreduce_async(
 ) -> int:
     """Starts an allreduce of several arrays as one unit; `synchronize` returns the list of results.
 
-    Arguments and errors are those of `allreduce_async`; member `i` of `n` is named `<name>_<i>of<n>`.
+    Arguments and errors are those of `allreduce_async`; the first member is named `<name>`, member `i` of `n` after it
+    `<name>_<i>of<n>`.
     """
     op = choose_op(op, average)
     return _submit(tensors, False, name, op, (prescale_factor, postscale_factor), process_set)

@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
 
 from farandole.common import basics
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.numpy._arrays import Array, table
 from farandole.numpy._move import broadcast_, gather_with_rows
+
+if TYPE_CHECKING:
+    from farandole.numpy._arrays import Array
 
 
 def broadcast_object(
@@ -35,12 +37,12 @@ def broadcast_object(
     """
     is_root = basics.rank() == root_rank
     data = _dump(obj) if is_root else None
-    name = table.name("object", name, process_set)
-    size = np.array([0 if data is None else data.size], dtype=np.int64)
-    broadcast_(size, root_rank, f"{name}.size", process_set)
+    size_name, data_name = (None, None) if name is None else (f"object.{name}.size", f"object.{name}.data")
+    size = np.array([0 if data is None else data.size], dtype=np.int64).reshape(_SHAPE)
+    broadcast_(size, root_rank, size_name, process_set)
     if data is None:
-        data = np.empty(int(size[0]), dtype=np.uint8)
-    broadcast_(data, root_rank, f"{name}.data", process_set)
+        data = np.empty(size.item(), dtype=np.uint8).reshape(_SHAPE)
+    broadcast_(data, root_rank, data_name, process_set)
     return obj if is_root else _load(data)
 
 
@@ -58,16 +60,19 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    data = _dump(obj)
-    whole, rows = gather_with_rows(data, table.name("object", name, process_set), process_set)
+    whole, rows = gather_with_rows(_dump(obj), None if name is None else f"object.{name}", process_set)
     ends = np.cumsum(rows)
     return [_load(whole[end - count : end]) for end, count in zip(ends, rows, strict=True)]
 
 
+_SHAPE = (-1, 1, 1, 1)
+"""Objects travel in a shape of their own: what an unnamed array of another rank's meets is then no object."""
+
+
 def _dump(obj: Any) -> Array:
     # A bytearray, since a view of bytes could not be written to.
-    return np.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=np.uint8)
+    return np.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=np.uint8).reshape(_SHAPE)
 
 
 def _load(data: Array) -> Any:
-    return cloudpickle.loads(data.data)
+    return cloudpickle.loads(data.reshape(-1).data)

@@ -100,7 +100,8 @@ def grouped_allgather_async(
 ) -> int:
     """Starts an allgather of several tensors as one unit; `synchronize` returns the list of results.
 
-    Arguments and errors are those of `allgather_async`; member `i` of `n` is named `<name>_<i>of<n>`.
+    Arguments and errors are those of `allgather_async`; the first member is named `<name>`, member `i` of `n` after it
+    `<name>_<i>of<n>`.
     """
     return _start_group(tensors, name, process_set, _whole)
 

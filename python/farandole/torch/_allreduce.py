@@ -126,8 +126,8 @@ def grouped_allreduce_async(
 ) -> int:
     """Starts an allreduce of several tensors as one unit; `synchronize` returns the list of results.
 
-    Tensors may differ in shape, dtype and device. Arguments and errors are those of `allreduce_async`; member `i` of
-    `n` is named `<name>_<i>of<n>`.
+    Tensors may differ in shape, dtype and device. Arguments and errors are those of `allreduce_async`; the first member
+    is named `<name>`, member `i` of `n` after it `<name>_<i>of<n>`.
     """
     reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
     return start_group(tensors, name, reduction, in_place=False)

@@ -109,7 +109,8 @@ def grouped_reducescatter_async(
 ) -> int:
     """Starts a reduce-scatter of several tensors as one unit; `synchronize` returns the list of results.
 
-    Arguments and errors are those of `reducescatter_async`; member `i` of `n` is named `<name>_<i>of<n>`.
+    Arguments and errors are those of `reducescatter_async`; the first member is named `<name>`, member `i` of `n`
+    after it `<name>_<i>of<n>`.
     """
     reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)
     return _start_group(tensors, name, reduction)

@@ -14,7 +14,7 @@ from farandole.common import basics
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._allgather import gather_rows
 from farandole.torch._broadcast import broadcast_, broadcast_async_
-from farandole.torch._handles import synchronize, table
+from farandole.torch._handles import synchronize
 
 
 def broadcast_tensors(
@@ -63,8 +63,8 @@ def broadcast_object(
 ) -> Any:
     """Returns the root's object on every rank; it travels by cloudpickle over links that the job's key secures.
 
-    Unnamed calls are numbered like unnamed operations. Horovod names them after the type of `obj`, which hangs when
-    ranks pass different types.
+    Unnamed calls are numbered like unnamed operations, and ranks that issue something else instead hear of it. Horovod
+    names them after the type of `obj`, which hangs when ranks pass different types.
 
     Args:
         obj: What to send; ignored on other ranks.
@@ -79,14 +79,14 @@ def broadcast_object(
         ValueError: When an argument is wrong.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    name = table.name("object", name, process_set)
+    size_name, data_name = (None, None) if name is None else (f"object.{name}.size", f"object.{name}.data")
     is_root = basics.rank() == root_rank
-    data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8) if is_root else None
-    size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64)
-    broadcast_(size, root_rank, f"{name}.size", process_set)
+    data = _dump(obj) if is_root else None
+    size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64).view(_SHAPE)
+    broadcast_(size, root_rank, size_name, process_set)
     if data is None:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    broadcast_(data, root_rank, f"{name}.data", process_set)
+        data = torch.empty(int(size), dtype=torch.uint8).view(_SHAPE)
+    broadcast_(data, root_rank, data_name, process_set)
     return obj if is_root else _load(data)
 
 
@@ -104,13 +104,20 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
-    whole, rows = gather_rows(data, table.name("object", name, process_set), process_set)
+    whole, rows = gather_rows(_dump(obj), None if name is None else f"object.{name}", process_set)
     return [_load(part) for part in torch.split(whole, rows)]
 
 
+_SHAPE = (-1, 1, 1, 1)
+"""Objects travel in a shape of their own: what an unnamed tensor of another rank's meets is then no object."""
+
+
+def _dump(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8).view(_SHAPE)
+
+
 def _load(data: torch.Tensor) -> Any:
-    return cloudpickle.loads(data.numpy().data)
+    return cloudpickle.loads(data.view(-1).numpy().data)
 
 
 class _Slot:

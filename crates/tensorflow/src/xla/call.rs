@@ -14,6 +14,7 @@ use super::registry::{Status, fail};
 use crate::context::{Code, Failure};
 use crate::exports::{door, refused, translated};
 use crate::job::{EMPTY, wire};
+use crate::kernel::member;
 use crate::output::Brought;
 use crate::world;
 
@@ -90,11 +91,7 @@ unsafe fn collect(
 ) -> Result<(), String> {
     let door = door().map_err(|failure| failure.text)?;
     let count = collective.tensors.len();
-    let name = |index: usize| match count {
-        1 => collective.name.clone(),
-        _ => format!("{}_{}of{count}", collective.name, index + 1),
-    };
-    let names: Vec<String> = (0..count).map(name).collect();
+    let names: Vec<String> = (0..count).map(|index| member(&collective.name, index, count)).collect();
     // Only the members' rows tell how large these become.
     let brings = matches!(operation, Operation::Allgather | Operation::Alltoall);
     let request = |(index, name): (usize, &String)| {
