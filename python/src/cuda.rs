@@ -170,8 +170,9 @@ impl Ring {
         let places = places(named, packages);
         py.detach(|| {
             let nccl = Nccl::load(&places).map_err(told)?;
-            let id = nccl.unique_id().map_err(told)?;
             let lane = Gpu::new(Driver::load(&places).map_err(told)?, ordinal).lane().map_err(told)?;
+            // Last: with the name NCCL opens a port, which only a communicator of that name closes.
+            let id = nccl.unique_id().map_err(told)?;
             let communicator = NcclCommunicator::form(nccl, lane, id, (0, 1), PATIENCE).map_err(failed)?;
             Ok(Self { communicator: Mutex::new(communicator), ordinal })
         })

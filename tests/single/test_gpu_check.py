@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """What `make gpu-check` would do on a GPU, as far as a host without one can tell."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,5 +53,7 @@ def test_tensors_are_packed_at_multiples_of_16_bytes():
 def test_kernels_without_a_driver_are_an_error_that_says_what_is_missing(tmp_path):
     with pytest.raises(FarandoleEnvironmentError, match="libcuda was not found"):
         cuda.Kernels(0, "", PACKAGES, str(tmp_path))
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(FarandoleEnvironmentError, match="libcuda was not found"):
         cuda.Ring(0, "", PACKAGES)
+    assert os.listdir("/proc/self/fd") == before, "NCCL has opened a port"
