@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,8 +152,41 @@ class Table:
         self.rows.append({"what": name} | told)
 
 
-def session() -> tuple[Any, Any, Any]:
-    """Spark with two slots, its functions, and a frame's columns."""
+@dataclass
+class Run:
+    """One framework's measurements: a session with two slots, a frame that it holds, and the table so far."""
+
+    spark: Any
+    columns: list[Any]
+    frame: Any
+    scratch: str
+    rounds: int
+    floors: dict[str, float]
+    table: Table = field(default_factory=Table)
+
+    @property
+    def first(self) -> float:
+        """The floor of a first fit."""
+        return sum(self.floors.values())
+
+    @property
+    def again(self) -> float:
+        """The floor of a fit whose data is prepared."""
+        return self.first - self.floors["write.parquet"]
+
+    def fits(self, made: Any, of: str, above: tuple[float, float]) -> Any:
+        """Measures a first and later fits; returns what the first one fitted."""
+        fitted: list[Any] = []
+        first = timed(lambda: fitted.append(made.fit(self.frame)))
+        self.table.row(f"first fit{of}", first, self.first, above[0], HOROVOD.get(f"first fit{of}"))
+        later = statistics.median(timed(lambda: made.fit(self.frame)) for _ in range(self.rounds))
+        self.table.row(f"second fit{of}", later, self.again, above[1], HOROVOD.get(f"second fit{of}"))
+        return fitted[0]
+
+
+@contextmanager
+def running(rows: int, rounds: int, module: str) -> Iterator[Run]:
+    """A run whose floors are measured, with a frame of so many rows."""
     from pyspark.sql import SparkSession  # noqa: PLC0415
     from pyspark.sql import functions as sf  # noqa: PLC0415
 
@@ -164,7 +199,14 @@ def session() -> tuple[Any, Any, Any]:
         .getOrCreate()
     )
     spark.sparkContext.setLogLevel("ERROR")
-    return spark, sf, [*(sf.rand(index).alias(f"x{index}") for index in range(COLUMNS)), sf.rand(99).alias("y")]
+    columns = [*(sf.rand(index).alias(f"x{index}") for index in range(COLUMNS)), sf.rand(99).alias("y")]
+    frame = spark.range(0, rows, 1, 4).select(*columns).cache()
+    frame.count()
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Run(spark, columns, frame, scratch, rounds, floors(spark, frame, scratch, rounds, module))
+        run.table.floor(run.floors)
+        yield run
+    spark.stop()
 
 
 def measure_torch(rows: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
@@ -172,25 +214,14 @@ def measure_torch(rows: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
     from farandole.spark.common import SparkBackend  # noqa: PLC0415
     from farandole.spark.common.prepare import clear_training_cache  # noqa: PLC0415
 
-    spark, _, columns = session()
-    frame = spark.range(0, rows, 1, 4).select(*columns).cache()
-    frame.count()
-    table = Table()
-    with tempfile.TemporaryDirectory() as scratch:
-        parts = floors(spark, frame, scratch, rounds, "torch")
-        table.floor(parts)
-        floor = sum(parts.values())
-        again = floor - parts["write.parquet"]
+    with running(rows, rounds, "torch") as run:
+        frame, table, scratch = run.frame, run.table, run.scratch
         before = resident()
-        made = torch_estimator(f"{scratch}/store")
-        fits: list[Any] = []
-        table.row("first fit", timed(lambda: fits.append(made.fit(frame))), floor, 3.0, HOROVOD["first fit"])
-        second = statistics.median(timed(lambda: made.fit(frame)) for _ in range(rounds))
-        table.row("second fit", second, again, 1.5, HOROVOD["second fit"])
+        fitted = run.fits(torch_estimator(f"{scratch}/store"), "", (3.0, 1.5))
         warm = torch_estimator(f"{scratch}/store", num_proc=None, backend=SparkBackend(2, warm=True, verbose=0))
-        table.row("first fit with warm workers, on prepared data", timed(lambda: warm.fit(frame)), again, 3.0)
+        table.row("first fit with warm workers, on prepared data", timed(lambda: warm.fit(frame)), run.again, 3.0)
         second = statistics.median(timed(lambda: warm.fit(frame)) for _ in range(rounds))
-        table.row("second fit with warm workers", second, again, 0.0, HOROVOD["second fit"])
+        table.row("second fit with warm workers", second, run.again, 0.0, HOROVOD["second fit"])
         some = frame.limit(TRANSFORMED).repartition(2).cache()
         some.count()
 
@@ -198,7 +229,7 @@ def measure_torch(rows: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
             return lambda: other.write.format("noop").mode("overwrite").save()
 
         identity = forced(some.mapInArrow(same, some.schema))
-        transform = forced(fits[0].transform(some))
+        transform = forced(fitted.transform(some))
         identity()
         transform()
         least = statistics.median(timed(identity) for _ in range(rounds))
@@ -206,33 +237,21 @@ def measure_torch(rows: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
         table.row("transform", found, least, 1.5, HOROVOD["transform"])
         clear_training_cache()
         after_small = resident()
-        large = spark.range(0, 20 * rows, 1, 8).select(*columns)
+        large = run.spark.range(0, 20 * rows, 1, 8).select(*run.columns)
         torch_estimator(f"{scratch}/large").setEpochs(1).fit(large)
         what = "driver memory, MiB: start, after fits, after 20 x the rows"
         table.rows.append({"what": what, "mib": [before, after_small, resident()]})
         if peers:
             seconds = timed(lambda: distributor_fit(rows))
             table.rows.append({"what": "TorchDistributor + DDP, as many steps, no data", "seconds": seconds})
-    spark.stop()
     return table.rows
 
 
 def measure_keras(rows: int, rounds: int, _peers: bool) -> list[dict[str, Any]]:
     """Keras's rows of the table."""
-    spark, _, columns = session()
-    frame = spark.range(0, rows, 1, 4).select(*columns).cache()
-    frame.count()
-    table = Table()
-    with tempfile.TemporaryDirectory() as scratch:
-        parts = floors(spark, frame, scratch, rounds, "tensorflow")
-        table.floor(parts)
-        floor = sum(parts.values())
-        made = keras_estimator(f"{scratch}/store")
-        table.row("first fit of Keras", timed(lambda: made.fit(frame)), floor, 5.0)
-        second = statistics.median(timed(lambda: made.fit(frame)) for _ in range(rounds))
-        table.row("second fit of Keras", second, floor - parts["write.parquet"], 5.0)
-    spark.stop()
-    return table.rows
+    with running(rows, rounds, "tensorflow") as run:
+        run.fits(keras_estimator(f"{run.scratch}/store"), " of Keras", (5.0, 5.0))
+    return run.table.rows
 
 
 def shown(table: list[dict[str, Any]]) -> None:

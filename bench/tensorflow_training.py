@@ -6,7 +6,8 @@
 
 Operations take turns in the same processes. The training rows run one after the other, each in processes of its own,
 twice: `alone` and `whole` are one process, with one thread on a rank's share of the batch and with a thread for every
-rank on all of it; `fit` and `loop` are Farandole's; `mirrored` is tf.distribute's MultiWorkerMirroredStrategy with
+rank on all of it; `fit` and `loop` are Farandole's, `groups` is `fit` with gradients in four groups, of which the first
+travel while the backward pass computes the last; `mirrored` is tf.distribute's MultiWorkerMirroredStrategy with
 strategy.run, which Keras 3 refuses in `fit`. Writes bench/results/tensorflow.json.
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 WIDTH, LAYERS = 2236, 5
 """Five layers of 2236 x 2236: 25.0 M parameters in 10 tensors."""
@@ -109,10 +110,21 @@ def overhead() -> None:
         return run
 
     tensors = [torch.ones(8, 8) for _ in range(SMALL)]
+    alone = step(lambda tape: tape)
+
+    def reduce() -> None:
+        torched.grouped_allreduce_(tensors, op=hvd.Average, name="g")
+
+    def meet() -> None:
+        alone()
+        # What a reduction costs whoever calls it: the wire, and the wait for the rank that comes later.
+        reduce()
+
     calls = {
         "step with DistributedGradientTape": step(hvd.DistributedGradientTape),
-        "step alone": step(lambda tape: tape),
-        "grouped allreduce by torch": lambda: torched.grouped_allreduce_(tensors, op=hvd.Average, name="g"),
+        "step alone": alone,
+        "grouped allreduce by torch": reduce,
+        "step, then that allreduce": meet,
     }
     report(f"a step with {SMALL} gradients of 256 B", turns(calls, 300))
 
@@ -124,7 +136,7 @@ def data(batch: int, steps: int) -> tuple[Any, Any]:
     return tuple(random.normal(size=(batch * steps, WIDTH)).astype(np.float32) for _ in range(2))
 
 
-def fit(batch: int, steps: int, threads: int, distributed: bool) -> float:
+def fit(batch: int, steps: int, threads: int, distributed: bool, groups: int | None = None) -> float:
     """Median milliseconds of a step of `model.fit`."""
     import tensorflow as tf  # noqa: PLC0415
 
@@ -141,7 +153,7 @@ def fit(batch: int, steps: int, threads: int, distributed: bool) -> float:
     if distributed:
         import farandole.keras as hvd  # noqa: PLC0415
 
-        optimizer = hvd.DistributedOptimizer(optimizer)
+        optimizer = hvd.DistributedOptimizer(optimizer, groups=groups)
         callbacks.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0))
     ends: list[float] = []
 
@@ -229,12 +241,25 @@ def worker(what: str, batch: int, steps: int, threads: int) -> None:
         "alone": lambda: fit(batch, steps, 1, distributed=False),
         "whole": lambda: fit(batch, steps, threads, distributed=False),
         "fit": lambda: fit(batch, steps, 1, distributed=True),
+        "groups": lambda: fit(batch, steps, 1, distributed=True, groups=4),
         "loop": lambda: loop(batch, steps, mirrored=False),
         "mirrored": lambda: loop(batch, steps, mirrored=True),
     }
     milliseconds = rows[what]()
     if rank == 0:
         print(json.dumps({"row": what, "milliseconds": milliseconds}), flush=True)
+
+
+def judged(times: dict[str, float]) -> Iterator[str]:
+    """What the figures of operations are measured by."""
+    ours, theirs = times.get("farandole.tensorflow"), times.get("farandole.torch")
+    nothing, step = times.get("op that does nothing"), times.get("step with DistributedGradientTape")
+    if ours is not None and theirs is not None:
+        yield f"{ours / theirs:.2f} x farandole.torch" + (
+            "" if nothing is None else f", {ours - nothing:.1f} beyond nothing"
+        )
+    if step is not None:
+        yield f"{step - times['step, then that allreduce']:.1f} beyond a step and torch's allreduce"
 
 
 def launch(ranks: int, what: str, batch: int, steps: int, threads: int = 1) -> list[dict[str, Any]]:
@@ -264,12 +289,15 @@ def main() -> None:
         print(f"\n{row['what']}, {ranks} ranks on {os.cpu_count()} cores (median microseconds)")
         for name, microseconds in row["microseconds"].items():
             print(f"{name:>36} {microseconds:>10.1f}")
+        for words in judged(row["microseconds"]):
+            print(f"{words:>36}")
     times: dict[str, list[float]] = {}
     for _ in range(2):
         for what, processes, rows_of_batch, threads in (
             ("alone", 1, batch, 1),
             ("whole", 1, batch * ranks, ranks),
             ("fit", ranks, batch, 1),
+            ("groups", ranks, batch, 1),
             ("loop", ranks, batch, 1),
             ("mirrored", ranks, batch, 1),
         ):

@@ -22,24 +22,14 @@ WORKER = """
 import json, os, signal, socket, sys, time
 import numpy as np
 import farandole.numpy as hvd
+from tests.sockets import listening
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 total = hvd.allreduce(np.arange(300_000, dtype=np.float32) * (rank + 1), op=hvd.Sum)
 right = bool((total == np.arange(300_000, dtype=np.float32) * sum(range(1, size + 1))).all())
 gathered = hvd.allgather(np.full((rank + 1, 2), rank, dtype=np.int32)).shape
-inodes = set()
-for descriptor in os.listdir("/proc/self/fd"):
-    try:
-        inodes.add(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix("socket:[").removesuffix("]"))
-    except OSError:
-        continue
-listening = set()
-for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-    with open(table) as lines:
-        rows = [line.split() for line in lines][1:]
-    listening |= {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 print(json.dumps({"rank": rank, "local": hvd.local_size(), "right": right, "rows": gathered[0],
-                  "listening": sorted(listening)}), flush=True)
+                  "listening": sorted({address for address, _ in listening()})}), flush=True)
 hvd.barrier()
 if "--one-dies" in sys.argv:
     if rank == size - 1:

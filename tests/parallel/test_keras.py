@@ -125,6 +125,12 @@ def passes_and_local_layers_and_rates():
     model = build(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2))
     model.fit(mine(x, hvd.rank()), mine(y, hvd.rank()), batch_size=BATCH // RANKS, shuffle=False, verbose=0)
     same(model, expected, "two passes")
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    model = build(optimizer)
+    model.fit(mine(x, hvd.rank()), mine(y, hvd.rank()), batch_size=BATCH // RANKS, shuffle=False, verbose=0)
+    same(model, expected, "two passes averaged")
 
     model = build("sgd")
     optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=model.layers[0])

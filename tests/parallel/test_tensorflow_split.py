@@ -6,11 +6,14 @@ import contextlib
 import os
 from importlib.util import find_spec
 
+import cloudpickle
 import pytest
+from tests.parallel import compiled_fits
 
 if find_spec("tensorflow") is None:
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
+cloudpickle.register_pickle_by_value(compiled_fits)  # workers import no test
 SWITCH = "FARANDOLE_ENABLE_XLA_OPS"
 
 
@@ -119,42 +122,15 @@ def functions_in_functions_are_split():
 def keras_splits_the_step():
     import warnings
 
-    import keras
-    import numpy as np
+    def compiled(model, _):
+        assert model.jit_compile is True
 
-    import farandole.keras as hvd
-
-    random = np.random.default_rng(3)
-    x = random.normal(size=(36, 5)).astype(np.float32)
-    y = (x @ random.normal(size=(5, 1))).astype(np.float32)
-
-    def build(optimizer, **options):
-        kernels = [keras.initializers.GlorotUniform(seed) for seed in (1, 2)]
-        layers = [keras.Input((5,)), keras.layers.Dense(4, activation="tanh", kernel_initializer=kernels[0])]
-        model = keras.Sequential([*layers, keras.layers.Dense(1, kernel_initializer=kernels[1])])
-        model.compile(optimizer, loss="mse", **options)
-        return model
-
-    def fit(model, rows, batch):
-        # The last batch is smaller.
-        model.fit(x[rows], y[rows], batch_size=batch, epochs=2, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    kinds = {
-        "plain": lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.1),
-        "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
-        "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
-    }
-    mine = slice(hvd.rank(), None, 2)
     with without_custom_calls(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        for what, make in kinds.items():
-            expected = fit(build(make()), slice(None), 8)
-            for options in ({"jit_compile": True}, {"jit_compile": True, "steps_per_execution": 2}):
-                model = build(hvd.DistributedOptimizer(make()), **options)
-                assert model.jit_compile is True
-                for ours, theirs in zip(fit(model, mine, 4), expected, strict=True):
-                    np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6, err_msg=f"{what}, {options}")
+        # The last batch is smaller.
+        compiled_fits.equal_one_process(
+            36, [{"jit_compile": True}, {"jit_compile": True, "steps_per_execution": 2}], compiled
+        )
 
 
 def auto_never_compiles_what_has_to_be_split():

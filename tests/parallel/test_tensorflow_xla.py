@@ -4,10 +4,14 @@
 
 from importlib.util import find_spec
 
+import cloudpickle
 import pytest
+from tests.parallel import compiled_fits
 
 if find_spec("tensorflow") is None:
     pytest.skip("needs TensorFlow", allow_module_level=True)
+
+cloudpickle.register_pickle_by_value(compiled_fits)  # workers import no test
 
 
 def close(actual, expected, what):
@@ -104,39 +108,10 @@ def gradients_are_compiled_too():
 
 
 def keras_compiles_the_whole_step():
-    import keras
-    import numpy as np
+    def compiled(model, options):
+        assert model.jit_compile is (options["jit_compile"] is True)  # without a GPU "auto" is no
 
-    import farandole.keras as hvd
-
-    random = np.random.default_rng(3)
-    x = random.normal(size=(32, 5)).astype(np.float32)
-    y = (x @ random.normal(size=(5, 1))).astype(np.float32)
-    mine = slice(hvd.rank(), None, 2)
-
-    def build(optimizer, **options):
-        kernels = [keras.initializers.GlorotUniform(seed) for seed in (1, 2)]
-        layers = [keras.Input((5,)), keras.layers.Dense(4, activation="tanh", kernel_initializer=kernels[0])]
-        model = keras.Sequential([*layers, keras.layers.Dense(1, kernel_initializer=kernels[1])])
-        model.compile(optimizer, loss="mse", **options)
-        return model
-
-    def fit(model, rows, batch):
-        model.fit(x[rows], y[rows], batch_size=batch, epochs=2, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    kinds = {
-        "plain": lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.1),
-        "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
-        "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
-    }
-    for what, make in kinds.items():
-        expected = fit(build(make()), slice(None), 8)
-        for how in (True, "auto"):
-            model = build(hvd.DistributedOptimizer(make()), jit_compile=how)
-            assert model.jit_compile is (how is True)
-            for ours, theirs in zip(fit(model, mine, 4), expected, strict=True):
-                np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6, err_msg=f"{what}, {how}")
+    compiled_fits.equal_one_process(32, [{"jit_compile": True}, {"jit_compile": "auto"}], compiled)
 
 
 def what_cannot_be_compiled_says_why():

@@ -114,7 +114,9 @@ def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_int
     changes = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))}
     from farandole.spark.agent import environment
 
-    command = warm.command(warm.Warm(), cold, environment({**changes, **env}, {}), os.getpid())
+    # What a server imports depends on what this process has imported, by other tests for one.
+    wanted = warm.wanted(True, by_default=True)
+    command = warm.command(wanted, cold, environment({**changes, **env}, {}), os.getpid())
     assert command[3].endswith("proxy.py")
     times, floors = [], []
     for _ in range(7):
@@ -126,6 +128,7 @@ def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_int
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         times.append(time.monotonic() - started)
         assert (done.returncode, "is started by an agent" in done.stderr) == (2, True), done.stderr
+    assert len(servers()) == 1
     # On a machine that does other things, too, an interpreter that starts and ends has no better luck.
     assert min(times) < max(0.1, 15 * min(floors)), (times, floors)
 
@@ -272,7 +275,7 @@ def test_a_changed_environment_or_package_gets_a_server_of_its_own(tmp_path, mon
     backend.run(begun)
     with_path = servers()
     assert len(with_path) == len(before) + 1
-    # A package is installed there.
+    # A job writes there what another one imports.
     (tmp_path / "late.py").write_text("answer = 42\n")
 
     def late():
@@ -281,7 +284,15 @@ def test_a_changed_environment_or_package_gets_a_server_of_its_own(tmp_path, mon
         return late.answer
 
     assert backend.run(late) == [42]
+    assert servers() == with_path
+    # A package is installed there.
+    (tmp_path / "some-1.0.dist-info").mkdir()
+    assert backend.run(late) == [42]
     assert len(servers()) == len(with_path) + 1
+    with_package = servers()
+    (tmp_path / "other-1.0.dist-info").mkdir()
+    backend.run(begun)
+    assert len(servers()) == len(with_package) + 1
 
 
 def test_a_server_that_cannot_fork_or_import_declines_and_workers_come_the_long_way(tmp_path, monkeypatch):

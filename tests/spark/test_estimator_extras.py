@@ -42,6 +42,22 @@ def test_a_compiled_model_learns_what_an_eager_one_does(data):
     assert compiled.getModel()(torch.from_numpy(x)).shape == (96, 1)
 
 
+def test_a_compiled_module_of_lightning_learns_what_an_eager_one_does(data):
+    from farandole.spark.lightning import TorchEstimator as LightningEstimator
+
+    def fitted(compiled):
+        model = linear()
+        return LightningEstimator(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), loss=torch.nn.MSELoss(),
+            feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=3, verbose=0, random_seed=1, compile=compiled,
+            store=LocalStore(str(data)), backend=LocalBackend(2, verbose=0, start_timeout=120),
+        ).fit_on_parquet()  # fmt: skip
+
+    compiled, eager = fitted(True), fitted(False)
+    assert torch.allclose(weights(compiled), weights(eager), atol=1e-5)
+    assert type(compiled.getModel()) is torch.nn.Linear
+
+
 def test_mlflow_itself_has_the_run_its_metrics_and_a_model_that_predicts(data, tmp_path, monkeypatch):
     import mlflow
     from mlflow.pytorch import load_model

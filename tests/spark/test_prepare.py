@@ -269,6 +269,7 @@ def test_every_type_of_spark_that_can_be_a_feature(store, spark):
     import numpy as np
 
     from farandole._native.reader import Dataset, Reader
+    from farandole.data import ParquetLoader
 
     frame = spark.range(20).selectExpr(*[one.strip() for one in split(TYPES)])
     found = prepared(store, frame, Roles(tuple(name for name in frame.columns if name != "y"), ("y",)))
@@ -282,6 +283,8 @@ def test_every_type_of_spark_that_can_be_a_feature(store, spark):
     for name, (dtype, shape, value) in EXPECTED.items():
         assert (found.columns[name].dtype, found.columns[name].shape) == (dtype, shape), name
         assert values[name][row].tolist() == value, name
+    (texts,) = ParquetLoader(found.train_url, 100, columns=["word", "bytes", "y"], shuffle=False)
+    assert (texts["word"][row], texts["bytes"][row], texts["y"][row]) == ("3", b"3", 3)
 
 
 def split(text):

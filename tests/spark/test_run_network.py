@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests import sockets
 from tests.spark.deployments import PATIENCE, drive, standalone
 
 import farandole.spark
@@ -22,26 +23,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 * PATIENCE, func_only=Tr
 
 def reduce_and_list_ports():
     """The sum of all ranks, and the TCP ports on which this process listens."""
-    import os
-
     import numpy as np
 
     import farandole.numpy as hvd
 
     hvd.init()
     total = float(hvd.allreduce(np.ones(1, dtype=np.float32), op=hvd.Sum)[0])
-    inodes = set()
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix("socket:[").removesuffix("]"))
-        except OSError:
-            continue
-    ports = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with open(table) as lines:
-            rows = [line.split() for line in lines][1:]
-        ports |= {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
-    return total, sorted(ports)
+    return total, sorted(port for _, port in sockets.listening())
 
 
 def local_size():
@@ -95,9 +83,11 @@ def test_driver_and_ranks_meet_by_ipv6_alone(monkeypatch):
 
 def test_ranks_of_executors_that_only_dial_out_are_linked_through_the_drivers_port(tmp_path):
     body = """
+from tests import sockets
 from tests.spark import test_run_network
 import cloudpickle
-cloudpickle.register_pickle_by_value(test_run_network)
+for module in (sockets, test_run_network):
+    cloudpickle.register_pickle_by_value(module)
 spark = session(os.environ["MASTER_URL"], executor_cores="1")
 told = farandole.spark.run(test_run_network.reduce_and_list_ports, num_proc=2)
 assert [total for total, _ in told] == [2.0, 2.0], told

@@ -189,13 +189,23 @@ def _digest(warm: Warm, interpreter: str, env: Mapping[str, str], owner: int) ->
         "owner": [owner, started(owner)],
         "python": [os.path.realpath(interpreter), sys.version],
         "preload": warm.preload,
-        # An installed, removed or replaced package changes the directory it lies in.
-        "packages": [[root, _changed(root)] for root in dict.fromkeys(roots)],
+        "packages": [[root, _installed(root)] for root in dict.fromkeys(roots)],
         "farandole": [_changed(path) for path in (*sorted(_HERE.glob("*.py")), *_HERE.parent.glob("_native*"))],
         "directory": str(Path.cwd()),
         "env": {name: value for name, value in sorted(env.items()) if _FOR_IMPORTS.match(name) and name not in _ALONE},
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+
+
+def _installed(root: str) -> int | None:
+    """When a package was last installed, removed or replaced in a directory; `None` where none are installed.
+
+    In other directories, such as the one a notebook runs in, files come and go as jobs write them. What the server has
+    imported from there it looks at by itself.
+    """
+    folder = Path(root)
+    is_for_packages = folder.name in ("site-packages", "dist-packages")
+    return _changed(folder) if is_for_packages or next(folder.glob("*.dist-info"), None) is not None else None
 
 
 def _changed(path: str | Path) -> int | None:

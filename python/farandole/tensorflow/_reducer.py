@@ -90,7 +90,9 @@ class GradientReducer:
                 results[index] = self._scaled(grad) if self.scale_local_gradients else grad
             else:
                 shared.append(index)
-        for group in partition(shared, keys, self.groups):
+        # The last ones first: the backward pass comes to them first, and in functions TensorFlow runs reductions in the
+        # order in which they were made, each as soon as it has its gradients.
+        for group in reversed(partition(shared, keys, self.groups)):
             reduced = self._reduce([self._dense(results[index]) for index in group], name)
             for index, grad in zip(group, reduced, strict=True):
                 results[index] = grad

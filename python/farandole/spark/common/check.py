@@ -21,6 +21,33 @@ def anything(value: Any) -> Any:
     return value
 
 
+def backend(value: Any) -> Any:
+    """Something that runs functions in several processes."""
+    if not callable(getattr(value, "run", None)) or not callable(getattr(value, "num_processes", None)):
+        raise TypeError(f"backend must be a Backend, such as SparkBackend(2) or LocalBackend(2): {value!r}")
+    return value
+
+
+def compression(value: Any) -> Any:
+    """One of `Compression`, or a compressor that keeps what it has left out."""
+    wanted = ("compress", "decompress"), ("rounds", "reduce")
+    if not any(all(callable(getattr(value, name, None)) for name in names) for names in wanted):
+        raise TypeError(f"gradient_compression must be of Compression, such as fp16, or a compressor: {value!r}")
+    return value
+
+
+def named(name: str, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What `convert` makes of a value; what is wrong with one is told with the parameter's name."""
+
+    def checked(value: Any) -> Any:
+        try:
+            return convert(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    return checked
+
+
 def at_least(name: str, least: int) -> Callable[[Any], int]:
     """A whole number, `least` or more."""
 

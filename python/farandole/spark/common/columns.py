@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
     from pyspark.sql.types import DataType, StructType
 
-_USABLE = "numbers, booleans, dates, times, arrays of these (nested or not) and Spark ML vectors are supported"
+_USABLE = (
+    "numbers, booleans, dates, times, arrays of these (nested or not) and Spark ML vectors are supported, strings and "
+    "bytes where a transformation_fn makes numbers of them"
+)
+_TEXTS = ("string", "varchar", "char", "binary")
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,13 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
         raise ValueError(f"validation column {roles.validation!r} is also a feature, label or weight column")
 
 
-def check_types(roles: Roles, schema: StructType) -> None:
+def check_types(roles: Roles, schema: StructType, *, texts: bool = False) -> None:
     """Refuses columns of a type that no tensor can hold.
 
     Args:
         roles: the columns asked for, all of them in the schema.
         schema: the DataFrame's.
+        texts: whether strings and bytes are welcome, since a `transformation_fn` makes numbers of them.
 
     Raises:
         ValueError: naming the column and its type.
@@ -105,7 +110,7 @@ def check_types(roles: Roles, schema: StructType) -> None:
         elif role == "validation column":
             if not _is_number(kind) and kind.typeName() not in ("string", "varchar", "char"):
                 raise ValueError(f"{role} {name!r} must be a number, a boolean or a string, its type is {shown}")
-        elif not _is_usable(kind):
+        elif not _is_usable(kind) and not (texts and kind.typeName() in _TEXTS):
             raise ValueError(f"{role} {name!r} has type {shown}, which no tensor can hold; {_USABLE}")
 
 

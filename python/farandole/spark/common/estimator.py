@@ -67,7 +67,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         self._check()
         backend, store, roles = self._backend(), self._store(), self._roles()
         check_present(roles, dataset.columns, "DataFrame")
-        check_types(roles, dataset.schema)
+        check_types(roles, dataset.schema, texts=self.getTransformationFn() is not None)
         store.check_writable()
         backend.check()
         with progress(self.getVerbose()) as shown:

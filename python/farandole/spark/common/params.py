@@ -63,7 +63,7 @@ class EstimatorParams(Params):
 
     num_proc = declare("num_proc", "training processes; not together with backend", check.at_least("num_proc", 1))
     model = declare("model", "the model to train", check.anything)
-    backend = declare("backend", "where training processes run; not together with num_proc", check.anything)
+    backend = declare("backend", "where training processes run; not together with num_proc", check.backend)
     store = declare("store", "where prepared data, checkpoints and logs live", check.store)
     optimizer = declare("optimizer", "the optimizer, made over the model's parameters", check.anything)
     loss = declare("loss", "the loss, or a list of one per label column", check.anything)
@@ -111,7 +111,7 @@ class EstimatorParams(Params):
         "batches whose gradients make one step",
         check.at_least("backward_passes_per_step", 1),
     )
-    gradient_compression = declare("gradient_compression", "compression of gradients on the wire", check.anything)
+    gradient_compression = declare("gradient_compression", "compression of gradients on the wire", check.compression)
     callbacks = declare("callbacks", "what is called while the model trains", check.listed("callbacks"))
     continuous_cols = declare("continuous_cols", "NVTabular's; not used", check.text_list("continuous_cols"))
     categorical_cols = declare("categorical_cols", "NVTabular's; not used", check.text_list("categorical_cols"))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole._native.reader import Dataset, Reader
+from farandole.data.arrays import TEXTS, objects
 from farandole.spark.common.visibility import seen
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class Source:
                 tail="pad",
                 cast={name: dtype for name, dtype in columns.items() if dtype is not None},
             )
+        texts = [one.name for one in self._reader.columns if one.dtype in TEXTS]
+        if texts and transformation is None:
+            raise ValueError(f"tensors hold no strings: a transformation_fn can make numbers of {', '.join(texts)}")
         self.steps = self._reader.steps()
         self.total = dataset.rows
         self.own = max(0, -(-(dataset.rows - rank) // size))
@@ -208,11 +212,13 @@ def sample(url: str, columns: Sequence[str], rows: int, transformation: Callable
 
 
 def array(batch: Batch, name: str) -> npt.NDArray[Any]:
-    """A column of a batch, in the batch's own memory, which lives as long as the array.
+    """A column of a batch, in the batch's own memory, which lives as long as the array; of texts, a copy.
 
     Args:
         batch: of the native reader.
         name: of the column.
     """
     column = batch.column(name)
+    if column.dtype in TEXTS:
+        return objects(batch, name, column.dtype)
     return np.frombuffer(memoryview(column), dtype=column.dtype).reshape(column.shape)

@@ -62,6 +62,11 @@ class Transformation:
             except ValueError as error:
                 raise ValueError(f"column {name!r} of transformation_fn is not {dtype} {shape}: {error}") from None
         for name, values in made.items():
+            if values.dtype.kind in "OSU":
+                raise ValueError(
+                    f"transformation_fn leaves column {name!r} of {values.dtype}, which no tensor can hold: it has to "
+                    "make numbers of it, or transformation_removed_fields to name it"
+                )
             if len(values) != rows:
                 raise ValueError(f"transformation_fn made {len(values)} values of column {name!r} out of {rows} rows")
         return made

@@ -133,9 +133,11 @@ class LightningEstimator(
         precision: `"fp32"`, `"bf16"` or `"fp16"`; default `"fp32"`.
         gradient_clip_norm: Most norm of all gradients together.
         lr_scheduler: For a plain module: a scheduler over the optimizer, or a function that makes one.
+        lr_scheduler_interval: `"epoch"` or `"step"`: when it takes its step; default `"epoch"`.
         early_stopping: As in `farandole.spark.torch`.
         best_checkpoint: As in `farandole.spark.torch`.
         checkpoint_every: Epochs from one checkpoint that stays to the next.
+        compile: Whether `torch.compile` compiles the module; default False.
         deterministic: Whether equal seeds and sizes give equal bits; default False.
         max_steps: Steps after which the run ends.
         max_time: Seconds of training after which the run ends.
@@ -204,9 +206,11 @@ class LightningEstimator(
         precision: str | None = None,
         gradient_clip_norm: float | None = None,
         lr_scheduler: Any = None,
+        lr_scheduler_interval: str | None = None,
         early_stopping: Any = None,
         best_checkpoint: Any = None,
         checkpoint_every: int | None = None,
+        compile: bool | None = None,  # noqa: A002 - torch's word
         deterministic: bool | None = None,
         max_steps: int | None = None,
         max_time: float | None = None,
@@ -224,17 +228,27 @@ class LightningEstimator(
             raise ValueError(f"model must be a torch.nn.Module: {type(self.getModel()).__name__}")
         if self.getLoss() is not None and self.getLossConstructors() is not None:
             raise ValueError("at most one of parameters loss and loss_constructors may be specified")
-        if self._package() is not None:
+        if self._package() is None:
+            self._check_plain()
+        else:
             for name in ("optimizer", "loss", "loss_constructors", "loss_weights", "lr_scheduler"):
                 if self.getOrDefault(name) is not None:
                     raise ValueError(f"{name} is for plain modules: a LightningModule brings its own")
             if self.getMetrics():
                 raise ValueError("metrics are for plain modules: a LightningModule logs its own")
-        elif self.getOptimizer() is None:
-            raise ValueError("optimizer is required for a plain module")
-        elif self.getLoss() is None and self.getLossConstructors() is None:
-            raise ValueError("loss is required for a plain module")
+        for one in self.getCallbacks():
+            if not hasattr(one, "on_fit_start"):
+                raise TypeError(f"a callback must be one of Lightning's: {one!r}")
         compression_hook(self.getGradientCompression())
+
+    def _check_plain(self) -> None:
+        optimizer = self.getOptimizer()
+        if optimizer is None:
+            raise ValueError("optimizer is required for a plain module")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"optimizer must be a torch.optim.Optimizer: {optimizer!r}")
+        if self.getLoss() is None and self.getLossConstructors() is None:
+            raise ValueError("loss is required for a plain module")
 
     def _package(self) -> str | None:
         """The package whose `LightningModule` the model is; `None` for a plain module."""
@@ -301,6 +315,7 @@ class LightningEstimator(
                 model=self.getModel(),
                 optimizer=self.getOptimizer(),
                 scheduler=self.getLrScheduler(),
+                interval=self.getLrSchedulerInterval(),
                 losses=losses,
                 loss_weights=self.getLossWeights() or [1.0 / len(names)] * len(names),
                 metrics=[list(one) if isinstance(one, list | tuple) else [one] for one in self.getMetrics() or []],

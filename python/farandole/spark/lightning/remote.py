@@ -75,8 +75,9 @@ def _train(job: LightningJob, scratch: Path) -> Trained | None:
         data = {"train_dataloaders": Loader(train_source, base, base.data.train_steps, len(history))}
         if val_source is not None:
             data["val_dataloaders"] = Loader(val_source, base, base.data.val_steps, len(history))
+    module: Any = torch.compile(objects.module) if base.loop.compile else objects.module
     # The checkpoint is this run's own, out of the user's store: it may hold any object of the module's.
-    trainer.fit(objects.module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
+    trainer.fit(module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
     if rank != 0:
         return None
     return Trained(payload.pack_state({"model": watch.best_state(trainer, objects.module)}), watch.history)

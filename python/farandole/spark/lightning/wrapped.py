@@ -30,6 +30,7 @@ class _Steps:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
+        interval: str,
         losses: Sequence[Any],
         loss_weights: Sequence[float],
         metrics: Sequence[Sequence[Any]],
@@ -39,7 +40,7 @@ class _Steps:
     ) -> None:
         """Takes the user's objects."""
         self.model = model
-        self._parts = (optimizer, scheduler)
+        self._parts = (optimizer, scheduler, interval)
         self._losses = list(losses)
         self._row_losses = [weighted(loss) for loss in losses] if weight else []
         self._loss_weights = tuple(loss_weights)
@@ -62,11 +63,11 @@ class _Steps:
 
     def configure_optimizers(self) -> Any:
         """The user's optimizer, and the scheduler if there is one."""
-        optimizer, scheduler = self._parts
+        optimizer, scheduler, interval = self._parts
         if scheduler is None:
             return optimizer
         made = scheduler if hasattr(scheduler, "state_dict") else scheduler(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": made}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": interval}}
 
     def _step(self, batch: dict[str, torch.Tensor], stage: str) -> torch.Tensor:
         outputs = outputs_of(self.forward(*(batch[one.name] for one in self._inputs)), len(self._labels))

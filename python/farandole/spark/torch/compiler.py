@@ -3,8 +3,9 @@
 """torch's compiler, imported only where somebody compiles.
 
 Every optimizer of torch imports `torch._dynamo` for its first step, to mark in it where a graph would have to break;
-that takes longer than to import torch itself. A module in its place has what eager code calls, and anything else that
-is asked of it, or of a module below it, brings the compiler.
+that takes longer than to import torch itself. Lightning imports it for a class, and DistributedDataParallel asks for a
+setting. A module in its place has what eager code calls; anything else that is asked of it, or of a module below it,
+brings the compiler.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def defer() -> None:
     spec = PathFinder.find_spec(_NAME, torch.__path__)
     if spec is None or not spec.has_location:
         return
-    stand_in = _Deferred(_NAME)
+    stand_in = _Deferred()
     stand_in.__spec__, stand_in.__file__, stand_in.__package__ = spec, spec.origin, _NAME
     stand_in.__path__ = list(spec.submodule_search_locations or ())
     sys.meta_path.insert(0, _Finder())
@@ -45,8 +46,42 @@ def is_deferred() -> bool:
     return isinstance(sys.modules.get(_NAME), _Deferred)
 
 
+class _Compiled(type):
+    """Asks the compiler, once it is there."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return not is_deferred() and isinstance(instance, sys.modules[_NAME].OptimizedModule)
+
+
+class OptimizedModule(metaclass=_Compiled):
+    """In the place of the class of compiled modules: without the compiler there are none."""
+
+
+class _Part(ModuleType):
+    """In the place of a module below the compiler, of which eager code asks one thing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(getattr(_compiler(), self.__name__.rpartition(".")[2]), name)
+
+
+def _part(name: str, **known: Any) -> ModuleType:
+    part = _Part(f"{_NAME}.{name}")
+    part.__dict__.update(known)
+    return part
+
+
 class _Deferred(ModuleType):
     """In the compiler's place."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME)
+        self.OptimizedModule = OptimizedModule
+        # What DistributedDataParallel does unless somebody has told the compiler otherwise.
+        self.utils = _part("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        # torch.distributed begins, and nothing has been traced.
+        self.trace_rules = _part("trace_rules", clear_lru_cache=lambda: None)
 
     def graph_break(self, msg: str = "") -> None:
         """Nothing is compiled, so nothing breaks."""

@@ -55,8 +55,13 @@ class TorchParams(EstimatorParams):
         "lr_scheduler_interval", "when the scheduler takes its step",
         check.choice("lr_scheduler_interval", "epoch", "step"),
     )  # fmt: skip
-    early_stopping = declare("early_stopping", "when a run that becomes no better ends", EarlyStopping.of)
-    best_checkpoint = declare("best_checkpoint", "number by which the best epoch is kept and returned", Monitor.of)
+    early_stopping = declare(
+        "early_stopping", "when a run that becomes no better ends", check.named("early_stopping", EarlyStopping.of)
+    )
+    best_checkpoint = declare(
+        "best_checkpoint", "number by which the best epoch is kept and returned",
+        check.named("best_checkpoint", Monitor.of),
+    )  # fmt: skip
     checkpoint_every = declare(
         "checkpoint_every", "epochs from one checkpoint that stays to the next", check.at_least("checkpoint_every", 1)
     )

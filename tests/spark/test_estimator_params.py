@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Every parameter of every estimator: its accessors, its default, and what is said of a value that cannot be."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import warnings
+
+import keras
+import pytest
+import torch
+
+from farandole.spark.common import LocalStore
+from farandole.spark.keras import KerasEstimator
+from farandole.spark.lightning import TorchEstimator as LightningEstimator
+from farandole.spark.torch import TorchEstimator
+
+ESTIMATORS = {"torch": TorchEstimator, "lightning": LightningEstimator, "keras": KerasEstimator}
+
+COUNTS = (
+    "num_proc", "batch_size", "val_batch_size", "epochs", "partitions_per_process", "train_steps_per_epoch",
+    "validation_steps_per_epoch", "backward_passes_per_step", "train_reader_num_workers", "val_reader_num_workers",
+    "max_restarts",
+)  # fmt: skip
+FLAGS = ("shuffle", "use_gpu", "compress_sparse_cols", "allow_nan", "inmemory_cache_all", "mlflow")
+COLUMNS = [(3, TypeError), ([], ValueError), (["a", "a"], ValueError)]
+SHAPES = [("x", TypeError), ([[0]], ValueError), ([[-1, -1]], ValueError)]
+LIST = [("x", TypeError), ({}, TypeError)]
+COMMON = {
+    **{name: [(0, ValueError), (1.5, TypeError), (True, TypeError)] for name in COUNTS},
+    **{name: [(1, TypeError)] for name in FLAGS},
+    "verbose": [(-1, ValueError), ("all", TypeError)],
+    "random_seed": [(-1, ValueError), (0.5, TypeError)],
+    "tensorflow_dataset_prefetch_buffer_size": [(-1, ValueError)],
+    "backend": [("local[2]", TypeError)],
+    "store": [(3, TypeError)],
+    "loss_weights": [(1.0, TypeError), (["a"], TypeError)],
+    "sample_weight_col": [(3, TypeError), ("", ValueError)],
+    "feature_cols": [*COLUMNS, ([["a", "b"], "a"], ValueError)],
+    "label_cols": COLUMNS,
+    "validation": [(1.0, ValueError), (-0.1, ValueError), ([], TypeError), ("", ValueError)],
+    "run_id": [(7, TypeError), ("../x", ValueError)],
+    "label_shapes": SHAPES,
+    "gradient_compression": [("fp16", TypeError)],
+    "callbacks": LIST,
+    "continuous_cols": [(3, TypeError), (["a", "a"], ValueError)],
+    "categorical_cols": [(3, TypeError), (["a", "a"], ValueError)],
+    "fill": [([], TypeError), ({"x": []}, TypeError)],
+    "transformation_fn": [("x", TypeError)],
+    "transformation_edit_fields": [(3, TypeError), ([("x", "float32")], TypeError)],
+    "transformation_removed_fields": [(3, TypeError)],
+    "reader_pool_type": [("ventilator", ValueError)],
+    "mp_start_method": [("thread", ValueError)],
+    "on_failure": [("ignore", ValueError)],
+}
+TORCH = {
+    "metrics": [(["accuracy"], TypeError)],
+    "input_shapes": SHAPES,
+    "input_dtypes": [(["complex64"], ValueError), ({}, TypeError)],
+    "loss_constructors": [("mse", TypeError)],
+    "train_minibatch_fn": [(3, TypeError)],
+    "precision": [("fp8", ValueError)],
+    "gradient_clip_norm": [(0, ValueError), ("one", TypeError)],
+    "lr_scheduler": [("cosine", TypeError)],
+    "lr_scheduler_interval": [("hour", ValueError)],
+    "early_stopping": [(0, ValueError), ({"mode": "up"}, ValueError), ({"patients": 3}, TypeError), (0.5, TypeError)],
+    "best_checkpoint": [({"mode": "up"}, ValueError), (3, TypeError)],
+    "checkpoint_every": [(0, ValueError), ("epoch", TypeError)],
+    "compile": [("yes", TypeError)],
+    "deterministic": [(1, TypeError)],
+    "max_steps": [(0, ValueError), (0.5, TypeError)],
+    "max_time": [(0, ValueError), ("1h", TypeError)],
+}
+LIGHTNING = {
+    **TORCH,
+    "num_gpus": [(-1, ValueError), (0.5, TypeError)],
+    "log_every_n_steps": [(0, ValueError)],
+    "loader_num_epochs": [(0, ValueError)],
+    "terminate_on_nan": [("yes", TypeError)],
+    "trainer_args": [([], TypeError), ({3: 4}, TypeError)],
+    "debug_data_loader": [(1, TypeError)],
+    "train_async_data_loader_queue_size": [("all", TypeError)],
+    "val_async_data_loader_queue_size": [(True, TypeError)],
+}
+KERAS = {
+    "loss": [([3], TypeError), (3, TypeError)],
+    "custom_objects": [([], TypeError), ({3: 4}, TypeError)],
+    "checkpoint_callback": [("best", TypeError), (keras.callbacks.History(), TypeError)],
+    "backend_env": [({"A": 1}, TypeError), ("A=1", TypeError)],
+}
+WRONG = {"torch": COMMON | TORCH, "lightning": COMMON | LIGHTNING, "keras": COMMON | KERAS}
+ANY = {
+    "torch": {"model", "optimizer", "loss", "data_module", "shuffle_buffer_size"},
+    "lightning": {"model", "optimizer", "loss", "data_module", "shuffle_buffer_size", "logger", "profiler"},
+    "keras": {"model", "optimizer", "metrics", "data_module", "shuffle_buffer_size"},
+}
+"""What takes any value: it is judged with the others, when a fit begins, or it is ignored."""
+
+UNSET = {
+    "num_proc", "model", "backend", "store", "optimizer", "loss", "loss_weights", "sample_weight_col", "feature_cols",
+    "label_cols", "validation", "val_batch_size", "random_seed", "run_id", "train_steps_per_epoch",
+    "validation_steps_per_epoch", "label_shapes", "gradient_compression", "continuous_cols", "categorical_cols",
+    "shuffle_buffer_size", "transformation_fn", "transformation_edit_fields", "transformation_removed_fields",
+    "mp_start_method", "fill", "data_module",
+}  # fmt: skip
+SET = {
+    "metrics": [], "batch_size": 32, "epochs": 1, "verbose": 1, "shuffle": True, "partitions_per_process": 10,
+    "use_gpu": True, "backward_passes_per_step": 1, "callbacks": [], "compress_sparse_cols": False, "allow_nan": False,
+    "train_reader_num_workers": 2, "val_reader_num_workers": 2, "reader_pool_type": "thread",
+    "inmemory_cache_all": False, "tensorflow_dataset_prefetch_buffer_size": 0, "on_failure": "raise",
+    "max_restarts": 3, "mlflow": False,
+}  # fmt: skip
+OF_TORCH = dict.fromkeys(
+    ("input_shapes", "input_dtypes", "loss_constructors", "train_minibatch_fn", "gradient_clip_norm", "lr_scheduler",
+     "early_stopping", "best_checkpoint", "checkpoint_every", "max_steps", "max_time")
+) | {"precision": "fp32", "lr_scheduler_interval": "epoch", "compile": False, "deterministic": False}  # fmt: skip
+OF_LIGHTNING = dict.fromkeys(
+    ("num_gpus", "logger", "loader_num_epochs", "profiler", "trainer_args", "train_async_data_loader_queue_size",
+     "val_async_data_loader_queue_size")
+) | {"log_every_n_steps": 50, "terminate_on_nan": False, "debug_data_loader": False}  # fmt: skip
+OF_KERAS = {
+    "custom_objects": {},
+    "checkpoint_callback": None,
+    "backend_env": {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"},
+}
+DEFAULTS = {
+    "torch": dict.fromkeys(UNSET) | SET | OF_TORCH,
+    "lightning": dict.fromkeys(UNSET) | SET | OF_TORCH | OF_LIGHTNING,
+    "keras": dict.fromkeys(UNSET) | SET | OF_KERAS,
+}
+
+
+@pytest.fixture(params=ESTIMATORS)
+def kind(request):
+    return request.param
+
+
+def accessor(verb, name):
+    return verb + "".join(part.capitalize() for part in name.split("_"))
+
+
+def test_every_default_is_known(kind):
+    made = ESTIMATORS[kind]()
+    assert {param.name: made.getOrDefault(param) for param in made.params} == DEFAULTS[kind]
+
+
+def test_every_parameter_has_a_setter_that_returns_the_estimator_and_a_getter(kind):
+    made = ESTIMATORS[kind]()
+    for param in made.params:
+        value = made.getOrDefault(param)
+        assert getattr(made, accessor("set", param.name))(value) is made
+        assert getattr(made, accessor("get", param.name))() == value
+        assert param.doc
+
+
+def test_every_parameter_is_judged_when_it_is_set_or_takes_anything(kind):
+    assert {param.name for param in ESTIMATORS[kind]().params} == set(WRONG[kind]) | ANY[kind]
+    assert not set(WRONG[kind]) & ANY[kind]
+
+
+def test_the_constructor_takes_parameters_alone(kind):
+    taken = set(inspect.signature(ESTIMATORS[kind].__init__).parameters) - {"self"}
+    known = {param.name for param in ESTIMATORS[kind]().params}
+    assert taken <= known
+    # What is only accepted for the sake of other frameworks' estimators.
+    assert known - taken <= {
+        "tensorflow_dataset_prefetch_buffer_size", "compress_sparse_cols", "continuous_cols", "categorical_cols",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in WRONG.items() for name in names], indirect=["kind"]
+)
+def test_a_value_that_cannot_be_is_refused_with_the_name_of_its_parameter(kind, name):
+    made = ESTIMATORS[kind]()
+    for value, error in WRONG[kind][name]:
+        with pytest.raises(error, match=name):
+            getattr(made, accessor("set", name))(value)
+        with pytest.raises(error, match=name):
+            made.copy({made.getParam(name): value})
+        with pytest.raises(error, match=name):
+            made.setParams(**{name: value})
+    assert not made.isSet(name)
+
+
+def test_what_can_be_judged_with_the_others_alone_is_refused_before_anything_begins(kind, tmp_path):
+    if kind == "keras":
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        known = {"model": model, "optimizer": "sgd", "loss": "mse"}
+    else:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        known = {"model": model, "optimizer": optimizer, "loss": torch.nn.MSELoss()}
+    known |= {"feature_cols": ["x"], "label_cols": ["y"], "store": LocalStore(str(tmp_path)), "num_proc": 1}
+    for name in ("model", "optimizer", *(["loss"] if kind == "torch" else [])):
+        with pytest.raises((TypeError, ValueError), match=name):
+            ESTIMATORS[kind](**known | {name: 3}).fit_on_parquet()
+    with pytest.raises((TypeError, ValueError), match="callback"):
+        ESTIMATORS[kind](**known | {"callbacks": [3]}).fit_on_parquet()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_longer_needed_is_taken_with_a_warning(kind):
+    with pytest.warns(DeprecationWarning, match="shuffle_buffer_size is deprecated"):
+        ESTIMATORS[kind](shuffle_buffer_size=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method in multiprocessing.get_all_start_methods():
+            assert ESTIMATORS[kind](mp_start_method=method).getMpStartMethod() == method
