@@ -13,7 +13,7 @@ use farandole::reader;
 use pyo3::exceptions::{PyBufferError, PyKeyError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyCapsuleMethods, PyTuple};
+use pyo3::types::{PyBytes, PyCapsule, PyCapsuleMethods, PyTuple};
 
 /// Imports anything with `__arrow_c_array__` that is a struct: a record batch.
 ///
@@ -136,6 +136,16 @@ impl Batch {
 
     fn column(&self, name: &str) -> PyResult<Column> {
         Ok(Column { shared: Arc::clone(&self.0), index: self.index(name)? })
+    }
+
+    fn texts<'py>(
+        &self,
+        py: Python<'py>,
+        name: &str,
+    ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
+        let (ends, values) =
+            self.0.batch().texts(self.index(name)?).ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
+        Ok((PyBytes::new(py, ends), PyBytes::new(py, values)))
     }
 
     /// # Safety

@@ -145,8 +145,14 @@ impl Store {
         Ok(entries.into_iter().map(|entry| (entry.path, entry.bytes)).collect())
     }
 
-    fn delete(&self, py: Python<'_>, path: &str) -> PyResult<()> {
-        py.detach(|| self.0.delete(path)).map_err(refuse)
+    #[pyo3(signature = (path, patience = None))]
+    fn delete(&self, py: Python<'_>, path: &str, patience: Option<f64>) -> PyResult<()> {
+        let Some(seconds) = patience else {
+            return py.detach(|| self.0.delete(path)).map_err(refuse);
+        };
+        let patience = Duration::try_from_secs_f64(seconds)
+            .map_err(|_| PyValueError::new_err(format!("not a number of seconds: {seconds}")))?;
+        py.detach(|| self.0.delete_within(path, patience)).map_err(refuse)
     }
 
     #[pyo3(signature = (path = ""))]

@@ -143,10 +143,10 @@ def test_other_python_threads_run_while_a_batch_is_waited_for(files):
 
 
 def test_what_no_batch_can_hold_says_why(tmp_path):
-    table = pa.table({"n": [1.0, None], "s": ["a", "b"], "r": [[1], [1, 2]], "ok": [1, 2]})
+    table = pa.table({"n": [1.0, None], "s": [{"a": "b"}] * 2, "r": [[1], [1, 2]], "ok": [1, 2]})
     pq.write_table(table, tmp_path / "f.parquet")
     dataset = Dataset.open(str(tmp_path))
-    for column, reason in {"s": "utf8 has no fixed size", "r": "its rows have different lengths"}.items():
+    for column, reason in {"s": "it is Struct", "r": "its rows have different lengths"}.items():
         with pytest.raises(ValueError, match=f"column {column} cannot be read into batches: {reason}"):
             Reader(dataset, columns=[column], batch_size=1)
     assert [field.name for field in Reader(dataset, batch_size=1).columns] == ["n", "ok"]
@@ -234,7 +234,7 @@ def test_the_first_batch_does_not_wait_for_thousands_of_files(tmp_path):
         directory.mkdir()
         for number in range(files):
             (directory / f"{number}.parquet").hardlink_to(one)
-        reader = Reader(Dataset.open(str(directory)), batch_size=100)
+        reader = Reader(Dataset.open(str(directory)), batch_size=1024)
         firsts = []
         for number in range(5):
             start = time.perf_counter()
@@ -243,8 +243,8 @@ def test_the_first_batch_does_not_wait_for_thousands_of_files(tmp_path):
             firsts.append(time.perf_counter() - start)
             epoch.close()
         seconds[files] = min(firsts)
-    # The plan of an epoch knows all its files: that takes milliseconds. Opening them all would take seconds.
-    assert seconds[10_000] < seconds[100] + 0.1
+    # The plan of an epoch knows all its files, which takes milliseconds; as many are opened of all as of a hundred.
+    assert seconds[10_000] < 2 * seconds[100] + 0.05
 
 
 def test_a_directory_of_a_thousand_files_is_planned_in_a_second(tmp_path):

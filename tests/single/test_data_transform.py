@@ -210,7 +210,7 @@ def test_nulls_and_nan_are_filled_on_request(tmp_path):
         ParquetLoader(tmp_path, 4, columns=["f"], fill={"i": 0})
 
 
-def test_tensorflow_takes_the_batches(path):
+def test_tensorflow_takes_the_batches(path, tmp_path):
     tf = pytest.importorskip("tensorflow")
     loader = ParquetLoader(path, 64, tail="pad")
     dataset = loader.as_tf_dataset()
@@ -222,6 +222,11 @@ def test_tensorflow_takes_the_batches(path):
     assert {row for batch in epochs[1] for row in batch} == set(range(ROWS))
     with pytest.raises(ValueError, match='framework="numpy"'):
         ParquetLoader(path, 64, framework="torch").as_tf_dataset()
+    pq.write_table(pa.table({"s": ["a", "ü"], "b": [b"\0", b""]}), tmp_path / "f.parquet")
+    (batch,) = ParquetLoader(tmp_path, 2, columns=["s", "b"], shuffle=False).as_tf_dataset()
+    assert batch["s"].dtype == tf.string
+    assert batch["s"].numpy().tolist() == ["a".encode(), "ü".encode()]
+    assert batch["b"].numpy().tolist() == [b"\0", b""]
 
 
 @pytest.mark.parametrize("pool", ["thread", "process", "dummy"])

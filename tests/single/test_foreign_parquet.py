@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from farandole._native import reader
-from farandole.data import prepare_data
+from farandole.data import ParquetLoader, prepare_data
 from farandole.data.datasets import linked, open_dataset
 from farandole.spark.common import LocalStore
 from farandole.spark.common.columns import Roles
@@ -45,15 +45,22 @@ def test_names_of_directories_are_columns(tmp_path):
     assert rows == sorted(zip(*(table[name].to_pylist() for name in ("x", "year", "half")), strict=True))
 
 
-def test_a_text_in_a_directorys_name_says_that_no_batch_can_hold_it(tmp_path):
+def test_a_null_in_a_directorys_name_is_a_null(tmp_path):
     for name in ("a b", "__HIVE_DEFAULT_PARTITION__"):
         (tmp_path / f"city={name}").mkdir()
         pq.write_table(pa.table({"x": [1, 2]}), tmp_path / f"city={name}" / "part=1 ü.parquet")
     opened = open_dataset(str(tmp_path))
     assert {one.name: one.dtype for one in opened.columns} == {"x": "int64", "city": "utf8"}
     assert arrays(opened, "x") == [[1, 2, 1, 2]]
-    with pytest.raises(ValueError, match="column city cannot be read"):
-        arrays(opened, "city")
+    with pytest.raises(ValueError, match=r"column city has 2 nulls in row group 0 of .*/city=__HIVE_DEFAULT_PART"):
+        list(ParquetLoader(tmp_path, 4, columns=["city"]))
+    for name in ("7", "__HIVE_DEFAULT_PARTITION__"):
+        (tmp_path / "numbers" / f"n={name}").mkdir(parents=True)
+        pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "numbers" / f"n={name}" / "f.parquet")
+    with pytest.raises(ValueError, match="column n has 2 nulls"):
+        list(ParquetLoader(tmp_path / "numbers", 4, columns=["n"]))
+    (batch,) = ParquetLoader(tmp_path / "numbers", 4, columns=["n"], fill={"n": -1})
+    assert sorted(batch["n"].tolist()) == [-1, -1, 7, 7]
 
 
 def test_pandas_indexes_and_sparks_old_timestamps_are_read(tmp_path):

@@ -34,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        mood = self.path.split("?")[0].split("/")[2]
+        mood = [*self.path.split("?")[0].split("/"), "silent"][2]
         self.server.asked.append(mood)
         if mood.isdigit():
             body = b"<Error><Code>Said</Code><Message>so</Message></Error>"
@@ -59,6 +59,8 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     do_HEAD = do_GET  # noqa: N815 - the base class calls it so
+    do_DELETE = do_GET  # noqa: N815
+    do_POST = do_PUT  # noqa: N815
 
 
 class Server(ThreadingHTTPServer):
@@ -135,6 +137,32 @@ def test_an_answer_that_breaks_off_is_an_error(faults):
     assert type(told["read"]) is OSError, told
     assert "cannot read s3://bucket/cut/a b.txt" in str(told["read"])
     assert seconds < BOUND
+
+
+HOLDING = """
+import json, sys, time
+from farandole.data.places import Place
+from farandole.spark.common import Store
+port, begun = sys.argv[1:3]
+options = {"endpoint_url": f"http://127.0.0.1:{port}", "anon": "true", "region_name": "here"}
+store = Store.create("s3://bucket/silent", storage_options=options)
+held = [Place(store, index, "_use-1.json") for index in range(3)]
+open(begun, "w").write(str(time.time()))
+"""
+
+
+@pytest.mark.parametrize("way", ["silent", "refused"])
+def test_a_process_whose_store_is_gone_ends_all_the_same(tmp_path, way):
+    with service() as server, socket.create_server(("127.0.0.1", 0)) as nobody:
+        closed = nobody.getsockname()[1]
+        nobody.close()
+        port = server.server_address[1] if way == "silent" else closed
+        command = [sys.executable, "-c", HOLDING, str(port), str(tmp_path / "begun")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        ended = time.time()
+        assert (done.returncode, done.stderr) == (0, "")
+        assert ended - float((tmp_path / "begun").read_text()) < 10, "two seconds, and what a busy machine adds"
+        assert way == "refused" or server.asked, "it was tried"
 
 
 def on_a_full_disk(tmp_path, program):

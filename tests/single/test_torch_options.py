@@ -95,6 +95,24 @@ def test_edit_fields_say_what_a_transformation_makes(data):
         fit(data, one, transformation_fn=lambda row: {"y": row["y"]}, epochs=1)
 
 
+def test_a_transformation_makes_numbers_of_words(tmp_path):
+    words = np.array(["low", "high", "üblich"], object)[np.arange(90) % 3]
+    y = np.array([1.0, 3.0, 2.0], np.float32)[np.arange(90) % 3]
+    write(tmp_path / "intermediate_train_data", x=words, y=y)
+    one = torch.nn.Linear(1, 1)
+    order = {"low": 0.0, "üblich": 1.0, "high": 2.0}
+
+    def ranked(row):
+        return row | {"x": np.float32(order[row["x"]])}
+
+    fitted = fit(tmp_path, one, transformation_fn=ranked, epochs=60)
+    assert torch.allclose(weights(fitted), torch.tensor([1.0, 1.0]), atol=0.1)
+    with pytest.raises(ValueError, match="tensors hold no strings: a transformation_fn can make numbers of x"):
+        fit(tmp_path, one, epochs=1)
+    with pytest.raises(ValueError, match="transformation_fn leaves column 'x' of"):
+        fit(tmp_path, one, transformation_fn=lambda row: row, epochs=1)
+
+
 def test_a_minibatch_function_with_horovods_arguments_trains_as_the_built_in_one(data):
     def minibatch(model, optimizer, transform_outputs, loss_fn, inputs, labels, sample_weights):
         optimizer.zero_grad()

@@ -20,6 +20,9 @@
 //! A lane opens one block, or where all blocks are small several: their rows come in turn, and where one ends the next
 //! one begins. So neighbours in the sequence come from different blocks, as many as all lanes have open.
 //!
+//! Of more than 48 lanes the first 48 begin alone, for about a quarter of a block each, so that the first batch does not wait
+//! for a block of every lane: they are longer by that. Positions count from 0 again where the others join in.
+//!
 //! Blocks and lanes come from the manifest alone, so the sequence knows nothing of the world. Step k of all ranks
 //! together is the positions `[k * S * B, (k + 1) * S * B)`. When S divides L, rank r owns the lanes l with
 //! l % S == r, and nobody else reads their blocks.
@@ -31,7 +34,8 @@
 //!   than one global batch.
 //! - `RD-2`: a global batch is a function of (manifest, seed, epoch, size x batch size).
 //! - `RD-3`: all ranks have the same number of steps, and their rows differ by one at most.
-//! - `RD-4`: when the size divides the lanes, no two ranks decode the same row.
+//! - `RD-4`: when the size divides the lanes, no two ranks decode the same row; more than 48 lanes may have 1 row in 20
+//!   decoded by several, at the start of an epoch.
 //! - `RD-5`: an epoch that stopped after n rows goes on at row n on any size, without repeating or skipping.
 //! - `RD-6`: unshuffled at size 1, the order is that of the files.
 //! - `RD-7`: a lane has as many blocks open as it may until it has no more.

@@ -1,45 +1,87 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! One batch from its blocks.
+//! One batch from its blocks, all at once or some of them at a time.
 
 use std::sync::Arc;
 
 use farandole_dataset::{Piece, Step};
 
 use crate::batch::Batch;
-use crate::block::Block;
 use crate::dataset::Field;
 use crate::pool::Pool;
+use crate::state::Copying;
+use crate::texts::Texts;
 use crate::values::{Rows, weave};
 
-/// Puts the batch of `step` together; `blocks` are those of its pieces, in order, and then that of the padding.
-pub(crate) fn assemble(fields: &Arc<[Field]>, step: &Step, blocks: &[Arc<Block>], pool: &Arc<Pool>) -> Batch {
-    let mut batch = Batch::new(Arc::clone(fields), step.rows, step.valid, pool);
-    let padding = step.padding.map(|part| Piece { part, first: 0, count: 1, stride: 1, at: 0, skip: 1 });
-    let pieces = step.pieces.iter().chain(&padding);
-    let rows: Vec<Rows<'_>> = pieces
-        .map(|piece| Rows {
-            order: None,
-            first: piece.first,
-            count: piece.count,
-            stride: piece.stride,
-            at: piece.at,
-            skip: piece.skip,
-        })
-        .collect();
-    let filled = if step.padding.is_some() { 1 } else { step.valid };
-    let mut strands = Vec::with_capacity(rows.len());
-    for (index, field) in fields.iter().enumerate() {
-        let Some(held) = batch.held(index) else { continue };
-        let out = batch.slab_mut().get_mut(held.start..held.start + held.bytes).unwrap_or_default();
-        strands.clear();
-        strands.extend(rows.iter().zip(blocks).filter_map(|(rows, block)| block.strand(index, *rows)));
-        weave(&strands, out, field.element);
-        repeat_last(out, field.width(), filled, step.rows);
+/// A batch that is being put together.
+pub(crate) struct Draft {
+    /// Its step.
+    pub(crate) number: u64,
+    /// Rows that nobody has copied yet.
+    pub(crate) missing: Vec<Piece>,
+    rows: usize,
+    valid: usize,
+    /// What has been copied.
+    begun: Option<(Batch, Vec<Option<Texts>>)>,
+}
+
+impl Draft {
+    /// The batch of a step, with nothing in it.
+    pub(crate) fn new(number: u64, step: Step) -> Self {
+        let padding = step.padding.map(|part| Piece { part, first: 0, count: 1, stride: 1, at: 0, skip: 1 });
+        let missing = step.pieces.into_iter().chain(padding).collect();
+        Self { number, missing, rows: step.rows, valid: step.valid, begun: None }
     }
-    batch.weigh();
-    batch
+
+    /// Copies rows; returns the batch with the last ones.
+    pub(crate) fn copy(
+        &mut self,
+        fields: &Arc<[Field]>,
+        copying: &Copying,
+        pool: &Arc<Pool>,
+    ) -> Option<Batch> {
+        let (rows, valid) = (self.rows, self.valid);
+        let (mut batch, mut texts) = self.begun.take().unwrap_or_else(|| {
+            let texts = fields.iter().map(|field| field.is_text().then(|| Texts::new(rows)));
+            (Batch::new(Arc::clone(fields), rows, valid, pool), texts.collect())
+        });
+        let places: Vec<Rows<'_>> = copying.pieces.iter().map(place).collect();
+        let mut strands = Vec::with_capacity(places.len());
+        for ((index, field), texts) in fields.iter().enumerate().zip(&mut texts) {
+            let from = places.iter().zip(&copying.blocks);
+            if let Some(texts) = texts {
+                for (array, rows) in from.filter_map(|(rows, block)| block.texts(index, *rows)) {
+                    texts.note(array, rows);
+                }
+                if !copying.last {
+                    texts.settle();
+                }
+                continue;
+            }
+            let Some(held) = batch.held(index) else { continue };
+            let out = batch.slab_mut().get_mut(held.start..held.start + held.bytes).unwrap_or_default();
+            strands.clear();
+            strands.extend(from.filter_map(|(rows, block)| block.strand(index, *rows)));
+            weave(&strands, out, field.element);
+            if copying.last {
+                repeat_last(out, field.width(), valid.max(1), rows);
+            }
+        }
+        if copying.last {
+            batch.weigh();
+            batch.texts = texts.into_iter().map(|texts| texts.map(Texts::finish)).collect();
+            Some(batch)
+        } else {
+            self.begun = Some((batch, texts));
+            None
+        }
+    }
+}
+
+fn place(piece: &Piece) -> Rows<'static> {
+    let Piece { first, count, stride, at, skip, .. } = *piece;
+    Rows { order: None, first, count, stride, at, skip }
 }
 
 /// Fills rows `filled..rows` with the one before.

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use arrow::array::LargeBinaryArray;
 use farandole_dataset::Element;
 
 use crate::dataset::Field;
@@ -32,6 +33,8 @@ pub struct Held {
 pub struct Batch {
     slab: Slab,
     bytes: usize,
+    /// Of columns without a fixed size, what is in them.
+    pub(crate) texts: Vec<Option<LargeBinaryArray>>,
     pub(crate) fields: Arc<[Field]>,
     pub(crate) rows: usize,
     pub(crate) valid: usize,
@@ -40,7 +43,7 @@ pub struct Batch {
 impl Batch {
     pub(crate) fn new(fields: Arc<[Field]>, rows: usize, valid: usize, pool: &Arc<Pool>) -> Self {
         let bytes = Self::bytes_of(&fields, rows);
-        Self { slab: pool.take(bytes), bytes, fields, rows, valid }
+        Self { slab: pool.take(bytes), bytes, texts: Vec::new(), fields, rows, valid }
     }
 
     /// Bytes that so many rows take.
@@ -88,6 +91,13 @@ impl Batch {
     pub fn bytes(&self, index: usize) -> Option<&[u8]> {
         let held = self.held(index)?;
         self.slab.bytes().get(held.start..held.start + held.bytes)
+    }
+
+    /// The values of a column of texts or bytes, one after the other: where each begins, and the last one ends, as
+    /// 64-bit integers, and what they are.
+    pub fn texts(&self, index: usize) -> Option<(&[u8], &[u8])> {
+        let array = self.texts.get(index)?.as_ref()?;
+        Some((array.offsets().inner().inner().as_slice(), array.value_data()))
     }
 
     /// All bytes, for owners that hand them out.

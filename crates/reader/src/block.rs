@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use arrow::array::{Array, LargeBinaryArray};
 use farandole_dataset::{Element, Part, permutation};
 
 use crate::batch::padded;
@@ -34,6 +35,8 @@ struct BlockColumn {
     elements: usize,
     /// Whether the rows are still in file order.
     lazy: bool,
+    /// Its values, where they have no fixed size.
+    texts: Option<LargeBinaryArray>,
 }
 
 /// Decoded rows. Row `i` is the part's row `order[i]`.
@@ -76,13 +79,18 @@ impl Maker<'_> {
             (None, Some(recipe)) if recipe.size() <= TOGETHER => Some(recipe.fetch(self.dataset, part)?),
             (bytes, _) => bytes,
         };
-        let columns = columns(self.selected, rows, order.is_some());
+        let mut columns = columns(self.selected, rows, order.is_some());
         let narrow =
             |(column, place): (&Selected, &BlockColumn)| if place.lazy { 0 } else { column.field.width() };
         let widest = self.selected.iter().zip(&columns).map(narrow).max().unwrap_or(0);
         let mut raw = self.pool.take(rows.saturating_mul(widest));
         let mut slab = self.pool.take(columns.last().map_or(0, |column| column.bytes.end));
-        for ((index, column), place) in self.selected.iter().enumerate().zip(&columns) {
+        for ((index, column), place) in self.selected.iter().enumerate().zip(&mut columns) {
+            if column.field.is_text() {
+                let recipe = recipe.as_ref().ok_or(Error::Ended)?;
+                place.texts = Some(recipe.texts(self.dataset, (column, index), part, bytes.as_ref())?);
+                continue;
+            }
             let out = slab.bytes_mut().get_mut(place.bytes.clone()).unwrap_or_default();
             let stored = rows.saturating_mul(column.field.width());
             let data =
@@ -125,13 +133,29 @@ fn columns(selected: &[Selected], rows: usize, shuffled: bool) -> Vec<BlockColum
         let width = if lazy { column.field.width() } else { column.out_width() };
         let bytes = end..end.saturating_add(rows.saturating_mul(width));
         end = padded(bytes.end);
-        BlockColumn { bytes, element, elements: column.field.elements(), lazy }
+        BlockColumn { bytes, element, elements: column.field.elements(), lazy, texts: None }
     };
     selected.iter().map(place).collect()
 }
 
 impl Block {
-    /// Bytes that a block of this part will take.
+    /// Bytes of values that have no fixed size.
+    pub(crate) fn text_bytes(&self) -> u64 {
+        let texts = self.columns.iter().filter_map(|column| column.texts.as_ref());
+        texts.map(|texts| texts.get_array_memory_size() as u64).sum()
+    }
+
+    /// Rows of column `index`, whose values have no fixed size.
+    pub(crate) fn texts<'a>(
+        &'a self,
+        index: usize,
+        rows: Rows<'a>,
+    ) -> Option<(&'a LargeBinaryArray, Rows<'a>)> {
+        let texts = self.columns.get(index)?.texts.as_ref()?;
+        Some((texts, Rows { order: self.order.as_deref(), ..rows }))
+    }
+
+    /// Bytes that a block of this part will take, but for values that have no fixed size.
     pub(crate) fn bytes(part: &Part, selected: &[Selected]) -> u64 {
         let row: usize = selected.iter().map(|column| column.field.width().max(column.out_width())).sum();
         (part.rows.end - part.rows.start).saturating_mul(row as u64 + 4)

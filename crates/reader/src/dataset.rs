@@ -53,6 +53,11 @@ impl Field {
         self.shape.iter().map(|side| usize::try_from(*side).unwrap_or(usize::MAX)).product()
     }
 
+    /// Whether its values are texts or bytes of any length.
+    pub fn is_text(&self) -> bool {
+        self.element.width().is_none()
+    }
+
     /// Bytes of one row; 0 for texts.
     pub fn width(&self) -> usize {
         self.element.width().unwrap_or(0) * self.elements()
@@ -121,16 +126,7 @@ impl Dataset {
             Some(base) => (true, Store::open(base)?),
             None => (false, store),
         };
-        let reason = |column: &Column| {
-            let text = || {
-                column
-                    .element
-                    .width()
-                    .is_none()
-                    .then(|| format!("{} has no fixed size", column.element.name()))
-            };
-            Some((column.name.clone(), column.unreadable.clone().or_else(text)?))
-        };
+        let reason = |column: &Column| Some((column.name.clone(), column.unreadable.clone()?));
         let unreadable = manifest.columns.iter().filter_map(reason).collect();
         let footers = manifest.files.iter().map(|_| OnceLock::new()).collect();
         let (lanes, intact) = (Lanes::new(&manifest), Intact::default());
@@ -295,13 +291,13 @@ impl Dataset {
         &self.store
     }
 
-    /// The columns of these names, or all that a batch can hold.
+    /// The columns of these names, or all of numbers that a batch can hold.
     pub(crate) fn select(&self, names: Option<&[String]>) -> Result<Vec<Field>> {
         let reason =
             |name: &str| self.unreadable.iter().find(|(column, _)| column == name).map(|(_, reason)| reason);
         let Some(names) = names else {
-            let all: Vec<Field> =
-                self.manifest.columns.iter().filter(|c| reason(&c.name).is_none()).map(Field::of).collect();
+            let columns = self.manifest.columns.iter().filter(|column| reason(&column.name).is_none());
+            let all: Vec<Field> = columns.map(Field::of).filter(|field| !field.is_text()).collect();
             return if all.is_empty() { Err(Error::NoColumns { url: self.url() }) } else { Ok(all) };
         };
         let one = |name: &String| match (self.manifest.column(name)?, reason(name)) {

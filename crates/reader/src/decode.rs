@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use arrow::array::LargeBinaryArray;
 use arrow::datatypes::DataType;
 use farandole_dataset::{DataFile, Part};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
@@ -56,6 +57,8 @@ impl Origin<'_> {
 enum Way {
     /// The same value in every row: it is in no file.
     Value(String),
+    /// Nulls alone.
+    Nothing,
     /// By the pages of its leaf.
     Pages { leaf: usize, stored: Stored, levels: Levels, spots: Option<Arc<Spots>> },
     /// By the library, from all of its chunk.
@@ -88,6 +91,7 @@ impl Recipe {
             let field = &column.field;
             let way = match data.values.get(&field.name) {
                 Some(value) => Way::Value(value.clone()),
+                None if dataset.manifest().column(&field.name).is_ok_and(hive::is_one) => Way::Nothing,
                 None => locate(&footer, field, &recipe.file)?,
             };
             let (way, needed) = match way {
@@ -102,7 +106,7 @@ impl Recipe {
                     let needed = group.columns().get(leaf).map(chunk_range).into_iter().collect();
                     (way, needed)
                 }
-                Way::Value(_) => (way, Vec::new()),
+                Way::Value(_) | Way::Nothing => (way, Vec::new()),
             };
             recipe.ways.push(way);
             recipe.ranges.push(needed);
@@ -160,6 +164,12 @@ impl Recipe {
                 copy(&values, out);
                 None
             }
+            Way::Nothing => {
+                nulls = rows;
+                let fill = filled(selected, field.width());
+                out.chunks_exact_mut(fill.len().max(1)).for_each(|slot| slot.copy_from_slice(&fill));
+                None
+            }
             Way::Pages { leaf, stored, levels, spots } => {
                 let bytes = get(own)?;
                 let Some(meta) = group.columns().get(*leaf) else { return Err(Error::Ended) };
@@ -212,6 +222,43 @@ impl Recipe {
             no_nan(out, selected).map_err(|nans| origin.nans(nans))?;
         }
         Ok(())
+    }
+}
+
+impl Recipe {
+    /// Decodes column number `index`, whose values have no fixed size, as [`Recipe::column`] does others.
+    ///
+    /// # Errors
+    /// As [`Recipe::column`].
+    pub(crate) fn texts(
+        &self,
+        dataset: &Dataset,
+        (selected, index): (&Selected, usize),
+        part: &Part,
+        fetched: Option<&Fetched>,
+    ) -> Result<LargeBinaryArray> {
+        let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
+        let origin = Origin { file: &self.file, group: part.group, column: &selected.field.name };
+        let own = self.ranges.get(index).map_or(&[][..], Vec::as_slice);
+        match self.ways.get(index) {
+            Some(Way::Value(value)) => {
+                let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
+                Ok(LargeBinaryArray::from_iter_values(std::iter::repeat_n(value, rows)))
+            }
+            Some(Way::Library { leaf }) => {
+                let bytes = match fetched {
+                    Some(fetched) => fetched.clone(),
+                    None => Fetched::new(dataset.store(), &data.path, own, data.bytes)?,
+                };
+                check(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
+                let root = self.footer.parquet_schema().get_column_root_idx(*leaf);
+                library::read_texts(&self.footer, bytes, root, part, &origin)
+            }
+            Some(Way::Nothing) => {
+                Err(origin.nulls(usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX)))
+            }
+            Some(Way::Pages { .. }) | None => Err(Error::Ended),
+        }
     }
 }
 

@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use farandole_dataset::{Part, Plan};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::assemble::assemble;
 use crate::batch::Batch;
 use crate::block::{Block, Maker};
 use crate::cache::Cache;
@@ -22,7 +21,7 @@ use crate::footer::last_words;
 use crate::pages::Bench;
 use crate::pool::Pool;
 use crate::reader::Selected;
-use crate::state::{Bytes, Job, State};
+use crate::state::{Bytes, Copying, Job, State};
 
 /// Bytes of batches that are ready ahead of the consumer, at most.
 const AHEAD_BYTES: u64 = 16 << 20;
@@ -88,7 +87,9 @@ impl Epoch {
             .map(|column| Field { element: column.out, ..column.field.clone() })
             .collect();
         let cost: Vec<(u64, u64)> = setup.plan.parts().iter().map(|part| setup.cost(part)).collect();
-        let share = Share::new(&setup, &cost, Batch::bytes_of(&fields, setup.plan.step(0).rows) as u64)?;
+        let rows = setup.plan.step(0).rows;
+        let batch = (Batch::bytes_of(&fields, rows) as u64).saturating_add(setup.texts_of(rows as u64));
+        let share = Share::new(&setup, &cost, batch)?;
         setup.pool.set_limit(usize::try_from(setup.budget).unwrap_or(usize::MAX));
         let apart = setup.dataset.store().is_remote();
         let state = Mutex::new(State::new(&setup.plan, cost, share.blocks, share.ahead, apart));
@@ -206,7 +207,30 @@ impl Setup {
         } else {
             fetched.min(2 * column) + column
         };
-        (Block::bytes(part, &self.selected), besides)
+        let texts = self.text_bytes(part);
+        (Block::bytes(part, &self.selected).saturating_add(texts), besides.saturating_add(texts))
+    }
+
+    /// Bytes of values without a fixed size in a part, as far as the data set tells: all that it says of the rows.
+    fn text_bytes(&self, part: &Part) -> u64 {
+        let files = &self.dataset.manifest().files;
+        let group = files.get(part.file).and_then(|file| file.groups.get(part.group));
+        group.map_or(0, |group| self.texts((group.bytes, group.rows), part.rows.end - part.rows.start))
+    }
+
+    /// The same of so many rows that may be any.
+    fn texts_of(&self, rows: u64) -> u64 {
+        let groups = || self.dataset.manifest().files.iter().flat_map(|file| &file.groups);
+        self.texts((groups().map(|group| group.bytes).sum(), self.dataset.manifest().rows), rows)
+    }
+
+    fn texts(&self, (bytes, of): (u64, u64), rows: u64) -> u64 {
+        let texts = self.selected.iter().filter(|column| column.field.is_text()).count() as u64;
+        if texts == 0 {
+            return 0;
+        }
+        let share = u128::from(bytes) * u128::from(rows) / u128::from(of.max(1));
+        u64::try_from(share).unwrap_or(u64::MAX).saturating_add(8 * texts * (rows + 1))
     }
 }
 
@@ -220,7 +244,7 @@ impl Share {
     fn new(setup: &Setup, cost: &[(u64, u64)], batch: u64) -> Result<Self> {
         let budget = setup.budget;
         let largest = cost.iter().map(|(_, besides)| *besides).max().unwrap_or(0);
-        let open = setup.plan.open_bytes(|part| Block::bytes(part, &setup.selected));
+        let open = setup.plan.least_bytes(|part| setup.cost(part).0);
         let blocks = open.saturating_add(largest);
         // One at the consumer, one for him to take next.
         let batches = batch.saturating_mul(2);
@@ -290,22 +314,35 @@ impl Shared {
             },
             Job::Load(number, bytes) => match self.load(number, bytes, bench) {
                 Ok(block) => {
-                    self.state.lock().loaded(number, block);
+                    let part = self.setup.plan.parts().get(number);
+                    let expected = part.map_or(0, |part| self.setup.text_bytes(part));
+                    let more = block.text_bytes().saturating_sub(expected);
+                    self.state.lock().loaded(number, block, more);
                     self.work.notify_one();
                     self.room.notify_all();
                     self.ready.notify_one();
                 }
                 Err(error) => self.fail(error),
             },
-            Job::Assemble(number, step, blocks) => {
-                let batch = assemble(&self.fields, &step, &blocks, &self.setup.pool);
+            Job::Assemble(mut draft, copying) => {
+                let batch = draft.copy(&self.fields, &copying, &self.setup.pool);
+                let Copying { pieces, blocks, last } = copying;
                 drop(blocks);
-                let done = self.state.lock().assembled(number, &step, batch);
-                self.ready.notify_one();
-                if !done.is_empty() {
+                let mut state = self.state.lock();
+                match batch {
+                    Some(batch) => state.assembled(draft.number, batch),
+                    None => state.drafted(draft),
+                }
+                let (done, wake) = state.copied(&pieces);
+                drop(state);
+                if last {
+                    self.ready.notify_one();
+                }
+                if wake {
                     self.work.notify_one();
                     self.room.notify_all();
                 }
+                drop(done);
             }
         }
     }

@@ -11,6 +11,14 @@ use farandole_dataset::{Column, DataFile, Element, Role};
 /// What stands for null.
 const NULL: &str = "__HIVE_DEFAULT_PARTITION__";
 
+/// Where such columns come from, as their data set says it.
+const SOURCE: &str = "the names of directories";
+
+/// Whether a column is in the names of directories; a file outside of them has nulls in it.
+pub(crate) fn is_one(column: &Column) -> bool {
+    column.source == SOURCE
+}
+
 /// Names and values in the directories of a path; nulls are left out.
 pub(crate) fn values_of(path: &str) -> BTreeMap<String, String> {
     let directories = path.rsplit_once('/').map_or("", |(directories, _)| directories);
@@ -62,11 +70,11 @@ pub(crate) fn columns_of(files: &[DataFile]) -> Vec<Column> {
             role: Role::Feature,
             element,
             shape: Vec::new(),
-            source: "the names of directories".to_owned(),
+            source: SOURCE.to_owned(),
             nulls: Some(without.sum()),
             min: None,
             max: None,
-            unreadable: element.width().is_none().then(|| format!("{} has no fixed size", element.name())),
+            unreadable: None,
         }
     };
     values.into_iter().map(column).collect()

@@ -15,7 +15,8 @@
 //! Narrow columns are shuffled when they are decoded, column by column, while a block's column fits into the cache;
 //! batches then copy neighbouring values. Wide rows are moved once, from the decoded block into the batch.
 //!
-//! A consumer that finds no batch ready puts the next one together itself when its blocks are there.
+//! A consumer that finds no batch ready puts the next one together itself when its blocks are there. Where blocks that
+//! end and blocks that begin in one step do not fit into the budget together, the rows of the former are copied first.
 //!
 //! Invariants:
 //! - `RE-1`: batches come in the plan's order, whatever the timing of threads.
@@ -46,6 +47,7 @@ mod pool;
 mod reader;
 mod schema;
 mod state;
+mod texts;
 mod values;
 
 pub use batch::{Batch, Held};

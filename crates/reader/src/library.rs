@@ -3,7 +3,7 @@
 
 //! Whole chunks decoded by the Parquet library: types and encodings that are rare.
 
-use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
+use arrow::array::{Array, ArrayRef, AsArray, LargeBinaryArray, RecordBatch};
 use arrow::buffer::Buffer;
 use arrow::compute::{cast, concat_batches};
 use arrow::datatypes::DataType;
@@ -38,6 +38,31 @@ pub(crate) fn read(
     let batch = read_flat(footer, fetched, root, part, origin)?;
     let array = batch.columns().first().ok_or(Error::Ended)?;
     values(array, selected, origin)
+}
+
+/// Reads the rows of `part` of a root column of texts or bytes.
+///
+/// # Errors
+/// As [`read`].
+pub(crate) fn read_texts(
+    footer: &ArrowReaderMetadata,
+    fetched: Fetched,
+    root: usize,
+    part: &Part,
+    origin: &Origin<'_>,
+) -> Result<LargeBinaryArray> {
+    let batch = read_flat(footer, fetched, root, part, origin)?;
+    let array = batch.columns().first().ok_or(Error::Ended)?;
+    let nulls = array.logical_null_count();
+    if nulls > 0 {
+        return Err(origin.nulls(nulls));
+    }
+    let array = cast(array, &DataType::LargeBinary).map_err(|source| Error::Arrow {
+        column: origin.column.to_owned(),
+        file: origin.file.to_owned(),
+        source,
+    })?;
+    array.as_binary_opt().cloned().ok_or(Error::Ended)
 }
 
 fn read_flat(

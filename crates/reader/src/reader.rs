@@ -19,7 +19,7 @@ use crate::values::castable;
 /// How to read.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Which columns, in this order; every one that a batch can hold when absent.
+    /// Which columns, in this order; every one of numbers that a batch can hold when absent.
     pub columns: Option<Vec<String>>,
     /// Rows of a batch of this rank.
     pub batch_size: u64,
@@ -166,7 +166,18 @@ fn names<T>(map: &HashMap<String, T>) -> Vec<&String> {
 }
 
 fn select(field: Field, options: &Options) -> Result<Selected> {
-    let fill = options.fill.get(&field.name).or_else(|| options.fill.get("*")).copied();
+    let unreadable =
+        |reason: &str| Error::Unreadable { column: field.name.clone(), reason: reason.to_owned() };
+    if field.is_text() && options.cache.is_some() {
+        return Err(unreadable("it has texts, and only numbers are kept in memory"));
+    }
+    let named = options.fill.get(&field.name);
+    if field.is_text() && named.is_some() {
+        return Err(unreadable(
+            "it has texts, which a number cannot fill: fill them when the data is prepared",
+        ));
+    }
+    let fill = named.or_else(|| options.fill.get("*").filter(|_| !field.is_text())).copied();
     let out = cast(&field, &options.cast)?;
     Ok(Selected { out, fill, allow_nan: options.allow_nan && fill.is_none(), field })
 }

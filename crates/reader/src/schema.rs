@@ -127,10 +127,10 @@ fn describe(
     };
     let reason = match found {
         None => Some(format!("it is {kind}")),
-        Some((element, _)) if element.width().is_none() => {
-            Some(format!("{} has no fixed size", element.name()))
-        }
         Some((_, false)) => None,
+        Some((element, true)) if element.width().is_none() => {
+            Some(format!("it is a list of {}", element.name()))
+        }
         Some((_, true)) => match list_length(file, root) {
             Some(length) if length > 0 => {
                 column.shape = vec![length];

@@ -6,8 +6,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use farandole_dataset::{Plan, Step};
+use farandole_dataset::{Piece, Plan};
 
+use crate::assemble::Draft;
 use crate::batch::Batch;
 use crate::block::Block;
 use crate::decode::Recipe;
@@ -24,8 +25,17 @@ pub(crate) enum Job {
     Fetch(usize),
     /// Decode this part; fetch its bytes when there are none.
     Load(usize, Bytes),
-    /// Put this step's batch together from these blocks.
-    Assemble(u64, Step, Vec<Arc<Block>>),
+    /// Copy these rows into a batch; the last ones where it says so.
+    Assemble(Draft, Copying),
+}
+
+/// Rows to copy.
+pub(crate) struct Copying {
+    pub(crate) pieces: Vec<Piece>,
+    /// Of each piece.
+    pub(crate) blocks: Vec<Arc<Block>>,
+    /// Whether the batch is complete then.
+    pub(crate) last: bool,
 }
 
 /// The state of an epoch.
@@ -43,7 +53,14 @@ pub(crate) struct State {
     blocks: Vec<Option<Arc<Block>>>,
     held: u64,
     budget: u64,
-    pending: Option<Step>,
+    /// Parts that are on their way.
+    loading: usize,
+    /// Batches that rows are being copied into.
+    copying: usize,
+    /// The batch of `next_step`, if somebody has looked at it.
+    pending: Option<Draft>,
+    /// Whether rows are being copied into that batch although others are missing.
+    begun: bool,
     next_step: u64,
     next_out: u64,
     steps: u64,
@@ -61,10 +78,8 @@ impl State {
     /// The start of an epoch: `cost` in bytes of every part, decoded and besides while it is loaded; at most `ahead`
     /// batches before the consumer; `apart` when threads of their own fetch.
     pub(crate) fn new(plan: &Plan, cost: Vec<(u64, u64)>, budget: u64, ahead: u64, apart: bool) -> Self {
-        let mut queue: Vec<usize> = (0..plan.parts().len()).collect();
-        queue.sort_by_key(|part| plan.parts().get(*part).map(|part| part.first_step));
         Self {
-            queue,
+            queue: plan.queue(),
             queued: 0,
             left: plan.parts().iter().map(|part| part.taken).collect(),
             blocks: plan.parts().iter().map(|_| None).collect(),
@@ -73,7 +88,10 @@ impl State {
             apart,
             held: 0,
             budget,
+            loading: 0,
+            copying: 0,
             pending: None,
+            begun: false,
             next_step: 0,
             next_out: 0,
             steps: plan.steps(),
@@ -90,10 +108,12 @@ impl State {
         if let Some(job) = self.assembly(plan) {
             return Some(job);
         }
-        if self.apart {
-            return self.fetched.pop_first().map(|((_, part), bytes)| Job::Load(part, bytes));
-        }
-        self.admit().map(|part| Job::Load(part, None))
+        let load = if self.apart {
+            self.fetched.pop_first().map(|((_, part), bytes)| Job::Load(part, bytes))
+        } else {
+            self.admit().map(|part| Job::Load(part, None))
+        };
+        load.or_else(|| self.relief())
     }
 
     /// The next thing to do for a fetching thread.
@@ -101,37 +121,91 @@ impl State {
         self.admit().map(Job::Fetch)
     }
 
-    /// The next part that may be loaded now.
-    fn admit(&mut self) -> Option<usize> {
+    /// The next part to be loaded, and the bytes that it takes meanwhile.
+    fn head(&self) -> Option<(usize, u64)> {
         let part = *self.queue.get(self.queued)?;
         let (block, besides) = self.cost.get(part).copied().unwrap_or_default();
-        let whole = block.saturating_add(besides);
-        // RE-2. An empty house takes any guest: the plan was checked against the budget at its start.
-        (self.held == 0 || self.held.saturating_add(whole) <= self.budget).then(|| {
-            self.held = self.held.saturating_add(whole);
-            self.queued += 1;
-            part
-        })
+        Some((part, block.saturating_add(besides)))
+    }
+
+    /// Whether so many bytes may be loaded now (RE-2). An empty house takes any guest: the plan was checked against the
+    /// budget at its start.
+    fn fits(&self, bytes: u64) -> bool {
+        self.held == 0 || self.held.saturating_add(bytes) <= self.budget
+    }
+
+    /// The next part that may be loaded now.
+    fn admit(&mut self) -> Option<usize> {
+        let (part, bytes) = self.head().filter(|(_, bytes)| self.fits(*bytes))?;
+        self.held = self.held.saturating_add(bytes);
+        self.queued += 1;
+        self.loading += 1;
+        Some(part)
     }
 
     /// The next batch to put together, if its blocks are there and it may be made yet.
     pub(crate) fn assembly(&mut self, plan: &Plan) -> Option<Job> {
-        if self.next_step >= self.steps || self.next_step >= self.next_out + self.ahead {
+        if self.begun || self.next_step >= self.steps || self.next_step >= self.next_out + self.ahead {
             return None;
         }
-        let step = self.pending.take().unwrap_or_else(|| plan.step(self.next_step));
-        let parts = step.pieces.iter().map(|piece| piece.part).chain(step.padding);
-        let blocks: Option<Vec<Arc<Block>>> = parts.map(|part| self.blocks.get(part)?.clone()).collect();
+        let mut draft =
+            self.pending.take().unwrap_or_else(|| Draft::new(self.next_step, plan.step(self.next_step)));
+        let blocks: Option<Vec<Arc<Block>>> =
+            draft.missing.iter().map(|piece| self.blocks.get(piece.part)?.clone()).collect();
         match blocks {
             Some(blocks) => {
                 self.next_step += 1;
-                Some(Job::Assemble(self.next_step - 1, step, blocks))
+                self.copying += 1;
+                let pieces = std::mem::take(&mut draft.missing);
+                Some(Job::Assemble(draft, Copying { pieces, blocks, last: true }))
             }
             None => {
-                self.pending = Some(step);
+                self.pending = Some(draft);
                 None
             }
         }
+    }
+
+    /// Whether nothing can be loaded before blocks are let go, and the next batch waits for what has to be loaded.
+    fn is_tight(&self) -> bool {
+        let stuck = self.loading == 0 && self.copying == 0 && self.pending.is_some();
+        stuck && self.head().is_some_and(|(_, bytes)| !self.fits(bytes))
+    }
+
+    /// Rows of the next batch whose blocks nobody needs after it: copied now, they make room for the blocks it waits for.
+    fn relief(&mut self) -> Option<Job> {
+        if !self.is_tight() {
+            return None;
+        }
+        let mut draft = self.pending.take()?;
+        // Of one part there may be several pieces in a batch.
+        let mut wanted: BTreeMap<usize, u64> = BTreeMap::new();
+        for piece in &draft.missing {
+            *wanted.entry(piece.part).or_default() += piece.count as u64;
+        }
+        let ends = |piece: &Piece| {
+            let here = self.blocks.get(piece.part).is_some_and(Option::is_some);
+            here && self.left.get(piece.part) == wanted.get(&piece.part)
+        };
+        let all = std::mem::take(&mut draft.missing);
+        let (pieces, missing): (Vec<Piece>, Vec<Piece>) = all.into_iter().partition(ends);
+        draft.missing = missing;
+        if pieces.is_empty() {
+            self.pending = Some(draft);
+            return self.beyond();
+        }
+        let blocks = pieces.iter().filter_map(|piece| self.blocks.get(piece.part)?.clone()).collect();
+        self.begun = true;
+        self.copying += 1;
+        Some(Job::Assemble(draft, Copying { pieces, blocks, last: false }))
+    }
+
+    /// The next part although the budget is used up: blocks took more than the data set says of them, and nothing else
+    /// would ever be done.
+    fn beyond(&mut self) -> Option<Job> {
+        let (_, bytes) = self.head()?;
+        self.budget = self.budget.max(self.held.saturating_add(bytes));
+        self.admit().map(|part| if self.apart { Job::Fetch(part) } else { Job::Load(part, None) })
     }
 
     /// The bytes of a part are here.
@@ -140,28 +214,46 @@ impl State {
         self.fetched.insert((first, part), bytes);
     }
 
-    /// A part is decoded.
-    pub(crate) fn loaded(&mut self, part: usize, block: Block) {
+    /// A part is decoded; it takes `more` bytes than it was thought to.
+    pub(crate) fn loaded(&mut self, part: usize, block: Block, more: u64) {
+        if let Some((held, _)) = self.cost.get_mut(part) {
+            *held += more;
+            self.held += more;
+        }
+        self.loading = self.loading.saturating_sub(1);
         self.held = self.held.saturating_sub(self.cost.get(part).map_or(0, |(_, besides)| *besides));
         if let Some(slot) = self.blocks.get_mut(part) {
             *slot = Some(Arc::new(block));
         }
     }
 
-    /// A batch is ready. Returns the blocks that nobody needs any more, to be dropped without the lock.
-    pub(crate) fn assembled(&mut self, number: u64, step: &Step, batch: Batch) -> Vec<Arc<Block>> {
+    /// A batch is ready.
+    pub(crate) fn assembled(&mut self, number: u64, batch: Batch) {
         self.ready.insert(number, batch);
+    }
+
+    /// Some rows of a batch are copied, and others are still missing.
+    pub(crate) fn drafted(&mut self, draft: Draft) {
+        self.pending = Some(draft);
+        self.begun = false;
+    }
+
+    /// Rows have been copied. Returns the blocks that nobody needs any more, to be dropped without the lock; and whether
+    /// there is something to do for threads that found nothing.
+    pub(crate) fn copied(&mut self, pieces: &[Piece]) -> (Vec<Arc<Block>>, bool) {
+        self.copying = self.copying.saturating_sub(1);
         let mut done = Vec::new();
-        let taken = step.pieces.iter().map(|piece| (piece.part, piece.count as u64));
-        for (part, count) in taken.chain(step.padding.map(|part| (part, 1))) {
-            let Some(left) = self.left.get_mut(part) else { continue };
-            *left = left.saturating_sub(count);
+        for piece in pieces {
+            let Some(left) = self.left.get_mut(piece.part) else { continue };
+            *left = left.saturating_sub(piece.count as u64);
             if *left == 0 {
-                done.extend(self.blocks.get_mut(part).and_then(Option::take));
-                self.held = self.held.saturating_sub(self.cost.get(part).map_or(0, |(block, _)| *block));
+                done.extend(self.blocks.get_mut(piece.part).and_then(Option::take));
+                let held = self.cost.get(piece.part).map_or(0, |(block, _)| *block);
+                self.held = self.held.saturating_sub(held);
             }
         }
-        done
+        let wake = !done.is_empty() || self.is_tight();
+        (done, wake)
     }
 
     /// The consumer's next batch, if it is ready.

@@ -9,7 +9,8 @@ use crate::pool::{Value, typed, typed_mut};
 
 /// Whether [`gather`] can turn `from` into `to`.
 pub(crate) fn castable(from: Element, to: Element) -> bool {
-    from == to || matches!(to, Element::Float32 | Element::Float64 | Element::Int64)
+    from == to
+        || (from.width().is_some() && matches!(to, Element::Float32 | Element::Float64 | Element::Int64))
 }
 
 /// Rows to take: of a block, in an order or as they lie; and which rows they become.
@@ -44,6 +45,11 @@ impl<'a> Rows<'a> {
         let out = out.get_mut(self.at * width..).unwrap_or_default();
         let slots = out.chunks_mut((self.skip * width).max(1)).take(self.count);
         slots.filter_map(move |slot| slot.get_mut(..span * width))
+    }
+
+    /// Rows of the block, and which ones they become.
+    pub(crate) fn pairs(&self) -> impl Iterator<Item = (usize, usize)> + use<'a> {
+        self.indices().zip((self.at..).step_by(self.skip.max(1)))
     }
 
     fn indices(&self) -> Indices<'a> {

@@ -202,6 +202,27 @@ fn a_budget_that_is_too_small_is_refused_with_the_least_that_works() {
 }
 
 #[test]
+fn the_least_budget_is_enough_where_all_lanes_go_on_at_once() {
+    // 80 blocks of 100 rows in 8 lanes, and batches that end many of them; then blocks smaller than a batch.
+    for (partitions, each, batch_size) in [(8, 1000, 96), (8, 1000, 1000), (1, 300, 250), (8, 1000, 7999)] {
+        let url = format!("memory://tight-{partitions}-{batch_size}");
+        prepare(&url, partitions, each);
+        let url = format!("{url}/train");
+        let options =
+            |byte_budget, threads| Options { batch_size, byte_budget, threads, ..Options::default() };
+        let Err(Error::Budget { needed, blocks, .. }) = open(&url, options(100, 1)).epoch(0, 0) else {
+            unreachable!("100 bytes are not enough");
+        };
+        // A row takes 24 bytes; at most 64 blocks are open, and one is loaded.
+        assert!(blocks <= 66 * 100 * 24, "{blocks} bytes of blocks");
+        let plenty = collect(&open(&url, options(1 << 30, 2)), 0);
+        for threads in [1, 2, 4] {
+            assert_eq!(collect(&open(&url, options(needed, threads)), 0), plenty, "{batch_size} {threads}");
+        }
+    }
+}
+
+#[test]
 fn broken_files_are_errors_that_name_the_file() {
     let store = foreign("memory://broken", 2, 1000);
     let whole = store.read("f1.parquet").unwrap();

@@ -68,6 +68,16 @@ pub enum Error {
         /// What the backend said.
         source: Box<object_store::Error>,
     },
+    /// No answer within the time that there was.
+    #[error("no answer within {patience:?}, cannot {action} {path}")]
+    Late {
+        /// What was tried.
+        action: &'static str,
+        /// The whole path.
+        path: String,
+        /// How long it was waited for.
+        patience: std::time::Duration,
+    },
     /// A local directory that cannot be removed.
     #[error("cannot delete {path}: {source}")]
     Directory {
@@ -102,6 +112,7 @@ impl Error {
             | Self::Missing { .. }
             | Self::Refused { .. }
             | Self::Backend { .. }
+            | Self::Late { .. }
             | Self::Directory { .. } => Fault::Environment,
         }
     }

@@ -8,14 +8,16 @@
 //! (another host, another container) counts for a week.
 //!
 //! ```text
-//! take:   no lease lives -> create lease n + 1, which one process alone can -> no use lives, else give it back
+//! take:   no lease lives -> create lease n + 1, which one process alone can -> no use and no later lease lives, else
+//!         give it back
 //! share:  create a use -> no lease lives, else take it back
 //! settle: create a use -> delete the own lease
 //! ```
 //!
 //! Whoever writes and whoever reads both leave their mark first and look for the other's then, so that of two at the
 //! same time one sees the other. Leases are numbered because deleting a dead one and creating a new one are two steps:
-//! two that find the same dead lease both want the same next number.
+//! two that find the same dead lease both want the same next number. A directory that is listed while another process
+//! takes it may show neither the dead lease nor the new one: then the number is too low, and a second look finds the new one.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
@@ -108,15 +110,15 @@ fn counts(store: &Store, item: &Item, now: SystemTime) -> Result<bool> {
     })
 }
 
-/// Files of one kind, and whether they count.
-fn marks(store: &Store, kind: &str, now: SystemTime) -> Result<Vec<(String, bool)>> {
+/// Files of some kinds, and whether they count.
+fn marks(store: &Store, kinds: &[&str], now: SystemTime) -> Result<Vec<(String, bool)>> {
     let items = match store.look("") {
         Ok(items) => items,
         Err(Error::Missing { .. }) => Vec::new(),
         Err(error) => return Err(error),
     };
-    let ours =
-        |item: &Item| !item.is_directory && item.name.starts_with(kind) && item.name.ends_with(".json");
+    let named = |name: &str| name.ends_with(".json") && kinds.iter().any(|kind| name.starts_with(kind));
+    let ours = |item: &Item| !item.is_directory && named(&item.name);
     items.into_iter().filter(ours).map(|item| Ok((item.name.clone(), counts(store, &item, now)?))).collect()
 }
 
@@ -135,7 +137,7 @@ fn here(now: SystemTime) -> Result<Bytes> {
 /// # Errors
 /// A backend that cannot be asked, or does not write.
 pub fn take(store: &Store, now: SystemTime) -> Result<Option<String>> {
-    let found = marks(store, LEASE, now)?;
+    let found = marks(store, &[LEASE], now)?;
     if found.iter().any(|(_, lives)| *lives) {
         return Ok(None);
     }
@@ -144,12 +146,13 @@ pub fn take(store: &Store, now: SystemTime) -> Result<Option<String>> {
     if !store.create(&name, here(now)?)? {
         return Ok(None);
     }
-    let uses = marks(store, USE, now)?;
-    if uses.iter().any(|(_, lives)| *lives) {
+    let others = marks(store, &[LEASE, USE], now)?;
+    if others.iter().any(|(other, lives)| *lives && (other.starts_with(USE) || number(other) > next)) {
         store.delete(&name)?;
         return Ok(None);
     }
-    for (dead, _) in found.iter().chain(&uses) {
+    // A lease that lives and has a lower number is about to be given back.
+    for (dead, _) in found.iter().chain(others.iter().filter(|(_, lives)| !lives)) {
         store.delete(dead)?;
     }
     Ok(Some(name))
@@ -169,7 +172,7 @@ fn mark(store: &Store, now: SystemTime) -> Result<String> {
 /// As [`take`].
 pub fn share(store: &Store, now: SystemTime) -> Result<Option<String>> {
     let name = mark(store, now)?;
-    if marks(store, LEASE, now)?.iter().any(|(_, lives)| *lives) {
+    if marks(store, &[LEASE], now)?.iter().any(|(_, lives)| *lives) {
         store.delete(&name)?;
         return Ok(None);
     }
@@ -191,12 +194,7 @@ pub fn settle(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
 /// # Errors
 /// A backend that cannot be asked.
 pub fn is_free(store: &Store, now: SystemTime) -> Result<bool> {
-    for kind in [LEASE, USE] {
-        if marks(store, kind, now)?.iter().any(|(_, lives)| *lives) {
-            return Ok(false);
-        }
-    }
-    Ok(true)
+    Ok(!marks(store, &[LEASE, USE], now)?.iter().any(|(_, lives)| *lives))
 }
 
 #[cfg(test)]
@@ -235,7 +233,7 @@ mod tests {
         let store = Store::open(directory.path().to_str().unwrap()).unwrap();
         let now = SystemTime::now();
         let dead = Holder { pid: u32::MAX, ..Holder::here(now) };
-        for _ in 0..20 {
+        for _ in 0..200 {
             left(&store, "_lease-7.json", &dead);
             let taken: Vec<String> = std::thread::scope(|scope| {
                 let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| take(&store, now).unwrap())).collect();

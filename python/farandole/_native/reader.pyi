@@ -15,7 +15,7 @@ class Field:
     def name(self) -> str: ...
     @property
     def dtype(self) -> str:
-        """NumPy's name of the element (`"float32"`, `"bool"`), or `"utf8"` or `"binary"`, which no batch can hold."""
+        """NumPy's name of the element (`"float32"`, `"bool"`), or `"utf8"` or `"binary"`."""
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one row: `()` for a scalar, `(64,)` for a vector."""
@@ -78,7 +78,7 @@ class Reader:
 
         Args:
             dataset: What to read.
-            columns: Which columns, in this order; `None`: every column that a batch can hold.
+            columns: Which columns, in this order; `None`: every column of numbers that a batch can hold.
             batch_size: Rows of one batch of this rank.
             rank: This rank.
             size: How many ranks share the data set.
@@ -126,7 +126,10 @@ class Batch(Buffer):
     @property
     def offsets(self) -> list[int]:
         """First byte of each column, multiples of 64."""
-    def column(self, name: str) -> Column: ...
+    def column(self, name: str) -> Column:
+        """A column of numbers."""
+    def texts(self, name: str) -> tuple[bytes, bytes]:
+        """A column of texts or bytes: where each value begins, and the last one ends, as int64; and all values."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def weights(self) -> Column:
         """float32, one per row: 1, or 0 for padding."""

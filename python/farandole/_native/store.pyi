@@ -51,8 +51,8 @@ class Store:
     def size(self, path: str) -> int: ...
     def list(self, path: str = "") -> list[tuple[str, int]]:
         """Every file below `path`, as (relative path, bytes), sorted."""
-    def delete(self, path: str) -> None:
-        """Deletes a file; a missing one is no error."""
+    def delete(self, path: str, patience: float | None = None) -> None:
+        """Deletes a file; a missing one is no error. A network that does not answer is given up after so many seconds."""
     def delete_all(self, path: str = "") -> int:
         """Deletes everything below `path`; returns how many files that were."""
     def check_writable(self) -> None:

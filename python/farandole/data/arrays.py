@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Batches as NumPy arrays or torch tensors, without copies.
+"""Batches as NumPy arrays or torch tensors, without copies; texts as arrays of objects.
 
 Neighbouring scalar columns of one type lie at equal distances in a batch's memory: they are taken as one matrix and
 split by the framework, which costs a fraction of making each tensor from Python.
@@ -8,6 +8,7 @@ split by the framework, which costs a fraction of making each tensor from Python
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -84,8 +85,29 @@ def _runs(columns: tuple[tuple[str, str, tuple[int, ...]], ...], rows: int) -> l
     return runs(tuple((*column, WIDTHS.get(column[1], 8)) for column in columns), rows)
 
 
+TEXTS: tuple[str, ...] = ("utf8", "binary")
+"""Types of values that have no fixed size."""
+
+
+def objects(batch: Batch, name: str, dtype: str) -> Any:
+    """The values of a column of texts or bytes, as a NumPy array of `str` or `bytes`.
+
+    Args:
+        batch: As the reader gives it.
+        name: Of the column.
+        dtype: `utf8` or `binary`.
+    """
+    import numpy as np  # noqa: PLC0415 - optional
+
+    ends, values = batch.texts(name)
+    pieces = [values[start:end] for start, end in itertools.pairwise(memoryview(ends).cast("q"))]
+    array = np.empty(len(pieces), object)
+    array[:] = [piece.decode() for piece in pieces] if dtype == "utf8" else pieces
+    return array
+
+
 def _layout(batch: Batch, fields: Sequence[Field], weights: str | None) -> list[Run]:
-    columns = [(field.name, field.dtype, field.shape) for field in fields]
+    columns = [(field.name, field.dtype, field.shape) for field in fields if field.dtype not in TEXTS]
     if weights is not None:
         columns.append((weights, "float32", ()))
     return _runs(tuple(columns), batch.rows)
@@ -106,6 +128,8 @@ def _numpy() -> Convert:
             else:
                 whole = np.frombuffer(memoryview(batch), run.dtype, len(run.names) * run.stride, run.offset)
                 arrays.update(zip(run.names, whole.reshape(len(run.names), run.stride)[:, :rows], strict=True))
+        texts = [field for field in fields if field.dtype in TEXTS]
+        arrays.update((field.name, objects(batch, field.name, field.dtype)) for field in texts)
         return arrays
 
     return convert

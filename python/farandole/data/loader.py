@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
-from farandole.data.arrays import converter, wrapper
+from farandole.data.arrays import TEXTS, converter, wrapper
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.datasets import open_dataset
 from farandole.data.memory import directory_for
@@ -64,7 +64,8 @@ class ParquetLoader(BaseDataLoader):
             path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; or what
                 `Dataset.open` made of it.
             batch_size: Rows of one batch of this rank.
-            columns: Which columns; default: all of numbers, and of vectors of one length.
+            columns: Which columns; default: all of numbers, and of vectors of one length. Columns of strings and bytes
+                are read where they are named: as NumPy arrays of objects, and by a `transformation_fn`.
             shuffle: Whether rows come in random order, or in that of the files. Unshuffled, every rank reads all files.
             seed: Of the shuffle; the same on every rank.
             rank: This rank; default: that of the running job, or 0.
@@ -91,8 +92,8 @@ class ParquetLoader(BaseDataLoader):
 
         Raises:
             FileNotFoundError: There is no Parquet at this path.
-            ValueError: Files that disagree, columns that do not exist or that no batch can hold, a tail or framework
-                that does not exist.
+            ValueError: Files that disagree, columns that do not exist or that no batch can hold, strings as tensors, a
+                tail or framework that does not exist.
         """
         if tail not in _TAILS:
             raise ValueError(f"tail must be keep, pad, drop_last or join: {tail}")
@@ -119,6 +120,11 @@ class ParquetLoader(BaseDataLoader):
         self._wrap = wrapper(self.framework)
         self._reader = self._make_reader(self.rank, self.size)
         self._fields = self._reader.columns
+        texts = [field.name for field in self._fields if field.dtype in TEXTS]
+        if texts and self.framework == "torch" and self._transform is None:
+            raise ValueError(
+                f'tensors hold no strings: a transformation_fn, or framework="numpy", can read {", ".join(texts)}'
+            )
 
     def _make_reader(self, rank: int, size: int) -> Reader:
         return Reader(
@@ -144,14 +150,15 @@ class ParquetLoader(BaseDataLoader):
         return [field.name for field in self._fields]
 
     def signature(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name of NumPy's dtype and shape of one row, of each column of a batch.
+        """Name of NumPy's dtype and shape of one row, of each column of a batch; `object` for strings and bytes.
 
         Raises:
             ValueError: There is a `transformation_fn`: only its results tell.
         """
         if self._transform is not None:
             raise ValueError("a transformation_fn decides what its batches hold: apply it to the dataset instead")
-        columns = {field.name: (field.dtype, field.shape) for field in self._fields}
+        kinds = dict.fromkeys(TEXTS, "object")
+        columns = {field.name: (kinds.get(field.dtype, field.dtype), field.shape) for field in self._fields}
         return {**columns, WEIGHTS: ("float32", ())} if self.tail == "pad" else columns
 
     @property

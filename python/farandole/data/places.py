@@ -42,6 +42,10 @@ _PREPARATION = "_preparation.json"
 _USED = "_used.json"
 _DONE = "_done-"
 _KEPT = 7 * 24 * 3600.0
+_AT_EXIT = 2.0
+"""Seconds that the end of a process waits for stores."""
+_AT_LEAST = 0.1
+"""Seconds that each place has of them whatever the others took: a store that works needs no more."""
 _LOCK = threading.Lock()
 _HELD: set[Place] = set()
 
@@ -112,14 +116,18 @@ class Place:
             if name.startswith(_DONE):
                 train.delete(name)
 
-    def release(self) -> None:
-        """Lets go of the place. Data stays readable until somebody takes the place; what is unfinished can go on."""
+    def release(self, patience: float | None = None) -> None:
+        """Lets go of the place. Data stays readable until somebody takes the place; what is unfinished can go on.
+
+        Args:
+            patience: Seconds after which a store that does not answer is given up; default: that of its retries.
+        """
         with _LOCK:
             if self not in _HELD:
                 return
             _HELD.discard(self)
         if self._pid == os.getpid():
-            NativeStore(self.train_url).delete(self._mark)
+            NativeStore(self.train_url).delete(self._mark, patience)
 
     def discard(self) -> None:
         """Lets go of the place and deletes everything in it."""
@@ -209,10 +217,15 @@ def take(store: AbstractFilesystemStore, key: str, *, resumable: bool, replace: 
 
 
 def release_all() -> None:
-    """Lets go of everything this process holds."""
+    """Lets go of everything this process holds, at its end.
+
+    A store that is gone shall not keep the process: what is left there then counts no longer than the process lives,
+    where others see that, and a week where they cannot.
+    """
+    end = time.monotonic() + _AT_EXIT
     for place in list(_HELD):
         with contextlib.suppress(OSError):
-            place.release()
+            place.release(max(end - time.monotonic(), _AT_LEAST))
 
 
 def _json(value: dict[str, Any]) -> bytes:

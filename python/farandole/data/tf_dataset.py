@@ -34,7 +34,8 @@ def tf_dataset(loader: ParquetLoader) -> Any:
     def batches() -> Iterator[dict[str, Any]]:
         yield from loader
 
-    specs = {
-        name: tf.TensorSpec((rows, *shape), tf.dtypes.as_dtype(dtype)) for name, (dtype, shape) in signature.items()
-    }
+    def kind(dtype: str) -> Any:
+        return tf.string if dtype == "object" else tf.dtypes.as_dtype(dtype)
+
+    specs = {name: tf.TensorSpec((rows, *shape), kind(dtype)) for name, (dtype, shape) in signature.items()}
     return tf.data.Dataset.from_generator(batches, output_signature=specs).prefetch(1)

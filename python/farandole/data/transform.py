@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A user's function on whole batches, in worker threads or processes.
 
-The function takes a `pyarrow.RecordBatch` (scalars as columns of their type, vectors as fixed-size lists) and returns
-another one, a `pyarrow.Table`, or a dict of arrays. Batches come out in the order they went in.
+The function takes a `pyarrow.RecordBatch` (scalars as columns of their type, vectors as fixed-size lists, texts as
+large strings) and returns another one, a `pyarrow.Table`, or a dict of arrays. Batches come out in the order they went
+in.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+
+from farandole.data.arrays import TEXTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -141,6 +144,11 @@ def to_arrow(batch: Batch, fields: Sequence[Field]) -> Any:
         raise ImportError("transformation_fn needs pyarrow: pip install pyarrow") from error
     arrays = []
     for field in fields:
+        if field.dtype in TEXTS:
+            kind = pa.large_string() if field.dtype == "utf8" else pa.large_binary()
+            ends, values = (pa.py_buffer(part) for part in batch.texts(field.name))
+            arrays.append(pa.Array.from_buffers(kind, batch.rows, [None, ends, values]))
+            continue
         count = batch.rows * math.prod(field.shape)
         buffer = pa.py_buffer(memoryview(batch.column(field.name)))
         if field.dtype == "bool":

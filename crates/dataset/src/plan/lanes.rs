@@ -28,6 +28,13 @@ const SIDE_BLOCKS: u64 = 64;
 /// meet within a block make no more than a tenth of the blocks be read twice.
 const FEW: u64 = 8;
 
+/// So many lanes begin an epoch, so that its first batch needs no more blocks than that. More lanes than these hold
+/// [`EACH`] blocks each: where there are more ranks, some of them share the first blocks, and those are read twice, too.
+const FIRST: u64 = 48;
+
+/// Blocks in a lane where more lanes follow the first.
+const EACH: u64 = 25;
+
 /// Counts of lanes, chosen so that common sizes of worlds divide them.
 const COUNTS: [u64; 11] = [768, 384, 192, 96, 48, 24, 16, 8, 4, 2, 1];
 
@@ -81,10 +88,30 @@ impl Lane {
     }
 }
 
+/// Positions whose rows come from the same lanes, one of each in turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Phase {
+    /// The first position, a multiple of the number of all lanes.
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+    /// From the first lane on, so many.
+    pub(crate) lanes: u64,
+}
+
 /// The order of one epoch.
 #[derive(Debug)]
 pub(crate) struct Order {
     pub(crate) lanes: Vec<Lane>,
+    /// One after the other, each with more lanes than the one before.
+    pub(crate) phases: Vec<Phase>,
+}
+
+impl Order {
+    /// Rows of lane number `lane` that come before phase number `phase`.
+    pub(crate) fn done(&self, lane: u64, phase: usize) -> u64 {
+        let before = self.phases.iter().take(phase).filter(|phase| lane < phase.lanes);
+        before.map(|phase| (phase.end - phase.start) / phase.lanes).sum()
+    }
 }
 
 /// Blocks of a data set and the number of its lanes; made once per data set.
@@ -94,6 +121,8 @@ pub struct Lanes {
     count: u64,
     /// Blocks that a lane opens at once.
     beside: u64,
+    /// Rows of each of the first lanes that come before those of the others.
+    early: u64,
     rows: u64,
 }
 
@@ -117,15 +146,22 @@ impl Lanes {
         }
         let many = blocks.len() as u64;
         let fits = |count: &u64| {
-            let enough = if *count <= FEW { *count <= many } else { count * 10 <= many };
-            enough && count * largest <= OPEN_BYTES
+            let each = match *count {
+                ..=FEW => 1,
+                ..=FIRST => 10,
+                _ => EACH,
+            };
+            count * each <= many && count * largest <= OPEN_BYTES
         };
         let count = COUNTS.into_iter().find(fits).unwrap_or(1);
         // As many blocks at a time that the last ones of a lane are no fewer.
         let deep = many.div_ceil(count).max(1);
         let room = (SIDE_BYTES / (count * largest)).min(SIDE_BLOCKS / count).clamp(1, deep);
         let beside = deep.div_ceil(deep.div_ceil(room));
-        Self { blocks, count, beside, rows }
+        // About a quarter of a block, and the other phase begins with the first lane at every size that divides the lanes.
+        let round = count / FIRST;
+        let early = if round > 1 { (rows / many / 4 / round).max(1) * round } else { 0 };
+        Self { blocks, count, beside, early, rows }
     }
 
     /// How many lanes a shuffled epoch has.
@@ -133,7 +169,7 @@ impl Lanes {
         self.count
     }
 
-    /// How many blocks the rows of a batch come from, where it is large enough.
+    /// How many blocks the rows of a batch come from, where it is large enough and not at the start of an epoch.
     pub fn mixed(&self) -> u64 {
         self.count * self.beside
     }
@@ -154,7 +190,13 @@ impl Lanes {
 
     pub(crate) fn order(&self, seed: u64, epoch: u64, shuffle: bool) -> Order {
         if !shuffle {
-            return Order { lanes: vec![Lane::new(self.blocks.clone(), 1)] };
+            let lanes = vec![Lane::new(self.blocks.clone(), 1)];
+            return Order { lanes, phases: vec![Phase { start: 0, end: self.rows, lanes: 1 }] };
+        }
+        let start = FIRST * self.early;
+        let mut phases = vec![Phase { start, end: self.rows, lanes: self.count }];
+        if start > 0 {
+            phases.insert(0, Phase { start: 0, end: start, lanes: FIRST });
         }
         let state = fold(fold(0, seed), epoch);
         let many = u32::try_from(self.blocks.len()).unwrap_or(u32::MAX);
@@ -163,7 +205,8 @@ impl Lanes {
         let mut lanes = Vec::with_capacity(index(self.count));
         let mut rest: Option<Run> = None;
         for lane in 0..self.count {
-            let mut missing = self.rows.saturating_sub(lane).div_ceil(self.count);
+            let mut missing = self.rows.saturating_sub(start + lane).div_ceil(self.count);
+            missing += if lane < FIRST { self.early } else { 0 };
             let mut runs = Vec::new();
             while missing > 0 {
                 let Some(block) = rest.take().or_else(|| line.next().cloned()) else { break };
@@ -176,7 +219,7 @@ impl Lanes {
             }
             lanes.push(Lane::new(runs, self.beside));
         }
-        Order { lanes }
+        Order { lanes, phases }
     }
 }
 

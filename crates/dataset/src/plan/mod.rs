@@ -11,12 +11,13 @@ mod tests;
 pub use lanes::Lanes;
 pub use step::{Piece, Step};
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use farandole_world::Rank;
 
 use crate::error::{Error, Result};
-use crate::plan::lanes::Lane;
+use crate::plan::lanes::Order;
 
 /// What becomes of the rows that do not fill a batch on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -72,6 +73,14 @@ pub struct Part {
     pub taken: u64,
 }
 
+/// Rows of a rank that come from the same lanes, one of each slot in turn.
+#[derive(Debug)]
+struct Stage {
+    /// Rows of the rank.
+    rows: Range<u64>,
+    slots: Vec<Slot>,
+}
+
 /// A lane as one rank sees it: of its rows `first, first + stride, ...`, counted from 0 on.
 #[derive(Debug)]
 struct Slot {
@@ -90,11 +99,15 @@ struct Weave {
     stride: u64,
 }
 
+/// By lane and run, the part that it has become.
+type Numbers = Vec<Vec<Option<usize>>>;
+
 /// One rank's part of one epoch.
 #[derive(Debug)]
 pub struct Plan {
     parts: Vec<Part>,
-    slots: Vec<Slot>,
+    /// In the order of their rows.
+    stages: Vec<Stage>,
     steps: u64,
     batch_size: u64,
     /// Rows of this rank, without padding.
@@ -131,40 +144,64 @@ impl Plan {
         check(request)?;
         let (rank, size) = (u64::from(request.rank.0), u64::from(request.size));
         let order = lanes.order(request.seed, request.epoch, request.shuffle);
-        let (lane_count, total) = (order.lanes.len() as u64, lanes.rows());
+        let total = lanes.rows();
         let steps = request.steps(total);
         let rows = request.own(total).min(steps * request.batch_size);
-        // The positions of a rank walk over lane_count / gcd lanes in turn, and in each lane by size / gcd rows.
-        let gcd = gcd(size, lane_count);
-        let (turn, stride) = (lane_count / gcd, size / gcd);
         let mut plan = Self {
             parts: Vec::new(),
-            slots: Vec::new(),
+            stages: Vec::new(),
             steps,
             batch_size: request.batch_size,
             rows,
             tail: request.tail,
             padding: None,
         };
-        for slot in 0..turn {
-            let position = request.start_row + rank + slot * size;
-            if let Some(lane) = order.lanes.get(index(position % lane_count)) {
-                plan.add_slot((slot, turn), (position / lane_count, stride), lane);
-            }
+        let mut numbers: Numbers = order.lanes.iter().map(|lane| vec![None; lane.runs.len()]).collect();
+        for phase in 0..order.phases.len() {
+            plan.add_stage(&order, phase, (request.start_row + rank, size), &mut numbers);
         }
         plan.add_padding(lanes);
         Ok(plan)
     }
 
-    /// Adds slot number `slot` of `turn`: rows `first, first + stride, ...` of a lane.
-    fn add_slot(&mut self, (slot, turn): (u64, u64), (first, stride): (u64, u64), lane: &Lane) {
-        // Rows of this rank in this slot: local indices slot, slot + turn, ... below `rows`.
-        let taken = self.rows.saturating_sub(slot).div_ceil(turn);
-        let mut numbers: Vec<Option<usize>> = vec![None; lane.runs.len()];
+    /// Adds the rows of a phase; those of this rank are at the positions `first, first + size, ...`.
+    fn add_stage(&mut self, order: &Order, number: usize, (first, size): (u64, u64), numbers: &mut Numbers) {
+        let Some(phase) = order.phases.get(number) else { return };
+        let own = |position: u64| position.saturating_sub(first).div_ceil(size).min(self.rows);
+        let rows = own(phase.start)..own(phase.end);
+        // They walk over lanes / gcd lanes in turn, and in each lane by size / gcd rows.
+        let gcd = gcd(size, phase.lanes);
+        let (turn, stride) = (phase.lanes / gcd, size / gcd);
+        let mut slots = Vec::new();
+        for slot in 0..turn.min(rows.end.saturating_sub(rows.start)) {
+            let position = first + (rows.start + slot) * size - phase.start;
+            let (lane, row) = (position % phase.lanes, position / phase.lanes);
+            let row = order.done(lane, number) + row;
+            slots.push(self.slot(order, (lane, row, stride), (&rows, slot, turn), numbers));
+        }
+        self.stages.push(Stage { rows, slots });
+    }
+
+    /// Slot number `slot` of `turn` of the rank's rows `rows`: rows `first, first + stride, ...` of a lane.
+    fn slot(
+        &mut self,
+        order: &Order,
+        (lane, first, stride): (u64, u64, u64),
+        (rows, slot, turn): (&Range<u64>, u64, u64),
+        numbers: &mut Numbers,
+    ) -> Slot {
         let mut stretches = Vec::new();
-        for stretch in &lane.stretches {
+        let (Some(lane), Some(numbers)) = (order.lanes.get(index(lane)), numbers.get_mut(index(lane))) else {
+            return Slot { stretches };
+        };
+        let taken = (rows.end - rows.start - slot).div_ceil(turn);
+        let begin = lane.stretches.partition_point(|stretch| stretch.rows.end <= first);
+        for stretch in lane.stretches.iter().skip(begin) {
             let low = stretch.rows.start.saturating_sub(first).div_ceil(stride);
             let high = stretch.rows.end.saturating_sub(first).div_ceil(stride).min(taken);
+            if low >= taken {
+                break;
+            }
             if low >= high {
                 continue;
             }
@@ -178,7 +215,7 @@ impl Plan {
                 let Some((run, done)) = stretch.open.get(index(place % many)) else { continue };
                 let count = (high - low - turned).div_ceil(many / common);
                 let last = low + turned + (count - 1) * (many / common);
-                let steps = |row: u64| (slot + row * turn) / self.batch_size;
+                let steps = |row: u64| (rows.start + slot + row * turn) / self.batch_size;
                 let (first_step, last_step) = (steps(low + turned), steps(last));
                 let known = numbers.get(*run).copied().flatten();
                 let number = known.unwrap_or(self.parts.len());
@@ -206,7 +243,7 @@ impl Plan {
             }
             stretches.push(Weave { rows: low..high, open, stride: stride / common });
         }
-        self.slots.push(Slot { stretches });
+        Slot { stretches }
     }
 
     /// A last step without any row of this rank still needs a row to repeat: the very first of the data set.
@@ -243,20 +280,37 @@ impl Plan {
         self.rows
     }
 
-    /// The most that parts needed by one step take together, when `bytes` tells what one takes.
-    pub fn open_bytes(&self, bytes: impl Fn(&Part) -> u64) -> u64 {
-        let mut events: Vec<(u64, bool, u64)> = Vec::with_capacity(2 * self.parts.len());
+    /// The least that has to be held at a time, when `bytes` tells what a part takes: the rows of a step may be copied
+    /// part by part, in the order of [`Plan::queue`], and parts that nobody needs any more make room for others.
+    pub fn least_bytes(&self, bytes: impl Fn(&Part) -> u64) -> u64 {
+        // By step: what ends in it, the largest of what it alone needs, what begins in it and goes on.
+        let mut steps: BTreeMap<u64, (u64, u64, u64)> = BTreeMap::new();
         for part in &self.parts {
-            events.push((part.first_step, true, bytes(part)));
-            events.push((part.last_step + 1, false, bytes(part)));
+            let bytes = bytes(part);
+            if part.first_step == part.last_step {
+                let (_, alone, _) = steps.entry(part.first_step).or_default();
+                *alone = bytes.max(*alone);
+            } else {
+                let (ends, ..) = steps.entry(part.last_step).or_default();
+                *ends = ends.saturating_add(bytes);
+                let (.., begins) = steps.entry(part.first_step).or_default();
+                *begins = begins.saturating_add(bytes);
+            }
         }
-        events.sort_unstable();
-        let (mut now, mut most) = (0_u64, 0);
-        for (_, opens, bytes) in events {
-            now = if opens { now + bytes } else { now - bytes };
-            most = most.max(now);
+        let (mut held, mut most) = (0_u64, 0);
+        for (ends, alone, begins) in steps.into_values() {
+            held = held.saturating_sub(ends);
+            most = most.max(held.saturating_add(alone)).max(held.saturating_add(begins));
+            held = held.saturating_add(begins);
         }
         most
+    }
+
+    /// Parts in the order in which they are needed; of those that are needed at a time, those first that are done first.
+    pub fn queue(&self) -> Vec<usize> {
+        let mut queue: Vec<usize> = (0..self.parts.len()).collect();
+        queue.sort_by_key(|part| self.parts.get(*part).map(|part| (part.first_step, part.last_step)));
+        queue
     }
 }
 

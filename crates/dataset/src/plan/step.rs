@@ -3,7 +3,7 @@
 
 //! What one batch is made of.
 
-use crate::plan::{Plan, Tail, index};
+use crate::plan::{Plan, Stage, Tail, index};
 
 /// Rows of one part, in the part's own order (after its permutation).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,19 +43,34 @@ impl Plan {
         }
         let low = (step * self.batch_size).min(self.rows);
         let high = ((step + 1) * self.batch_size).min(self.rows);
-        let turn = self.slots.len() as u64;
         let mut pieces = Vec::new();
-        for (slot, lane) in (0..turn).zip(&self.slots) {
+        for stage in self.stages.iter().filter(|stage| stage.rows.start < high && low < stage.rows.end) {
+            stage.pieces(low.max(stage.rows.start), high.min(stage.rows.end), low, &mut pieces);
+        }
+        pieces.sort_unstable_by_key(|piece| piece.at);
+        let valid = index(high - low);
+        let padded = self.tail == Tail::Pad;
+        let rows = if padded { index(self.batch_size) } else { valid };
+        Step { pieces, valid, rows, padding: if valid == 0 { self.padding } else { None } }
+    }
+}
+
+impl Stage {
+    /// Adds the rows `low..high` of a rank, which are all of this stage; the batch begins with row `first`.
+    fn pieces(&self, low: u64, high: u64, first: u64, pieces: &mut Vec<Piece>) {
+        let turn = self.slots.len() as u64;
+        let start = self.rows.start;
+        for (slot, lane) in (start..).zip(&self.slots) {
             let (from, to) =
                 (low.saturating_sub(slot).div_ceil(turn), high.saturating_sub(slot).div_ceil(turn));
-            let start = lane.stretches.partition_point(|weave| weave.rows.end <= from);
-            for weave in lane.stretches.iter().skip(start).take_while(|weave| weave.rows.start < to) {
+            let begin = lane.stretches.partition_point(|weave| weave.rows.end <= from);
+            for weave in lane.stretches.iter().skip(begin).take_while(|weave| weave.rows.start < to) {
                 let many = weave.open.len() as u64;
                 for (number, (part, row)) in (0..many).zip(&weave.open) {
-                    let first = weave.rows.start + number;
+                    let begin = weave.rows.start + number;
                     let end = to.min(weave.rows.end);
-                    let done = from.saturating_sub(first).div_ceil(many);
-                    let next = first + done * many;
+                    let done = from.saturating_sub(begin).div_ceil(many);
+                    let next = begin + done * many;
                     if next >= end {
                         continue;
                     }
@@ -64,16 +79,11 @@ impl Plan {
                         first: index(row + done * weave.stride),
                         count: index((end - next).div_ceil(many)),
                         stride: index(weave.stride),
-                        at: index(slot + next * turn - low),
+                        at: index(slot + next * turn - first),
                         skip: index(many * turn),
                     });
                 }
             }
         }
-        pieces.sort_unstable_by_key(|piece| piece.at);
-        let valid = index(high - low);
-        let padded = self.tail == Tail::Pad;
-        let rows = if padded { index(self.batch_size) } else { valid };
-        Step { pieces, valid, rows, padding: if valid == 0 { self.padding } else { None } }
     }
 }

@@ -198,6 +198,38 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn all_of_this_holds_where_lanes_begin_one_after_the_other(
+        groups in prop::collection::vec(1_u64..6, 2400..5000),
+        size in prop::sample::select(vec![2_u32, 3, 5, 16, 36, 48, 96, 100, 192]),
+        batch in 1_u64..40,
+        tail in prop::sample::select(vec![Tail::Keep, Tail::Drop]),
+        share in 0_u64..1000,
+    ) {
+        let lanes = Lanes::new(&manifest(&[groups], 80));
+        prop_assert!(lanes.count() > 48);
+        let sequence: Vec<Row> = world(&lanes, 1, 57, |_| {}).into_iter().flatten().flatten().collect();
+        prop_assert_eq!(sequence.iter().copied().collect::<BTreeSet<Row>>().len() as u64, lanes.rows());
+        prop_assert_eq!(sequence.len() as u64, lanes.rows());
+        // From the start, from within the first lanes' own rows, from anywhere.
+        for start in [0, share, lanes.rows() * share / 1000] {
+            let (mut position, width) = (start, u64::from(size));
+            for step in world(&lanes, size, batch, |r| (r.start_row, r.tail) = (start, tail)) {
+                for (rank, rows) in (0_u64..).zip(&step) {
+                    for (row, found) in (0_u64..).zip(rows) {
+                        prop_assert_eq!(&sequence[index(position + row * width + rank)], found);
+                    }
+                }
+                position += batch * width;
+            }
+            prop_assert!(position + batch * width > lanes.rows());
+        }
+    }
+}
+
 #[test]
 fn rd_6_unshuffled_alone_is_file_order() {
     let lanes = Lanes::new(&manifest(&[vec![3, 2], vec![0], vec![4]], 100));
@@ -207,6 +239,28 @@ fn rd_6_unshuffled_alone_is_file_order() {
         .flat_map(|(file, group, rows)| (0..rows).map(move |row| (file, group, row)))
         .collect();
     assert_eq!(flat, expected);
+}
+
+#[test]
+fn rd_7_neighbours_are_as_far_apart_as_in_a_full_shuffle_however_large_row_groups_are() {
+    for (groups, mib) in [(3, 1), (100, 1), (100, 4), (100, 64), (9, 200), (3000, 1)] {
+        let lanes = Lanes::new(&manifest(&[vec![256; groups]], (mib << 20) / 256));
+        let sequence: Vec<i64> = world(&lanes, 1, 1024, |_| {})
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|(_, group, row)| i64::try_from(group).unwrap() * 256 + i64::try_from(row).unwrap())
+            .collect();
+        let apart: i64 = sequence.windows(2).map(|pair| (pair[1] - pair[0]).abs()).sum();
+        let whole = i64::try_from(lanes.rows()).unwrap();
+        // In thousandths of a full shuffle's, which is a third of the rows.
+        let told = apart * 3000 / (whole * whole);
+        assert!(
+            (800..1200).contains(&told),
+            "{told} for {groups} row groups of {mib} MiB in {} lanes",
+            lanes.count()
+        );
+    }
 }
 
 #[test]
@@ -223,8 +277,9 @@ fn lanes_grow_with_the_data_but_not_past_open_memory() {
     let count = |groups: usize, mib: u64| Lanes::new(&manifest(&[vec![1 << 10; groups]], mib << 10)).count();
     assert_eq!(
         [count(0, 1), count(1, 1), count(3, 1), count(8, 1), count(100, 1), count(1000, 1)],
-        [1, 1, 2, 8, 8, 96]
+        [1, 1, 2, 8, 8, 48]
     );
+    assert_eq!([count(2500, 1), count(10_000, 1), count(20_000, 1)], [96, 192, 192], "no more than fit");
     assert_eq!(count(1000, 16), 16);
     assert_eq!(count(20, 100), 8, "large groups are cut into blocks");
 }
@@ -250,12 +305,68 @@ fn a_rank_without_rows_still_has_something_to_repeat() {
 }
 
 #[test]
-fn what_is_open_at_once_is_counted() {
+fn what_is_held_at_once_is_counted() {
     let lanes = Lanes::new(&manifest(&[vec![10; 4]], 100));
-    let plan = Plan::new(&lanes, &Request { shuffle: false, ..request(0, 1, 5) }).unwrap();
-    assert_eq!(plan.open_bytes(|part| part.rows.end - part.rows.start), 10);
-    let plan = Plan::new(&lanes, &Request { shuffle: false, ..request(0, 1, 15) }).unwrap();
-    assert_eq!(plan.open_bytes(|part| part.rows.end - part.rows.start), 20);
+    let held = |batch_size| {
+        let plan = Plan::new(&lanes, &Request { shuffle: false, ..request(0, 1, batch_size) }).unwrap();
+        plan.least_bytes(|part| part.rows.end - part.rows.start)
+    };
+    // One after the other; in the last case a step takes two parts and the half of a third.
+    assert_eq!([held(5), held(10), held(15), held(25)], [10, 10, 10, 10]);
+    let plan = Plan::new(&lanes, &request(0, 1, 8)).unwrap();
+    assert_eq!(plan.least_bytes(|part| part.rows.end - part.rows.start), 40, "all four in turn");
+}
+
+#[test]
+fn lanes_that_go_on_to_their_next_blocks_at_once_need_no_room_for_both() {
+    let lanes = Lanes::new(&manifest(&[vec![64; 480]], 16 << 10));
+    assert_eq!((lanes.count(), lanes.mixed()), (48, 48));
+    let plan = Plan::new(&lanes, &request(0, 1, 1000)).unwrap();
+    let largest = |steps: u64| {
+        let open =
+            |step: u64| plan.parts().iter().filter(move |p| (p.first_step..=p.last_step).contains(&step));
+        (0..steps)
+            .map(|step| open(step).map(|part| part.rows.end - part.rows.start).sum::<u64>())
+            .max()
+            .unwrap()
+    };
+    let least = plan.least_bytes(|part| part.rows.end - part.rows.start);
+    assert!(least <= 50 * 64, "{least}: what is open");
+    assert!(largest(plan.steps()) > 90 * 64, "steps that end blocks and begin others see both");
+}
+
+#[test]
+fn the_first_batch_of_any_number_of_files_needs_about_as_many_of_them() {
+    for files in [100, 1000, 3000, 10_000, 50_000] {
+        let lanes = Lanes::new(&manifest(&vec![vec![1000]; files], 80));
+        let plan = Plan::new(&lanes, &request(0, 1, 4096)).unwrap();
+        let needed = plan.parts().iter().filter(|part| part.first_step == 0).count();
+        assert!((48..=64).contains(&needed), "{needed} of {files}, {} lanes", lanes.count());
+        let later = plan.steps() / 2;
+        let open = plan.parts().iter().filter(|part| (part.first_step..=part.last_step).contains(&later));
+        assert!(open.count() as u64 >= lanes.mixed() * 9 / 10);
+    }
+}
+
+#[test]
+fn rd_4_ranks_that_divide_many_lanes_read_a_tenth_twice_at_most() {
+    for (blocks, count) in [(2400, 96), (4800, 192), (9600, 384), (19_200, 768)] {
+        let lanes = Lanes::new(&manifest(&[vec![100; blocks]], 80));
+        assert_eq!(lanes.count(), count);
+        for size in [16, 48, 64, 96, 128, 192, 384, 768].into_iter().filter(|size| count % size == 0) {
+            let mut decoded = 0;
+            for rank in 0..size {
+                let plan = Plan::new(
+                    &lanes,
+                    &request(u32::try_from(rank).unwrap(), u32::try_from(size).unwrap(), 4),
+                )
+                .unwrap();
+                // A block that two lanes meet in is read by its rows, and counts as a whole here.
+                decoded += plan.parts().len();
+            }
+            assert!(decoded * 10 <= blocks * 11, "{decoded} of {blocks} for {size} ranks of {count} lanes");
+        }
+    }
 }
 
 #[test]

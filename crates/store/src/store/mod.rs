@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::local;
 use crate::location::Location;
 use crate::upload::Upload;
+use crate::wait::Waiter;
 
 /// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -330,6 +331,28 @@ impl Store {
     pub fn delete(&self, path: &str) -> Result<()> {
         let at = self.at(path)?;
         match self.ask("delete", path, async |backend| backend.delete(&at).await) {
+            Err(Error::Missing { .. }) => Ok(()),
+            other => other,
+        }
+    }
+
+    /// As [`Store::delete`], but a store over the network that does not answer is given up after `patience`; then it is
+    /// not known whether the file is still there.
+    ///
+    /// # Errors
+    /// As [`Store::delete`], and [`Error::Late`].
+    pub fn delete_within(&self, path: &str, patience: Duration) -> Result<()> {
+        let at = self.at(path)?;
+        let backend = self.backend.get()?;
+        let asked = match self.backend.waiter() {
+            Waiter::Here => Waiter::Here.wait(backend.delete(&at))?,
+            Waiter::Runtime => {
+                let late = || Error::Late { action: "delete", path: self.name_of(path), patience };
+                let timed = async { tokio::time::timeout(patience, backend.delete(&at)).await };
+                Waiter::Runtime.wait(timed)?.map_err(|_| late())?
+            }
+        };
+        match asked.map_err(self.fail("delete", path)) {
             Err(Error::Missing { .. }) => Ok(()),
             other => other,
         }
