@@ -6,7 +6,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use farandole::collectives::{Buffer, DataType, Memory, Place, ReduceOp};
+use farandole::collectives::{Buffer, DataType, Memory, Place, ReduceOp, copy_past_caches};
 use farandole::engine::Completion;
 use farandole::session::Session;
 use pyo3::exceptions::{PyBufferError, PyMemoryError, PyValueError};
@@ -155,6 +155,32 @@ impl Mapped {
 
     fn __len__(&self) -> usize {
         self.memory.len()
+    }
+
+    /// Copies `bytes` bytes from `address` to `offset`, past the caches.
+    ///
+    /// Raises:
+    ///     `ValueError`: The memory ends before.
+    #[pyo3(signature = (offset, address, bytes, /))]
+    fn store(&self, py: Python<'_>, offset: usize, address: usize, bytes: usize) -> PyResult<()> {
+        if offset.checked_add(bytes).is_none_or(|end| end > self.memory.len()) {
+            let (length, reason) = (self.memory.len(), "do not fit");
+            return Err(PyValueError::new_err(format!("{bytes} bytes at {offset} of {length} {reason}")));
+        }
+        if bytes == 0 || address == 0 {
+            return Ok(());
+        }
+        let target = self.memory.buffer().slice(offset, bytes);
+        // SAFETY: the caller passes a live tensor's address with its own length, and waits for this call; it does not lie
+        // in this memory, where no operation is under way.
+        let (source, target) = unsafe {
+            (
+                std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), bytes),
+                target.bytes_mut(),
+            )
+        };
+        py.detach(|| copy_past_caches(source, target));
+        Ok(())
     }
 
     /// Exports the memory, writable: tensors share it by intent.

@@ -13,6 +13,7 @@ import torch
 
 import farandole.torch as hvd
 from farandole._native import engine
+from farandole.torch import _buckets
 
 NUMBERS = 300_000
 """Enough that ranks work in each other's memory."""
@@ -31,12 +32,15 @@ def regions(kind):
     return sum("farandole-region" in target for target in targets)
 
 
-def trained(as_view):
+def trained(as_view, past_caches=_buckets.PAST_CACHES):
+    _buckets.PAST_CACHES = past_caches
     torch.manual_seed(5)
     net = torch.nn.Sequential(torch.nn.Linear(600, 500), torch.nn.Tanh(), torch.nn.Linear(500, 3))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.01), net.named_parameters(), gradient_as_bucket_view=as_view
     )
+    if as_view:
+        assert any(bucket._offsets for bucket in optimizer._reducer._buckets) == (past_caches == 0)
     for step in range(4):
         optimizer.zero_grad()
         torch.manual_seed(100 * hvd.rank() + step)
@@ -55,10 +59,28 @@ def both_ways():
     assert descriptors > before
     # The own memory is mapped once, and so is every other rank's.
     assert maps >= hvd.size()
-    for one, other in zip(plain, viewed, strict=True):
+    past, _, _ = trained(True, past_caches=0)
+    for one, other, third in zip(plain, viewed, past, strict=True):
         assert torch.equal(one, other)
+        assert torch.equal(one, third)
+    del viewed, past
     gc.collect()
     assert regions("fd") == before
+
+
+def refused():
+    memory = engine.mapped(100)
+    source = torch.arange(64, dtype=torch.uint8)
+    memory.store(36, source.data_ptr(), 64)
+    memory.store(100, 0, 0)
+    assert bytes(memory) == bytes(36) + bytes(range(64))
+    for offset in (37, 101, 2**63):
+        with pytest.raises(ValueError, match=f"64 bytes at {offset} of 100 do not fit"):
+            memory.store(offset, source.data_ptr(), 64)
+
+
+def test_nothing_is_stored_outside_of_the_memory(pair):
+    pair.run(refused)
 
 
 def test_training_gives_the_same_bits_in_shared_memory(world):

@@ -56,7 +56,7 @@ mod error;
 mod host;
 pub mod kernel;
 
-pub use buffer::{Buffer, Memory, Place, Stream};
+pub use buffer::{Buffer, Memory, Place, Stream, copy_past_caches};
 pub use communicator::{CARD, Communicator, Device, Event, Fabric, Formed, Operation, Segment, Token};
 pub use crossover::{Algorithm, Crossover};
 pub use dtype::{DataType, ReduceOp};

@@ -53,6 +53,9 @@ class Mapped:
 
     @property
     def address(self) -> int: ...
+    def store(self, offset: int, address: int, bytes: int, /) -> None:  # noqa: A002 - positional only
+        """Copies what is at an address to an offset, past the caches."""
+
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 

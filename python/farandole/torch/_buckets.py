@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 """Bytes between the starts of gradients in one memory are a multiple of this: a cache line."""
+PAST_CACHES = 4 << 20
+"""Bytes of a memory from which on large gradients are copied into it past the caches, where they would not stay until
+the memory is full. Measured on two cores with 32 MiB of cache: a step of 87 ms took 83."""
+LARGE = 64 << 10
+"""Bytes of a large gradient."""
 
 
 class Slot:
@@ -255,11 +260,19 @@ class ViewBucket(Bucket):
         starts = [0]
         for slot in slots:
             starts.append(starts[-1] + -(-slot.parameter.numel() // step) * step)
-        self._memory = _memory(max(1, starts[-1]), first)
+        self._memory, self._mapped = _memory(max(1, starts[-1]), first)
         self._views = {
             slot: self._memory[start : start + slot.parameter.numel()].view(slot.parameter.shape)
             for slot, start in zip(slots, starts, strict=False)
         }
+        # Of what is copied past the caches.
+        self._offsets: dict[Slot, int] = {}
+        if self._mapped is not None and self._memory.nbytes >= PAST_CACHES:
+            self._offsets = {
+                slot: start * first.element_size()
+                for slot, start in zip(slots, starts, strict=False)
+                if slot.parameter.nbytes >= LARGE
+            }
         self._name = f"allreduce.bucket.{slots[0].name}"
         self._wire: torch.Tensor | None = None
         self._ctx: Any = None
@@ -286,6 +299,8 @@ class ViewBucket(Bucket):
             view.zero_()
         elif grad.layout != torch.strided and not self.options.sparse_as_dense:
             raise ValueError(f"gradient_as_bucket_view needs dense gradients, or sparse_as_dense=True: {slot.name}")
+        elif self._mapped is not None and slot in self._offsets and _is_plain(grad, view):
+            self._mapped.store(self._offsets[slot], grad.data_ptr(), view.nbytes)
         else:
             view.copy_(grad.detach() if grad.layout == torch.strided else grad.detach().to_dense())
         slot.parameter.grad = view
@@ -333,8 +348,22 @@ class ViewBucket(Bucket):
                 slot.parameter.grad = self._views[slot]
 
 
-def _memory(count: int, like: torch.Tensor) -> torch.Tensor:
-    """Zeros for `count` numbers; on the host in memory that the other ranks there can work in."""
+def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether the gradient's bytes are those that `like`, of its shape on the host, would have after a copy."""
+    return (
+        type(grad) is torch.Tensor
+        and grad.layout is torch.strided
+        and grad.is_cpu
+        and grad.dtype is like.dtype
+        and grad.is_contiguous()
+        and not grad.is_neg()
+        and not grad.is_conj()
+    )
+
+
+def _memory(count: int, like: torch.Tensor) -> tuple[torch.Tensor, engine.Mapped | None]:
+    """Zeros for `count` numbers; on the host in memory that the other ranks there can work in, which comes as well."""
     if like.device.type != "cpu":
-        return torch.zeros(count, dtype=like.dtype, device=like.device)
-    return torch.frombuffer(engine.mapped(count * like.element_size()), dtype=like.dtype, count=count).zero_()
+        return torch.zeros(count, dtype=like.dtype, device=like.device), None
+    mapped = engine.mapped(count * like.element_size())
+    return torch.frombuffer(mapped, dtype=like.dtype, count=count).zero_(), mapped

@@ -5,6 +5,7 @@
 #![expect(unsafe_code, reason = "the one place where addresses become slices")]
 
 mod flat;
+mod past;
 mod shared;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -14,6 +15,7 @@ use std::sync::Arc;
 use farandole_shm::Region;
 
 pub(crate) use flat::Flat;
+pub use past::copy_past_caches;
 pub(crate) use shared::home;
 
 /// Where a buffer's bytes are.
