@@ -331,7 +331,7 @@ impl Shared {
                 let mut state = self.state.lock();
                 match batch {
                     Some(batch) => state.assembled(draft.number, batch),
-                    None => state.drafted(draft),
+                    None => state.drafted(*draft),
                 }
                 let (done, wake) = state.copied(&pieces);
                 drop(state);

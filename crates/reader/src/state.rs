@@ -26,7 +26,7 @@ pub(crate) enum Job {
     /// Decode this part; fetch its bytes when there are none.
     Load(usize, Bytes),
     /// Copy these rows into a batch; the last ones where it says so.
-    Assemble(Draft, Copying),
+    Assemble(Box<Draft>, Copying),
 }
 
 /// Rows to copy.
@@ -157,7 +157,7 @@ impl State {
                 self.next_step += 1;
                 self.copying += 1;
                 let pieces = std::mem::take(&mut draft.missing);
-                Some(Job::Assemble(draft, Copying { pieces, blocks, last: true }))
+                Some(Job::Assemble(Box::new(draft), Copying { pieces, blocks, last: true }))
             }
             None => {
                 self.pending = Some(draft);
@@ -197,7 +197,7 @@ impl State {
         let blocks = pieces.iter().filter_map(|piece| self.blocks.get(piece.part)?.clone()).collect();
         self.begun = true;
         self.copying += 1;
-        Some(Job::Assemble(draft, Copying { pieces, blocks, last: false }))
+        Some(Job::Assemble(Box::new(draft), Copying { pieces, blocks, last: false }))
     }
 
     /// The next part although the budget is used up: blocks took more than the data set says of them, and nothing else

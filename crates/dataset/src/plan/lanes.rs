@@ -146,10 +146,12 @@ impl Lanes {
         }
         let many = blocks.len() as u64;
         let fits = |count: &u64| {
-            let each = match *count {
-                ..=FEW => 1,
-                ..=FIRST => 10,
-                _ => EACH,
+            let each = if *count > FIRST {
+                EACH
+            } else if *count > FEW {
+                10
+            } else {
+                1
             };
             count * each <= many && count * largest <= OPEN_BYTES
         };
