@@ -123,6 +123,8 @@ def test_an_executor_without_a_package_is_told_how_to_install_it_there(missing, 
         for entry in root.iterdir():
             if not entry.name.startswith((missing, "__editable__", "farandole.pth")):
                 (packages / entry.name).exists() or (packages / entry.name).symlink_to(entry)
+    if missing != "farandole" and not (packages / "farandole").exists():
+        (packages / "farandole").symlink_to(Path(farandole.spark.__file__).parents[1])  # a checkout that a .pth names
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexport PYTHONPATH="{packages}:$PYTHONPATH"\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)

@@ -7,6 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -102,6 +103,8 @@ pub(super) struct Core {
     board: watch::Sender<Board>,
     kv: Mutex<KeyValues>,
     events: Ring<Event>,
+    /// The driver has been waited for in vain: until it takes something, nobody waits again.
+    deaf: AtomicBool,
     told: Mutex<Told>,
 }
 
@@ -139,6 +142,7 @@ impl Core {
             board: watch::Sender::new(Board::default()),
             kv: Mutex::new(KeyValues::default()),
             events: Ring::new(EVENTS),
+            deaf: AtomicBool::new(false),
             told: Mutex::default(),
         }
     }
@@ -196,12 +200,16 @@ impl Core {
     /// Returns when the driver keeps up, or has not for a while.
     pub(super) async fn room(&self) {
         let started = Instant::now();
-        while self.events.weight() > PRESSURE && started.elapsed() < PATIENCE {
+        while self.events.weight() > PRESSURE && !self.deaf.load(Ordering::Acquire) {
+            if started.elapsed() >= PATIENCE {
+                self.deaf.store(true, Ordering::Release);
+            }
             tokio::time::sleep(GLANCE).await;
         }
     }
 
     pub(super) fn events(&self, deadline: Instant) -> Drained<Event> {
+        self.deaf.store(false, Ordering::Release);
         self.events.drain(deadline)
     }
 
@@ -318,5 +326,45 @@ impl Core {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use farandole_config::Config;
+    use farandole_telemetry::{LogLine, Record, Stream};
+
+    use super::*;
+
+    #[test]
+    fn a_driver_that_takes_nothing_is_waited_for_once_and_again_after_it_took_something() {
+        let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+        let core = Core::new(JobId("job".to_owned()), &Options::from_config(1, &config));
+        let fill = || {
+            while core.events.weight() <= PRESSURE {
+                let text = "x".repeat(1 << 20);
+                let line = LogLine { task: 0, rank: None, stream: Stream::Stdout, text };
+                core.push(Event::Record(Record::Log(line)));
+            }
+        };
+        let waited = || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+            let started = Instant::now();
+            runtime.block_on(core.room());
+            started.elapsed()
+        };
+        fill();
+        assert!(waited() >= PATIENCE);
+        // One who writes a thousand batches is not held up a thousand times.
+        let began = Instant::now();
+        for _ in 0..1_000 {
+            waited();
+        }
+        assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+        core.events(Instant::now());
+        fill();
+        assert!(waited() >= PATIENCE);
     }
 }
