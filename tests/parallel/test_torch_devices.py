@@ -47,7 +47,7 @@ def gpus(cuda, shared_world):
 def on_host():
     """From here on tensors are where they are."""
     if hasattr(_device, "real"):
-        _device.ordinal_of, _device.stream_of, HandleTable.submit = _device.real
+        _device.ordinal_of, _device.stream_of, HandleTable.submit, HandleTable.submit_one = _device.real
         _handles.table.__dict__.pop("reach", None)
 
 
@@ -56,7 +56,7 @@ class Gpu:
 
     def __init__(self, ordinal):
         on_host()
-        _device.real = _device.ordinal_of, _device.stream_of, HandleTable.submit
+        _device.real = _device.ordinal_of, _device.stream_of, HandleTable.submit, HandleTable.submit_one
         self.library = ctypes.CDLL(os.environ["FARANDOLE_CUDA_LIBRARIES"] + "/libcuda.so.1")
         self.library.fake_stream.restype = ctypes.c_void_p
         self.library.fake_count.restype = ctypes.c_long
@@ -64,14 +64,16 @@ class Gpu:
         _device.ordinal_of = lambda _: ordinal
         _device.stream_of = lambda _: self.stream.value
         # A GPU's memory goes from hand to hand in the order of streams; that of the host must be kept.
-        submit = HandleTable.submit
         kept = []
 
-        def submit_and_keep(table, keep, *arguments):
-            kept.append(keep)
-            return submit(table, keep, *arguments)
+        def keeping(submit):
+            def submit_and_keep(table, keep, *arguments):
+                kept.append(keep)
+                return submit(table, keep, *arguments)
 
-        HandleTable.submit = submit_and_keep
+            return submit_and_keep
+
+        HandleTable.submit, HandleTable.submit_one = map(keeping, _device.real[2:])
 
     def count(self, what):
         return self.library.fake_count(what.encode())

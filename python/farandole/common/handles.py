@@ -51,6 +51,11 @@ class _Entry(NamedTuple):
     finish: Finish
 
 
+_One: TypeAlias = tuple[Any, Callable[[Outcome], Any]]
+"""What an operation of one member keeps, and what makes its result. Plain, for there may be hundreds at a time, and
+with each object more Python's collector of garbage looks at all of them more often."""
+
+
 class HandleTable:
     """The operations one framework's module has under way, and the numbers of those it gave no name.
 
@@ -60,7 +65,7 @@ class HandleTable:
 
     def __init__(self, family: str) -> None:
         self._family = family
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Entry | _One] = {}
         self._boarding: dict[int, Any] = {}
         self._tickets = itertools.count()
         self._numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
@@ -125,6 +130,19 @@ class HandleTable:
         del self._boarding[ticket]
         return handle
 
+    def submit_one(self, keep: Any, finish: Callable[[Outcome], Any], call: Callable[..., int], *arguments: Any) -> int:
+        """As `submit`, for an operation of one member, whose outcome `finish` gets."""
+        ticket = next(self._tickets)
+        self._boarding[ticket] = keep
+        try:
+            handle = call(*arguments)
+        except Exception:
+            del self._boarding[ticket]  # refused, so not started
+            raise
+        self._entries[handle] = keep, finish
+        del self._boarding[ticket]
+        return handle
+
     def track(self, members: Sequence[int], keep: Any, finish: Finish) -> int:
         """Keeps `keep` alive until the returned handle is consumed; `finish` makes its result.
 
@@ -143,7 +161,8 @@ class HandleTable:
         Raises:
             ValueError: When the handle was consumed already, or never given out.
         """
-        return all(engine.poll(member) for member in self._entry(handle).members)
+        entry = self._entry(handle)
+        return all(map(engine.poll, entry.members)) if isinstance(entry, _Entry) else engine.poll(handle)
 
     def synchronize(self, handle: int) -> Any:
         """Waits for an operation and returns its result.
@@ -157,12 +176,19 @@ class HandleTable:
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
         entry = self._entry(handle)
+        if not isinstance(entry, _Entry):
+            try:
+                outcome = self._wait(handle)
+            except Exception:
+                if not engine.is_pending(handle):
+                    self._entries.pop(handle, None)
+                raise
+            self._entries.pop(handle, None)
+            return entry[1](outcome)
         failure: Exception | None = None
         while entry.members:
             try:
-                outcome = engine.wait(entry.members[0])
-                if isinstance(outcome, engine.Reached):
-                    outcome = self.reach(outcome)
+                outcome = self._wait(entry.members[0])
             except Exception as error:
                 # A failed operation is over; an interrupted wait is not, and its memory is still being written.
                 if engine.is_pending(entry.members[0]):
@@ -176,6 +202,10 @@ class HandleTable:
             raise failure
         return entry.finish(entry.outcomes)
 
+    def _wait(self, member: int) -> Outcome:
+        outcome = engine.wait(member)
+        return self.reach(outcome) if isinstance(outcome, engine.Reached) else outcome
+
     def reach(self, reached: engine.Reached) -> Outcome:
         """Waits for what a GPU is still at work on; modules with streams have their stream wait instead.
 
@@ -186,7 +216,7 @@ class HandleTable:
             time.sleep(_LOOK)
         return reached.outcome
 
-    def _entry(self, handle: int) -> _Entry:
+    def _entry(self, handle: int) -> _Entry | _One:
         entry = self._entries.get(handle)
         if entry is None:
             raise ValueError(f"no operation has this handle; each can be synchronized once: {handle!r}")

@@ -82,7 +82,8 @@ def usable(tensor: torch.Tensor) -> torch.Tensor:
 
 def needs_copy(tensor: torch.Tensor) -> bool:
     """Whether the engine cannot work on the tensor's own memory."""
-    return not (tensor.is_contiguous() and _device.is_usable(tensor)) or tensor.is_neg() or tensor.is_conj()
+    usable_there = tensor.is_cpu or _device.is_usable(tensor)
+    return not usable_there or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
 
 
 def require_in_place(tensor: torch.Tensor) -> None:
@@ -137,7 +138,7 @@ def wants_grad(*tensors: torch.Tensor) -> bool:
 
 def start(keep: Any, finish: Callable[[Any], Any], call: Callable[..., int], *arguments: Any) -> int:
     """Starts an operation of one member; `finish` gets its outcome."""
-    return table.submit(keep, lambda outcomes: finish(outcomes[0]), call, *arguments)
+    return table.submit_one(keep, finish, call, *arguments)
 
 
 def poll(handle: int) -> bool:

@@ -18,10 +18,10 @@ from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import OPERATIONS, Average, Max, Min, Product, Sum
 from farandole.torch._device import spot, spots
 from farandole.torch._handles import (
+    DTYPES,
     copy_back,
     describe,
     require_in_place,
-    start,
     synchronize,
     table,
     usable,
@@ -48,17 +48,29 @@ class Reduction(NamedTuple):
 
 def start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, in_place: bool, attended: bool) -> int:
     """Starts an allreduce, into a new tensor unless `in_place`; `attended` when `synchronize` follows at once."""
-    if in_place:
-        require_in_place(tensor)
-    arguments = reduction.arguments
+    op, prescale, postscale, process_set = reduction
+    number = set_number(process_set)
     source = usable(tensor)
+    if in_place and source is not tensor:
+        require_in_place(tensor)
     # A private copy serves as its own result.
     target = torch.empty_like(source) if source is tensor and not in_place else source
-    described = describe(table.name("allreduce", name, reduction.process_set), source)
-    submission = (engine.allreduce, *described, target.data_ptr(), *arguments, attended, spot(source))
-    if in_place:
-        return start(source, lambda _: copy_back(tensor, source), *submission)
-    return start((source, target), lambda _: target.to(tensor.device), *submission)
+    return table.submit_one(
+        (source, target),
+        (lambda _: copy_back(tensor, source)) if in_place else (lambda _: target.to(tensor.device)),
+        engine.allreduce,
+        table.name("allreduce", name, process_set),
+        DTYPES[source.dtype],
+        source.shape,
+        source.data_ptr(),
+        target.data_ptr(),
+        op,
+        prescale,
+        postscale,
+        number,
+        attended,
+        spot(source),
+    )
 
 
 def start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, in_place: bool) -> int:
