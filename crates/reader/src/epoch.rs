@@ -30,7 +30,7 @@ const AHEAD_BYTES: u64 = 16 << 20;
 const EARLY_BYTES: u64 = 32 << 20;
 
 /// Threads that wait for a store over the network. They sleep most of the time; the budget limits what they fetch.
-const FETCHERS: usize = 16;
+const FETCHERS: usize = 32;
 
 /// What the names of such threads begin with.
 const FETCHER: &str = "fd-fetch-";

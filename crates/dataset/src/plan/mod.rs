@@ -11,7 +11,6 @@ mod tests;
 pub use lanes::Lanes;
 pub use step::{Piece, Step};
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use farandole_world::Rank;
@@ -283,25 +282,28 @@ impl Plan {
     /// The least that has to be held at a time, when `bytes` tells what a part takes: the rows of a step may be copied
     /// part by part, in the order of [`Plan::queue`], and parts that nobody needs any more make room for others.
     pub fn least_bytes(&self, bytes: impl Fn(&Part) -> u64) -> u64 {
-        // By step: what ends in it, the largest of what it alone needs, what begins in it and goes on.
-        let mut steps: BTreeMap<u64, (u64, u64, u64)> = BTreeMap::new();
+        // By step: what ends in it, what it alone needs, what begins in it and goes on.
+        let (ends, alone, begins) = (0_u8, 1, 2);
+        let mut events: Vec<(u64, u8, u64)> = Vec::with_capacity(2 * self.parts.len());
         for part in &self.parts {
             let bytes = bytes(part);
             if part.first_step == part.last_step {
-                let (_, alone, _) = steps.entry(part.first_step).or_default();
-                *alone = bytes.max(*alone);
+                events.push((part.first_step, alone, bytes));
             } else {
-                let (ends, ..) = steps.entry(part.last_step).or_default();
-                *ends = ends.saturating_add(bytes);
-                let (.., begins) = steps.entry(part.first_step).or_default();
-                *begins = begins.saturating_add(bytes);
+                events.extend([(part.first_step, begins, bytes), (part.last_step, ends, bytes)]);
             }
         }
+        events.sort_unstable();
         let (mut held, mut most) = (0_u64, 0);
-        for (ends, alone, begins) in steps.into_values() {
-            held = held.saturating_sub(ends);
-            most = most.max(held.saturating_add(alone)).max(held.saturating_add(begins));
-            held = held.saturating_add(begins);
+        for (_, what, bytes) in events {
+            if what == ends {
+                held = held.saturating_sub(bytes);
+                continue;
+            }
+            most = most.max(held.saturating_add(bytes));
+            if what == begins {
+                held = held.saturating_add(bytes);
+            }
         }
         most
     }
