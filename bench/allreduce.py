@@ -15,15 +15,15 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from saved import save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,6 @@ ROUNDS = 5
 """Turns of each library per size."""
 OVERHEAD = 20
 """Calls before a turn counts."""
-RESULTS = Path(__file__).parent / "results"
 
 
 def turn(call: Callable[[], object], count: int) -> list[float]:
@@ -187,9 +186,7 @@ def main() -> None:
         (measure if arguments.worker else measure_mpi)(arguments.seconds)
         return
     rows = [row for ranks in arguments.ranks for row in run(ranks, arguments.seconds)]
-    RESULTS.mkdir(exist_ok=True)
-    machine = {"cores": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
-    (RESULTS / "allreduce.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    save("allreduce", {"rows": rows})
 
 
 if __name__ == "__main__":

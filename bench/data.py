@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Shuffled batches as torch tensors, next to pyarrow's plain scan of the same files in the same run.
 
-    python bench/data.py [--rows 2000000] [--repeat 5] [--json bench/results/data.json]
+    python bench/data.py [--rows 2000000] [--repeat 5]
 
 Prints medians: rows per second of each, and the ratio to the scan (no shuffle, no tensors) or to pyarrow's dataset
 writer, with the least that is asked for; then how well rows are mixed, how long plans and first batches of many files
@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import csv
+from saved import save
 
 from farandole._native import prepare
 from farandole.data import ParquetLoader
@@ -282,7 +283,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--csv-rows", type=int, default=10_000_000)
-    parser.add_argument("--json", type=Path, help="where results go as JSON")
     given = parser.parse_args()
     flat = [scalars(given.rows // FILES, seed) for seed in range(FILES)]
     results: dict[str, dict[str, Any]] = {"scalars": compare("20 float32 columns", flat, given.repeat)}
@@ -294,8 +294,7 @@ def main() -> None:
         mixed(flat, Path(directory))
         first_batches(Path(directory))
         results["csv"] = from_csv(Path(directory), given.csv_rows)
-    if given.json:
-        given.json.write_text(json.dumps({"rows": given.rows, "repeat": given.repeat, **results}, indent=1) + "\n")
+    save("data", {"rows": given.rows, "repeat": given.repeat, **results})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+from saved import save
+
 CASES = [("SIGKILL", "farandole"), ("SIGKILL", "gloo"), ("SIGSTOP", "farandole")]
 
 
@@ -111,8 +112,7 @@ def main() -> None:
         times = [seconds * 1e3 for seconds, _ in trials]
         print(f"{fault:<8} {library:<10} {statistics.median(times):>8.1f} {max(times):>8.1f}  {trials[0][1][:90]}")
         rows.append({"fault": fault, "library": library, "milliseconds": times})
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "failures.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    save("failures", {"rows": rows})
 
 
 if __name__ == "__main__":

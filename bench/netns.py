@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import signal
 import statistics
@@ -27,7 +26,8 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
-from allreduce import RESULTS, human, summary, turn
+from allreduce import human, summary, turn
+from saved import save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -215,13 +215,6 @@ def show(row: dict[str, Any]) -> None:
         print(f"{count} {numbers} {times['cpu_ms']:>8.2f} {speed:>6.2f}{tail}")
 
 
-def commit() -> str:
-    """The commit measured, with a mark when the tree differs from it."""
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="sizes of the world")
@@ -246,10 +239,7 @@ def main() -> None:
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     rows = [row for hosts in arguments.hosts for rate in arguments.rates for row in run(hosts, rate, arguments)]
     if not arguments.keep:
-        RESULTS.mkdir(exist_ok=True)
-        machine = {"cores": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
-        report = {"commit": commit(), "began": began, "machine": machine, "rows": rows}
-        (RESULTS / "netns.json").write_text(json.dumps(report, indent=1) + "\n")
+        save("netns", {"rows": rows}, began=began)
 
 
 if __name__ == "__main__":

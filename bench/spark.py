@@ -12,9 +12,7 @@ transform is Spark's `mapInArrow` that returns its batches, on the same frame.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,12 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from saved import save
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 COLUMNS, EPOCHS, BATCH = 20, 2, 1024
 TRANSFORMED = 100_000
-RESULTS = Path(__file__).parent / "results"
 HOROVOD = {"first fit": 17.2, "second fit": 11.1, "transform": 19.4}
 """Seconds that Horovod 0.28.1 took, recorded once on a machine of two cores."""
 
@@ -272,7 +271,6 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="also pyspark's TorchDistributor")
     parser.add_argument("--only", choices=("torch", "keras"), help="one framework")
     options = parser.parse_args()
-    RESULTS.mkdir(exist_ok=True)
     if options.only is None:
         # A process each: TensorFlow and torch's compiler do not go together in one.
         for name in ("torch", "keras"):
@@ -283,10 +281,7 @@ def main() -> None:
     measure = {"torch": measure_torch, "keras": measure_keras}[options.only]
     table = measure(options.rows, options.rounds, options.peers)
     shown(table)
-    told = {"machine": platform.platform(), "cores": os.cpu_count(), "rows": options.rows, "table": table}
-    (RESULTS / ("spark.json" if options.only == "torch" else "spark_keras.json")).write_text(
-        json.dumps(told, indent=2) + "\n"
-    )
+    save("spark" if options.only == "torch" else "spark_keras", {"rows": options.rows, "table": table})
 
 
 if __name__ == "__main__":

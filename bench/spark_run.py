@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch  # what a driver that trains has
 from pyspark.sql import SparkSession
+from saved import save
 
 import farandole.spark
 
@@ -40,7 +41,12 @@ def seconds(work: Callable[[], object], repeat: int) -> tuple[float, float]:
     return times[0], statistics.median(times[1:])
 
 
+rows: dict[str, dict[str, float]] = {}
+"""Seconds."""
+
+
 def row(name: str, found: tuple[float, float]) -> None:
+    rows[name] = {"first": found[0], "median": found[1]}
     print(f"{name:<44} {found[0]:>8.2f} {found[1]:>8.2f}", flush=True)
 
 
@@ -101,6 +107,7 @@ def main() -> None:
             row("TorchDistributor, local mode", seconds(peer, 2))
             row("TorchDistributor, Spark tasks", seconds(peer_on_tasks, 2))
         spark.stop()
+    save("spark_run", {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from saved import save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +33,6 @@ WIDTH, LAYERS = 2236, 5
 SMALL = 40
 """Layers of the model whose step costs next to nothing: what is left is overhead."""
 LARGE = 64 << 20
-RESULTS = Path(__file__).parent / "results"
 
 
 def turns(calls: dict[str, Callable[[], object]], count: int, rounds: int = 5) -> dict[str, float]:
@@ -308,10 +307,8 @@ def main() -> None:
     for what, milliseconds in medians.items():
         peer = "mirrored" if what == "loop" else "whole"
         print(f"{what:>14} {milliseconds:>9.1f}  {milliseconds / medians[peer]:.3f} x {peer}")
-    RESULTS.mkdir(exist_ok=True)
-    machine = {"cores": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
     rows.append({"what": f"training step, {batch} rows a rank", "ranks": ranks, "milliseconds": medians, "runs": times})
-    (RESULTS / "tensorflow.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    save("tensorflow", {"rows": rows})
 
 
 if __name__ == "__main__":

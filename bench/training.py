@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from saved import save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,6 @@ STEPS = 10
 """Steps of one turn; one more comes before they count."""
 BURST, BURST_BYTES = 100, 64 << 10
 LARGE = 64 << 20
-RESULTS = Path(__file__).parent / "results"
 
 
 def turn(call: Callable[[], object], count: int) -> list[float]:
@@ -163,9 +162,7 @@ def main() -> None:
         print(f"\n{row['what']}, {row['ranks']} ranks on {os.cpu_count()} cores (median milliseconds)")
         for name, milliseconds in row["milliseconds"].items():
             print(f"{name:>14} {milliseconds:>9.2f}  {milliseconds / theirs:.3f} x {peer}")
-    RESULTS.mkdir(exist_ok=True)
-    machine = {"cores": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
-    (RESULTS / "training.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    save("training", {"rows": rows})
 
 
 if __name__ == "__main__":

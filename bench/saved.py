@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Where results go: files below bench/results, with the commit and the machine they were measured on."""
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def commit() -> str:
+    """The commit measured, with a mark when the tree differs from it, results aside."""
+    git = ["git", "-C", str(RESULTS)]
+    name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    changed = [*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/bench/results"]
+    dirty = subprocess.run(changed, capture_output=True, text=True, check=False)
+    return (name.stdout.strip() or "unknown") + ("-dirty" if dirty.stdout.strip() else "")
+
+
+def save(name: str, results: dict[str, Any], **extra: Any) -> None:
+    """Writes one file.
+
+    Args:
+        name: Its name, without the ending.
+        results: What was measured.
+        **extra: More about the run, e.g. when it began.
+    """
+    machine = {"cores": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+    told = {"commit": commit(), "machine": machine, **extra, **results}
+    (RESULTS / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n")
