@@ -160,19 +160,25 @@ impl Mapped {
     /// Copies `bytes` bytes from `address` to `offset`, past the caches.
     ///
     /// Raises:
-    ///     `ValueError`: The memory ends before.
+    ///     `ValueError`: The memory ends before, or the bytes lie nowhere or in this memory.
     #[pyo3(signature = (offset, address, bytes, /))]
     fn store(&self, py: Python<'_>, offset: usize, address: usize, bytes: usize) -> PyResult<()> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.memory.len()) {
             let (length, reason) = (self.memory.len(), "do not fit");
             return Err(PyValueError::new_err(format!("{bytes} bytes at {offset} of {length} {reason}")));
         }
-        if bytes == 0 || address == 0 {
+        if bytes == 0 {
             return Ok(());
         }
+        let own = self.address();
+        if address == 0 || (address < own + self.memory.len() && own < address.saturating_add(bytes)) {
+            return Err(PyValueError::new_err(format!(
+                "no bytes outside this memory: {bytes} at {address:#x}"
+            )));
+        }
         let target = self.memory.buffer().slice(offset, bytes);
-        // SAFETY: the caller passes a live tensor's address with its own length, and waits for this call; it does not lie
-        // in this memory, where no operation is under way.
+        // SAFETY: the caller passes a live tensor's address with its own length, and waits for this call; it was seen not to
+        // lie in this memory, where no operation is under way.
         let (source, target) = unsafe {
             (
                 std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), bytes),

@@ -33,7 +33,14 @@ def regions(kind):
 
 
 def trained(as_view, past_caches=_buckets.PAST_CACHES):
-    _buckets.PAST_CACHES = past_caches
+    usual, _buckets.PAST_CACHES = _buckets.PAST_CACHES, past_caches
+    try:
+        return _trained(as_view, past_caches)
+    finally:
+        _buckets.PAST_CACHES = usual
+
+
+def _trained(as_view, past_caches):
     torch.manual_seed(5)
     net = torch.nn.Sequential(torch.nn.Linear(600, 500), torch.nn.Tanh(), torch.nn.Linear(500, 3))
     optimizer = hvd.DistributedOptimizer(
@@ -77,6 +84,9 @@ def refused():
     for offset in (37, 101, 2**63):
         with pytest.raises(ValueError, match=f"64 bytes at {offset} of 100 do not fit"):
             memory.store(offset, source.data_ptr(), 64)
+    for address in (0, memory.address, memory.address + 99):
+        with pytest.raises(ValueError, match="no bytes outside this memory: 1 at 0x"):
+            memory.store(36, address, 1)
 
 
 def test_nothing_is_stored_outside_of_the_memory(pair):

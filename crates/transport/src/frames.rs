@@ -103,12 +103,13 @@ impl FrameSender {
     /// As [`FrameSender::queue`], and where that fails, as far as it goes at once also to a peer that is counted as lost:
     /// that may be a matter of another connection. For saying why this process stops; nothing may be sent after it.
     pub fn last_words(&mut self, kind: u8, payload: &[u8]) {
-        if self.queue(kind, payload).is_ok() {
+        if matches!(self.try_send(kind, payload), Ok(true)) {
             return;
         }
-        if let Ok(header) = header(self.peer, kind, payload) {
-            self.queue.extend(header);
-            self.queue.extend(payload);
+        let Ok(header) = header(self.peer, kind, payload) else { return };
+        self.queue.extend(header);
+        self.queue.extend(payload);
+        if self.flush().is_err() {
             self.sender.last_words(self.queue.make_contiguous());
             self.queue.clear();
         }

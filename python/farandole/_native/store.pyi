@@ -52,7 +52,7 @@ class Store:
     def list(self, path: str = "") -> list[tuple[str, int]]:
         """Every file below `path`, as (relative path, bytes), sorted."""
     def delete(self, path: str, patience: float | None = None) -> None:
-        """Deletes a file; a missing one is no error. A network that does not answer is given up after so many seconds."""
+        """Deletes a file; a missing one is no error. Given up on after `patience` seconds."""
     def delete_all(self, path: str = "") -> int:
         """Deletes everything below `path`; returns how many files that were."""
     def check_writable(self) -> None:

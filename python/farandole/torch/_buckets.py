@@ -299,11 +299,15 @@ class ViewBucket(Bucket):
             view.zero_()
         elif grad.layout != torch.strided and not self.options.sparse_as_dense:
             raise ValueError(f"gradient_as_bucket_view needs dense gradients, or sparse_as_dense=True: {slot.name}")
-        elif self._mapped is not None and slot in self._offsets and _is_plain(grad, view):
+        elif self._mapped is not None and slot in self._offsets and _is_plain(grad, view) and not self._holds(grad):
             self._mapped.store(self._offsets[slot], grad.data_ptr(), view.nbytes)
         else:
             view.copy_(grad.detach() if grad.layout == torch.strided else grad.detach().to_dense())
         slot.parameter.grad = view
+
+    def _holds(self, grad: torch.Tensor) -> bool:
+        """Whether the gradient lies in the bucket's memory already: its own or a neighbour's, under another name."""
+        return 0 <= grad.data_ptr() - self._memory.data_ptr() < self._memory.nbytes
 
     def start(self) -> None:
         """Starts the reduction; parameters without a gradient take part with zeros.
@@ -358,6 +362,7 @@ def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
         and grad.is_contiguous()
         and not grad.is_neg()
         and not grad.is_conj()
+        and grad.data_ptr() != 0  # zeros that nobody has written down
     )
 
 
