@@ -195,12 +195,14 @@ def first_batches(directory: Path) -> None:
 
 
 PREPARE = """
-import resource, sys, time
+import re, sys, time
+from pathlib import Path
 from farandole.data import prepare_data
 start = time.perf_counter()
 done = prepare_data(sys.argv[1], sys.argv[2], label_cols=["y"], validation=0.1)
 seconds = time.perf_counter() - start
-print(done.train_rows + done.val_rows, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+memory = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+print(done.train_rows + done.val_rows, seconds, memory)
 """
 
 
