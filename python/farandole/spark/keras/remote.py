@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,8 @@ def _tensorflow(wanted: bool) -> None:
     import tensorflow as tf
 
     if not {"TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
-        tf.config.threading.set_intra_op_parallelism_threads(_cores())
+        with contextlib.suppress(RuntimeError):  # it runs already, where a backend trains in the driver's own process
+            tf.config.threading.set_intra_op_parallelism_threads(_cores())
     devices = tf.config.list_physical_devices("GPU")
     chosen = _chosen(len(devices) if wanted else 0)
     tf.config.set_visible_devices([] if chosen is None else [devices[chosen]], "GPU")
