@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Sum
+from farandole.tensorflow._names import unique
 from farandole.tensorflow.mpi_ops import grouped_reduce
 
 
@@ -47,7 +48,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         sums = tf.stack(
             [tf.reduce_sum(values, axes), tf.reduce_sum(values * inputs, axes), tf.reduce_sum(weights, axes)]
         )
-        name = None if tf.executing_eagerly() else f"SyncBatchNormalization_{self.path}"
+        name = None if tf.executing_eagerly() else unique("SyncBatchNormalization")
         total = grouped_reduce([sums], Sum, name=name, process_set=self.process_set)[0]
         count = tf.maximum(total[2], 1.0)
         mean = total[0] / count

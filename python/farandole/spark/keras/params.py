@@ -53,8 +53,17 @@ def _checkpoint(value: Any) -> Any:
     return value
 
 
+def _compression(value: Any) -> Any:
+    """One of `Compression`: Keras hands over gradients one by one, so that a compressor of whole steps has no place."""
+    if not all(callable(getattr(value, name, None)) for name in ("compress", "decompress")):
+        raise TypeError(f"gradient_compression must be of farandole.keras.Compression, such as fp16: {value!r}")
+    return value
+
+
 class KerasParams(EstimatorParams):
     """Parameters of estimators for Keras."""
+
+    gradient_compression = declare("gradient_compression", "compression of gradients on the wire", _compression)
 
     loss = declare("loss", "a loss of Keras's, or a list or dict of one per output", _loss)
     metrics = declare("metrics", "metrics of Keras's, as compile takes them", _metrics)
