@@ -21,7 +21,7 @@ TWINS = ["keras_digits.py", "tensorflow2_digits.py", "tensorflow_v1_digits.py"]
 
 
 def trains(command):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search(r"test accuracy 0\.9\d+ with 2 processes", done.stdout), done.stdout
 
