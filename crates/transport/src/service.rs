@@ -110,7 +110,8 @@ impl Service {
                 self.tick(lived.min(2 * self.interval));
             }
         }
-        for watch in self.watched.values() {
+        // A peer that was dialled a moment ago would take our end for our death.
+        for watch in self.watched.values().chain(&self.shared.take_watches()) {
             watch.goodbye();
         }
     }

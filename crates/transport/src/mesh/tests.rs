@@ -3,6 +3,7 @@
 
 //! Handovers of shared memory that break off: the dialer against a peer that holds the key and misbehaves.
 
+use std::io::Read;
 use std::os::unix::net::UnixStream;
 
 use farandole_shm::handover;
@@ -106,4 +107,28 @@ fn a_peer_that_is_lost_on_one_connection_hears_last_words_on_another() {
     };
     assert_eq!(hear(), (1, b"before".to_vec()));
     assert_eq!(hear(), (3, b"why".to_vec()));
+}
+
+#[test]
+fn a_peer_that_was_just_dialled_hears_a_goodbye() {
+    let shared = Shared::new(Facts {
+        rank: Rank(0),
+        size: 2,
+        generation: Generation(0),
+        key: Key(KEY),
+        use_shared_memory: false,
+        use_pidfd: false,
+        peer_timeout: PATIENCE,
+    });
+    let shared = Arc::new(shared.unwrap());
+    let (tcp, _) = addresses::listen(None, options().ports).unwrap();
+    let service = Service::new(Arc::clone(&shared), Listeners { tcp, unix: None }).unwrap();
+    let (mut there, here) = UnixStream::pair().unwrap();
+    shared.watch(Watch::remote(Arc::clone(&shared.peers[1]), here.into()));
+    shared.stop();
+    service.run();
+    drop(shared);
+    let mut heard = Vec::new();
+    there.read_to_end(&mut heard).unwrap();
+    assert_eq!(heard, [0]);
 }

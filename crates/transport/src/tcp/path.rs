@@ -64,6 +64,11 @@ impl Sight {
     }
 }
 
+/// A kernel answers a question whether it takes more at most every half second (`tcp_invalid_ratelimit`). The first one
+/// follows what was last confirmed by 0.2 s at least and each other one by twice the pause before it, so that one stays
+/// without an answer, and the next comes at most this long after the answer before.
+const ANSWERS: Duration = Duration::from_millis(1600);
+
 /// How long a connection has confirmed nothing of what waits for it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Silence(Duration);
@@ -75,8 +80,9 @@ impl Silence {
         self.0 = match sight {
             Sight { awaits: false, .. } => Duration::ZERO,
             Sight { heard, .. } if heard < lived => heard,
-            // Whoever has no room answers every question at once, so two without an answer tell of a dead path, which
-            // has been dead since the last answer: there was nothing to confirm before the first question.
+            Sight { unanswered: 1, heard, .. } if heard < ANSWERS => Duration::ZERO,
+            // Two without an answer tell of a dead path, which has been dead since the last answer: there was nothing to
+            // confirm before the first question.
             Sight { unanswered: 2.., heard, .. } => heard.max(self.0 + lived),
             _ => self.0 + lived,
         };
@@ -149,6 +155,26 @@ mod tests {
         assert_eq!(silence.after(TICK, Sight::of(&one).unwrap()), Duration::ZERO);
     }
 
+    /// The second question remains without an answer for 0.9 s: asked too soon after the first.
+    #[test]
+    fn a_connection_without_room_is_not_silent_between_its_answers() {
+        let (mut one, other) = pair();
+        one.set_nonblocking(true).unwrap();
+        while one.write(&[0; 65536]).is_ok() {}
+        let (mut last, mut silence, started) = (Instant::now(), Silence::default(), Instant::now());
+        let mut unanswered = 0;
+        while started.elapsed() < Duration::from_secs(2) {
+            std::thread::sleep(TICK);
+            let lived = std::mem::replace(&mut last, Instant::now()).elapsed();
+            let sight = Sight::of(&one).unwrap();
+            unanswered = unanswered.max(sight.unanswered);
+            let silent = silence.after(lived, sight);
+            assert!(silent < Duration::from_millis(300), "{silent:?}: {sight:?}");
+        }
+        assert!(unanswered > 0, "this kernel answers everything");
+        drop(other);
+    }
+
     #[test]
     fn an_end_counts_when_the_other_side_has_confirmed_it() {
         let (one, other) = pair();
@@ -173,8 +199,10 @@ mod tests {
         assert_eq!(silence.after(TICK, sight(true, 0, 50)), TICK);
         assert_eq!(silence.after(TICK, sight(true, 0, 51)), 2 * TICK);
         assert_eq!(silence.after(TICK, sight(true, 0, 0)), Duration::ZERO);
-        assert_eq!(silence.after(TICK, sight(true, 1, 9)), TICK);
+        assert_eq!(silence.after(TICK, sight(true, 1, 9)), Duration::ZERO, "answers are rationed");
         assert_eq!(silence.after(TICK, sight(true, 2, 10)), 10 * TICK);
+        assert_eq!(silence.after(TICK, sight(true, 0, 0)), Duration::ZERO);
+        assert_eq!(silence.after(TICK, sight(true, 1, 200)), TICK);
         assert_eq!(silence.after(TICK, sight(false, 0, 11)), Duration::ZERO);
     }
 }
