@@ -19,7 +19,7 @@ LIMIT = 100.0
 INSIDE = ["unshare", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
 
 WORKER = """
-import json, os, signal, socket, sys, time
+import glob, json, os, pathlib, signal, sys, time
 import numpy as np
 import farandole.numpy as hvd
 from tests.sockets import listening
@@ -30,17 +30,23 @@ right = bool((total == np.arange(300_000, dtype=np.float32) * sum(range(1, size 
 gathered = hvd.allgather(np.full((rank + 1, 2), rank, dtype=np.int32)).shape
 print(json.dumps({"rank": rank, "local": hvd.local_size(), "right": right, "rows": gathered[0],
                   "listening": sorted({address for address, _ in listening()})}), flush=True)
-began = time.monotonic()
-try:
-    # What it says last may die with it: the way out of here is a thread of this process.
-    hvd.barrier()
-    if "--one-dies" in sys.argv:
-        if rank == size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        hvd.allreduce(total)
-except hvd.FarandoleInternalError as error:
-    print(json.dumps({"rank": rank, "heard": time.monotonic() - began, "error": str(error)}), flush=True)
-    sys.exit(1)
+hvd.barrier()
+if "--one-dies" in sys.argv:
+    if rank == size - 1:
+        # Not before the others are in the operation: what it said last, that the barrier is over, may die with it,
+        # as the way out of here is a thread of this process.
+        deadline = time.monotonic() + 30
+        while len(glob.glob("in-flight-*")) < size - 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    handle = hvd.allreduce_async(total)
+    pathlib.Path(f"in-flight-{rank}").touch()
+    began = time.monotonic()
+    try:
+        hvd.synchronize(handle)
+    except hvd.FarandoleInternalError as error:
+        print(json.dumps({"rank": rank, "heard": time.monotonic() - began, "error": str(error)}), flush=True)
+        sys.exit(1)
 hvd.shutdown()
 """
 
@@ -105,6 +111,7 @@ def islands(folder: Path, places: list[list[int]], *options: str, **env: str) ->
         text=True,
         timeout=LIMIT,
         check=False,
+        cwd=folder,
         env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path)), **env},
     )
     said = done.stdout + done.stderr
