@@ -14,9 +14,11 @@ export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
 
+RUST_TESTS := cargo test --release --workspace --exclude farandole-python
+# Deadlines are short and machines shared: what fails is tried once more, and that is said.
 test: install loom
-	cargo test --release --workspace --exclude farandole-python
-	$(BIN)/python -m pytest tests -m "not slow" --reruns 1 # deadlines are short and machines shared: tried once more, and said
+	$(RUST_TESTS) --no-fail-fast || { echo "make test: once more, for the failures above"; $(RUST_TESTS); }
+	$(BIN)/python -m pytest tests -m "not slow" --reruns 1
 
 # Every order of what two sides of shared memory and the threads of an engine may do and see.
 loom:
