@@ -96,6 +96,8 @@ class _Trial:
         self.job = job
         self.peer_timeout = peer_timeout
         self.pace = pace
+        self.pair: tuple[int, ...] = ()
+        """The ends of the connection that a fault was done to."""
         self.latencies: dict[int, float] = {}
         self.texts: dict[int, str] = {}
 
@@ -119,7 +121,7 @@ class _Trial:
     def breaks(self, stopped_for: float) -> None:
         """Every other rank gets its error in time, naming the guilty one."""
         victim, others = self.cell.victim, [rank for rank in range(self.cell.ranks) if rank != self.cell.victim]
-        guilty, began = self.inflict()
+        began = self.inflict()
         limit = 20 + 2 * self.peer_timeout
         told = self.job.until({"failed", "unharmed"}, others, limit)
         if self.fault.inside:
@@ -132,37 +134,39 @@ class _Trial:
         for rank, message in told.items():
             assert message["kind"] in ERRORS, message
             self.note(rank, message["at"] - began, message["text"], self.deadline(rank))
-            self.names(guilty, message["text"])
+            self.names(self.guilty(rank), message["text"])
             self.judge_later(message)
         if self.fault.name in ("stop", "partition", "drop", "reset"):
             own = self.job.until({"failed", "unharmed"}, [victim], limit).get(victim)
             assert own is not None, f"rank {victim} itself heard nothing: {self.job.story()}"
             assert own["kind"] in ERRORS, own
+            if self.fault.link:
+                # There is nothing wrong with it: it has to know as soon as everybody else, and as much.
+                self.note(victim, own["at"] - began, own["text"], self.deadline(victim))
+                self.names(self.guilty(victim), own["text"])
             self.judge_later(own)
         if self.fault.name == "shutdown":
             left = self.job.until({"left"}, [victim], 10)
             assert left[victim]["text"].startswith(ERRORS), left
 
-    def inflict(self) -> tuple[set[int], float]:
-        """Does it; returns who is to blame and when it was."""
+    def inflict(self) -> float:
+        """Does it; returns when it was, unless the rank itself tells."""
         victim, pid = self.cell.victim, self.job.pids[self.cell.victim]
         if self.fault.inside:
-            return {victim}, 0.0
+            return 0.0
         if self.fault.name in ("kill", "stop"):
             began = time.monotonic()
             os.kill(pid, signal.SIGKILL if self.fault.name == "kill" else signal.SIGSTOP)
-            return {victim}, began
+            return began
         connections = Connections(self.job.pids)
         try:
             if self.fault.name == "partition":
-                host = {rank for rank in range(self.cell.ranks) if self.cell.hosts[rank] == self.cell.hosts[victim]}
-                cut = connections.across(host)
+                cut = connections.across(self.side(victim))
                 began = time.monotonic()
                 for connection in cut:
                     connection.silence()
-                # Whoever is on one side misses somebody on the other.
-                return ({victim} if len(host) == 1 else set(range(self.cell.ranks))), began
-            pair, connection = connections.busiest(victim)
+                return began
+            self.pair, connection = connections.busiest(victim)
             if self.fault.name == "drop":
                 connection.silence()
                 # Nothing is lost, and nobody can know, before something is sent.
@@ -170,12 +174,25 @@ class _Trial:
                 while not connection.waits:
                     assert time.monotonic() < limit, f"nothing was sent where it is silent: {self.job.story()}"
                     time.sleep(0.002)
-                return set(pair), time.monotonic()
+                return time.monotonic()
             began = time.monotonic()
             connection.reset()
-            return set(pair), began
+            return began
         finally:
             connections.close()
+
+    def side(self, rank: int) -> set[int]:
+        """The ranks on this side of a partition, which cuts the victim's host off."""
+        hosts = self.cell.hosts
+        inside = hosts[rank] == hosts[self.cell.victim]
+        return {other for other in range(self.cell.ranks) if (hosts[other] == hosts[self.cell.victim]) == inside}
+
+    def guilty(self, rank: int) -> set[int]:
+        """Of whom a rank has to name one."""
+        if self.fault.name == "partition":
+            # Whoever is on one side misses somebody on the other.
+            return set(range(self.cell.ranks)) - self.side(rank)
+        return set(self.pair) or {self.cell.victim}
 
     def deadline(self, rank: int) -> float:
         if self.fault.silent:
