@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import threading
 import time
@@ -204,6 +205,32 @@ def test_a_function_that_ends_its_process_without_a_result_is_an_error(backend):
         backend().run(vanish)
 
 
+def test_a_function_that_leaves_a_pool_of_threads_and_one_at_work_is_waited_for_and_no_longer(backend, tmp_path):
+    folder = str(tmp_path)
+
+    def leave():
+        import concurrent.futures
+        import os
+        import threading
+        import time
+
+        import __main__
+
+        __main__.pool = concurrent.futures.ThreadPoolExecutor(2)  # outlives the function
+        __main__.pool.submit(len, "started").result()
+        path = os.path.join(folder, os.environ["RANK"])
+
+        def write():
+            time.sleep(0.2)
+            open(path, "w").close()
+
+        threading.Thread(target=write).start()
+        return "left"
+
+    assert backend(start_timeout=60).run(leave) == ["left", "left"]
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
 def test_the_next_run_works_after_a_failure(backend):
     runner = backend()
 
@@ -300,8 +327,28 @@ def test_what_cannot_be_pickled_is_said_before_anything_starts(backend):
     def locked():
         return lock
 
-    with pytest.raises(TypeError, match=r"locked.*cannot be pickled"):
-        backend().run(locked)
+    for call, guilty in (
+        ((locked,), "variable 'lock' of locked"),
+        ((print, (1, {"deep": [lock]})), "argument 1['deep'][0]"),
+        ((print, (), {"sep": lock}), "argument 'sep'"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"cannot be pickled for the workers: .*{re.escape(guilty)}: cannot pickle"
+        ):
+            backend().run(*call)
+
+
+def test_arguments_and_variables_that_no_process_can_have_are_refused_by_name(backend):
+    for given, told in (
+        ({"args": 5}, "args must be a list or a tuple of arguments: 5"),
+        ({"args": "abc"}, "args must be a list or a tuple of arguments: 'abc'"),
+        ({"kwargs": [1]}, r"kwargs must be a dict of arguments by name: \[1\]"),
+        ({"env": {"A=B": "x"}}, "env has a variable that no process can have: 'A=B' is 'x'"),
+        ({"env": {"A": "x\0y"}}, "env has a variable that no process can have"),
+        ({"env": {"": None}}, "env has a variable that no process can have: '' is None"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=told):
+            backend().run(print, **given)
 
 
 def test_lines_of_workers_reach_the_drivers_streams_with_their_rank(backend):

@@ -114,11 +114,10 @@ def _flush() -> None:
 def _leave(status: int) -> NoReturn:
     """Ends the process as the interpreter would, but does not take apart what is loaded: with torch that takes seconds.
 
-    Threads that are no daemons are waited for and exit functions run, in the interpreter's order.
+    Pools of threads are told to end, threads that are no daemons waited for, and exit functions run, in the
+    interpreter's order.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue] - what the interpreter calls
     atexit._run_exitfuncs()  # noqa: SLF001 - what the interpreter runs
     _flush()
     os._exit(status)

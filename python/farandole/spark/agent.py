@@ -67,6 +67,8 @@ class Work:
         for name, value in self.env.items():
             if not isinstance(name, str) or not (value is None or isinstance(value, str)):
                 raise TypeError(f"env must hold strings, or None to remove a variable: {name!r} is {value!r}")
+            if not name or "=" in name or "\0" in name + (value or ""):
+                raise ValueError(f"env has a variable that no process can have: {name!r} is {value!r}")
 
 
 def serve(

@@ -12,16 +12,18 @@ import json
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 import cloudpickle
 
 from farandole.spark.common.errors import FarandoleJobError, signal_name
+from farandole.spark.common.pickles import culprit
 from farandole.spark.outcome import Ending, failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from farandole._native.registrar import Event, Registrar, Seat
 
@@ -150,11 +152,19 @@ def payload(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function: {fn!r}")
+    if not isinstance(args, Iterable) or isinstance(args, str | bytes):
+        raise TypeError(f"args must be a list or a tuple of arguments: {args!r}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a dict of arguments by name: {kwargs!r}")
+    given = (fn, tuple(args), dict(kwargs or {}))
     try:
-        return cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+        return cloudpickle.dumps(given)
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
-        raise TypeError(f"{name} and its arguments cannot be pickled for the workers: {error}") from error
+        parts = {name: fn} | {f"argument {place}": one for place, one in enumerate(given[1])}
+        parts |= {f"argument {place!r}": one for place, one in given[2].items()}
+        why = culprit(parts) or str(error)
+        raise TypeError(f"{name} and its arguments cannot be pickled for the workers: {why}") from error
 
 
 def conduct(
