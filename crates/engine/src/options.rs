@@ -51,6 +51,9 @@ pub struct Settings {
     pub group_fusion: bool,
     /// Tensors remembered per process set; 0 turns the cache off.
     pub cache_capacity: usize,
+    /// How long a lost link may be followed by the reason: its peer's farewell, its report of what it stopped for, or the
+    /// word of whoever watches the processes. A peer that closed a link is most often not the one to blame.
+    pub hearsay: Duration,
     /// Busy-waiting before a waiting thread sleeps.
     pub spin: Duration,
     /// A tensor waiting this long for other ranks is reported; `None`: never.
@@ -71,6 +74,7 @@ impl From<&Config> for Settings {
             fusion_threshold: config.fusion_threshold,
             group_fusion: !config.disable_group_fusion,
             cache_capacity: usize::try_from(config.cache_capacity).unwrap_or(usize::MAX),
+            hearsay: farandole_transport::hearsay(config.peer_timeout),
             spin: config.spin,
             stall_check: check,
             stall_shutdown: check.and_then(|check| {

@@ -62,3 +62,4 @@ pub use link::{ALIGNMENT, Link, LinkKind, LinkReceiver, LinkSender};
 pub use mesh::{Mesh, MeshOptions};
 pub use parker::{Parker, Unparker, Wake};
 pub use rendezvous::{MemoryRendezvous, Rendezvous};
+pub use watch::hearsay;

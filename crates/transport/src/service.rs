@@ -23,7 +23,7 @@ use crate::peer::Peer;
 use crate::shared::{Retired, Shared};
 use crate::tcp::Connection;
 use crate::tcp::path::{Sight, Silence};
-use crate::watch::{Verdict, Watch};
+use crate::watch::{Verdict, Watch, hearsay};
 use crate::{Error, Result};
 
 /// The longest a handshake may take.
@@ -279,9 +279,11 @@ impl Service {
     }
 
     /// Connections that have been silent for too long, or will have been by the next look but one: a thread may be kept
-    /// waiting for its core. A peer that is heard on another connection may be cut off on this one.
+    /// waiting for its core. A peer that is heard on another connection may be cut off on this one. Those that hear of it
+    /// only from us need some of the time.
     fn silent_paths(&mut self, lived: Duration) -> Vec<(Arc<Peer>, Duration)> {
-        let limit = self.shared.peer_timeout.max(REPETITIONS);
+        let timeout = self.shared.peer_timeout;
+        let limit = (timeout - hearsay(timeout)).max(REPETITIONS);
         let look = |path: &mut Path| {
             let connection = path.connection.upgrade()?;
             let sight = Sight::of(connection.sockets().get(path.number)?).ok()?;

@@ -18,6 +18,13 @@ use rustix::net::{RecvFlags, SendFlags, recv, send, sockopt};
 
 use crate::peer::Peer;
 
+/// How long whoever hears that a peer ended its links may wait for the reason: of the time within which everybody is to
+/// know of a loss, this much is left to the news of it.
+#[must_use]
+pub fn hearsay(peer_timeout: Duration) -> Duration {
+    (peer_timeout / 5).min(Duration::from_millis(500))
+}
+
 const BEAT: u8 = 1;
 const GOODBYE: u8 = 0;
 
@@ -190,5 +197,16 @@ fn death(pid: Option<u32>) -> String {
         }
         Some(stat) => format!("{process} exited with status {}", stat.exit_code >> 8),
         None => format!("{process} ended"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_to_hearsay_is_a_part_of_the_time_and_never_long() {
+        let milliseconds = |timeout| hearsay(Duration::from_millis(timeout)).as_millis();
+        assert_eq!([0, 200, 1000, 5000, 60_000].map(milliseconds), [0, 40, 200, 500, 500]);
     }
 }

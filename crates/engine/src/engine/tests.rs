@@ -30,6 +30,7 @@ fn options(id: u32) -> EngineOptions {
             fusion_threshold: 0,
             group_fusion: true,
             cache_capacity: 0,
+            hearsay: Duration::from_millis(500),
             spin: Duration::ZERO,
             stall_check: None,
             stall_shutdown: None,

@@ -16,9 +16,6 @@ use super::{Finished, ProcessSet, Step, Stop, kind};
 use crate::Cause;
 use crate::wire::{Malformed, Reader, Writer};
 
-/// How long a lost link may be followed by the reason: its peer's farewell, its report of what it stopped for, or the
-/// word of whoever watches the processes. A peer that closed a link is most often not the one to blame.
-const HEARSAY: Duration = Duration::from_millis(500);
 /// How long the loss of a process elsewhere may be followed by its farewell.
 const GRACE: Duration = Duration::from_millis(20);
 
@@ -207,7 +204,7 @@ impl ProcessSet {
         if let Some((at, cause)) = self.suspect.take()
             && !self.has_left(&cause)
         {
-            if now.saturating_duration_since(at) >= HEARSAY {
+            if now.saturating_duration_since(at) >= self.options.settings.hearsay {
                 return Err(cause);
             }
             self.suspect = Some((at, cause));
@@ -237,7 +234,8 @@ impl ProcessSet {
             // What a process of this host has said lies here: one more look at the links is enough. From elsewhere its
             // last words may still be on their way.
             let near = lost(&cause).is_some_and(|rank| self.is_near(rank));
-            let waited = if near { HEARSAY } else { HEARSAY - GRACE };
+            let hearsay = self.options.settings.hearsay;
+            let waited = if near { hearsay } else { hearsay.saturating_sub(GRACE) };
             let since = now.checked_sub(waited).unwrap_or(now);
             if self.suspect.as_ref().is_none_or(|(at, _)| since < *at) {
                 self.suspect = Some((since, cause));

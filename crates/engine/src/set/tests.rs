@@ -173,6 +173,7 @@ fn settings(capacity: usize) -> Settings {
         fusion_threshold: 1 << 20,
         group_fusion: true,
         cache_capacity: capacity,
+        hearsay: std::time::Duration::from_millis(500),
         spin: std::time::Duration::ZERO,
         stall_check: None,
         stall_shutdown: None,
@@ -338,4 +339,20 @@ proptest! {
             prop_assert!(world.sets.iter().all(|set| !set.is_busy() && set.pending.is_empty() && !set.joins.any()));
         }
     }
+}
+
+#[test]
+fn a_rank_that_hears_only_that_a_link_ended_waits_for_the_reason_for_so_long_and_no_longer() {
+    let hearsay = std::time::Duration::from_millis(200);
+    let mut world = Simulation::new(&[1, 1], Settings { hearsay, ..settings(64) });
+    world.submit(1, "t", plain(&[1]), 0);
+    world.settle();
+    // Rank 0 is gone without a word.
+    drop(world.sets.remove(0));
+    let mut finished = Vec::new();
+    let mut look = |now: Instant| world.sets[0].poll(now, &mut finished);
+    assert!(look(world.now).is_ok());
+    assert!(look(world.now + hearsay / 2).is_ok());
+    let cause = look(world.now + hearsay).unwrap_err();
+    assert!(cause.to_string().contains("rank 0"), "{cause}");
 }

@@ -79,6 +79,7 @@ pub(crate) fn settings() -> Settings {
         fusion_threshold: 1 << 20,
         group_fusion: true,
         cache_capacity: 64,
+        hearsay: Duration::from_millis(500),
         spin: Duration::from_micros(200),
         stall_check: None,
         stall_shutdown: None,

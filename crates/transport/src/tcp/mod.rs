@@ -152,6 +152,7 @@ pub(crate) fn link(
     for socket in &sockets {
         rustix::io::ioctl_fionbio(socket, true).map_err(Error::of("ioctl"))?;
         sockopt::set_tcp_nodelay(socket, true).map_err(Error::of("setsockopt"))?;
+        path::keep_asking(socket, mesh.peer_timeout).map_err(Error::of("setsockopt"))?;
         if !congestion.is_empty() {
             // Where it is not there or not allowed, the system's own serves.
             let _ = sockopt::set_tcp_congestion(socket, congestion);

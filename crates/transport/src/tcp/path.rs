@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
 use rustix::io::Errno;
+use rustix::net::sockopt;
 
 /// What the kernel knows.
 #[derive(Clone, Copy, Debug)]
@@ -62,6 +63,21 @@ impl Sight {
             done: DONE.contains(&info.tcpi_state),
         })
     }
+}
+
+/// Has the kernel ask the other end now and then while nothing is sent: else an end that only waits would never know that
+/// packets vanish.
+///
+/// # Errors
+/// The kernel's, for what is no TCP socket.
+pub(crate) fn keep_asking(socket: impl AsFd, peer_timeout: Duration) -> Result<(), Errno> {
+    // The kernel counts in seconds.
+    let pause = Duration::from_secs((peer_timeout / 5).as_secs().clamp(1, 60));
+    sockopt::set_tcp_keepidle(&socket, pause)?;
+    sockopt::set_tcp_keepintvl(&socket, pause)?;
+    // It is ours to judge, as long as the kernel lets it be so.
+    sockopt::set_tcp_keepcnt(&socket, 127)?;
+    sockopt::set_socket_keepalive(&socket, true)
 }
 
 /// A kernel answers a question whether it takes more at most every half second (`tcp_invalid_ratelimit`). The first one
@@ -145,6 +161,16 @@ mod tests {
         one.write_all(b"unheard").unwrap();
         let elapsed = until(limit, &one);
         assert!(elapsed > limit / 2 && elapsed <= limit + 5 * TICK, "{elapsed:?}");
+    }
+
+    #[test]
+    fn whoever_asks_now_and_then_notices_vanished_packets_without_anything_to_say() {
+        let limit = Duration::from_millis(2200);
+        let (one, other) = pair();
+        keep_asking(&one, Duration::from_secs(5)).unwrap();
+        deafen(&other);
+        let elapsed = until(limit, &one);
+        assert!(elapsed > limit / 2, "{elapsed:?}");
     }
 
     #[test]
