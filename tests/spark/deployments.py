@@ -46,6 +46,28 @@ def session(master, **settings):
 """
 """The beginning of a driver's program."""
 
+KILLS = """
+import pathlib, signal, threading, time
+
+def executors():
+    \"\"\"The JVMs that this driver's JVM has started.\"\"\"
+    jvm, found = spark.sparkContext._gateway.proc.pid, []
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                told = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == jvm and b"CoarseGrainedExecutorBackend" in told:
+                found.append(int(entry.name))
+    return sorted(found)
+
+def kill_one():
+    os.kill(executors()[0], signal.SIGKILL)
+"""
+"""What drivers that kill their executors begin with."""
+
 
 def drive(code: str, directory: Path, limit: float, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs a driver's program to its end, and ends what is left of it when the time is over."""
@@ -62,11 +84,12 @@ def drive(code: str, directory: Path, limit: float, **env: str) -> subprocess.Co
 
 @contextlib.contextmanager
 def driver(code: str, directory: Path, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A driver's program, running."""
+    """A driver's program, running; it can be told something by its stdin."""
     process = subprocess.Popen(
         [sys.executable, "-c", SESSION + code],
         cwd=directory,
         env=os.environ | {"SPARK_HOME": str(home(directory))} | env,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
