@@ -100,20 +100,92 @@ def azure_options(tmp_path_factory):
         yield {"connection_string": text}
 
 
-@pytest.fixture(scope="session")
-def hdfs_options(tmp_path_factory):
-    """Hadoop's mini cluster: a name node, two data nodes."""
+class Hadoop:
+    """A mini cluster in a process of its own.
+
+    Args:
+        process: the one that runs it.
+        place: the directory it keeps its files in.
+    """
+
+    def __init__(self, process, place):
+        self._process = process
+        self.place = place
+        self.configuration = str(place / "client")
+        self.environment = {"HADOOP_CONF_DIR": self.configuration}
+        self.url = self._answer("READY").split()[1]
+
+    def _answer(self, word):
+        line = next((line for line in self._process.stdout if line.startswith(word)), None)
+        assert line is not None, "the cluster has ended"
+        return line
+
+    def order(self, text):
+        """Has name nodes change places, and waits until they have."""
+        self._process.stdin.write(f"{text}\n")
+        self._process.stdin.flush()
+        self._answer("DONE")
+
+
+@contextlib.contextmanager
+def hadoop(tmp_path_factory, *kind):
+    """Hadoop's mini cluster of a kind: `plain`, `available` or `secure`."""
     classpath = tool(ROOT / "jvm-shim" / "target" / "classpath", "Hadoop's mini cluster")
     java = shutil.which("java")
     if java is None:
         pytest.skip("there is no java")
     command = [java, "-Xmx512m", "-cp", f"{classpath.parent / 'test-classes'}{os.pathsep}{classpath.read_text()}"]
-    command += ["farandole.MiniDfs", tmp_path_factory.mktemp("hdfs")]
+    place = tmp_path_factory.mktemp("hdfs")
+    command += ["farandole.MiniDfs", place, *kind]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with service(command, text=True, cwd=tmp_path_factory.mktemp("hadoop"), **pipes) as process:
-        ready = next((line for line in process.stdout if line.startswith("READY ")), None)
-        assert ready is not None, "the cluster did not start"
-        yield {"url": ready.split()[1]}
+        yield Hadoop(process, place)
+
+
+@pytest.fixture(scope="session")
+def hdfs(tmp_path_factory):
+    """One name node, two data nodes."""
+    with hadoop(tmp_path_factory, "plain") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def name_service(tmp_path_factory):
+    """Two name nodes behind one name, the first in charge."""
+    with hadoop(tmp_path_factory, "available") as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def ticketed(tmp_path_factory, protection):
+    """A cluster that asks for Kerberos tickets, and protects what travels so; with a ticket of `alice`."""
+    kinit = shutil.which("kinit")
+    if kinit is None:
+        pytest.skip("there is no kinit (Debian: apt-get install krb5-user)")
+    with hadoop(tmp_path_factory, "secure", protection) as cluster:
+        tables = cluster.place / "kerberos"
+        cluster.environment = {
+            "HADOOP_CONF_DIR": cluster.configuration,
+            "KRB5_CONFIG": str(tables / "krb5.conf"),
+            "KRB5CCNAME": f"FILE:{tables / 'ticket'}",
+        }
+        command = [kinit, "-k", "-t", tables / "alice.keytab", "alice"]
+        subprocess.run(command, check=True, timeout=START, env={**os.environ, **cluster.environment})
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def kerberos(tmp_path_factory):
+    """Tickets, and data as it is."""
+    with ticketed(tmp_path_factory, "authentication") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def kerberos_privacy(tmp_path_factory):
+    """Tickets, and everything encrypted."""
+    with ticketed(tmp_path_factory, "privacy") as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ from farandole._native import store as native
 from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import Store
 
-KINDS = ["local", "memory", "dbfs", "s3", "gcs", "azure", "hdfs"]
+HADOOP = ["hdfs", "name_service", "kerberos", "kerberos_privacy"]
+KINDS = ["local", "memory", "dbfs", "s3", "gcs", "azure", *HADOOP]
 
 
 @pytest.fixture(params=KINDS)
@@ -25,12 +26,13 @@ def store(request, tmp_path, prefix, monkeypatch):
     if kind == "dbfs":
         monkeypatch.setenv("FARANDOLE_DBFS_ROOT", str(tmp_path))
         return Store.create(f"dbfs:/{prefix}")
-    options = request.getfixturevalue(f"{kind}_options")
-    root = {"s3": "s3://bucket", "gcs": "gs://bucket", "azure": "az://bucket"}.get(kind)
-    if root is None:
-        root = options["url"]
-        return Store.create(f"{root}/{prefix}")
-    return Store.create(f"{root}/{prefix}", storage_options=options)
+    if kind in HADOOP:
+        cluster = request.getfixturevalue(kind)
+        for name, value in cluster.environment.items():
+            monkeypatch.setenv(name, value)
+        return Store.create(f"{cluster.url}/of-alice/{prefix}")
+    root = {"s3": "s3://bucket", "gcs": "gs://bucket", "azure": "az://bucket"}[kind]
+    return Store.create(f"{root}/{prefix}", storage_options=request.getfixturevalue(f"{kind}_options"))
 
 
 def test_files_appear_whole_are_listed_and_go(store):

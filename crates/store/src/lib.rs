@@ -24,6 +24,7 @@
 
 mod backend;
 mod error;
+mod hadoop;
 mod layout;
 mod lease;
 mod local;

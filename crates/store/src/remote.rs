@@ -14,6 +14,7 @@ use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::{BackoffConfig, ObjectStore, RetryConfig};
 
 use crate::error::{Error, Result};
+use crate::hadoop::{Patient, told};
 use crate::location::Service;
 use crate::options::Options;
 use crate::wait;
@@ -67,7 +68,7 @@ pub(crate) fn open(service: Service, root: &str, options: &Options) -> Result<Ar
                 .with_url(root)
                 .with_config(options.0.iter().map(|(key, value)| (key.clone(), value.clone())))
                 .with_io_runtime(wait::runtime()?);
-            Arc::new(builder.build().map_err(refuse)?)
+            Arc::new(Patient::new(builder.build().map_err(|source| refuse(told(source)))?, root))
         }
     })
 }

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""HDFS as clusters have it: name nodes that change places, Kerberos, processes that fork."""
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from farandole.data import ParquetLoader, prepare_data
+from farandole.spark.common import Store
+
+
+def run(program, cluster, **environment):
+    """What a program of its own prints."""
+    env = {**os.environ, **cluster.environment, **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_reading_and_writing_go_on_while_name_nodes_change_places(name_service, prefix, monkeypatch):
+    monkeypatch.setenv("HADOOP_CONF_DIR", name_service.configuration)
+    store = Store.create(f"{name_service.url}/{prefix}")
+    rows = 40_000
+    for part in range(4):
+        table = pa.table({"x": np.arange(part * rows, (part + 1) * rows)})
+        pq.write_table(table, f"{store.get_train_data_path()}/{part}.parquet", filesystem=store.fs, row_group_size=5000)
+    batches = iter(ParquetLoader(store.get_train_data_path(), 1000, byte_budget=8 << 20))
+    seen = [next(batches)["x"]]
+    with ThreadPoolExecutor(2) as pool:
+        name_service.order("rest 0")
+        rest = pool.submit(lambda: [batch["x"] for batch in batches])
+        note = pool.submit(store.write_text, f"{store.prefix_path}/note", "written while nobody was in charge")
+        with pytest.raises(TimeoutError):
+            note.result(timeout=1)
+        name_service.order("lead 1")
+        note.result(timeout=60)
+        seen += rest.result(timeout=60)
+    assert sorted(np.concatenate(seen).tolist()) == list(range(4 * rows))
+    with ThreadPoolExecutor(1) as pool:
+        name_service.order("kill 1")
+        late = pool.submit(store.read, f"{store.prefix_path}/note")
+        with pytest.raises(TimeoutError):
+            late.result(timeout=1)
+        name_service.order("lead 0")
+        assert late.result(timeout=60) == b"written while nobody was in charge"
+    with prepare_data(store.get_train_data_path(), store, label_cols=["x"]) as prepared:
+        assert prepared.train_rows == 4 * rows, "the one that is left serves alone"
+
+
+def test_a_name_service_can_come_as_storage_options(name_service, prefix):
+    properties = ET.parse(Path(name_service.configuration) / "core-site.xml").getroot().iter("property")
+    options = {one.findtext("name"): one.findtext("value") for one in properties}
+    store = Store.create(f"{name_service.url}/{prefix}", storage_options=options)
+    store.write_text(f"{store.prefix_path}/x", "text")
+    assert store.read(f"{store.prefix_path}/x") == b"text"
+    unknown = Store.create(f"{name_service.url}-unknown/{prefix}")
+    with pytest.raises(OSError, match=f"{name_service.url}-unknown.*HADOOP_CONF_DIR"):
+        unknown.exists(f"{unknown.prefix_path}/x")
+
+
+def test_who_has_no_ticket_is_told_so_at_once(kerberos):
+    program = f"""
+from farandole.spark.common import Store
+store = Store.create("{kerberos.url}/of-alice/x")
+try:
+    store.check_writable()
+except PermissionError as error:
+    print(error)
+"""
+    told = run(program, kerberos, KRB5CCNAME="FILE:/nowhere/ticket")
+    assert re.search(f"not allowed to write: {kerberos.url}/of-alice/x.*kinit", told)
+
+
+def test_what_hdfs_forbids_is_a_permission_error_without_a_stack_of_java(kerberos, monkeypatch):
+    for name, value in kerberos.environment.items():
+        monkeypatch.setenv(name, value)
+    store = Store.create(f"{kerberos.url}/of-others/x")
+    with pytest.raises(PermissionError, match=f"{kerberos.url}/of-others/x.*user=alice") as told:
+        store.check_writable()
+    assert ".java:" not in str(told.value)
+
+
+def test_training_processes_have_the_ticket_too(kerberos, prefix, monkeypatch):
+    import torch
+
+    from farandole.spark.common import LocalBackend
+    from farandole.spark.torch import TorchEstimator
+
+    for name, value in kerberos.environment.items():
+        monkeypatch.setenv(name, value)
+    store = Store.create(f"{kerberos.url}/of-alice/{prefix}")
+    x = np.linspace(0, 1, 200, dtype="float32")
+    network = torch.nn.Linear(1, 1)
+    TorchEstimator(
+        backend=LocalBackend(2),
+        model=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=50,
+        epochs=1,
+        store=store,
+        run_id="run",
+        verbose=0,
+    ).fit(pa.table({"x": x, "y": 2 * x}))
+    assert store.exists(f"{store.get_run_path('run')}/checkpoint")
+
+
+def test_forked_processes_are_refused_and_forkservers_read(hdfs, prefix):
+    program = f"""
+import os
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch.utils.data import DataLoader
+from farandole.data import ParquetLoader
+from farandole.spark.common import Store
+
+if __name__ == "__main__":
+    store = Store.create("{hdfs.url}/{prefix}")
+    table = pa.table({{"x": np.arange(1000)}})
+    pq.write_table(table, store.get_train_data_path() + "/0.parquet", filesystem=store.fs)
+    data = ParquetLoader(store.get_train_data_path(), 100, framework="torch").as_torch_dataset()
+    for start in ("forkserver", "fork"):
+        try:
+            loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=start)
+            print(start, sum(len(batch["x"]) for batch in loader))
+        except OSError as error:
+            print(start, "start it by spawn or forkserver" in str(error))
+    child = os.fork()
+    if child == 0:
+        store.write_text(store.prefix_path + "/child", "y")
+        os._exit(0 if store.exists(store.prefix_path + "/child") else 1)
+    print("writes", os.waitpid(child, 0)[1])
+"""
+    assert run(program, hdfs).split("\n") == ["forkserver 1000", "fork True", "writes 0", ""]
