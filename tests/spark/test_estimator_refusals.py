@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import traceback
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from pyspark.ml.linalg import Vectors
 
 from farandole.spark.common import LocalStore, SparkBackend
-from farandole.spark.torch import TorchEstimator
+from farandole.spark.torch import TorchEstimator, payload
+from farandole.spark.torch.job import Objects
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(60, func_only=True)
 
 
 class NeverRun(SparkBackend):
@@ -61,6 +63,33 @@ def test_a_missing_column_is_named_with_what_there_is(good, tmp_path):
     assert "label column 'label'" in refused(lambda: estimator(tmp_path, label_cols=["label"]).fit(good))
     assert "sample weight column 'w'" in refused(lambda: estimator(tmp_path, sample_weight_col="w").fit(good))
     assert "validation column 'v'" in refused(lambda: estimator(tmp_path, validation="v").fit(good))
+
+
+def test_a_column_in_other_letters_is_recognised(good, tmp_path):
+    told = refused(lambda: estimator(tmp_path, feature_cols=["X"]).fit(good))
+    assert told == "feature column 'X' is not in the DataFrame, did you mean 'x'? columns: x, y, s"
+
+
+def test_a_stream_is_refused_before_spark_looks_at_it(spark, tmp_path):
+    stream = spark.readStream.format("rate").load().selectExpr("cast(value as double) as x", "1 as y")
+    assert "this one is a stream" in refused(lambda: estimator(tmp_path).fit(stream))
+
+
+def test_what_cannot_be_pickled_is_named_down_to_the_variable(spark, good, tmp_path):
+    told = refused(lambda: estimator(tmp_path, loss=lambda output, _: (spark, output.sum())[1]).fit(good), TypeError)
+    wanted = "cannot be pickled for the training processes: loss[0]: variable 'spark' of <lambda>._sc: [CONTEXT_ONLY"
+    assert told.startswith(wanted)
+
+
+def test_what_cannot_be_pickled_inside_of_a_model_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].lock = threading.Lock()
+    for objects, guilty in (
+        (Objects(model, None, [], False, [], None), "model._modules['0'].lock: cannot pickle"),
+        (Objects(None, None, [], False, [[model[0].lock.acquire]], None), "metrics[0][0]: cannot pickle"),
+    ):
+        told = refused(lambda objects=objects: payload.pack_objects(objects), TypeError)
+        assert told.startswith(f"cannot be pickled for the training processes: {guilty}")
 
 
 def test_a_column_of_a_type_that_no_tensor_holds_is_named_with_its_type(good, tmp_path):

@@ -351,6 +351,16 @@ def test_arguments_and_variables_that_no_process_can_have_are_refused_by_name(ba
             backend().run(print, **given)
 
 
+def test_numbers_that_cannot_be_are_refused_by_name(backend):
+    for kind in (LocalBackend, SparkBackend):
+        for wrong, told in ((0, "num_proc must be at least 1: 0"), ("2", "num_proc must be a whole number: '2'")):
+            with pytest.raises((TypeError, ValueError), match=told):
+                kind(wrong)
+    for wrong in ("soon", 0, float("nan")):
+        with pytest.raises((TypeError, ValueError), match="start_timeout must be"):
+            backend(start_timeout=wrong).run(print)
+
+
 def test_lines_of_workers_reach_the_drivers_streams_with_their_rank(backend):
     def talk():
         import os

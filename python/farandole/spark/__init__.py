@@ -7,6 +7,6 @@ Importing this package imports neither pyspark nor a framework; what needs them 
 
 from farandole.spark import conf
 from farandole.spark.common.errors import FarandoleJobError
-from farandole.spark.runner import run
+from farandole.spark.runner import run, run_elastic
 
-__all__ = ["FarandoleJobError", "conf", "run"]
+__all__ = ["FarandoleJobError", "conf", "run", "run_elastic"]

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from farandole.runner import warm as warm_workers
 from farandole.spark import outcome
 from farandole.spark.agent import LEFT_ALONE, Work
-from farandole.spark.common.check import at_least
+from farandole.spark.common.check import at_least, positive
 from farandole.spark.gang import Output, conduct, payload
 from farandole.spark.job import SparkAgents
 from farandole.spark.meeting import Meeting
@@ -117,6 +117,24 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     )
 
 
+def run_elastic(*_args: Any, **_kwargs: Any) -> NoReturn:
+    """Horovod's name for a job whose number of processes changes while it trains: there is none here.
+
+    A gang has a fixed size. When an executor is lost `run` begins again as soon as Spark has replaced it, without
+    being asked, and a training function that saves checkpoints goes on from its last one, as estimators do. `fn` may
+    use `farandole.torch.elastic.run` and its like inside of `run`: they bring training back after an error between
+    ranks that are all still there.
+
+    Raises:
+        NotImplementedError: Always, with what to use instead.
+    """
+    raise NotImplementedError(
+        "run_elastic: the number of processes of a job on Spark does not change while it runs. "
+        "farandole.spark.run begins again by itself when an executor is lost and Spark has replaced it, with the same "
+        "num_proc; have the function save checkpoints and go on from the last one, or use an estimator, which does"
+    )
+
+
 def run_with(
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -154,7 +172,7 @@ def run_with(
     cluster.check(size)
     if resource_profile is not None:
         cluster.check_profiles()
-    limit = default_start_timeout() if start_timeout is None else float(start_timeout)
+    limit = start_limit(start_timeout)
     output = Output(stdout, stderr, prefix_output_with_timestamp, verbose)
     warmth = warm_workers.wanted(warm, by_default=False)
     packed = payload(fn, args, kwargs)
@@ -197,12 +215,18 @@ def _meeting(cluster: Cluster, registrar: Registrar, size: int, spill: Spill | N
     return Meeting(tuple(registrar.addresses), size, spill)
 
 
-def default_start_timeout() -> float:
-    """Seconds that tasks may take to start when nobody says.
+def start_limit(start_timeout: float | None) -> float:
+    """Seconds that tasks may take to start.
+
+    Args:
+        start_timeout: As asked for; `None` takes what the environment says, else 600.
 
     Raises:
-        ValueError: The variable is no number.
+        TypeError: It is no number.
+        ValueError: It is not positive, or the variable is no number.
     """
+    if start_timeout is not None:
+        return positive("start_timeout")(start_timeout)
     for name in ("FARANDOLE_SPARK_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"):
         text = os.environ.get(name)
         if text:

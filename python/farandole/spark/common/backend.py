@@ -80,7 +80,7 @@ class SparkBackend(Backend):
     """
 
     def __init__(self, num_proc: int | None = None, env: Mapping[str, str | None] | None = None, **kwargs: Any) -> None:
-        self._num_proc = num_proc
+        self._num_proc = None if num_proc is None else at_least("num_proc", 1)(num_proc)
         self._env = dict(env) if env is not None else None
         self._kwargs = kwargs
 
@@ -164,7 +164,7 @@ class LocalBackend(Backend):
     ) -> list[Any]:
         """As `Backend.run`."""
         size = self._num_proc
-        limit = runner.default_start_timeout() if self._start_timeout is None else float(self._start_timeout)
+        limit = runner.start_limit(self._start_timeout)
         changes: dict[str, str | None] = {**self._env, **(env or {})}
         if "OMP_NUM_THREADS" not in os.environ:
             changes.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))

@@ -81,7 +81,8 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
     """
     for role, name in roles.described():
         if name not in present:
-            close = difflib.get_close_matches(name, present, n=1)
+            same = [one for one in present if one.lower() == name.lower()]
+            close = same or difflib.get_close_matches(name, present, n=1)
             hint = f", did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"{role} {name!r} is not in the {where}{hint} columns: {', '.join(present)}")
         if list(present).count(name) > 1:

@@ -65,6 +65,8 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         if not hasattr(dataset, "mapInArrow"):
             return self._fit_frame(dataset)
         self._check()
+        if dataset.isStreaming:
+            raise ValueError("fit takes a DataFrame that ends, this one is a stream: write it to a table and fit that")
         backend, store, roles = self._backend(), self._store(), self._roles()
         check_present(roles, dataset.columns, "DataFrame")
         check_types(roles, dataset.schema, texts=self.getTransformationFn() is not None)

@@ -25,18 +25,16 @@ def culprit(things: Mapping[str, Any]) -> str:
     for name, value in things.items():
         found = _refusal(value)
         if found is not None:
-            path, why = _innermost(value, found, _DEPTH)
-            return f"{name}{path}: {why}"
+            return f"{name}{_path(value, found, _DEPTH)}: {found}"
     return ""
 
 
-def _innermost(value: Any, why: str, depth: int) -> tuple[str, str]:
+def _path(value: Any, why: str, depth: int) -> str:
+    """Where inside of an object the same reason is met last: it may have further parts that it does not pickle."""
     for step, inner in _inside(value) if depth else ():
-        found = _refusal(inner)
-        if found is not None:
-            path, why = _innermost(inner, found, depth - 1)
-            return f"{step}{path}", why
-    return "", why
+        if _refusal(inner) == why:
+            return f"{step}{_path(inner, why, depth - 1)}"
+    return ""
 
 
 def _refusal(value: Any) -> str | None:

@@ -323,7 +323,9 @@ class LightningEstimator(
                 labels=labels,
                 weight=self.getSampleWeightCol(),
             )
-        packed = payload.pack(objects)
+        packed = payload.pack_objects(
+            objects, module="model", compression="gradient_compression", transformation="transformation_fn"
+        )
         run_id = self._new_run("pytorch")
         base = Job(
             objects=packed,

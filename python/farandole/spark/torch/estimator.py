@@ -309,7 +309,14 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             callbacks=tuple(self.getCallbacks()),
             data_module=check_data_module(self.getDataModule()),
         )
-        packed = payload.pack(objects)
+        packed = payload.pack_objects(
+            objects,
+            losses="loss" if self.getLoss() is not None else "loss_constructors",
+            compression="gradient_compression",
+            scheduler="lr_scheduler",
+            train_minibatch="train_minibatch_fn",
+            transformation="transformation_fn",
+        )
         mine = payload.unpack(packed)
         losses = constructed(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
         run_id = self._new_run("pytorch")

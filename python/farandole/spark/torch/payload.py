@@ -9,10 +9,13 @@ values alone, and is loaded without running anything.
 from __future__ import annotations
 
 import io
+from dataclasses import fields
 from typing import Any
 
 import cloudpickle
 import torch
+
+from farandole.spark.common.pickles import culprit
 
 
 def pack(value: Any) -> bytes:
@@ -24,6 +27,23 @@ def pack(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=cloudpickle)
     return buffer.getvalue()
+
+
+def pack_objects(objects: Any, **names: str) -> bytes:
+    """Pickles the user's objects of a job in one.
+
+    Args:
+        objects: a dataclass of them.
+        **names: the estimator's parameters, by those fields that are called otherwise.
+
+    Raises:
+        TypeError: something cannot be pickled; the message names the parameter and what inside of it.
+    """
+    try:
+        return pack(objects)
+    except Exception as error:
+        told = culprit({names.get(one.name, one.name): getattr(objects, one.name) for one in fields(objects)})
+        raise TypeError(f"cannot be pickled for the training processes: {told or error}") from error
 
 
 def unpack(data: bytes) -> Any:
