@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`farandole.data.ParquetLoader`."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -77,3 +79,33 @@ def test_tensors_share_the_batchs_memory_and_can_be_written(path):
 def test_an_unknown_framework_is_refused(path):
     with pytest.raises(ValueError, match="framework must be numpy or torch: jax"):
         ParquetLoader(path, 10, framework="jax")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"batch_size": -1}, "batch_size must be at least 1 and below 2**64: -1"),
+        ({"seed": -1}, "seed must be at least 0 and below 2**64: -1"),
+        ({"byte_budget": 1 << 64}, "byte_budget must be at least 0 and below 2**64"),
+        ({"threads": 0}, "threads must be at least 1"),
+        ({"columns": "label"}, "columns are a list of names: 'label'"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named_with_their_value(path, arguments, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        ParquetLoader(path, **{"batch_size": 10, **arguments})
+
+
+def test_a_number_that_is_none_and_an_epoch_that_cannot_be_are_named(path):
+    with pytest.raises(TypeError, match=r"batch_size must be a whole number: 1\.5"):
+        ParquetLoader(path, 1.5)
+    loader = ParquetLoader(path, np.int64(10))
+    with pytest.raises(ValueError, match="epoch must be at least 0"):
+        loader.set_epoch(-1)
+
+
+def test_a_column_of_the_name_of_the_weights_is_refused_where_there_are_some(tmp_path):
+    pq.write_table(pa.table({"_weights": [0.5, 1.0]}), tmp_path / "f.parquet")
+    assert next(iter(ParquetLoader(tmp_path, 2, shuffle=False)))["_weights"].tolist() == [0.5, 1.0]
+    with pytest.raises(ValueError, match="a column is called _weights"):
+        ParquetLoader(tmp_path, 2, tail="pad")

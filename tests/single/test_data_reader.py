@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from farandole._native import store as native
 from farandole._native.reader import Dataset, Reader
 
 ROWS = 3001
@@ -180,6 +181,24 @@ def test_files_that_disagree_are_refused(tmp_path):
     pq.write_table(pa.table({"a": ["x"], "b": [1.0]}), tmp_path / "1.parquet")
     with pytest.raises(ValueError, match=r"column a is Utf8 in .*1\.parquet, elsewhere it is Int64"):
         Dataset.open(str(tmp_path))
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "0.parquet")
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([3]), pa.array([2])], names=["a", "a", "b"])
+    pq.write_table(twice, tmp_path / "1.parquet")
+    with pytest.raises(ValueError, match=r"several columns are called a in .*1\.parquet"):
+        Dataset.open(str(tmp_path))
+
+
+def test_a_file_is_no_data_set(files):
+    pq.write_table(pa.table({"a": [1]}), files / "x.parquet")
+    for url in (str(files / "x.parquet"), f"file://{files}/x.parquet"):
+        with pytest.raises(ValueError, match=r"this is a file, a data set is the directory .*x\.parquet"):
+            Dataset.open(url)
+    native.Store("memory://a-file").write("x.parquet", b"")
+    with pytest.raises(ValueError, match=r"this is a file, .*memory://a-file/x\.parquet"):
+        Dataset.open("memory://a-file/x.parquet")
 
 
 def test_truncated_files_are_errors_that_name_them(files):

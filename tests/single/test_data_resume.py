@@ -100,6 +100,10 @@ def test_a_state_of_other_data_is_refused(path, tmp_path):
         ParquetLoader(path, 5).load_state_dict(state)
     with pytest.raises(ValueError, match="not a state of this version"):
         ParquetLoader(path, 5).load_state_dict({})
+    with pytest.raises(ValueError, match="not a state of ParquetLoader, it lacks epoch, rows"):
+        ParquetLoader(path, 5).load_state_dict(
+            {key: state[key] for key in ("version", "seed", "shuffle", "fingerprint")}
+        )
 
 
 def test_the_ranks_that_have_rows_left_take_one_batch_more_when_they_join(path):

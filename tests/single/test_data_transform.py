@@ -3,7 +3,10 @@
 """What happens to batches on their way: functions of the user, threads, values in place of nulls."""
 
 import contextlib
+import importlib.util
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -208,25 +211,49 @@ def test_nulls_and_nan_are_filled_on_request(tmp_path):
     assert batch["d"].tolist() == [1, 0.5, 3, 4]
     with pytest.raises(ValueError, match="it is filled but not selected"):
         ParquetLoader(tmp_path, 4, columns=["f"], fill={"i": 0})
+    for wrong, shown in ((0.5, "0.5"), (3e9, "3000000000"), (float("nan"), "NaN")):
+        with pytest.raises(ValueError, match=f"column i .*: its int32 cannot be filled with {shown}"):
+            ParquetLoader(tmp_path, 4, fill={"i": wrong})
+    with pytest.raises(ValueError, match="column i has 1 nulls"):
+        list(ParquetLoader(tmp_path, 4, fill={"*": 0.5}))
+
+
+# In a process of its own: one that has TensorFlow may not load all of torch afterwards.
+TENSORFLOW = """
+import sys
+from farandole.data import ParquetLoader
+import tensorflow as tf
+
+path, texts, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
+loader = ParquetLoader(path, 64, tail="pad")
+dataset = loader.as_tf_dataset()
+assert dataset.element_spec["v"].shape == (64, 2)
+assert dataset.element_spec["_weights"].dtype == tf.float32
+epochs = [[batch["id"].numpy().tolist() for batch in dataset] for _ in range(2)]
+assert [len(epoch) for epoch in epochs] == [len(loader)] * 2
+assert epochs[0] != epochs[1]
+assert {row for batch in epochs[1] for row in batch} == set(range(rows))
+try:
+    ParquetLoader(path, 64, framework="torch").as_tf_dataset()
+except ValueError as error:
+    assert 'framework="numpy"' in str(error)
+else:
+    raise AssertionError("tensors of torch are none of TensorFlow")
+(batch,) = ParquetLoader(texts, 2, columns=["s", "b"], shuffle=False).as_tf_dataset()
+assert batch["s"].dtype == tf.string
+assert batch["s"].numpy().tolist() == [b"a", "ü".encode()]
+assert batch["b"].numpy().tolist() == [b"\\0", b""]
+print("all of it")
+"""
 
 
 def test_tensorflow_takes_the_batches(path, tmp_path):
-    tf = pytest.importorskip("tensorflow")
-    loader = ParquetLoader(path, 64, tail="pad")
-    dataset = loader.as_tf_dataset()
-    assert dataset.element_spec["v"].shape == (64, 2)
-    assert dataset.element_spec["_weights"].dtype == tf.float32
-    epochs = [[batch["id"].numpy().tolist() for batch in dataset] for _ in range(2)]
-    assert [len(epoch) for epoch in epochs] == [len(loader)] * 2
-    assert epochs[0] != epochs[1]
-    assert {row for batch in epochs[1] for row in batch} == set(range(ROWS))
-    with pytest.raises(ValueError, match='framework="numpy"'):
-        ParquetLoader(path, 64, framework="torch").as_tf_dataset()
+    if importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("TensorFlow is not installed")
     pq.write_table(pa.table({"s": ["a", "ü"], "b": [b"\0", b""]}), tmp_path / "f.parquet")
-    (batch,) = ParquetLoader(tmp_path, 2, columns=["s", "b"], shuffle=False).as_tf_dataset()
-    assert batch["s"].dtype == tf.string
-    assert batch["s"].numpy().tolist() == [b"a", "ü".encode()]
-    assert batch["b"].numpy().tolist() == [b"\0", b""]
+    command = [sys.executable, "-c", TENSORFLOW, str(path), str(tmp_path), str(ROWS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "all of it\n", done.stderr
 
 
 @pytest.mark.parametrize("pool", ["thread", "process", "dummy"])

@@ -392,6 +392,8 @@ def test_what_is_no_source_is_refused(tmp_path):
         prepare_data(pa.table({"a": [1]}), tmp_path, label_cols=["z"])
     with pytest.raises(ValueError, match="columns are a list of names: 'a'"):
         prepare_data(pa.table({"a": [1]}), tmp_path, label_cols="a")
+    with pytest.raises(ValueError, match="validation must be a share of the rows or the name of a column: nan"):
+        prepare_data(pa.table({"a": [1]}), tmp_path, validation=float("nan"))
 
 
 def test_a_query_is_a_source(tmp_path, table):

@@ -40,6 +40,14 @@ pub enum Error {
         /// Its Arrow type.
         found: String,
     },
+    /// Weights that are no numbers.
+    #[error("column {column} cannot weigh samples, since it is {found}")]
+    Weight {
+        /// The column.
+        column: String,
+        /// Its Arrow type.
+        found: String,
+    },
     /// Batches of one partition disagree about a column.
     #[error("column {column} changed its type within partition {partition} from {before} to {after}")]
     Changed {
@@ -222,6 +230,7 @@ impl Error {
             | Self::Value { .. }
             | Self::Column { .. }
             | Self::Type { .. }
+            | Self::Weight { .. }
             | Self::Changed { .. }
             | Self::Missing { .. }
             | Self::Fill { .. }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::compute::{cast, filter_record_batch, max, min};
 use arrow::datatypes::{DataType, Field, Float64Type, Schema, SchemaRef};
-use farandole_dataset::{Column, Element};
+use farandole_dataset::{Column, Element, Role};
 use farandole_store::Store;
 
 use crate::convert::{Converted, Origin, convert, is_vector};
@@ -141,6 +141,11 @@ impl PartitionWriter {
         let mut columns = Vec::new();
         let mut fields = Vec::new();
         for (name, made) in names.iter().zip(converted) {
+            let role = self.spec.role(name);
+            if role == Role::Weight && (made.element.width().is_none() || !made.shape.is_empty()) {
+                let found = column(batch, name)?.data_type().to_string();
+                return Err(Error::Weight { column: name.clone(), found });
+            }
             let mut field = Field::new(name, made.array.data_type().clone(), false);
             if !made.shape.is_empty() {
                 let shape = made.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
@@ -152,7 +157,7 @@ impl PartitionWriter {
             fields.push(field);
             columns.push(Column {
                 name: name.clone(),
-                role: self.spec.role(name),
+                role,
                 element: made.element,
                 shape: made.shape.clone(),
                 source: column(batch, name)?.data_type().to_string(),

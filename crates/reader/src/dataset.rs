@@ -3,7 +3,7 @@
 
 //! A directory of Parquet, opened.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
 use farandole_dataset::{Column, DataFile, Element, Lanes, MANIFEST, Manifest, RowGroup};
@@ -93,6 +93,8 @@ impl Dataset {
         let found = match store.read(MANIFEST) {
             Ok(text) => Some(Manifest::parse(&text)?),
             Err(farandole_store::Error::Missing { .. }) => None,
+            // Local file systems say that something below a file cannot be opened.
+            Err(_) if store.size("").is_ok() => return Err(Error::IsFile { url: store.url() }),
             Err(error) => return Err(error.into()),
         };
         let dataset = match found {
@@ -167,13 +169,19 @@ impl Dataset {
 
     fn plain(store: Store, entries: Vec<Entry>, values: Vec<BTreeMap<String, String>>) -> Result<Self> {
         if entries.is_empty() {
-            return Err(Error::NotADataset { url: store.url() });
+            let url = store.url();
+            return Err(if store.size("").is_ok() {
+                Error::IsFile { url }
+            } else {
+                Error::NotADataset { url }
+            });
         }
         let footers = load_all(&store, &entries)?;
         let mut columns: Vec<(Column, Option<String>)> = Vec::new();
         for (entry, footer) in entries.iter().zip(&footers) {
             let rows = footer.metadata().file_metadata().num_rows();
             let here = columns_of(footer);
+            distinct(&here, &store.name_of(&entry.path))?;
             if columns.is_empty() {
                 columns = here;
             } else {
@@ -342,6 +350,15 @@ fn load_all(store: &Store, entries: &[Entry]) -> Result<Vec<ArrowReaderMetadata>
         }
         Ok(footers)
     })
+}
+
+/// Refuses columns that nobody can name.
+fn distinct(columns: &[(Column, Option<String>)], file: &str) -> Result<()> {
+    let mut seen = HashSet::new();
+    match columns.iter().find(|(column, _)| !seen.insert(column.name.as_str())) {
+        Some((column, _)) => Err(Error::Ambiguous { column: column.name.clone(), file: file.to_owned() }),
+        None => Ok(()),
+    }
 }
 
 /// Takes over what another file says about the columns; `full` when it has rows.

@@ -16,6 +16,20 @@ pub enum Error {
         /// The directory.
         url: String,
     },
+    /// A file where a directory is needed.
+    #[error("this is a file, a data set is the directory that it is in: {url}")]
+    IsFile {
+        /// The file.
+        url: String,
+    },
+    /// Several columns of one name.
+    #[error("several columns are called {column} in {file}")]
+    Ambiguous {
+        /// The name.
+        column: String,
+        /// The file.
+        file: String,
+    },
     /// A directory whose preparation was killed, or goes on.
     #[error("data is being prepared here, or its preparation was killed and has to be run again: {url}")]
     Unfinished {
@@ -235,6 +249,8 @@ impl Error {
     pub fn fault(&self) -> Fault {
         match self {
             Self::NotADataset { .. }
+            | Self::IsFile { .. }
+            | Self::Ambiguous { .. }
             | Self::Table { .. }
             | Self::NoRows { .. }
             | Self::Unreadable { .. }

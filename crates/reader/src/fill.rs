@@ -8,7 +8,25 @@ use farandole_dataset::Element;
 use crate::pool::typed_mut;
 use crate::reader::Selected;
 
-/// The bytes of `value` as an element; whole numbers are cut off and kept within their range.
+/// Whether `value` is one of an element's; floats take any, to the nearest.
+pub(crate) fn fits(element: Element, value: f64) -> bool {
+    let whole = |low: f64, high: f64| value.fract() == 0.0 && (low..high).contains(&value);
+    match element {
+        Element::Bool => whole(0.0, 2.0),
+        Element::Int8 => whole(-128.0, 128.0),
+        Element::Int16 => whole(-32_768.0, 32_768.0),
+        Element::Int32 => whole(-2_147_483_648.0, 2_147_483_648.0),
+        Element::Int64 => whole(-9_223_372_036_854_775_808.0, 9_223_372_036_854_775_808.0),
+        Element::UInt8 => whole(0.0, 256.0),
+        Element::UInt16 => whole(0.0, 65_536.0),
+        Element::UInt32 => whole(0.0, 4_294_967_296.0),
+        Element::UInt64 => whole(0.0, 18_446_744_073_709_551_616.0),
+        Element::Float32 | Element::Float64 => true,
+        Element::Utf8 | Element::Binary => false,
+    }
+}
+
+/// The bytes of `value`, which [`fits`], as an element.
 pub(crate) fn bytes_of(element: Element, value: f64) -> Vec<u8> {
     macro_rules! bytes {
         ($kind:ty) => {{
@@ -77,11 +95,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_stay_within_the_range_of_their_element() {
-        assert_eq!(bytes_of(Element::Int8, -300.0), (-128_i8).to_le_bytes());
-        assert_eq!(bytes_of(Element::UInt16, -1.0), 0_u16.to_le_bytes());
+    fn values_are_those_of_their_element_or_do_not_fit() {
+        assert_eq!(bytes_of(Element::Int8, -128.0), (-128_i8).to_le_bytes());
         assert_eq!(bytes_of(Element::Float32, 0.5), 0.5_f32.to_le_bytes());
-        assert_eq!(bytes_of(Element::Bool, 2.0), [1]);
-        assert_eq!(bytes_of(Element::Int64, f64::NAN), 0_i64.to_le_bytes());
+        assert_eq!(bytes_of(Element::Bool, 1.0), [1]);
+        for (element, value, does) in [
+            (Element::Int8, 127.0, true),
+            (Element::Int8, 128.0, false),
+            (Element::Int8, 0.5, false),
+            (Element::UInt16, -1.0, false),
+            (Element::UInt64, 18_446_744_073_709_549_568.0, true),
+            (Element::Int64, 9_223_372_036_854_775_808.0, false),
+            (Element::Int64, f64::NAN, false),
+            (Element::Bool, 2.0, false),
+            (Element::Float32, f64::NAN, true),
+        ] {
+            assert_eq!(fits(element, value), does, "{value} as {}", element.name());
+        }
     }
 }

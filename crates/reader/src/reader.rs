@@ -13,6 +13,7 @@ use crate::cache::Cache;
 use crate::dataset::{Dataset, Field};
 use crate::epoch::{Epoch, Setup};
 use crate::error::{Error, Result};
+use crate::fill::fits;
 use crate::pool::Pool;
 use crate::values::castable;
 
@@ -39,7 +40,8 @@ pub struct Options {
     pub tail: Tail,
     /// Element types to convert to, by column; `"*"` stands for all other columns of floats.
     pub cast: HashMap<String, String>,
-    /// What nulls, and NaN among floats, become, by column; `"*"` stands for all other columns. They are errors else.
+    /// What nulls, and NaN among floats, become, by column; `"*"` stands for all other columns that have such a value.
+    /// They are errors else.
     pub fill: HashMap<String, f64>,
     /// Takes NaN as a value like any other where it is not filled.
     pub allow_nan: bool,
@@ -177,7 +179,10 @@ fn select(field: Field, options: &Options) -> Result<Selected> {
             "it has texts, which a number cannot fill: fill them when the data is prepared",
         ));
     }
-    let fill = named.or_else(|| options.fill.get("*").filter(|_| !field.is_text())).copied();
+    if let Some(value) = named.filter(|value| !fits(field.element, **value)) {
+        return Err(unreadable(&format!("its {} cannot be filled with {value}", field.element.name())));
+    }
+    let fill = named.or_else(|| options.fill.get("*").filter(|value| fits(field.element, **value))).copied();
     let out = cast(&field, &options.cast)?;
     Ok(Selected { out, fill, allow_nan: options.allow_nan && fill.is_none(), field })
 }

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,7 +77,7 @@ class ParquetLoader(BaseDataLoader):
                 without rows: those have one batch less and call `join()`.
             cast: Types to convert to, by column: `{"features": "float32"}`; `"*"` stands for all other float columns.
             fill: What to put in place of nulls, and of NaN in columns of floats, by column: `{"age": 0.0}`; `"*"`
-                stands for all other columns. Without it they are errors.
+                stands for all other columns that can hold it. Without it they are errors.
             allow_nan: Takes NaN as a value like any other.
             framework: Arrays of NumPy or tensors of torch.
             byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at once. It never
@@ -97,14 +98,18 @@ class ParquetLoader(BaseDataLoader):
         """
         if tail not in _TAILS:
             raise ValueError(f"tail must be keep, pad, drop_last or join: {tail}")
+        if isinstance(columns, str):
+            raise ValueError(f"columns are a list of names: {columns!r}")
         here, everywhere = _world() if rank is None or size is None else (rank, size)
         self.rank = here if rank is None else rank
         self.size = everywhere if size is None else size
-        self.batch_size, self.seed, self.shuffle, self.tail = batch_size, seed, shuffle, tail
+        self.batch_size, self.seed = _whole("batch_size", batch_size, 1), _whole("seed", seed)
+        self.shuffle, self.tail = shuffle, tail
         self.framework = framework
         self._columns = None if columns is None else list(columns)
         self._cast, self._fill = dict(cast or {}), dict(fill or {})
-        self._allow_nan, self._budget, self._threads = allow_nan, byte_budget, threads
+        self._allow_nan, self._budget = allow_nan, _whole("byte_budget", byte_budget)
+        self._threads = None if threads is None else _whole("threads", threads, 1)
         self._cached = inmemory_cache_all
         self._transform = (
             None if transformation_fn is None else Transform(transformation_fn, transform_workers, transform_pool)
@@ -120,6 +125,8 @@ class ParquetLoader(BaseDataLoader):
         self._wrap = wrapper(self.framework)
         self._reader = self._make_reader(self.rank, self.size)
         self._fields = self._reader.columns
+        if self.tail == "pad" and any(field.name == WEIGHTS for field in self._fields):
+            raise ValueError(f"a column is called {WEIGHTS}, as the weights of rows are with tail='pad'")
         texts = [field.name for field in self._fields if field.dtype in TEXTS]
         if texts and self.framework == "torch" and self._transform is None:
             raise ValueError(
@@ -168,7 +175,7 @@ class ParquetLoader(BaseDataLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses which epoch the next iteration is."""
-        self._start_at(epoch, 0)
+        self._start_at(_whole("epoch", epoch), 0)
 
     def _start_at(self, epoch: int, rows: int) -> None:
         self._next = self._made = self._taken = (epoch, rows)
@@ -204,6 +211,9 @@ class ParquetLoader(BaseDataLoader):
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"not a state of this version of ParquetLoader: version {state.get('version')}")
+        lacking = sorted({"epoch", "rows", "seed", "shuffle", "fingerprint"} - set(state))
+        if lacking:
+            raise ValueError(f"not a state of ParquetLoader, it lacks {', '.join(lacking)}")
         if state["fingerprint"] != self.dataset.fingerprint:
             raise ValueError(
                 f"the state is of another data set, or its files have changed: {state['fingerprint']} there, "
@@ -304,6 +314,17 @@ class ParquetLoader(BaseDataLoader):
         self._open(url)
         if self.dataset.fingerprint != fingerprint:
             raise ValueError(f"the files have changed since the loader was pickled: {url}")
+
+
+def _whole(name: str, value: Any, least: int = 0) -> int:
+    """An argument that counts something."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number: {value!r}") from None
+    if not least <= number < 1 << 64:
+        raise ValueError(f"{name} must be at least {least} and below 2**64: {number}")
+    return number
 
 
 def _first(batches: Iterator[Any]) -> Iterator[Any]:

@@ -165,7 +165,8 @@ def roles_of(
     Raises:
         ValueError: A column is missing, or is two things; or a share that cannot be.
     """
-    if isinstance(validation, bool) or not isinstance(validation, float | int | str | None):
+    cannot = isinstance(validation, bool) or not isinstance(validation, float | int | str | None)
+    if cannot or validation != validation:  # noqa: PLR0124 - NaN alone is not itself
         raise ValueError(f"validation must be a share of the rows or the name of a column: {validation!r}")
     present = source.schema.names
     if isinstance(features, str) or isinstance(labels, str):
