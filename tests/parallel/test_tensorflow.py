@@ -76,7 +76,9 @@ def operations_equal_one_process():
         tf.int8,
         tf.uint16,
         tf.int16,
+        tf.uint32,
         tf.int32,
+        tf.uint64,
         tf.int64,
         tf.float16,
         tf.bfloat16,
@@ -96,6 +98,14 @@ def operations_equal_one_process():
         for what, value in expected.items():
             exact = value if dtype.is_floating or what != "average" else np.trunc(value)
             close(tf.cast(results[what], tf.float64), exact, f"{what}, {how}")
+    for dtype in (tf.complex64, tf.complex128):
+        number = tf.constant([1 + 2j, 3 - 1j], dtype) * (rank + 1)
+        for how in (lambda step: step, tf.function):
+            summed, both, first = how(lambda x: (hvd.allreduce(x), hvd.allgather(x), hvd.broadcast(x, 0)))(number)
+            assert summed.dtype == dtype
+            np.testing.assert_allclose(summed, [1.5 + 3j, 4.5 - 1.5j], rtol=1e-6)
+            np.testing.assert_allclose(both, [1 + 2j, 3 - 1j, 2 + 4j, 6 - 2j], rtol=1e-6)
+            np.testing.assert_allclose(first, [1 + 2j, 3 - 1j], rtol=1e-6)
     flags = hvd.allgather(tf.constant([rank == 0, True]))
     assert flags.numpy().tolist() == [True, True, False, True]
     assert [hvd.size_op().numpy(), hvd.rank_op().numpy(), hvd.local_size_op().numpy()] == [size, rank, size]
@@ -293,6 +303,8 @@ def wrong_calls_are_told_and_harm_nothing():
 
 
 def batch_norm_sees_all_batches():
+    import copy
+
     import keras
     import numpy as np
     import tensorflow as tf
@@ -309,6 +321,16 @@ def batch_norm_sees_all_batches():
     np.testing.assert_allclose(outputs, part, **close_enough)
     np.testing.assert_allclose(layer.moving_variance.numpy(), plain.moving_variance.numpy(), **close_enough)
     assert layer.name.startswith("sync_batch_normalization")
+    assert "process_set" not in layer.get_config()
+    # A copy normalizes among the same ranks.
+    alone = [hvd.add_process_set([rank]) for rank in range(RANKS)][hvd.rank()]
+    among = hvd.SyncBatchNormalization(process_set=alone)
+    again = type(among).from_config(among.get_config())
+    for one in (among, again):
+        local = keras.layers.BatchNormalization()(mine, training=True)
+        np.testing.assert_allclose(one(mine, training=True), local, **close_enough)
+    for other in range(RANKS):
+        hvd.remove_process_set(alone if other == hvd.rank() else copy.copy(hvd.ProcessSet([other])))
     with pytest.raises(ValueError, match="fused"):
         hvd.SyncBatchNormalization(fused=True)
     # Keras numbers layers by what a process has made: on one rank that is more.

@@ -112,6 +112,104 @@ def passes_are_averaged_and_local_variables_kept_in_compat_v1():
             close(seen, [1.0, 1.0 - 2 * 0.1 * mine / 2], "local, two passes")
 
 
+def optimizers_and_tapes_are_used_at_the_same_time():
+    import numpy as np
+    import tensorflow as tf
+
+    import farandole.tensorflow as hvd
+
+    v1, mine = tf.compat.v1, hvd.rank() + 1.0
+    with tf.Graph().as_default():
+        weights = [v1.get_variable(f"w{index}", initializer=tf.constant(1.0)) for index in range(3)]
+        train = [
+            hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1), backward_passes_per_step=2).minimize(
+                weight * mine * (index + 1.0), var_list=[weight]
+            )
+            for index, weight in enumerate(weights)
+        ]
+        with v1.train.MonitoredTrainingSession() as session:
+            for turn in range(6):
+                session.run(train)
+                steps = (turn + 1) // 2
+                expected = [1.0 - 0.1 * 2 * 1.5 * (index + 1) * steps for index in range(3)]
+                np.testing.assert_allclose(session.run(weights), expected, atol=1e-5)
+    results = {}
+
+    def work(number, traced):
+        weight = tf.Variable(tf.ones(1000))
+
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight * mine * number)
+            return hvd.DistributedGradientTape(tape, name=f"{traced}.{number}").gradient(loss, [weight])[0][0]
+
+        step = tf.function(step) if traced else step
+        results[number, traced] = {round(float(step()), 4) for _ in range(40)}
+
+    kinds = [(number, traced) for number in (1, 2) for traced in (False, True)]
+    threads = [threading.Thread(target=work, args=kind) for kind in kinds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    assert results == {(number, traced): {1.5 * number} for number, traced in kinds}
+
+
+def adasum_in_compat_v1_does_as_it_is_told():
+    import numpy as np
+    import tensorflow as tf
+
+    import farandole.tensorflow as hvd
+
+    v1, rank = tf.compat.v1, hvd.rank()
+    with tf.Graph().as_default():
+        fine, coarse, local = (v1.get_variable(name, initializer=tf.zeros(2)) for name in ("fine", "coarse", "local"))
+        small = 1.0 + 2.0**-12  # what a half loses
+        step = tf.one_hot(rank, 2) * small
+
+        def train(variable, **options):
+            optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), op=hvd.Adasum, **options)
+            optimizer.register_local_var(local)
+            loss = -tf.reduce_sum((variable + local) * step)
+            return optimizer.minimize(loss, var_list=[variable, local])
+
+        first = train(fine, groups=2)
+        second = train(coarse, compression=hvd.Compression.fp16)
+        with v1.train.MonitoredTrainingSession() as session:
+            session.run(first)
+            session.run(second)
+            # Steps at right angles add up; a local variable takes this rank's.
+            close(session.run(fine), [small, small], "in groups")
+            close(session.run(coarse), [1.0, 1.0], "by halves")
+            close(session.run(local), np.eye(2)[rank] * 2 * small, "local")
+
+
+def layers_may_stay_with_their_rank():
+    import keras
+    import tensorflow as tf
+
+    import farandole.tensorflow as hvd
+
+    mine = hvd.rank() + 1.0
+    shared, own, other = (keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(3))
+    for layer in (shared, own, other):
+        layer.build((None, 1))
+    sources = [layer.kernel for layer in (shared, own, other)]
+
+    def run(**options):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(sum(layer(tf.ones([1, 1]) * mine) for layer in (shared, own, other)))
+        tape = hvd.PartialDistributedGradientTape(tape, **options)
+        parts = tape.get_local_and_global_gradients([1, 2, 3], sources)
+        return [float(grad[0, 0]) for grad in tape.gradient(loss, sources)], [len(part) for part in parts]
+
+    assert run() == ([1.5] * 3, [0, 0, 3, 3])
+    assert run(local_layers=own) == ([1.5, mine / 2, 1.5], [1, 1, 2, 2])
+    assert run(local_layers=[own, other], scale_local_gradients=False) == ([1.5, mine, mine], [2, 2, 1, 1])
+    with pytest.raises(ValueError, match="local_layers must hold layers: EagerTensor"):
+        run(local_layers=[tf.ones(1)])
+
+
 def a_step_needs_no_more_than_one_call_of_the_stand_ins(lacks):
     import warnings
 
@@ -157,6 +255,18 @@ def test_groups_are_reduced_while_the_backward_pass_goes_on(tensorflow_pair):
 
 def test_passes_are_averaged_and_local_variables_kept_in_graphs(tensorflow_pair):
     tensorflow_pair.run(passes_are_averaged_and_local_variables_kept_in_compat_v1)
+
+
+def test_optimizers_of_one_session_and_tapes_of_several_threads_keep_apart(tensorflow_pair):
+    tensorflow_pair.run(optimizers_and_tapes_are_used_at_the_same_time)
+
+
+def test_adasum_takes_groups_compression_and_local_variables_in_graphs(tensorflow_pair):
+    tensorflow_pair.run(adasum_in_compat_v1_does_as_it_is_told)
+
+
+def test_a_partial_tape_leaves_layers_to_their_rank(tensorflow_pair):
+    tensorflow_pair.run(layers_may_stay_with_their_rank)
 
 
 def test_a_tensorflow_that_lacks_a_function_trains_by_the_stand_ins_with_one_warning(fresh_world, tmp_path):

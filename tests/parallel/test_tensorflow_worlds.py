@@ -137,6 +137,8 @@ def stand_ins_have_gradients_too():
             loss = tf.reduce_sum((rank + 1.0) * operation(variable))
         return tape.gradient(loss, variable)
 
+    unknown = hvd.ProcessSet([0, 1])
+    unknown.process_set_id = 9
     native, hvd.mpi_ops.ops = hvd.mpi_ops.ops, _fallback
     try:
         for options in ({}, {"sparse_as_dense": True}, {"groups": 2, "compression": hvd.Compression.bf16}):
@@ -167,6 +169,18 @@ def stand_ins_have_gradients_too():
                 close(session.run(weight), 1.0 - 0.15, "session")
         with pytest.raises(tf.errors.InvalidArgumentError, match="rows must divide"):
             hvd.alltoall(tf.ones(3))
+        # The codes of the native ops; in graphs there is one for all wrong calls.
+        codes = tf.errors.FailedPreconditionError, tf.errors.AbortedError, tf.errors.InvalidArgumentError
+        for how, (mismatch, cannot, wrong) in (
+            (lambda call: call(), codes),
+            (lambda call: tf.function(call)(), [codes[2]] * 3),
+        ):
+            with pytest.raises(mismatch, match="Mismatched ALLREDUCE tensor shapes"):
+                how(lambda: hvd.allreduce(tf.ones(3 + rank), name="stand-in"))
+            with pytest.raises(cannot, match="failed: "):
+                how(lambda: hvd.allreduce(tf.constant([1j]), op=hvd.Max, name="no order"))
+            with pytest.raises(wrong, match="no such process set: 9"):
+                how(lambda: hvd.allreduce(tf.ones(3), process_set=unknown))
     finally:
         hvd.mpi_ops.ops = native
 

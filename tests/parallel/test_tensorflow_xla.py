@@ -107,6 +107,48 @@ def gradients_are_compiled_too():
         close(*through(operation), what)
 
 
+def compiled_calls_follow_branches_loops_and_functions():
+    import tensorflow as tf
+
+    import farandole.tensorflow as hvd
+    from farandole.tensorflow import _xla
+
+    doubled = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
+    # A function that both call, after a call of their own.
+    one, other = (tf.function(lambda x, by=by: doubled(hvd.allreduce(x) * by), jit_compile=True) for by in (1.0, 2.0))
+    close(one(tf.constant(1.0)), 2.0, "a function in one")
+    close(other(tf.constant(1.0)), 4.0, "the same function in another")
+
+    @tf.function(jit_compile=True)
+    def held(x, what):
+        if what == "branch":
+            tf.cond(x > 0, lambda: hvd.allreduce(x, op=hvd.Max), lambda: x)
+        elif what == "loop":
+            tf.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, hvd.allreduce(v)), [tf.constant(0), x])
+        else:
+            doubled(x)
+        return hvd.allreduce(x * 3, op=hvd.Sum)
+
+    for what, holder in (("branch", "StatelessIf"), ("loop", "StatelessWhile"), ("function", "PartitionedCall")):
+        graph = held.get_concrete_function(tf.constant(1.0), what).graph
+        [last] = [op for op in graph.get_operations() if op.type == "XlaCustomCallV2"]
+        waits, left = set(), [last]
+        while left:
+            left = [tensor.op for op in left for tensor in op.inputs if tensor.op.type not in waits]
+            waits.update(op.type for op in left)
+        assert any(kind.endswith(holder) for kind in waits), (what, waits)
+        close(held(tf.constant(1.0), what), 6.0, what)
+
+    # What was compiled for a world of another size says so.
+    kept, _xla._members = _xla._members, lambda _: 3
+    try:
+        for operation in (hvd.allgather, hvd.reducescatter):
+            with pytest.raises(tf.errors.OpError, match="other numbers of ranks, make it anew: 3 then, 2 now"):
+                tf.function(operation, jit_compile=True)(tf.ones([3, 2]))
+    finally:
+        _xla._members = kept
+
+
 def keras_compiles_the_whole_step():
     def compiled(model, options):
         assert model.jit_compile is (options["jit_compile"] is True)  # without a GPU "auto" is no
@@ -151,6 +193,7 @@ def what_cannot_be_compiled_says_why():
 def test_collectives_are_compiled_by_xla(tensorflow_pair):
     tensorflow_pair.run(compiled_functions_equal_others)
     tensorflow_pair.run(gradients_are_compiled_too)
+    tensorflow_pair.run(compiled_calls_follow_branches_loops_and_functions)
 
 
 def test_a_compiled_fit_equals_one_process(tensorflow_pair):

@@ -9,6 +9,7 @@ other forever.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 _LAST = "_farandole_last"
 """Attribute of a graph: the op made last in it."""
+
+
+_CANNOT = re.compile(r"^\w+ of .* failed: ")
+"""How the engine says that an operation cannot be done with a dtype."""
 
 
 class Gathered(NamedTuple):
@@ -66,19 +71,30 @@ def _set(number: int) -> ProcessSet:
     return process_set
 
 
+def _wrong(text: str) -> tf.errors.OpError:
+    """What the native ops raise where Python has one error for all wrong calls, which only its text tells apart."""
+    if text.startswith("Mismatched ") or "has not been initialized" in text:
+        return tf.errors.FailedPreconditionError(None, None, text)
+    if _CANNOT.search(text):
+        return tf.errors.AbortedError(None, None, text)
+    return tf.errors.InvalidArgumentError(None, None, text)
+
+
 def _call(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """Runs `function` on arrays when the graph runs; one after the other in graphs that would not see to it."""
 
     def run(*tensors: Any) -> list[Any]:
+        # In a graph a ValueError becomes an InvalidArgumentError; what TensorFlow does not know, an UnknownError.
         try:
             return function(*(tensor.numpy() for tensor in tensors))
-        except ValueError as error:
-            raise tf.errors.InvalidArgumentError(None, None, str(error)) from error
         except FarandoleInternalError as error:
             raise tf.errors.UnknownError(None, None, f"FarandolePython: {error}") from error
 
     if tf.executing_eagerly():
-        return [tf.convert_to_tensor(value) for value in run(*map(tf.convert_to_tensor, inputs))]
+        try:
+            return [tf.convert_to_tensor(value) for value in run(*map(tf.convert_to_tensor, inputs))]
+        except ValueError as error:
+            raise _wrong(str(error)) from error
     graph = tf.compat.v1.get_default_graph()
     last = None if isinstance(graph, tf.__internal__.FuncGraph) else getattr(graph, _LAST, None)
     before = [] if last is None else [last]

@@ -80,9 +80,13 @@ def unique(name: str) -> str:
     """`name`, made different from those this graph has already, in the order it is built: equal on equal programs.
 
     The graph's own `unique_name` would put the scope before it, in which Keras numbers optimizers and layers by the
-    order in which a process made them.
+    order in which a process made them. A branch or a loop of a `tf.compat.v1` graph runs beside the rest of that, so
+    they count together; functions count by themselves, wherever they are called.
     """
     graph: Any = tf.compat.v1.get_default_graph()
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        while isinstance(graph, tf.__internal__.FuncGraph):
+            graph = graph.outer_graph
     if not hasattr(graph, _USED):
         setattr(graph, _USED, collections.Counter())
     used = getattr(graph, _USED)

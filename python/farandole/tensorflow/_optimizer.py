@@ -14,7 +14,7 @@ from farandole.common.util import Adasum, Average
 from farandole.tensorflow._reducer import GradientReducer
 from farandole.tensorflow.compression import Compression, Compressor
 from farandole.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
-from farandole.tensorflow.mpi_ops import grouped_reduce, rank, size
+from farandole.tensorflow.mpi_ops import rank, size
 
 _Base: Any = tf.compat.v1.train.Optimizer
 
@@ -88,16 +88,24 @@ class _DistributedOptimizer(_Wrapped):
 
 
 class _AdasumOptimizer(_Wrapped):
-    """Takes each rank's own step, then adds the Adasum of the steps to where all started."""
+    """Takes each rank's own step, then adds the Adasum of the steps to where all started.
+
+    Steps are dense, and nobody's step is scaled: `sparse_as_dense` and `scale_local_gradients` change nothing.
+    """
 
     def __init__(
-        self, optimizer: Any, name: str | None, use_locking: bool, compression: type[Compressor], passes: int
+        self, optimizer: Any, name: str | None, use_locking: bool, reducer: GradientReducer, passes: int
     ) -> None:
         super().__init__(optimizer, name, use_locking)
-        self._compression = compression
+        self._reducer = reducer
+        self._reducer.scale_local_gradients = False
         self._passes = passes
         self._starts: list[Any] = []
         self._count: Any = None
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves a variable to this rank, which takes its own steps."""
+        self._reducer.register_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped optimizer's: gradients stay this rank's."""
@@ -142,11 +150,10 @@ class _AdasumOptimizer(_Wrapped):
 
     def _merge(self, variables: list[Any]) -> Any:
         deltas = [variable - start for variable, start in zip(variables, self._starts, strict=True)]
-        pairs = [self._compression.compress(delta) for delta in deltas]
-        merged = grouped_reduce([pair[0] for pair in pairs], Adasum) if size() > 1 else [pair[0] for pair in pairs]
+        merged = self._reducer(deltas, variables) if size() > 1 else deltas
         done = [
-            tf.compat.v1.assign(variable, start + self._compression.decompress(delta, ctx))
-            for variable, start, delta, (_, ctx) in zip(variables, self._starts, merged, pairs, strict=True)
+            tf.compat.v1.assign(variable, start + delta)
+            for variable, start, delta in zip(variables, self._starts, merged, strict=True)
         ]
         with tf.control_dependencies([entry for entry in done if entry is not None]):
             return tf.constant(True)
@@ -214,7 +221,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             name=name,
         )
         if op == Adasum:
-            return _AdasumOptimizer(optimizer, name, use_locking, compression, backward_passes_per_step)
+            return _AdasumOptimizer(optimizer, name, use_locking, reducer, backward_passes_per_step)
         return _DistributedOptimizer(
             optimizer, name, use_locking, reducer, backward_passes_per_step, average_aggregated_gradients
         )

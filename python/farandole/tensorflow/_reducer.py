@@ -40,7 +40,7 @@ class GradientReducer:
             no list forms one more.
         process_set: The ranks that take part; others keep their gradients.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
-        name: Names the reductions in graphs, where several run at the same time.
+        name: Names the reductions, which those that run at the same time in several threads need.
 
     Raises:
         ValueError: When arguments do not fit together.
@@ -71,6 +71,7 @@ class GradientReducer:
         self.scale_local_gradients = scale_local_gradients
         self.local: set[Any] = set()
         self.name = "gradients" if name is None else f"gradients_{name}"
+        self.is_named = name is not None
 
     def register_local(self, variable: Any) -> None:
         """Leaves a variable's gradients to this rank."""
@@ -102,13 +103,12 @@ class GradientReducer:
         """Whether a boolean is true on all ranks."""
         if not self.process_set.included():
             return flag
-        name = None if tf.executing_eagerly() else unique(f"finite_{self.name}")
+        name = self._chosen(f"finite_{self.name}")
         number = tf.cast(flag, tf.int32)
         return tf.cast(grouped_reduce([number], Min, name=name, process_set=self.process_set)[0], tf.bool)
 
     def _reduce(self, grads: list[Any], name: str | None) -> list[Any]:
-        if not tf.executing_eagerly():
-            name = unique(name or self.name)
+        name = self._chosen(name or self.name)
         pre, post = self.factors
         return grouped_allreduce(
             grads,
@@ -121,6 +121,12 @@ class GradientReducer:
             process_set=self.process_set,
             name=name,
         )
+
+    def _chosen(self, name: str) -> str | None:
+        """What an operation is called; run eagerly, the engine numbers those of reducers without a name."""
+        if tf.executing_eagerly():
+            return name if self.is_named else None
+        return unique(name)
 
     def _dense(self, grad: Any) -> Any:
         return tf.convert_to_tensor(grad) if self.sparse_as_dense and isinstance(grad, tf.IndexedSlices) else grad

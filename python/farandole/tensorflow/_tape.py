@@ -82,6 +82,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    *,
+    name: str | None = None,
 ) -> Any:
     """Wraps a tape so that its gradients are reduced over all ranks, as one unit unless `groups` says otherwise.
 
@@ -98,6 +100,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         process_set: The ranks that take part; others keep their gradients.
         scale_local_gradients: Whether gradients of local sources are divided by the number of ranks, so that they
             weigh as averaged ones do.
+        name: Names the reductions, which tapes that are used at the same time in several threads need.
 
     Returns:
         A tape of the same kind, an instance of a subclass of its class.
@@ -116,6 +119,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         choose_groups(groups, num_groups),
         process_set,
         scale_local_gradients,
+        name=name,
     )
     kind = type(gradtape)
     tape = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
@@ -137,6 +141,8 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    *,
+    name: str | None = None,
 ) -> Any:
     """As `DistributedGradientTape`, but leaves the gradients of some layers to each rank.
 
@@ -153,6 +159,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         process_set: As there.
         local_layers: A layer or a list of layers, built, whose trainable weights belong to each rank.
         scale_local_gradients: As there.
+        name: As there.
 
     Returns:
         As there.
@@ -172,6 +179,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         groups,
         process_set,
         scale_local_gradients,
+        name=name,
     )
     for weight in trainable_weights(local_layers):
         tape.register_local_source(weight)

@@ -6,7 +6,8 @@ XLA compiles no ops that it does not know, but calls functions by name. What the
 shapes above all, stands in a text that is fixed when the function is traced; so shapes must be known by then.
 
 Calls block the thread that runs the program. XLA runs what does not depend on each other in any order, also at the same
-time; so every call takes a token from the one before it, lest ranks wait for each other in different calls.
+time; so every call takes a token from the one before it, lest ranks wait for each other in different calls. No token
+comes out of a branch, a loop or a function: what follows one takes a result of it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,16 @@ if TYPE_CHECKING:
 
 try:
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops  # custom calls are in no public module
-except ImportError:
+    from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
+
+    _BRANCHES: Any = (
+        _func_graphs.CondBranchFuncGraph,
+        _func_graphs.WhileCondFuncGraph,
+        _func_graphs.WhileBodyFuncGraph,
+    )
+except (ImportError, AttributeError):
     gen_xla_ops = None
+    _BRANCHES = ()
 
 TARGET = "farandole"
 """Name of the custom call; what it says and does is in crates/tensorflow/src/xla."""
@@ -39,7 +48,20 @@ SIZE, RANK, LOCAL_SIZE, LOCAL_RANK, INCLUDED = range(100, 105)
 PROBE = 200
 
 _AFTER = "_farandole_after"
-"""Attribute of a graph: the token that its last call gave."""
+"""Attribute of a graph: the token that its last call gave, and how many ops the graph had then."""
+_HOLDS = frozenset(
+    (
+        "If",
+        "StatelessIf",
+        "Case",
+        "StatelessCase",
+        "While",
+        "StatelessWhile",
+        "PartitionedCall",
+        "StatefulPartitionedCall",
+    )
+)
+"""Ops whose functions may hold calls."""
 
 
 class Gathered(NamedTuple):
@@ -124,27 +146,54 @@ def check() -> None:
 
 
 def _text(
-    kind: int, process_set: int = 0, name: str = "", *, op: int = 0, factors: Any = (ONE, ONE), root: int = 0
+    kind: int,
+    process_set: int = 0,
+    name: str = "",
+    *,
+    op: int = 0,
+    factors: Any = (ONE, ONE),
+    root: int = 0,
+    ranks: int = 0,
 ) -> str:
-    return f"{kind},{op},{factors[0]},{factors[1]},{root},{process_set},{name}"
+    return f"{kind},{op},{factors[0]},{factors[1]},{root},{process_set},{ranks},{name}"
+
+
+def _before(graph: Any) -> list[Any]:
+    """What a call in this graph must wait for."""
+    token, seen = getattr(graph, _AFTER, (None, 0))
+    before = [] if token is None else [token]
+    for op in graph.get_operations()[seen:]:
+        results = [result for result in op.outputs if _is_number(result.dtype)] if op.type in _HOLDS else []
+        if results:
+            # The first of a loop counts its turns, the others may be what went in.
+            before.append(tf.stop_gradient(results[0] if op.type.endswith("While") else min(results, key=_elements)))
+    # A branch or a loop runs where it stands; a function may also be called from elsewhere.
+    if not before and isinstance(graph, _BRANCHES):
+        return _before(graph.outer_graph)
+    return before
+
+
+def _is_number(dtype: tf.DType) -> bool:
+    return dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
+
+
+def _elements(tensor: Any) -> int:
+    return tensor.shape.num_elements() or sys.maxsize
 
 
 def _custom_call(text: str, tensors: Sequence[Any], results: Sequence[tf.TensorSpec]) -> list[Any]:
     """One call after those that this graph has already."""
     graph: Any = tf.compat.v1.get_default_graph()
-    before, outer = None, graph
-    while before is None and outer is not None:
-        before, outer = getattr(outer, _AFTER, None), getattr(outer, "outer_graph", None)
     calls: Any = gen_xla_ops
     *values, token = calls.xla_custom_call_v2(
-        operands=[*tensors, tf.constant(0) if before is None else before],
+        operands=[*tensors, *(_before(graph) or [tf.constant(0)])],
         call_target_name=TARGET,
         backend_config=text,
         has_side_effect=True,
         result_dtypes=[*(result.dtype for result in results), tf.int32],
         result_shapes=[*(result.shape for result in results), tf.TensorShape([])],
     )
-    setattr(graph, _AFTER, token)
+    setattr(graph, _AFTER, (token, len(graph.get_operations())))
     return values
 
 
@@ -198,11 +247,10 @@ def _number(question: int, process_set: int) -> Any:
     return _custom_call(_text(question, process_set), [], [tf.TensorSpec([], tf.int32)])[0]
 
 
-def _members(process_set: int) -> tuple[int, int]:
-    """Size and position in a set, as they are while the function is traced."""
+def _members(process_set: int) -> int:
+    """Size of a set as it is while the function is traced: results have shapes that it makes."""
     with tf.init_scope():
-        size = int(_library.ops.farandole_size(process_set=process_set))
-        return size, int(_library.ops.farandole_rank(process_set=process_set))
+        return int(_library.ops.farandole_size(process_set=process_set))
 
 
 def farandole_grouped_allreduce(
@@ -247,15 +295,21 @@ def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
 def farandole_grouped_allgather(tensors: Sequence[Any], tensor_name: str = "", process_set: int = 0) -> GroupedGathered:
     """All ranks' tensors, which must have the same number of rows."""
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    size, rank = _members(process_set)
+    size = _members(process_set)
     rows = [_rows(tensor.shape) for tensor in tensors]
 
     def gradient(*grads: Any) -> list[Any]:
         summed = farandole_grouped_allreduce(grads, unique(f"{tensor_name}_grad"), process_set, Sum)
-        return [total[rank * count : (rank + 1) * count] for total, count in zip(summed, rows, strict=True)]
+        # Asked when it runs: in the next world of an elastic job this may be another rank.
+        rank = farandole_rank(process_set)
+        parts = []
+        for total, count in zip(summed, rows, strict=True):
+            begin = tf.concat([[rank * count], [0] * (total.shape.rank - 1)], 0)
+            parts.append(tf.slice(total, begin, [count, *total.shape[1:]]))
+        return parts
 
     outputs = _collective(
-        _text(ALLGATHER, process_set, tensor_name),
+        _text(ALLGATHER, process_set, tensor_name, ranks=size),
         tensors,
         lambda shape: _of_rows(shape, _rows(shape) * size),
         gradient,
@@ -288,7 +342,7 @@ def farandole_grouped_reducescatter(
     postscale: int = ONE,
 ) -> list[Any]:
     """Combines several tensors and keeps this rank's rows; all ranks get the same number of them."""
-    size, _ = _members(process_set)
+    size = _members(process_set)
 
     def share(shape: tf.TensorShape) -> tf.TensorShape:
         rows = _rows(shape)
@@ -307,7 +361,7 @@ def farandole_grouped_reducescatter(
     def gradient(*grads: Any) -> list[Any]:
         return _gradients.reducescatter(_here(), list(grads), told)
 
-    head = _text(REDUCESCATTER, process_set, tensor_name, op=reduce_op, factors=(prescale, postscale))
+    head = _text(REDUCESCATTER, process_set, tensor_name, op=reduce_op, factors=(prescale, postscale), ranks=size)
     return _collective(head, tensors, share, gradient)
 
 
@@ -319,7 +373,7 @@ def farandole_reducescatter(tensor: Any, **arguments: Any) -> Any:
 def farandole_alltoall(tensor: Any, splits: Any, tensor_name: str = "", process_set: int = 0) -> Dealt:
     """Deals rows out to all ranks in equal parts."""
     known = tf.get_static_value(splits)
-    size, _ = _members(process_set)
+    size = _members(process_set)
     if known is None or len(known):
         raise NotImplementedError("a compiled function deals rows out in equal parts only: leave splits out")
     tensor = tf.convert_to_tensor(tensor)
@@ -328,7 +382,7 @@ def farandole_alltoall(tensor: Any, splits: Any, tensor_name: str = "", process_
         name = unique(f"{tensor_name}_grad")
         return [farandole_alltoall(grad, tf.constant([], tf.int64), name, process_set).output]
 
-    [output] = _collective(_text(ALLTOALL, process_set, tensor_name), [tensor], _same, gradient)
+    [output] = _collective(_text(ALLTOALL, process_set, tensor_name, ranks=size), [tensor], _same, gradient)
     return Dealt(output, tf.fill([size], _rows(tensor.shape) // size))
 
 

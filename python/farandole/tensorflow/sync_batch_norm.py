@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -14,6 +15,9 @@ from farandole.common.util import Sum
 from farandole.tensorflow._names import unique
 from farandole.tensorflow.mpi_ops import grouped_reduce
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 @keras.saving.register_keras_serializable(package="farandole")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
@@ -21,21 +25,39 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     Args:
         fused: Must be false: there is no fused kernel for it.
-        process_set: The ranks that take part.
+        process_set: The ranks that take part: a process set, or the ranks of one, as a saved layer has them.
         **kwargs: Keras's; the name is `sync_batch_normalization` by default.
 
     Raises:
         ValueError: When `fused` is asked for.
     """
 
-    def __init__(self, fused: bool | None = False, process_set: ProcessSet = global_process_set, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        fused: bool | None = False,
+        process_set: ProcessSet | Sequence[int] = global_process_set,
+        **kwargs: Any,
+    ) -> None:
         if fused in (True, None):
             raise ValueError("SyncBatchNormalization has no fused kernel: pass fused=False")
         if not kwargs.get("name"):
             kwargs["name"] = "sync_batch_normalization"
         super().__init__(**kwargs)
-        self.process_set = process_set
+        self.process_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         self.supports_jit = False
+
+    def get_config(self) -> dict[str, Any]:
+        """Keras's, and the ranks of the process set if it is not that of all."""
+        config: dict[str, Any] = super().get_config()
+        if self.process_set is not global_process_set:
+            config["process_set"] = self.process_set.ranks
+        return config
+
+    def _members(self) -> ProcessSet:
+        """The process set; one that was only known by its ranks is the registered one of these ranks."""
+        if self.process_set.process_set_id is None:
+            self.process_set = copy.copy(self.process_set)
+        return self.process_set
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """Mean and variance through sums of values and squares, which add up over ranks."""
@@ -49,7 +71,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             [tf.reduce_sum(values, axes), tf.reduce_sum(values * inputs, axes), tf.reduce_sum(weights, axes)]
         )
         name = None if tf.executing_eagerly() else unique("SyncBatchNormalization")
-        total = grouped_reduce([sums], Sum, name=name, process_set=self.process_set)[0]
+        total = grouped_reduce([sums], Sum, name=name, process_set=self._members())[0]
         count = tf.maximum(total[2], 1.0)
         mean = total[0] / count
         return mean, tf.maximum(total[1] / count - tf.square(mean), 0.0)

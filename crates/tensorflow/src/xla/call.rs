@@ -12,7 +12,7 @@ use farandole_door::{Door, Operation, Outcome, Request};
 use super::plan::{self, Collective, Plan};
 use super::registry::{Status, fail};
 use crate::context::{Code, Failure};
-use crate::exports::{door, refused, translated};
+use crate::exports::{door, place, refused, translated};
 use crate::job::{EMPTY, wire};
 use crate::kernel::member;
 use crate::output::Brought;
@@ -90,6 +90,15 @@ unsafe fn collect(
     inputs: *const *const c_void,
 ) -> Result<(), String> {
     let door = door().map_err(|failure| failure.text)?;
+    if collective.ranks != 0 {
+        let now = place(collective.call.process_set).map_err(told)?.set_size;
+        if now != collective.ranks {
+            return Err(format!(
+                "the function was compiled for other numbers of ranks, make it anew: {} then, {now} now",
+                collective.ranks
+            ));
+        }
+    }
     let count = collective.tensors.len();
     let names: Vec<String> = (0..count).map(|index| member(&collective.name, index, count)).collect();
     // Only the members' rows tell how large these become.

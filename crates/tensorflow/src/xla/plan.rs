@@ -4,11 +4,12 @@
 //! The text of a custom call: what is to be done with tensors of which shapes.
 //!
 //! ```text
-//! call    = kind "," reduction "," prescale "," postscale "," root "," process set "," name { ";" tensor }
+//! call    = kind "," reduction "," prescale "," postscale "," root "," process set "," ranks "," name { ";" tensor }
 //! tensor  = dtype ":" bytes of the output ":" [ extent { "," extent } ]
 //! ```
 //! Numbers are decimal; factors are doubles by their bits; kinds below 100 are the door's operations, from 100 on
-//! questions about the world; dtypes are TensorFlow's. The name is the rest of its part, without a semicolon.
+//! questions about the world; dtypes are TensorFlow's; ranks are how many the shapes were made for, 0 when they fit any
+//! number. The name is the rest of its part, without a semicolon.
 
 use std::ffi::c_int;
 
@@ -31,13 +32,15 @@ pub(super) enum Plan {
 #[derive(Debug)]
 pub(super) struct Collective {
     pub(super) call: Call,
+    /// Members of the process set that shapes were made for; 0 when it does not matter.
+    pub(super) ranks: u32,
     pub(super) name: String,
     pub(super) tensors: Vec<Tensor>,
 }
 
 impl PartialEq for Collective {
     fn eq(&self, other: &Self) -> bool {
-        self.name == other.name && self.tensors == other.tensors
+        (&self.name, self.ranks, &self.tensors) == (&other.name, other.ranks, &other.tensors)
     }
 }
 
@@ -55,13 +58,13 @@ pub(super) struct Tensor {
 /// What is wrong with it.
 pub(super) fn read(text: &str) -> Result<Plan, String> {
     let mut parts = text.split(';');
-    let mut head = parts.next().unwrap_or_default().splitn(7, ',');
+    let mut head = parts.next().unwrap_or_default().splitn(8, ',');
     let mut number = || head.next().and_then(|part| part.parse::<u64>().ok());
     let wrong = || format!("no such call: {text}");
     let small = |number: Option<u64>| number.and_then(|number| u32::try_from(number).ok());
     let (kind, reduction) = (small(number()), small(number()));
     let (prescale, postscale) = (number().map(f64::from_bits), number().map(f64::from_bits));
-    let (root, process_set) = (small(number()), small(number()));
+    let (root, process_set, ranks) = (small(number()), small(number()), small(number()));
     let kind = kind.ok_or_else(wrong)?;
     let process_set = process_set.ok_or_else(wrong)?;
     if kind == PROBE {
@@ -82,8 +85,9 @@ pub(super) fn read(text: &str) -> Result<Plan, String> {
         attended: 1,
     };
     let name = head.next().filter(|name| !name.is_empty()).ok_or_else(wrong)?.to_owned();
+    let ranks = ranks.ok_or_else(wrong)?;
     let tensors = parts.map(tensor).collect::<Option<Vec<_>>>().filter(|tensors| !tensors.is_empty());
-    Ok(Plan::Collective(operation, Collective { call, name, tensors: tensors.ok_or_else(wrong)? }))
+    Ok(Plan::Collective(operation, Collective { call, ranks, name, tensors: tensors.ok_or_else(wrong)? }))
 }
 
 fn tensor(text: &str) -> Option<Tensor> {
@@ -107,12 +111,12 @@ mod tests {
 
     #[test]
     fn a_text_says_what_is_done_with_which_tensors() {
-        let plan = read(&format!("0,1,{ONE},{},0,3,a,name;1:24:2,3;9:8:", 0.5f64.to_bits())).unwrap();
+        let plan = read(&format!("0,1,{ONE},{},0,3,4,a,name;1:24:2,3;9:8:", 0.5f64.to_bits())).unwrap();
         let Plan::Collective(operation, collective) = plan else { unreachable!("{plan:?}") };
         assert_eq!((operation, &*collective.name), (Operation::Allreduce, "a,name"));
         let call = collective.call;
         assert_eq!((call.reduction, call.prescale, call.postscale, call.process_set), (1, 1.0, 0.5, 3));
-        assert_eq!((call.attended, call.numbered), (1, 0));
+        assert_eq!((call.attended, call.numbered, collective.ranks), (1, 0, 4));
         let expected = [(1, 24, vec![2, 3]), (9, 8, vec![])];
         let tensors = collective.tensors.iter().map(|t| (t.dtype, t.output_bytes, t.shape.clone()));
         assert_eq!(tensors.collect::<Vec<_>>(), expected);
@@ -120,16 +124,21 @@ mod tests {
 
     #[test]
     fn questions_need_no_tensors() {
-        let plan = read(&format!("101,0,{ONE},{ONE},0,7,")).unwrap();
+        let plan = read(&format!("101,0,{ONE},{ONE},0,7,0,")).unwrap();
         assert_eq!(plan, Plan::Question { question: 1, process_set: 7 });
-        assert_eq!(read(&format!("200,0,{ONE},{ONE},0,0,")).unwrap(), Plan::Probe);
+        assert_eq!(read(&format!("200,0,{ONE},{ONE},0,0,0,")).unwrap(), Plan::Probe);
     }
 
     #[test]
     fn what_is_no_call_is_named() {
-        for text in
-            ["", "0", "0,1,2,3,4,5,", "0,1,2,3,4,5,name", "0,1,2,3,4,5,name;x:1:2", "77,1,2,3,4,5,name;1:4:1"]
-        {
+        for text in [
+            "",
+            "0",
+            "0,1,2,3,4,5,6,",
+            "0,1,2,3,4,5,6,name",
+            "0,1,2,3,4,5,6,name;x:1:2",
+            "77,1,2,3,4,5,6,name;1:4:1",
+        ] {
             assert_eq!(read(text).unwrap_err(), format!("no such call: {text}"));
         }
     }
