@@ -255,6 +255,11 @@ class Cluster:
                 f"the Python of Spark's tasks has another version than the driver's {sys.version.split()[0]}: "
                 f"{self._interpreter()}. Set PYSPARK_PYTHON (or spark.pyspark.python) to an interpreter of that version"
             )
+        if "spark.driver.maxResultSize" in text:
+            return (
+                f"{headline(error, 1)}: with store=..., which all executors and the driver reach, results of more than "
+                "16 MiB travel by that store"
+            )
         if any(
             mark in text for mark in ("SPARK_JOB_CANCELLED", "OPERATION_CANCELED", "cancelled part of", "cancelled as")
         ):

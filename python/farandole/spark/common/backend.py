@@ -19,6 +19,8 @@ from farandole.spark.local import LocalAgents
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from farandole.spark.common.store import Store
+
     OnProgress = Callable[[int, dict[str, Any]], None]
 
 _NOT_FOR_EXECUTORS = ("CUDA_VISIBLE_DEVICES", "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET", "SPARK_HOME")
@@ -66,6 +68,15 @@ class Backend(ABC):
         """
         return
 
+    def through(self, store: Store) -> Backend:
+        """A backend like this one that carries by the store what is too large for its own ways, where that is needed.
+
+        Args:
+            store: What every worker and this process reach; an estimator's.
+        """
+        del store
+        return self
+
 
 class SparkBackend(Backend):
     """Workers in the tasks of the active Spark session.
@@ -110,6 +121,12 @@ class SparkBackend(Backend):
         from farandole.spark.session import Cluster  # noqa: PLC0415 - as above
 
         Cluster.active().check(self.num_processes())
+
+    def through(self, store: Store) -> Backend:
+        """As `Backend.through`: Spark bounds what its rows bring back by `spark.driver.maxResultSize`."""
+        if type(self) is not SparkBackend or self._kwargs.get("store") is not None:
+            return self  # somebody else's class may keep something of its own, which a copy would not
+        return SparkBackend(self._num_proc, self._env, **self._kwargs | {"store": store})
 
 
 class LocalBackend(Backend):

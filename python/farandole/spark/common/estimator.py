@@ -222,10 +222,10 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
 
     def _backend(self) -> Backend:
         if self.getBackend() is not None:
-            return cast("Backend", self.getBackend())
+            return cast("Backend", self.getBackend()).through(self._store())
         verbose = self.getVerbose()
         streams: dict[str, Any] = {"stdout": sys.stdout, "stderr": sys.stderr} if verbose > 1 else {}
-        return SparkBackend(self.getNumProc(), verbose=verbose, **streams)
+        return SparkBackend(self.getNumProc(), verbose=verbose, store=self._store(), **streams)
 
     def _store(self) -> AbstractFilesystemStore:
         return cast("AbstractFilesystemStore", self.getStore())
