@@ -47,7 +47,7 @@ def gpus(cuda, shared_world):
 def on_host():
     """From here on tensors are where they are."""
     if hasattr(_device, "real"):
-        _device.ordinal_of, _device.stream_of, HandleTable.submit, HandleTable.submit_one = _device.real
+        _device.ordinal_of, _device.stream_of, HandleTable.submit = _device.real
         _handles.table.__dict__.pop("reach", None)
 
 
@@ -56,7 +56,7 @@ class Gpu:
 
     def __init__(self, ordinal):
         on_host()
-        _device.real = _device.ordinal_of, _device.stream_of, HandleTable.submit, HandleTable.submit_one
+        _device.real = _device.ordinal_of, _device.stream_of, HandleTable.submit
         self.library = ctypes.CDLL(os.environ["FARANDOLE_CUDA_LIBRARIES"] + "/libcuda.so.1")
         self.library.fake_stream.restype = ctypes.c_void_p
         self.library.fake_count.restype = ctypes.c_long
@@ -73,7 +73,7 @@ class Gpu:
 
             return submit_and_keep
 
-        HandleTable.submit, HandleTable.submit_one = map(keeping, _device.real[2:])
+        HandleTable.submit = keeping(_device.real[2])
 
     def count(self, what):
         return self.library.fake_count(what.encode())

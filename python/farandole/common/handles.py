@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from farandole._native import door, engine
 from farandole.common import basics
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Outcome: TypeAlias = "engine.Gathered | int | None"
 """What the engine returns for one operation: memory it filled, a number, or nothing."""
+_Reached = engine.Reached
 _LOOK = 50e-6
 """Seconds between two looks at a GPU."""
 Finish: TypeAlias = Callable[[list[Outcome]], Any]
@@ -44,16 +45,29 @@ def joined(last: int) -> int:
     return last
 
 
-class _Entry(NamedTuple):
-    members: list[int]  # not yet waited for
-    outcomes: list[Outcome]  # of those that were
-    keep: Any
-    finish: Finish
+_Entry: TypeAlias = tuple[tuple[int, ...], Any, Finish]
+"""The members of an operation that nobody has waited for yet, what it keeps, and what makes its result. Plain, for
+there may be hundreds at a time, and with each object more Python's collector of garbage looks at them more often."""
 
 
-_One: TypeAlias = tuple[Any, Callable[[Outcome], Any]]
-"""What an operation of one member keeps, and what makes its result. Plain, for there may be hundreds at a time, and
-with each object more Python's collector of garbage looks at all of them more often."""
+class _Whole:
+    """Makes the result of an operation whose wait was interrupted, or of which a member failed."""
+
+    def __init__(self, finish: Finish, before: list[Any]) -> None:
+        self._finish = finish
+        self._before = before
+
+    def after(self, outcomes: list[Any]) -> _Whole:
+        """The same, when these members are over too."""
+        return _Whole(self._finish, self._before + outcomes)
+
+    def __call__(self, outcomes: list[Any]) -> Any:
+        """The result, or the first failure."""
+        outcomes = self._before + outcomes
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return self._finish(outcomes)
 
 
 class HandleTable:
@@ -65,7 +79,7 @@ class HandleTable:
 
     def __init__(self, family: str) -> None:
         self._family = family
-        self._entries: dict[int, _Entry | _One] = {}
+        self._entries: dict[int, _Entry] = {}
         self._boarding: dict[int, Any] = {}
         self._tickets = itertools.count()
         self._numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
@@ -115,44 +129,21 @@ class HandleTable:
 
         Args:
             keep: Whatever owns the memory the engine works on.
-            finish: Gets the outcomes in the order of members, and makes the result.
+            finish: Gets the outcomes in the order of members, one if there is no group, and makes the result.
             call: A function of the engine that returns a handle or several.
             *arguments: Its arguments.
         """
         ticket = next(self._tickets)
         self._boarding[ticket] = keep
         try:
-            members = call(*arguments)
+            started = call(*arguments)
         except Exception:
             del self._boarding[ticket]  # refused, so not started
             raise
-        handle = self.track(members if isinstance(members, list) else (members,), keep, finish)
-        del self._boarding[ticket]
-        return handle
-
-    def submit_one(self, keep: Any, finish: Callable[[Outcome], Any], call: Callable[..., int], *arguments: Any) -> int:
-        """As `submit`, for an operation of one member, whose outcome `finish` gets."""
-        ticket = next(self._tickets)
-        self._boarding[ticket] = keep
-        try:
-            handle = call(*arguments)
-        except Exception:
-            del self._boarding[ticket]  # refused, so not started
-            raise
-        self._entries[handle] = keep, finish
-        del self._boarding[ticket]
-        return handle
-
-    def track(self, members: Sequence[int], keep: Any, finish: Finish) -> int:
-        """Keeps `keep` alive until the returned handle is consumed; `finish` makes its result.
-
-        Args:
-            members: The engine's handles, at least one.
-            keep: Whatever owns the memory the engine works on.
-            finish: Gets the outcomes in the order of members.
-        """
+        members = (started,) if isinstance(started, int) else tuple(started)
         handle = members[0]
-        self._entries[handle] = _Entry(list(members), [], keep, finish)
+        self._entries[handle] = members, keep, finish
+        del self._boarding[ticket]
         return handle
 
     def poll(self, handle: int) -> bool:
@@ -161,8 +152,7 @@ class HandleTable:
         Raises:
             ValueError: When the handle was consumed already, or never given out.
         """
-        entry = self._entry(handle)
-        return all(map(engine.poll, entry.members)) if isinstance(entry, _Entry) else engine.poll(handle)
+        return all(map(engine.poll, (self._entries.get(handle) or _unknown(handle))[0]))
 
     def synchronize(self, handle: int) -> Any:
         """Waits for an operation and returns its result.
@@ -175,36 +165,21 @@ class HandleTable:
                 operation.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
-        entry = self._entry(handle)
-        if not isinstance(entry, _Entry):
+        members, keep, finish = self._entries.get(handle) or _unknown(handle)
+        outcomes: list[Any] = []
+        for member in members:
             try:
-                outcome = self._wait(handle)
-            except Exception:
-                if not engine.is_pending(handle):
-                    self._entries.pop(handle, None)
-                raise
-            self._entries.pop(handle, None)
-            return entry[1](outcome)
-        failure: Exception | None = None
-        while entry.members:
-            try:
-                outcome = self._wait(entry.members[0])
-            except Exception as error:
+                outcome = engine.wait(member)
+            except BaseException as error:
+                finish = finish if isinstance(finish, _Whole) else _Whole(finish, [])
                 # A failed operation is over; an interrupted wait is not, and its memory is still being written.
-                if engine.is_pending(entry.members[0]):
+                if not isinstance(error, Exception) or engine.is_pending(member):
+                    self._entries[handle] = members[len(outcomes) :], keep, finish.after(outcomes)
                     raise
-                failure = failure or error
-                outcome = None
-            entry.outcomes.append(outcome)
-            del entry.members[0]
+                outcome = error
+            outcomes.append(self.reach(outcome) if isinstance(outcome, _Reached) else outcome)
         self._entries.pop(handle, None)
-        if failure is not None:
-            raise failure
-        return entry.finish(entry.outcomes)
-
-    def _wait(self, member: int) -> Outcome:
-        outcome = engine.wait(member)
-        return self.reach(outcome) if isinstance(outcome, engine.Reached) else outcome
+        return finish(outcomes)
 
     def reach(self, reached: engine.Reached) -> Outcome:
         """Waits for what a GPU is still at work on; modules with streams have their stream wait instead.
@@ -216,11 +191,9 @@ class HandleTable:
             time.sleep(_LOOK)
         return reached.outcome
 
-    def _entry(self, handle: int) -> _Entry | _One:
-        entry = self._entries.get(handle)
-        if entry is None:
-            raise ValueError(f"no operation has this handle; each can be synchronized once: {handle!r}")
-        return entry
+
+def _unknown(handle: int) -> NoReturn:
+    raise ValueError(f"no operation has this handle; each can be synchronized once: {handle!r}")
 
 
 def set_number(process_set: ProcessSet) -> int:

@@ -35,7 +35,7 @@ def _start(value: Any, name: str | None, op: int, factors: Factors, process_set:
     """Starts an allreduce into a new array; `attended` when `synchronize` follows at once."""
     number = set_number(process_set)
     source, target = as_input_and_output(value)
-    return table.submit_one(
+    return table.submit(
         (source, target),
         lambda _: target,
         engine.allreduce,
@@ -59,7 +59,7 @@ def _start_in_place(
     array = require_in_place(value)
     work = as_input(array)
     address = address_of(work)
-    return table.submit_one(
+    return table.submit(
         work,
         lambda _: copy_back(array, work),
         engine.allreduce,

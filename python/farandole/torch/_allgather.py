@@ -17,7 +17,6 @@ from farandole.torch._handles import (
     adopt,
     describe,
     require_dimension,
-    start,
     synchronize,
     table,
     usable,
@@ -48,10 +47,10 @@ def _start_one(
     source = usable(tensor)
     described = describe(table.name("allgather", name, process_set), source)
 
-    def finish(gathered: Any) -> Any:
-        return result(_rows(gathered, source, tensor))
+    def finish(outcomes: list[Any]) -> Any:
+        return result(_rows(outcomes[0], source, tensor))
 
-    return start(source, finish, engine.allgather, *described, number, attended, spot(source))
+    return table.submit(source, finish, engine.allgather, *described, number, attended, spot(source))
 
 
 def _start_group(

@@ -16,7 +16,6 @@ from farandole.torch._handles import (
     adopt,
     describe,
     require_dimension,
-    start,
     synchronize,
     table,
     usable,
@@ -61,11 +60,12 @@ def _start(tensor: torch.Tensor, splits: Splits, name: str | None, process_set: 
     source = usable(tensor)
     described = describe(table.name("alltoall", name, process_set), source)
 
-    def finish(received: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish(outcomes: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        (received,) = outcomes
         rows = received.rows if received is not None else []
         return adopt(received, source, tensor.device), torch.tensor(rows, dtype=torch.int32)
 
-    return start(source, finish, engine.alltoall, *described, counts, number, attended, spot(source))
+    return table.submit(source, finish, engine.alltoall, *described, counts, number, attended, spot(source))
 
 
 def alltoall_async(

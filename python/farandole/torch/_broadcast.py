@@ -17,7 +17,6 @@ from farandole.torch._handles import (
     copy_back,
     describe,
     require_in_place,
-    start,
     synchronize,
     table,
     usable,
@@ -42,8 +41,8 @@ def _start(
     described = describe(table.name("broadcast", name, process_set), source)
     submission = (engine.broadcast, *described, target.data_ptr(), root_rank, number, attended, spot(source))
     if in_place:
-        return start(source, lambda _: copy_back(tensor, source), *submission)
-    return start((source, target), lambda _: target.to(tensor.device), *submission)
+        return table.submit(source, lambda _: copy_back(tensor, source), *submission)
+    return table.submit((source, target), lambda _: target.to(tensor.device), *submission)
 
 
 def broadcast_async(

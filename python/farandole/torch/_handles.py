@@ -12,8 +12,6 @@ from farandole.common.handles import HandleTable, Outcome
 from farandole.torch import _device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from farandole._native import engine
 
 
@@ -134,11 +132,6 @@ def adopt(gathered: engine.Gathered | int | None, like: torch.Tensor, device: to
 def wants_grad(*tensors: torch.Tensor) -> bool:
     """Whether autograd has to hear of an operation on these."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def start(keep: Any, finish: Callable[[Any], Any], call: Callable[..., int], *arguments: Any) -> int:
-    """Starts an operation of one member; `finish` gets its outcome."""
-    return table.submit_one(keep, finish, call, *arguments)
 
 
 def poll(handle: int) -> bool:

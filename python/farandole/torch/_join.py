@@ -7,7 +7,7 @@ from __future__ import annotations
 from farandole._native import engine
 from farandole.common.handles import joined, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.torch._handles import start, synchronize, table
+from farandole.torch._handles import synchronize, table
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -21,7 +21,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     number = set_number(process_set)
-    synchronize(start(None, lambda _: None, engine.barrier, table.name("barrier", None, process_set), number))
+    synchronize(table.submit(None, lambda _: None, engine.barrier, table.name("barrier", None, process_set), number))
 
 
 def join(device: int = -1, allow_gather: bool = False) -> int:
@@ -43,4 +43,4 @@ def join(device: int = -1, allow_gather: bool = False) -> int:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     del device
-    return joined(synchronize(start(None, lambda last: last, engine.join, allow_gather)))
+    return joined(synchronize(table.submit(None, lambda outcomes: outcomes[0], engine.join, allow_gather)))

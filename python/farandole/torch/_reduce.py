@@ -55,7 +55,7 @@ def start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, in_p
         require_in_place(tensor)
     # A private copy serves as its own result.
     target = torch.empty_like(source) if source is tensor and not in_place else source
-    return table.submit_one(
+    return table.submit(
         (source, target),
         (lambda _: copy_back(tensor, source)) if in_place else (lambda _: target.to(tensor.device)),
         engine.allreduce,

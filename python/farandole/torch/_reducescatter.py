@@ -17,7 +17,6 @@ from farandole.torch._device import spot, spots
 from farandole.torch._handles import (
     describe,
     require_dimension,
-    start,
     synchronize,
     table,
     usable,
@@ -50,7 +49,7 @@ def _start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, att
     source, target = _prepare(tensor, reduction.process_set)
     described = describe(table.name("reducescatter", name, reduction.process_set), source)
     submission = (engine.reducescatter, *described, target.data_ptr(), *arguments, attended, spot(source))
-    return start((source, target), lambda _: target.to(tensor.device), *submission)
+    return table.submit((source, target), lambda _: target.to(tensor.device), *submission)
 
 
 def _start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction) -> int:
