@@ -32,27 +32,45 @@ def regions(kind):
     return sum("farandole-region" in target for target in targets)
 
 
-def trained(as_view, past_caches=_buckets.PAST_CACHES):
+def trained(as_view, past_caches=_buckets.PAST_CACHES, threads=1):
     usual, _buckets.PAST_CACHES = _buckets.PAST_CACHES, past_caches
+    many = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
-        return _trained(as_view, past_caches)
+        return _trained(as_view, past_caches, threads)
     finally:
+        torch.set_num_threads(many)
         _buckets.PAST_CACHES = usual
 
 
-def _trained(as_view, past_caches):
+class Counting:
+    """A bucket's memory that counts what is stored past the caches."""
+
+    def __init__(self, mapped):
+        self.mapped = mapped
+        self.stores = 0
+
+    def store(self, *arguments):
+        self.stores += 1
+        self.mapped.store(*arguments)
+
+
+def _trained(as_view, past_caches, threads):
     torch.manual_seed(5)
     net = torch.nn.Sequential(torch.nn.Linear(600, 500), torch.nn.Tanh(), torch.nn.Linear(500, 3))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.01), net.named_parameters(), gradient_as_bucket_view=as_view
     )
-    if as_view:
-        assert any(bucket._offsets for bucket in optimizer._reducer._buckets) == (past_caches == 0)
+    buckets = optimizer._reducer._buckets if as_view else []
+    for bucket in buckets:
+        bucket._mapped = Counting(bucket._mapped)
     for step in range(4):
         optimizer.zero_grad()
         torch.manual_seed(100 * hvd.rank() + step)
         (net(torch.randn(8, 600)) ** 2).sum().backward()
         optimizer.step()
+    if as_view:
+        assert any(bucket._mapped.stores for bucket in buckets) == (past_caches == 0 and threads == 1)
     return [parameter.detach().clone() for parameter in net.parameters()], regions("maps"), regions("fd")
 
 
@@ -67,10 +85,12 @@ def both_ways():
     # The own memory is mapped once, and so is every other rank's.
     assert maps >= hvd.size()
     past, _, _ = trained(True, past_caches=0)
-    for one, other, third in zip(plain, viewed, past, strict=True):
+    shared, _, _ = trained(True, past_caches=0, threads=2)
+    for one, other, third, fourth in zip(plain, viewed, past, shared, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, third)
-    del viewed, past
+        assert torch.allclose(one, fourth), "threads of torch may sum in another order"
+    del viewed, past, shared
     gc.collect()
     assert regions("fd") == before
 
