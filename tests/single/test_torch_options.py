@@ -14,7 +14,7 @@ import torch
 from tests.single.training import Here, estimator, fit, line, linear, weights, write
 
 import farandole.torch as hvd
-from farandole.spark.common import LocalBackend, LocalStore
+from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.common.datamodule import DataModule, NVTabularDataModule
 from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.common.transform import batched
@@ -37,6 +37,17 @@ def test_columns_listed_together_are_one_input(tmp_path):
     write(tmp_path / "intermediate_train_data", a=x[:, 0].astype(np.float64), b=x[:, 1], y=y)
     fitted = fit(tmp_path, linear(), feature_cols=[["a", "b"]], epochs=60)
     assert torch.allclose(weights(fitted), torch.tensor([2.0, -3.0, 1.0]), atol=0.05)
+
+
+def test_a_backend_written_for_horovod_knows_of_no_progress_and_trains_all_the_same(data):
+    class Theirs(Backend):
+        def run(self, fn, args=(), kwargs=None, env=None):  # noqa: ARG002
+            return [fn(*args, **(kwargs or {}))]
+
+        def num_processes(self):
+            return 1
+
+    assert len(fit(data, linear(), epochs=2, backend=Theirs()).getHistory()) == 2
 
 
 def test_the_mapping_is_tried_on_rows_of_the_data_and_printed(data, capfd):

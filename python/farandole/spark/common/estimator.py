@@ -9,6 +9,7 @@ Everything that can be known to be wrong is said before data is written, and eve
 
 from __future__ import annotations
 
+import inspect
 import secrets
 import sys
 import time
@@ -175,10 +176,14 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             if tracker is not None:
                 tracker.report(record)
 
+        # A backend of the user's may have Horovod's `run`, which knows of no progress.
+        told = inspect.signature(backend.run).parameters.values()
+        takes = any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told)
+        more: dict[str, Any] = {"on_progress": report} if takes else {}
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
         while True:
             try:
-                return backend.run(train, args=(job,), on_progress=report)
+                return backend.run(train, args=(job,), **more)
             except FarandoleJobError as error:
                 if not left:
                     raise
