@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import horovod_surface
+
+import farandole.mxnet
 
 RANKS = Path(__file__).with_name("ranks.py")
 CHECKS = ["operations", "optimizers", "trainers", "parameters", "process_sets"]
@@ -18,3 +21,8 @@ def test_two_ranks_of_mxnet(check):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == [f"[{rank}]<stdout>:{check}" for rank in (0, 1)]
+
+
+def test_names_of_mxnet_take_horovods_arguments():
+    names = [*horovod_surface.COMMON, *horovod_surface.SIX]
+    assert list(horovod_surface.problems(farandole.mxnet, horovod_surface.MXNET, names)) == []

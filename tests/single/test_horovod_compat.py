@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -91,19 +92,30 @@ WITH_TENSORFLOW = {
 
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
-def test_deep_names_of_tensorflow_and_keras_are_farandoles_own_modules():
+def test_names_of_tensorflow_and_keras_are_farandoles_own_and_take_horovods_arguments():
     """In a process of its own: TensorFlow does not bear what torch loads later on."""
     program = (
-        "import importlib, json, sys\n"
+        "import importlib, json, os, sys\n"
         "for name, wanted in json.loads(sys.argv[1]).items():\n"
         "    theirs, own = importlib.import_module(name), name.replace('horovod', 'farandole', 1)\n"
         "    assert theirs is importlib.import_module(own), name\n"
         "    missing = [entry for entry in wanted if not hasattr(theirs, entry)]\n"
         "    assert not missing, (name, missing)\n"
+        "sys.path.insert(0, os.getcwd())\n"
+        "from tests import horovod_surface as surface\n"
+        "keras = [*surface.COMMON, 'Adasum']\n"
+        "for name, functions, names in (\n"
+        "    ('horovod.tensorflow', surface.TENSORFLOW, surface.COMMON + surface.SIX),\n"
+        "    ('horovod.tensorflow.keras', surface.TENSORFLOW_KERAS, surface.COMMON),\n"
+        "    ('horovod.keras', surface.KERAS, keras),\n"
+        "):\n"
+        "    problems = list(surface.problems(importlib.import_module(name), functions, names))\n"
+        "    assert not problems, problems\n"
     )
     env = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-c", program, json.dumps(WITH_TENSORFLOW)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env, cwd=root)
     assert done.returncode == 0, done.stderr
 
 
