@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from farandole.keras import Compression
 from farandole.keras.callbacks import BestModelCheckpoint, LearningRateWarmupCallback
 from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.common.datamodule import NVTabularDataModule, ParquetDataModule
@@ -114,6 +115,7 @@ def scenarios(names, directory, batch_size, rate):
         "odd": ((odd, val), {"metrics": metrics}),
         "few": ((few, rows_of(1)), {"metrics": metrics}),
         "weights": ((odd, val), {"model": weighted, "sample_weight_col": "w"}),
+        "halves": ((odd, val), {"metrics": metrics, "gradient_compression": Compression.fp16}),
         "accumulated": ((rows_of(96), None), {"backward_passes_per_step": 2}),
         "schedule": ((odd, None), {"optimizer": keras.optimizers.SGD(decay)}),
         "in memory": ((rows_of(96), val), {"inmemory_cache_all": True, "shuffle": False}),
@@ -132,7 +134,7 @@ def scenarios(names, directory, batch_size, rate):
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["odd", "few", "weights"], id="rows"),
+        pytest.param(["odd", "few", "weights", "halves"], id="rows"),
         pytest.param(["accumulated", "schedule", "in memory", "longer", "layers"], id="loops", marks=pytest.mark.slow),
     ],
 )
@@ -141,6 +143,11 @@ def test_two_processes_learn_what_one_learns(tmp_path, names):
     shared = scenarios(names, tmp_path / "two", 8, 0.1)
     together = LocalBackend(2, verbose=0).run(lambda jobs: {name: train(job) for name, job in jobs.items()}, (shared,))
     assert together[1] == dict.fromkeys(shared)
+    if "halves" in names:
+        del alone["halves"]
+        # What travelled as halves has lost something, and not much.
+        halves, whole = (weights(together[0][name].model) for name in ("halves", "odd"))
+        assert 0 < max(np.abs(half - full).max() for half, full in zip(halves, whole, strict=True)) < 1e-3
     for name, job in alone.items():
         one, two = train(job), together[0][name]
         assert list(one.history) == list(two.history), name
