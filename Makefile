@@ -42,7 +42,8 @@ sanitize:
 	CARGO_TARGET_$(shell echo $(HOST) | tr a-z- A-Z_)_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
 	cargo test --target-dir target/valgrind -p farandole-shm --lib --tests -- --skip shm_6
 
-# Stores against real services: S3 as in `test`, besides GCS, Azure and HDFS, which this installs below .tools.
+# Stores against real services: S3 as in `test`, besides GCS, Azure and HDFS, which this installs below .tools. Those of
+# Kerberos want its kinit (Debian: apt-get install krb5-user), and are skipped without it.
 test-storage: install .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
 	$(BIN)/python -m pytest tests/storage
 

@@ -18,6 +18,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Store>()?;
     module.add_class::<Layout>()?;
     module.add_function(wrap_pyfunction!(configure, module)?)?;
+    module.add_function(wrap_pyfunction!(options_of, module)?)?;
     module.add_function(wrap_pyfunction!(full_path, module)?)?;
     module.add_function(wrap_pyfunction!(localized_path, module)?)
 }
@@ -246,6 +247,12 @@ impl Layout {
 #[pyfunction]
 fn configure(prefix: &str, options: BTreeMap<String, String>) {
     store::configure(prefix, store::Options(options));
+}
+
+/// What holds for a URL, by the names that other readers over `object_store` know.
+#[pyfunction]
+fn options_of(url: &str) -> PyResult<BTreeMap<String, String>> {
+    store::options_of(url).map_err(refuse)
 }
 
 #[pyfunction]

@@ -94,6 +94,7 @@ def test_old_prepared_data_is_swept_and_runs_stay(store):
     store.write_text(f"{store.get_run_path('r')}/checkpoint", "x")
     assert store.gc(older_than=3600) == []
     assert store.gc(older_than=-0.0) == ["intermediate_train_data.0"]
+    assert store.gc(older_than=-0.0) == [], "nothing of it is left, directories neither"
     assert store.exists(f"{store.get_run_path('r')}/checkpoint")
 
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from farandole._native import store as native
 from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import Store
 
@@ -117,6 +118,16 @@ def test_training_processes_have_the_ticket_too(kerberos, prefix, monkeypatch):
         verbose=0,
     ).fit(pa.table({"x": x, "y": 2 * x}))
     assert store.exists(f"{store.get_run_path('run')}/checkpoint")
+
+
+def test_what_killed_uploads_leave_is_deleted_with_the_next_preparation(hdfs, prefix):
+    place = native.Store(f"{hdfs.url}/{prefix}")
+    leavings = [".part-0.parquet.tmp.1", "inner/.part-1.parquet.tmp.1"]
+    for name in (*leavings, "part-0.parquet", ".tmp", "x.tmp.1"):
+        place.write(name, b"x")
+    place.tidy()
+    left = [name for name, _ in place.list()]
+    assert left == [".tmp", leavings[1], "part-0.parquet", "x.tmp.1"], "those directly in the directory"
 
 
 def test_forked_processes_are_refused_and_forkservers_read(hdfs, prefix):

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """S3: options travel to training processes, secrets stay hidden, failures are told apart."""
 
+import pickle
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from farandole._native import store as native
+from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import LocalBackend, ObjectStore, Store
 
 
@@ -82,3 +84,38 @@ def test_large_files_go_in_parts(s3_options, prefix):
     store.write("large", data)
     assert store.size("large") == len(data)
     assert store.read_range("large", 10 << 20, (10 << 20) + 16) == data[10 << 20 : (10 << 20) + 16]
+
+
+def test_a_delta_table_in_a_bucket_is_opened_by_the_same_options(s3_options, prefix, monkeypatch):
+    deltalake = pytest.importorskip("deltalake")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    store = Store.create(f"s3://bucket/{prefix}", storage_options=s3_options)
+    url = f"{store.prefix_path}/table"
+    deltalake.write_deltalake(url, pa.table({"x": np.arange(100)}), storage_options=native.options_of(url))
+    deltalake.DeltaTable(url, storage_options=native.options_of(url)).delete("x >= 50")
+    rows = np.concatenate([batch["x"] for batch in ParquetLoader(url, 20)])
+    assert sorted(rows.tolist()) == list(range(50))
+    with prepare_data(url, store, label_cols=["x"]) as prepared:
+        assert prepared.train_rows == 50
+
+
+def test_a_loader_reads_by_the_options_it_was_given_and_takes_them_along(s3_options, prefix, tmp_path):
+    store = Store.create(f"s3://bucket/{prefix}/of-the-test", storage_options=s3_options)
+    pq.write_table(pa.table({"x": np.arange(100)}), f"{store.prefix_path}/0.parquet", filesystem=store.fs)
+    program = """
+import pickle, sys
+from farandole.data import ParquetLoader
+if len(sys.argv) > 3:
+    loader = ParquetLoader(sys.argv[2], 10, storage_options=pickle.loads(bytes.fromhex(sys.argv[3])))
+    open(sys.argv[1], "wb").write(pickle.dumps(loader))
+else:
+    loader = pickle.load(open(sys.argv[1], "rb"))
+print(sum(len(batch["x"]) for batch in loader))
+"""
+    given = [store.prefix_path, pickle.dumps(s3_options).hex()]
+    for arguments in ([tmp_path / "loader", *given], [tmp_path / "loader"]):
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == "100\n", done.stderr
+        assert "hidden" not in done.stderr

@@ -58,6 +58,12 @@ fn check_reader() -> Result<()> {
     }
 }
 
+/// Whether a file is called as uploads to HDFS are before their end: `.name.tmp.1`.
+pub(crate) fn is_leaving(name: &str) -> bool {
+    let number = name.strip_prefix('.').and_then(|name| name.rsplit_once(".tmp.")).map(|(_, number)| number);
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
 /// A backend that is asked again.
 #[derive(Debug)]
 pub(crate) struct Patient<S> {
@@ -409,6 +415,14 @@ mod tests {
         );
         assert!(matches!(store.head(&at).await.unwrap_err(), Error::Unauthenticated { .. }));
         assert_eq!(store.inner.errors.lock().unwrap().len(), 1, "each was asked for once");
+    }
+
+    #[test]
+    fn leavings_of_uploads_are_told_from_files() {
+        assert!(is_leaving(".part-0.parquet.tmp.12"));
+        for file in ["part-0.tmp.1", ".x.tmp.", ".x.tmp.a1", ".x", ".tmp.1"] {
+            assert!(!is_leaving(file), "{file}");
+        }
     }
 
     #[tokio::test]

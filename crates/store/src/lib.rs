@@ -41,6 +41,7 @@ pub use layout::{Layout, Places};
 pub use lease::{is_free, settle, share, take};
 pub use location::{full, localized};
 pub use options::{Options, configure};
+pub use remote::options_of;
 pub use store::{Entry, Item, Store};
 pub use sweep::{Swept, stale, sweep};
 pub use upload::Upload;

@@ -68,6 +68,9 @@ impl Location {
         let Some((scheme, rest)) = split(url) else {
             return Ok(Self::Local(mounted(absolute(url)?)));
         };
+        if let Some(url) = without_secret(scheme, rest) {
+            return Err(Error::Url { url, reason: "it carries a secret: pass storage options" });
+        }
         match scheme {
             "file" => {
                 let path = rest.strip_prefix("//").unwrap_or(rest);
@@ -156,6 +159,21 @@ fn split(url: &str) -> Option<(&str, &str)> {
     (named && rest.starts_with('/')).then_some((scheme, rest))
 }
 
+/// What may be shown of a URL with a password or a signature; `None` of one without.
+fn without_secret(scheme: &str, rest: &str) -> Option<String> {
+    let rest = rest.strip_prefix("//").filter(|_| scheme != "file")?;
+    let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+    let (user, host) = authority.rsplit_once('@').unwrap_or(("", authority));
+    let (place, query) = path.split_once('?').unwrap_or((path, ""));
+    let signed =
+        query.split('&').any(|part| part.starts_with("sig=") || part.starts_with("X-Amz-Signature="));
+    match (user.split_once(':'), signed) {
+        (Some((name, _)), _) => Some(format!("{scheme}://{name}:***@{host}/{place}")),
+        (None, true) => Some(format!("{scheme}://{authority}/{place}?***")),
+        (None, false) => None,
+    }
+}
+
 /// `/dbfs/x` below the directory that stands in for `/dbfs`, if one does.
 fn mounted(path: PathBuf) -> PathBuf {
     match (farandole_config::environment(DBFS_ROOT), path.strip_prefix(DBFS)) {
@@ -229,6 +247,22 @@ mod tests {
             assert!(matches!(location, Location::Remote { .. }), "{url}");
         }
         assert!(Location::parse("s3:///x").unwrap_err().to_string().contains("bucket"));
+    }
+
+    #[test]
+    fn a_secret_in_a_url_is_refused_and_not_repeated() {
+        for (url, shown) in [
+            ("s3://key:hidden@bucket/x", "s3://key:***@bucket/x"),
+            ("s3://key:hid@den@bucket", "s3://key:***@bucket/"),
+            ("https://me:hidden@host/x", "https://me:***@host/x"),
+            ("az://data/x?sv=1&sig=hidden", "az://data/x?***"),
+        ] {
+            let error = Location::parse(url).unwrap_err().to_string();
+            assert!(error.ends_with(shown) && !error.contains("hid"), "{error}");
+        }
+        for fine in ["abfss://data@account.dfs.core.windows.net/x", "hdfs://n:1/x@y:z", "s3://bucket/a?b=c"] {
+            assert_eq!(Location::parse(fine).unwrap().url(), fine);
+        }
     }
 
     #[test]

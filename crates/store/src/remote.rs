@@ -3,6 +3,7 @@
 
 //! Backends over the network, built from the standard environment and the user's options.
 
+use std::collections::BTreeMap;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,8 +16,8 @@ use object_store::{BackoffConfig, ObjectStore, RetryConfig};
 
 use crate::error::{Error, Result};
 use crate::hadoop::{Patient, told};
-use crate::location::Service;
-use crate::options::Options;
+use crate::location::{Location, Service};
+use crate::options::{self, Options};
 use crate::wait;
 
 /// fsspec's names of options, for those who bring `storage_options` along. Ours on the right.
@@ -58,7 +59,7 @@ fn retry() -> RetryConfig {
 
 /// The backend of `root`, scheme and bucket.
 pub(crate) fn open(service: Service, root: &str, options: &Options) -> Result<Arc<dyn ObjectStore>> {
-    let refuse = |source: object_store::Error| Error::of("open", root.to_owned(), source);
+    let refuse = |source: object_store::Error| Error::of("open", root.to_owned(), hiding(options, source));
     Ok(match service {
         Service::S3 => Arc::new(s3(root, options)?.build().map_err(refuse)?),
         Service::Gcs => Arc::new(gcs(root, options)?.build().map_err(refuse)?),
@@ -73,16 +74,65 @@ pub(crate) fn open(service: Service, root: &str, options: &Options) -> Result<Ar
     })
 }
 
-/// Options in the backend's own terms.
-fn keys<K: FromStr>(root: &str, options: &Options, names: &[(&str, &str)]) -> Result<Vec<(K, String)>> {
-    let read = |(key, value): (&String, &String)| {
-        let name = names.iter().find(|(theirs, _)| theirs == key).map_or(key.as_str(), |(_, ours)| ours);
-        match name.to_ascii_lowercase().parse() {
-            Ok(parsed) => Ok((parsed, value.clone())),
-            Err(_) => Err(Error::Option { key: key.clone(), url: root.to_owned() }),
-        }
+/// The error without what a user gave as an option: it may be a secret where a name of a file was expected.
+fn hiding(options: &Options, error: object_store::Error) -> object_store::Error {
+    let text = error.to_string();
+    let known = |value: &&String| value.starts_with("http") || std::path::Path::new(value).exists();
+    let given = options.0.values().filter(|value| value.len() > 3 && text.contains(*value) && !known(value));
+    let hidden = given.fold(text.clone(), |text, value| text.replace(value, "***"));
+    if hidden == text {
+        error
+    } else {
+        object_store::Error::Generic { store: "store", source: hidden.into() }
+    }
+}
+
+/// Options by the backend's own names.
+fn named(service: Service, options: &Options) -> BTreeMap<String, String> {
+    let names = match service {
+        Service::S3 => S3_NAMES,
+        Service::Gcs => GCS_NAMES,
+        Service::Azure => AZURE_NAMES,
+        Service::Hdfs => return options.0.clone(),
     };
-    options.0.iter().map(read).collect()
+    let mut options = options.clone();
+    if service == Service::Azure
+        && let Some(text) = options.0.remove("connection_string")
+    {
+        for (key, value) in connection(&text) {
+            options.0.entry(key.to_owned()).or_insert_with(|| value.to_owned());
+        }
+    }
+    let name = |(key, value): (String, String)| {
+        let ours = names.iter().find(|(theirs, _)| *theirs == key).map_or(key.as_str(), |(_, ours)| ours);
+        // What others take for the name of a file may be what would be in it.
+        let content = ours == "google_service_account" && value.trim_start().starts_with('{');
+        let ours = if content { "google_service_account_key" } else { ours };
+        (ours.to_ascii_lowercase(), value)
+    };
+    options.0.into_iter().map(name).collect()
+}
+
+/// What was configured for `url`, by names that every reader over `object_store` knows.
+///
+/// # Errors
+/// As [`Location::parse`].
+pub fn options_of(url: &str) -> Result<BTreeMap<String, String>> {
+    let Location::Remote { service, .. } = Location::parse(url)? else { return Ok(BTreeMap::new()) };
+    let mut named = named(service, &options::of(url));
+    if named.iter().any(|(key, value)| key.ends_with("endpoint") && is_plain(Some(value))) {
+        named.entry("allow_http".to_owned()).or_insert_with(|| "true".to_owned());
+    }
+    Ok(named)
+}
+
+/// Options in the backend's own terms.
+fn keys<K: FromStr>(service: Service, root: &str, options: &Options) -> Result<Vec<(K, String)>> {
+    let read = |(name, value): (String, String)| match name.parse() {
+        Ok(key) => Ok((key, value)),
+        Err(_) => Err(Error::Option { key: name, url: root.to_owned() }),
+    };
+    named(service, options).into_iter().map(read).collect()
 }
 
 /// Whoever writes `http://` means it.
@@ -93,7 +143,7 @@ fn is_plain(endpoint: Option<&String>) -> bool {
 fn s3(root: &str, options: &Options) -> Result<AmazonS3Builder> {
     let url = root.replacen("s3n://", "s3://", 1);
     let mut builder = AmazonS3Builder::from_env().with_url(url).with_retry(retry());
-    for (key, value) in keys(root, options, S3_NAMES)? {
+    for (key, value) in keys(Service::S3, root, options)? {
         builder = builder.with_config(key, value);
     }
     let plain = is_plain(builder.get_config_value(&AmazonS3ConfigKey::Endpoint).as_ref());
@@ -103,7 +153,7 @@ fn s3(root: &str, options: &Options) -> Result<AmazonS3Builder> {
 fn gcs(root: &str, options: &Options) -> Result<GoogleCloudStorageBuilder> {
     let url = root.replacen("gcs://", "gs://", 1);
     let mut builder = GoogleCloudStorageBuilder::from_env().with_url(url).with_retry(retry());
-    for (key, value) in keys(root, options, GCS_NAMES)? {
+    for (key, value) in keys(Service::Gcs, root, options)? {
         builder = builder.with_config(key, value);
     }
     let plain = is_plain(builder.get_config_value(&GoogleConfigKey::BaseUrl).as_ref());
@@ -113,13 +163,7 @@ fn gcs(root: &str, options: &Options) -> Result<GoogleCloudStorageBuilder> {
 
 fn azure(root: &str, options: &Options) -> Result<MicrosoftAzureBuilder> {
     let mut builder = MicrosoftAzureBuilder::from_env().with_url(root).with_retry(retry());
-    let mut options = options.clone();
-    if let Some(text) = options.0.remove("connection_string") {
-        for (key, value) in connection(&text) {
-            options.0.entry(key.to_owned()).or_insert_with(|| value.to_owned());
-        }
-    }
-    for (key, value) in keys(root, &options, AZURE_NAMES)? {
+    for (key, value) in keys(Service::Azure, root, options)? {
         builder = builder.with_config(key, value);
     }
     let plain = is_plain(builder.get_config_value(&AzureConfigKey::Endpoint).as_ref());
@@ -156,6 +200,30 @@ mod tests {
             error.contains("sekret") && error.ends_with("s3://bucket") && !error.contains("hidden"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn what_was_taken_for_the_name_of_a_file_is_not_repeated() {
+        for secret in ["ya29.hidden-token", r#"{"private_key": "hidden-token"}"#] {
+            let error = open(Service::Gcs, "gs://data", &options(&[("token", secret)])).unwrap_err();
+            let mut shown = format!("{error} {error:?}");
+            let mut source = std::error::Error::source(&error);
+            while let Some(error) = source {
+                shown += &format!(" {error} {error:?}");
+                source = error.source();
+            }
+            assert!(!shown.contains("hidden-token"), "{shown}");
+        }
+    }
+
+    #[test]
+    fn other_readers_are_told_options_by_names_they_know() {
+        options::configure("s3://told", options(&[("key", "id"), ("endpoint_url", "http://host:1")]));
+        let told = options_of("s3://told/x").unwrap();
+        let expected =
+            [("allow_http", "true"), ("aws_access_key_id", "id"), ("aws_endpoint", "http://host:1")];
+        assert_eq!(told, options(&expected).0);
+        assert!(options_of("/tmp/x").unwrap().is_empty());
     }
 
     #[test]

@@ -91,6 +91,9 @@ class Layout:
 def configure(prefix: str, options: dict[str, str]) -> None:
     """Opens stores at or below a URL with these options from now on, in this process. No value is ever shown."""
 
+def options_of(url: str) -> dict[str, str]:
+    """What was configured for a URL, by names that other readers of the same services know; secrets are among it."""
+
 def full_path(path: str) -> str:
     """The path with its scheme; a bare path becomes absolute under `file://`."""
 

@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
+from farandole._native.store import configure, options_of
 from farandole.data.arrays import TEXTS, converter, wrapper
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.datasets import open_dataset
@@ -58,6 +59,7 @@ class ParquetLoader(BaseDataLoader):
         transformation_fn: Callable[[Any], Any] | None = None,
         transform_workers: int = 2,
         transform_pool: Literal["thread", "process", "dummy"] = "thread",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Opens the data set.
 
@@ -90,6 +92,8 @@ class ParquetLoader(BaseDataLoader):
             transform_workers: How many batches are transformed at a time.
             transform_pool: `thread`, `process` for functions that hold the interpreter's lock, or `dummy`: the thread
                 that iterates.
+            storage_options: Credentials and endpoints, as for a store; default: what a store of this process has for
+                the place, else the provider's environment. They travel with a loader that is pickled.
 
         Raises:
             FileNotFoundError: There is no Parquet at this path.
@@ -116,6 +120,10 @@ class ParquetLoader(BaseDataLoader):
         )
         self._next = (0, 0)
         self._made = self._taken = self._next
+        if storage_options and not isinstance(path_or_dataset, Dataset):
+            from farandole.spark.common.store import StorageOptions  # noqa: PLC0415 - loaded with fsspec
+
+            StorageOptions((os.fspath(path_or_dataset),), storage_options)
         self._open(path_or_dataset)
 
     def _open(self, path_or_dataset: str | os.PathLike[str] | Dataset) -> None:
@@ -305,12 +313,15 @@ class ParquetLoader(BaseDataLoader):
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process; the other one opens the data set again."""
         kept = {k: v for k, v in vars(self).items() if k not in ("dataset", "_reader", "_fields", "_convert", "_wrap")}
-        return {**kept, "_source": (self.dataset.url, self.dataset.fingerprint)}
+        url = self.dataset.url
+        return {**kept, "_source": (url, self.dataset.fingerprint, options_of(url))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Opens the data set again."""
-        url, fingerprint = state.pop("_source")
+        url, fingerprint, options = state.pop("_source")
         vars(self).update(state)
+        if options:
+            configure(url, options)
         self._open(url)
         if self.dataset.fingerprint != fingerprint:
             raise ValueError(f"the files have changed since the loader was pickled: {url}")

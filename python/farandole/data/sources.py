@@ -253,7 +253,9 @@ def delta_table(path: str) -> Any:
         raise ImportError(
             f"{path} is a Delta table, reading it needs deltalake: pip install 'farandole[delta]'"
         ) from error
-    return DeltaTable(directory.local_path or directory.url)
+    if directory.local_path is not None:
+        return DeltaTable(directory.local_path)
+    return DeltaTable(directory.url, storage_options=native.options_of(directory.url))
 
 
 def _opened(place: found_files.Found, kind: str, reading: Any) -> Any:

@@ -15,8 +15,9 @@ use object_store::{ObjectStore, ObjectStoreExt, PutMode};
 
 use crate::backend::Backend;
 use crate::error::{Error, Result};
+use crate::hadoop::is_leaving;
 use crate::local;
-use crate::location::Location;
+use crate::location::{Location, Service};
 use crate::upload::Upload;
 use crate::wait::Waiter;
 
@@ -304,14 +305,21 @@ impl Store {
         }
     }
 
-    /// Deletes what killed uploads left directly in this directory; the caller knows that nobody writes here. Only local
-    /// file systems show such leavings.
+    /// Deletes what killed uploads left directly in this directory; the caller knows that nobody writes here. Only file
+    /// systems show such leavings.
     ///
     /// # Errors
-    /// The system's.
+    /// As [`Store::look`] and [`Store::delete`].
     pub fn tidy(&self) -> Result<()> {
-        let Location::Local(base) = &self.location else { return Ok(()) };
-        local::tidy(base).map_err(|source| self.io("delete", "", source))
+        match &self.location {
+            Location::Local(base) => local::tidy(base).map_err(|source| self.io("delete", "", source)),
+            Location::Remote { service: Service::Hdfs, .. } => {
+                let mut items = self.look("")?;
+                items.retain(|item| !item.is_directory && is_leaving(&item.name));
+                items.iter().try_for_each(|item| self.delete(&item.name))
+            }
+            Location::Memory { .. } | Location::Remote { .. } => Ok(()),
+        }
     }
 
     /// Starts a file that is written piece by piece.
@@ -372,16 +380,31 @@ impl Store {
             let paths = stream::iter(paths.into_iter().map(Ok)).boxed();
             backend.delete_stream(paths).filter(gone).try_collect::<Vec<_>>().await
         })?;
-        if let Location::Local(base) = &self.location {
-            let directory = base.join(path);
-            match std::fs::remove_dir_all(&directory) {
-                Err(source) if directory.is_dir() => {
-                    return Err(Error::Directory { path: directory.display().to_string(), source });
+        match &self.location {
+            Location::Local(base) => {
+                let directory = base.join(path);
+                match std::fs::remove_dir_all(&directory) {
+                    Err(source) if directory.is_dir() => {
+                        return Err(Error::Directory { path: directory.display().to_string(), source });
+                    }
+                    Ok(()) | Err(_) => {}
                 }
-                Ok(()) | Err(_) => {}
             }
+            Location::Remote { service: Service::Hdfs, .. } => self.remove_directories(path)?,
+            Location::Memory { .. } | Location::Remote { .. } => {}
         }
         Ok(entries.len())
+    }
+
+    /// Removes the directories at and below `path` that have no files, innermost first.
+    fn remove_directories(&self, path: &str) -> Result<()> {
+        for item in self.look(path)?.into_iter().filter(|item| item.is_directory) {
+            let inner = if path.is_empty() { item.name } else { format!("{path}/{}", item.name) };
+            self.remove_directories(&inner)?;
+        }
+        // One in which somebody writes meanwhile stays, as it should.
+        drop(self.delete(path));
+        Ok(())
     }
 
     /// Writes and deletes a small file.
