@@ -34,6 +34,7 @@ struct Names {
 }
 
 /// Guarded by one lock, held for a few dozen instructions at a time and never while another lock is taken.
+#[derive(Default)]
 pub(crate) struct Desk {
     next: u64,
     handles: Map<u64, State>,
@@ -44,10 +45,6 @@ pub(crate) struct Desk {
 }
 
 impl Desk {
-    pub(crate) fn new() -> Self {
-        Self { next: 0, handles: Map::default(), sets: Map::default(), queue: VecDeque::new(), stopped: None }
-    }
-
     /// Why requests of this set are refused, if they are.
     pub(crate) fn open(&self, set: usize) -> Result<()> {
         let left = || self.sets.get(&set).and_then(|names| names.left.as_ref());

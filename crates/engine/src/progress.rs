@@ -100,7 +100,7 @@ impl Inner {
             world,
             settings,
             host,
-            desk: Mutex::new(Desk::new()),
+            desk: Mutex::new(Desk::default()),
             progress: Mutex::new(Driver {
                 sets,
                 intake: VecDeque::new(),

@@ -137,21 +137,28 @@ impl Signals {
 
 #[cfg(all(test, loom))]
 mod tests {
+    use std::collections::VecDeque;
     use std::sync::Arc;
+    use std::time::Instant;
 
+    use farandole_collectives::Memory;
     use loom::sync::{Condvar, Mutex};
     use loom::thread;
 
     use super::*;
+    use crate::desk::{Desk, Submission};
+    use crate::set::{Finished, simulation::request};
+    use crate::{Completion, Handle};
 
-    /// What of an engine matters here.
+    const SET: usize = 0;
+
+    /// What of an engine matters here: the desk and the signals are the real ones, under loom's locks.
     #[derive(Default)]
     struct Model {
         signals: Signals,
         /// Submissions that were driven.
         progress: Mutex<usize>,
-        /// Submissions, and results.
-        desk: Mutex<(usize, usize)>,
+        desk: Mutex<Desk>,
         changed: Condvar,
         /// The parker: a wake is kept until it is answered.
         woken: Mutex<bool>,
@@ -161,16 +168,28 @@ mod tests {
     }
 
     impl Model {
-        fn put(&self) {
-            self.desk.lock().unwrap().0 += 1;
+        fn put(&self) -> Handle {
+            let input = Memory::new(4);
+            let (entry, signature) = request(&Arc::from("t"), &input, Instant::now());
+            let mut desk = self.desk.lock().unwrap();
+            desk.open(SET).unwrap();
+            desk.admit(Submission { set: SET, entry, signature }, None)
         }
 
         /// Drives: takes what lies on the desk, and posts the results.
         fn step(&self, driven: &mut usize) {
             if self.signals.takes() {
+                let (mut intake, mut calls) = (VecDeque::new(), Vec::new());
+                self.desk.lock().unwrap().drain(&mut intake);
+                *driven += intake.len();
+                let done = |Submission { entry, .. }: Submission| Finished {
+                    handle: entry.handle,
+                    name: entry.name,
+                    result: Ok(Completion::default()),
+                };
+                let mut finished = intake.into_iter().map(done).collect();
                 let mut desk = self.desk.lock().unwrap();
-                *driven += std::mem::take(&mut desk.0);
-                desk.1 = *driven;
+                desk.post(SET, &mut finished, &mut calls);
                 if self.signals.has_waiters() {
                     self.changed.notify_all();
                 }
@@ -210,9 +229,9 @@ mod tests {
             }
         }
 
-        /// As `Inner::wait`, for the only result there will be.
-        fn wait(&self) {
-            self.put();
+        /// As `Inner::wait`; whether the result is there.
+        fn wait(&self) -> bool {
+            let handle = self.put();
             self.signals.submitted_quietly();
             self.signals.wants();
             loop {
@@ -223,7 +242,7 @@ mod tests {
                 }
                 self.wake();
                 let desk = self.desk.lock().unwrap();
-                if desk.1 > 0 {
+                if !desk.is_pending(handle) {
                     break;
                 }
                 self.signals.waits();
@@ -241,6 +260,7 @@ mod tests {
                 self.signals.waits_no_more();
             }
             self.signals.wants_no_more();
+            self.desk.lock().unwrap().take(handle).unwrap().is_some()
         }
     }
 
@@ -298,7 +318,7 @@ mod tests {
                     other.leave(driven);
                 }
             });
-            model.wait();
+            assert!(model.wait());
             driver.join().unwrap();
             assert_eq!(*model.progress.lock().unwrap(), 1);
         });
