@@ -134,7 +134,9 @@ def hadoop(tmp_path_factory, *kind):
     java = shutil.which("java")
     if java is None:
         pytest.skip("there is no java")
-    command = [java, "-Xmx512m", "-cp", f"{classpath.parent / 'test-classes'}{os.pathsep}{classpath.read_text()}"]
+    path = f"{classpath.parent / 'test-classes'}{os.pathsep}{classpath.read_text()}"
+    # Neither compiled well nor collected in parallel: it lives for seconds, beside others.
+    command = [java, "-Xmx512m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-cp", path]
     place = tmp_path_factory.mktemp("hdfs")
     command += ["farandole.MiniDfs", place, *kind]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
