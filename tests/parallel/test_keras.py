@@ -255,9 +255,9 @@ def callbacks_broadcast_and_average():
 
     # Metrics are the mean of all ranks', and only numbers count.
     average = hvd.callbacks.MetricAverageCallback()
-    logs = {"loss": 1.0 + rank, "accuracy": 0.5, "table": np.ones(2)}
+    logs = {"loss": 1.0 + rank, "accuracy": 0.5, "table": np.ones(2), "note": f"of {rank}", "nothing": None}
     average.on_epoch_end(0, logs)
-    assert (logs["loss"], logs["accuracy"]) == (1.5, 0.5)
+    assert (logs["loss"], logs["accuracy"], logs["note"], logs["nothing"]) == (1.5, 0.5, f"of {rank}", None)
     with pytest.raises(ValueError, match="ranks have different metrics"):
         average.on_epoch_end(1, {f"of rank {rank}": 1.0})
 

@@ -89,18 +89,23 @@ class MetricAverageCallback(keras.callbacks.Callback):
         del device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Averages what `logs` holds; all ranks must have the same metrics."""
+        """Averages the numbers that `logs` holds; all ranks must have the same metrics."""
         del epoch
         logs = {} if logs is None else logs
-        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        names = sorted(name for name, value in logs.items() if _is_number(value))
         for rank, theirs in enumerate(arrays.allgather_object(names, name="keras.metrics.names")):
             if theirs != names:
                 raise ValueError(f"ranks have different metrics; rank {rank} has {theirs}, this one: {names}")
         if not names:
             return
-        mine = np.array([float(logs[name]) for name in names], np.float64)
+        mine = np.array([float(as_array(logs[name])) for name in names], np.float64)
         average = arrays.allreduce(mine, name="keras.metrics")
         logs.update(zip(names, average.tolist(), strict=True))
+
+
+def _is_number(value: Any) -> bool:
+    array = as_array(value)
+    return array.ndim == 0 and array.dtype.kind in "biuf"
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
