@@ -27,10 +27,11 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 
 
 class Here(Backend):
-    """Trains in this process."""
+    """Trains in this process. As Horovod's it takes no `on_progress`."""
 
-    def run(self, fn, args=(), *_):
-        return [fn(*args)]
+    def run(self, fn, args=(), kwargs=None, env=None):
+        assert env["KERAS_BACKEND"] == keras.backend.backend()
+        return [fn(*args, **(kwargs or {}))]
 
     def num_processes(self):
         return 1
@@ -46,7 +47,7 @@ class Told(Exception):
 class Tells(Here):
     """Trains nothing."""
 
-    def run(self, _, args=(), *__):
+    def run(self, _, args=(), **__):
         raise Told(args[0])
 
 

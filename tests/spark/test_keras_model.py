@@ -111,7 +111,7 @@ def test_a_lambda_in_a_saved_model_is_refused_unless_asked_for(frame, tmp_path):
 class Here(Backend):
     """Trains in this process."""
 
-    def run(self, fn, args=(), *_):
+    def run(self, fn, args=(), kwargs=None, env=None):  # noqa: ARG002
         return [fn(*args)]
 
     def num_processes(self):

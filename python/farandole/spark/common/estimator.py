@@ -176,10 +176,13 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             if tracker is not None:
                 tracker.report(record)
 
+        more: dict[str, Any] = {}
+        if env := self._environment():
+            more["env"] = env
         # A backend of the user's may have Horovod's `run`, which knows of no progress.
         told = inspect.signature(backend.run).parameters.values()
-        takes = any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told)
-        more: dict[str, Any] = {"on_progress": report} if takes else {}
+        if any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told):
+            more["on_progress"] = report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
         while True:
             try:
@@ -231,6 +234,10 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         verbose = self.getVerbose()
         streams: dict[str, Any] = {"stdout": sys.stdout, "stderr": sys.stderr} if verbose > 1 else {}
         return SparkBackend(self.getNumProc(), verbose=verbose, store=self._store(), **streams)
+
+    def _environment(self) -> dict[str, str]:
+        """Variables that the framework needs in the workers, besides those of the backend."""
+        return {}
 
     def _store(self) -> AbstractFilesystemStore:
         return cast("AbstractFilesystemStore", self.getStore())

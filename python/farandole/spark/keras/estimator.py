@@ -13,7 +13,6 @@ import keras
 from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
-from farandole.spark.common.backend import Backend
 from farandole.spark.common.columns import Column, check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
+    from farandole.spark.common.backend import Backend
     from farandole.spark.common.progress import Progress
     from farandole.spark.common.store import Store
     from farandole.spark.keras.compiled import Compiled
@@ -218,10 +218,9 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             if not isinstance(callback, keras.callbacks.Callback):
                 raise TypeError(f"a callback must be a keras.callbacks.Callback: {callback!r}")
 
-    def _backend(self) -> Backend:
+    def _environment(self) -> dict[str, str]:
         quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", _QUIET_TENSORFLOW)
-        env = {"KERAS_BACKEND": keras.backend.backend(), "TF_CPP_MIN_LOG_LEVEL": quiet, **self.getBackendEnv()}
-        return _WithEnvironment(super()._backend(), env)
+        return {"KERAS_BACKEND": keras.backend.backend(), "TF_CPP_MIN_LOG_LEVEL": quiet, **self.getBackendEnv()}
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> KerasModel:
         job, copy, outputs = self._job(prepared)
@@ -303,30 +302,6 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             prefetch=self.getTensorflowDatasetPrefetchBufferSize(),
         )
         return job, copy, outputs
-
-
-class _WithEnvironment(Backend):
-    """A backend that sets variables in its processes."""
-
-    def __init__(self, inner: Backend, env: Mapping[str, str]) -> None:
-        self._inner = inner
-        self._env = env
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] = {},
-        env: Mapping[str, str | None] | None = None,
-        on_progress: Callable[[int, dict[str, Any]], None] | None = None,
-    ) -> list[Any]:
-        return self._inner.run(fn, args, kwargs, {**self._env, **(env or {})}, on_progress)
-
-    def num_processes(self) -> int:
-        return self._inner.num_processes()
-
-    def check(self) -> None:
-        self._inner.check()
 
 
 def _size(shape: Sequence[int]) -> int:
