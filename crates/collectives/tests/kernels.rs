@@ -76,6 +76,28 @@ fn every_path_computes_the_bits_of_the_baseline() {
 }
 
 #[test]
+fn in_place_everybody_gets_the_bits_of_the_baseline() {
+    for path in Path::ALL.into_iter().filter(|path| path.is_available()) {
+        for members in [1, 2, 3, 4, 5] {
+            for reduction in reductions(members) {
+                for (count, skew) in [(0, 0), (7, 1), (1031, 0), (5000, 3)] {
+                    let inputs = inputs(&reduction, count, false);
+                    let expected = run(reduction, Path::Baseline, &inputs, 0);
+                    let mut skewed: Vec<Vec<u8>> =
+                        inputs.iter().map(|input| [&vec![9; skew][..], input].concat()).collect();
+                    let mut all: Vec<&mut [u8]> = skewed.iter_mut().map(|input| &mut input[skew..]).collect();
+                    Reducer::on(reduction, path).unwrap().run_in_place(&mut all, &mut [0; 4096]);
+                    for got in &skewed {
+                        assert!(got[skew..] == expected, "{path:?} {reduction:?} of {count}");
+                        assert!(got[..skew].iter().all(|byte| *byte == 9));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn bits_do_not_depend_on_how_a_tensor_is_cut() {
     for reduction in reductions(4) {
         let inputs = inputs(&reduction, 3000, false);

@@ -5,9 +5,6 @@
 
 use super::Buffer;
 
-/// Lists that are visited together without an allocation.
-const FEW: usize = 16;
-
 /// Host buffers of one operation, end to end. The methods are safe because an operation's buffers are, by the promise
 /// made at `Buffer::from_raw`, nobody else's until it completes, and every slice made here ends with its call.
 #[derive(Debug, Default)]
@@ -74,26 +71,26 @@ impl Flat {
         }
     }
 
-    /// As [`visit`](Self::visit), the same places of several lists that are cut alike: one piece of each at a time.
-    pub(crate) fn visit_all(lists: &[Self], at: usize, len: usize, mut see: impl FnMut(usize, &[&[u8]])) {
+    /// Gives `len` bytes from position `at` on of several lists that are cut alike, for reading and writing: one piece of
+    /// each at a time. No two lists have bytes in common.
+    pub(crate) fn change_all(
+        lists: &[Self],
+        at: usize,
+        len: usize,
+        mut change: impl FnMut(&mut [&mut [u8]]),
+    ) {
         let Some(first) = lists.first() else { return };
+        let mut all = Vec::with_capacity(lists.len());
         first.pieces(at, len, |offset, piece| {
-            let mut few: [&[u8]; FEW] = [&[]; FEW];
-            let mut many = Vec::new();
-            let inputs = match few.get_mut(..lists.len()) {
-                Some(few) => few,
-                None => {
-                    many.resize(lists.len(), &[][..]);
-                    &mut many[..]
-                }
-            };
-            for (list, input) in lists.iter().zip(&mut *inputs) {
+            for list in lists {
                 list.pieces(at + offset, piece.len(), |_, buffer| {
-                    // SAFETY: as in `visit`; the memory outlives this call, which `list` keeps alive.
-                    *input = unsafe { std::slice::from_raw_parts(buffer.address(), buffer.len()) };
+                    // SAFETY: as in `write`, and the lists have nothing in common; the memory outlives this call, which
+                    // `list` keeps alive.
+                    all.push(unsafe { std::slice::from_raw_parts_mut(buffer.address(), buffer.len()) });
                 });
             }
-            see(offset, inputs);
+            change(&mut all);
+            all.clear();
         });
     }
 
@@ -145,21 +142,29 @@ mod tests {
     }
 
     #[test]
-    fn lists_that_are_cut_alike_are_seen_side_by_side() {
-        for count in [1, 3, FEW + 1] {
+    fn lists_that_are_cut_alike_are_changed_side_by_side() {
+        for count in [1, 3, 17] {
             let lists: Vec<_> = (0..count).map(|_| flat(&[3, 0, 4])).collect();
             let (_memories, lists): (Vec<_>, Vec<Flat>) = lists.into_iter().unzip();
             for (list, first) in lists.iter().zip(0_u8..) {
                 list.write(0, &[first; 7]);
             }
             let mut pieces = Vec::new();
-            Flat::visit_all(&lists, 1, 5, |offset, inputs| {
-                assert_eq!(inputs.len(), count);
-                let alike = |(input, first): (&&[u8], u8)| input.iter().all(|byte| *byte == first);
-                assert!(inputs.iter().zip(0..).all(alike));
-                pieces.push((offset, inputs[0].len()));
+            Flat::change_all(&lists, 1, 5, |all| {
+                assert_eq!(all.len(), count);
+                for (one, first) in all.iter_mut().zip(0_u8..) {
+                    assert!(one.iter().all(|byte| *byte == first));
+                    one.fill(100 + first);
+                }
+                pieces.push(all[0].len());
             });
-            assert_eq!(pieces, [(0, 2), (2, 3)]);
+            assert_eq!(pieces, [2, 3]);
+            for (list, first) in lists.iter().zip(0_u8..) {
+                let mut bytes = [0; 7];
+                list.read(0, &mut bytes);
+                let changed = 100 + first;
+                assert_eq!(bytes, [first, changed, changed, changed, changed, changed, first]);
+            }
         }
     }
 

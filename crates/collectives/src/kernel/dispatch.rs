@@ -9,11 +9,12 @@ use super::{Form, Order, Path, Reduction, half};
 use crate::{DataType, ReduceOp};
 
 type Run = unsafe fn(&[&[u8]], &mut [u8], f64);
+type RunInPlace = unsafe fn(&mut [&mut [u8]], f64) -> bool;
 
 /// A chosen kernel.
 pub(super) enum Kernel {
     /// One loop over inputs in a line, accumulators are elements; the factor multiplies the result of a Sum of floats.
-    Direct { run: Run, factor: f64 },
+    Direct { run: Run, in_place: RunInPlace, factor: f64 },
     /// Through accumulators.
     Staged(Box<dyn Staged>),
 }
@@ -41,41 +42,60 @@ impl Kernel {
     ) {
         match self {
             // SAFETY: the caller's promise.
-            Self::Direct { run, factor } => unsafe {
+            Self::Direct { run, factor, .. } => unsafe {
                 run(inputs, out, if to == Form::Element { *factor } else { 1.0 });
             },
             // SAFETY: the caller's promise.
             Self::Staged(stages) => unsafe { stages.run(from, to, order, inputs, out) },
         }
     }
+
+    /// Joins elements one after the other into all inputs, if this kernel does that in one pass.
+    ///
+    /// # Safety
+    /// That of [`run`](Self::run).
+    pub(super) unsafe fn run_in_place(&self, all: &mut [&mut [u8]]) -> bool {
+        match self {
+            // SAFETY: the caller's promise.
+            Self::Direct { in_place, factor, .. } => unsafe { in_place(all, *factor) },
+            Self::Staged(_) => false,
+        }
+    }
 }
 
 macro_rules! compiled_for {
-    ($name:ident, $features:literal) => {
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = $features)]
-        fn $name<T: Native, J: Join<T>>(inputs: &[&[u8]], out: &mut [u8], factor: f64) {
-            Direct::<T, J>::run(inputs, out, factor);
+    ($name:ident, $($features:literal)?) => {
+        mod $name {
+            use super::{Direct, Join, Native};
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn run<T: Native, J: Join<T>>(inputs: &[&[u8]], out: &mut [u8], factor: f64) {
+                Direct::<T, J>::run(inputs, out, factor);
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub(super) fn in_place<T: Native, J: Join<T>>(all: &mut [&mut [u8]], factor: f64) -> bool {
+                Direct::<T, J>::run_in_place(all, factor)
+            }
         }
     };
 }
 
+compiled_for!(baseline,);
+#[cfg(target_arch = "x86_64")]
 compiled_for!(avx2, "avx2");
+#[cfg(target_arch = "x86_64")]
 compiled_for!(avx512, "avx2,avx512f,avx512bw,avx512dq,avx512vl");
 
-fn baseline<T: Native, J: Join<T>>(inputs: &[&[u8]], out: &mut [u8], factor: f64) {
-    Direct::<T, J>::run(inputs, out, factor);
-}
-
 fn direct<T: Native, J: Join<T>>(path: Path, factor: f64) -> Kernel {
-    let run: Run = match path {
+    let (run, in_place): (Run, RunInPlace) = match path {
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => avx2::<T, J>,
+        Path::Avx2 => (avx2::run::<T, J>, avx2::in_place::<T, J>),
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 => avx512::<T, J>,
-        _ => baseline::<T, J>,
+        Path::Avx512 => (avx512::run::<T, J>, avx512::in_place::<T, J>),
+        _ => (baseline::run::<T, J>, baseline::in_place::<T, J>),
     };
-    Kernel::Direct { run, factor }
+    Kernel::Direct { run, in_place, factor }
 }
 
 fn staged<F: Format, J: Join<F::Acc>>(path: Path, factors: Factors) -> Kernel {

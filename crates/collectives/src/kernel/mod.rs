@@ -184,6 +184,25 @@ impl Reducer {
         );
     }
 
+    /// As [`run`](Self::run), into all inputs, which are as long as each other: in one pass where that can be, else by
+    /// way of `block`, as many bytes at a time as it has; it has some.
+    pub fn run_in_place(&self, all: &mut [&mut [u8]], block: &mut [u8]) {
+        // SAFETY: `ordered` made sure that this processor has the instructions the kernel was compiled for.
+        if self.orders.is_none() && unsafe { self.kernel.run_in_place(all) } {
+            return;
+        }
+        let bytes = all.iter().map(|one| one.len()).min().unwrap_or(0);
+        for start in (0..bytes).step_by(block.len()) {
+            let here = start..bytes.min(start + block.len());
+            let result = &mut block[..here.len()];
+            let inputs: Vec<&[u8]> = all.iter().map(|one| &one[here.clone()]).collect();
+            self.run(&inputs, result);
+            for one in &mut *all {
+                one[here.clone()].copy_from_slice(result);
+            }
+        }
+    }
+
     /// How many times the bytes of elements their partials take.
     pub fn expansion(&self) -> usize {
         self.kernel.expansion()

@@ -251,6 +251,32 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
         }
     }
 
+    /// As [`run`](Self::run), into all inputs at once. False, and nothing done, for more of them than a processor fetches
+    /// ahead as well as it does two or four.
+    #[inline(always)]
+    pub(super) fn run_in_place(all: &mut [&mut [u8]], factor: f64) -> bool {
+        let factor = T::factor(factor);
+        match all {
+            [a, b] => {
+                for (a, b) in T::cells_mut(a).iter_mut().zip(T::cells_mut(b)) {
+                    let result = Self::last(J::join(T::get(*a), T::get(*b)), factor).put();
+                    (*a, *b) = (result, result);
+                }
+            }
+            [a, b, c, d] => {
+                let first = T::cells_mut(a).iter_mut().zip(T::cells_mut(b));
+                let second = T::cells_mut(c).iter_mut().zip(T::cells_mut(d));
+                for ((a, b), (c, d)) in first.zip(second) {
+                    let joined = J::join(J::join(J::join(T::get(*a), T::get(*b)), T::get(*c)), T::get(*d));
+                    let result = Self::last(joined, factor).put();
+                    (*a, *b, *c, *d) = (result, result, result, result);
+                }
+            }
+            _ => return false,
+        }
+        true
+    }
+
     #[inline(always)]
     fn last(value: T, factor: T) -> T {
         if J::SCALES { value.finish(factor) } else { value }

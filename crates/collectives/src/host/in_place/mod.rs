@@ -42,7 +42,7 @@ pub(super) use place::Regions;
 const LEAST: usize = 256 << 10;
 /// Tensors of one operation, at most: each takes a unit of the first round.
 const MOST: usize = 64;
-/// Bytes reduced before they are copied on: they are still in the first-level cache.
+/// Bytes reduced before they are copied on, where that takes two passes: they are still in the first-level cache.
 const BLOCK: usize = 16 << 10;
 /// Bytes reduced in one poll.
 const SLICE: usize = 256 << 10;
@@ -262,18 +262,9 @@ impl Work {
     /// True when all is done.
     fn advance(&mut self) -> bool {
         let Self { reducer, lists, left, block } = self;
-        let stop = left.end.min(left.start + SLICE);
-        while left.start < stop {
-            let result = &mut block[..BLOCK.min(stop - left.start)];
-            Flat::visit_all(lists, left.start, result.len(), |offset, inputs| {
-                let bytes = inputs.first().map_or(0, |input| input.len());
-                reducer.run(inputs, &mut result[offset..offset + bytes]);
-            });
-            for list in &*lists {
-                list.write(left.start, result);
-            }
-            left.start += result.len();
-        }
+        let bytes = left.len().min(SLICE);
+        Flat::change_all(lists, left.start, bytes, |all| reducer.run_in_place(all, block));
+        left.start += bytes;
         left.start >= left.end
     }
 }
