@@ -32,6 +32,18 @@ def fetches(path):
     shared = send_to_data_service(numbers, config, hvd.rank(), hvd.size(), reuse_dataset=True)
     mine = [int(square) for square in shared]
     assert sorted(square for others in hvd.allgather_object(mine) for square in others) == alone
+    # Of another dataset, too.
+    more = tf.data.Dataset.range(100, 110).send_to_data_service(config, hvd.rank(), hvd.size(), reuse_dataset=True)
+    assert sorted(number for others in hvd.allgather_object(list(map(int, more))) for number in others) == list(
+        range(100, 110)
+    )
+    # By turns: in each round the trainers get what follows each other in one worker's endless pass.
+    endless = numbers.repeat()
+    rounds = endless.send_to_data_service(
+        config, hvd.rank(), hvd.size(), "parallel_epochs", reuse_dataset=True, round_robin=True
+    )
+    first, second = hvd.allgather_object([round(int(square) ** 0.5) for square in rounds.take(8)])
+    assert [(after - before) % 20 for before, after in zip(first, second, strict=True)] == [1] * 8
     with pytest.raises(ValueError, match="round_robin needs"):
         send_to_data_service(numbers, config, hvd.rank(), round_robin=True)
     hvd.allgather_object(None)

@@ -210,6 +210,40 @@ def layers_may_stay_with_their_rank():
         run(local_layers=[tf.ones(1)])
 
 
+def tapes_may_be_wrapped_while_they_record():
+    import tensorflow as tf
+
+    import farandole.tensorflow as hvd
+
+    weight = tf.Variable([1.0, 2.0])
+    factor = hvd.rank() + 1.0
+    for inside in (True, False):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * factor)
+            distributed = hvd.DistributedGradientTape(tape)
+            if inside:
+                close(distributed.gradient(loss, weight), [1.5, 1.5], "while it records")
+        if not inside:
+            # The end of the recording was the other's, too: it may begin again.
+            with distributed:
+                loss = loss * 2.0
+            close(distributed.gradient(loss, weight), [3.0, 3.0], "after it was taken up again")
+        with pytest.raises(RuntimeError, match="only be used to compute one set"):
+            tape.gradient(loss, weight)
+    # Before it records; and by two, of which each reduces as it was told.
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_sum(weight * factor)
+    close(tape.gradient(loss, weight), [1.5, 1.5], "wrapped before")
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_sum(weight * factor)
+    averaged, summed = hvd.DistributedGradientTape(tape), hvd.DistributedGradientTape(tape, op=hvd.Sum)
+    for one, expected in ((averaged, 1.5), (summed, 3.0), (averaged, 1.5)):
+        close(one.gradient(loss, weight), [expected] * 2, "two wrappers")
+    close(tape.gradient(loss, weight), [factor] * 2, "the tape itself")
+    with pytest.raises(ValueError, match="distributed already"):
+        hvd.DistributedGradientTape(summed)
+
+
 def a_step_needs_no_more_than_one_call_of_the_stand_ins(lacks):
     import warnings
 
@@ -263,6 +297,10 @@ def test_optimizers_of_one_session_and_tapes_of_several_threads_keep_apart(tenso
 
 def test_adasum_takes_groups_compression_and_local_variables_in_graphs(tensorflow_pair):
     tensorflow_pair.run(adasum_in_compat_v1_does_as_it_is_told)
+
+
+def test_tapes_may_be_wrapped_while_they_record(tensorflow_pair):
+    tensorflow_pair.run(tapes_may_be_wrapped_while_they_record)
 
 
 def test_a_partial_tape_leaves_layers_to_their_rank(tensorflow_pair):

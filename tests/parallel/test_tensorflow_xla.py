@@ -139,6 +139,16 @@ def compiled_calls_follow_branches_loops_and_functions():
         assert any(kind.endswith(holder) for kind in waits), (what, waits)
         close(held(tf.constant(1.0), what), 6.0, what)
 
+    # A function that others call, too, whoever comes first.
+    for turns in (0, 1):
+        shared = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
+        compiled = tf.function(lambda x, shared=shared: shared(x) + 1.0, jit_compile=True)
+        plain = tf.function(lambda x, shared=shared: shared(x) + 2.0)
+        calls = [(shared, 2.0), (compiled, 3.0), (plain, 4.0)]
+        for call, expected in (calls[::-1] if turns else calls) * 2:
+            close(call(tf.constant(1.0)), expected, f"shared by compiled functions and others, turn {turns}")
+        assert shared.experimental_get_tracing_count() == 2
+
     # What was compiled for a world of another size says so.
     kept, _xla._members = _xla._members, lambda _: 3
     try:

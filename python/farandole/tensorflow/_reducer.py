@@ -77,6 +77,10 @@ class GradientReducer:
         """Leaves a variable's gradients to this rank."""
         self.local.add(key_of(variable))
 
+    def is_local(self, variable: Any) -> bool:
+        """Whether a variable's gradients are left to this rank."""
+        return key_of(variable) in self.local
+
     def __call__(self, grads: Sequence[Any], variables: Sequence[Any], name: str | None = None) -> list[Any]:
         """Reduces gradients; `None` stays `None`, local ones stay this rank's."""
         results = list(grads)

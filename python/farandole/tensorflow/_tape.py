@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Distributed(tf.GradientTape):
-    """What a tape becomes; carries on recording where the given one stands."""
+    """What a tape becomes; what one of the two records, the other has recorded."""
 
     _reducer: GradientReducer
 
@@ -62,11 +62,9 @@ class _Distributed(tf.GradientTape):
         Returns:
             Local sources, local gradients, shared sources, shared gradients.
         """
-        from farandole.tensorflow._reducer import key_of  # noqa: PLC0415 - beside its one use
-
         pairs = list(zip(sources, grads, strict=True))
-        local = [pair for pair in pairs if key_of(pair[0]) in self._reducer.local]
-        shared = [pair for pair in pairs if key_of(pair[0]) not in self._reducer.local]
+        local = [pair for pair in pairs if self._reducer.is_local(pair[0])]
+        shared = [pair for pair in pairs if not self._reducer.is_local(pair[0])]
         return [s for s, _ in local], [g for _, g in local], [s for s, _ in shared], [g for _, g in shared]
 
 
@@ -106,7 +104,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         A tape of the same kind, an instance of a subclass of its class.
 
     Raises:
-        ValueError: When arguments do not fit together.
+        ValueError: When arguments do not fit together, or the tape is distributed already.
         NotImplementedError: For Adasum in a process set.
     """
     reducer = GradientReducer(
@@ -122,9 +120,11 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         name=name,
     )
     kind = type(gradtape)
-    tape = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
-    tape.__dict__.update(gradtape.__dict__)
-    tape._reducer = reducer
+    if issubclass(kind, _Distributed):
+        raise ValueError("the tape is distributed already")
+    tape = object.__new__(type(kind.__name__, (_Distributed, kind), {"_reducer": reducer}))
+    # One state of both: the given tape may still record, and whichever ends that first ends it for the other, too.
+    tape.__dict__ = gradtape.__dict__
     return tape
 
 

@@ -13,6 +13,7 @@ comes out of a branch, a loop or a function: what follows one takes a result of 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 import sys
@@ -83,6 +84,39 @@ class Dealt(NamedTuple):
 
     output: Any
     received_splits: Any
+
+
+class _Compiled:
+    """Stands for every function that XLA compiles, where TensorFlow asks whose part is traced."""
+
+    def RequiresUniqueFunctionRetracing(self) -> bool:  # noqa: N802 - TensorFlow's name
+        """Whether a function has a trace of its own there."""
+        return True
+
+
+_compiled = _Compiled()
+
+
+def _trace_apart() -> None:
+    """Has a function that compiled ones and others call traced once for each of the two: they need other calls.
+
+    TensorFlow tells them apart for TPUs only. Where it is asked elsewhere than today, nothing changes: then such a
+    function serves those for which it was traced first.
+    """
+    try:
+        asked: Any = importlib.import_module("tensorflow.python.eager.polymorphic_function.function_context")
+        enclosing = asked._enclosing_xla_context  # noqa: SLF001
+    except (ImportError, AttributeError):
+        return
+
+    def enclosing_xla_context() -> Any:
+        context = enclosing()
+        return context if context is None or context.RequiresUniqueFunctionRetracing() else _compiled
+
+    asked._enclosing_xla_context = enclosing_xla_context  # noqa: SLF001
+
+
+_trace_apart()
 
 
 def is_tracing() -> bool:

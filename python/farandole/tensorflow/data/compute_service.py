@@ -182,6 +182,22 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
         del own
 
 
+_jobs: dict[bytes, list[tuple[Any, ...]]] = {}
+"""What this process has shared by each service, by the service's key."""
+
+
+def _job_name(key: bytes, dataset: tf.data.Dataset, *told: Any) -> str:
+    """Name of a pass that trainers share, the same on all of them: one for every dataset, and way to share it.
+
+    tf.data's service asks for a name, and gives who comes with one that it knows what it was first given for.
+    """
+    shared = _jobs.setdefault(key, [])
+    mark = (int(dataset.fingerprint()) if tf.executing_eagerly() else 0, *map(str, told))
+    if mark not in shared:
+        shared.append(mark)
+    return "job" if mark == shared[0] else ".".join(["job", *map(str, mark)])
+
+
 def send_to_data_service(
     dataset: tf.data.Dataset,
     compute_config: TfDataServiceConfig,
@@ -199,7 +215,8 @@ def send_to_data_service(
         rank: Of this trainer.
         size: Number of trainers; needed for `round_robin`.
         processing_mode: As in `tf.data.experimental.service.distribute`.
-        reuse_dataset: Whether trainers of one dispatcher share one pass over the data.
+        reuse_dataset: Whether trainers of one dispatcher share one pass over the data. Those that share several
+            datasets begin with the same one.
         round_robin: With `reuse_dataset`: whether they take turns, so that each step's batches are alike.
 
     Returns:
@@ -217,13 +234,14 @@ def send_to_data_service(
         )
     if round_robin and (size is None or not reuse_dataset):
         raise ValueError("round_robin needs size and reuse_dataset=True")
+    consumers = size if round_robin else None
     with tf_data_service(compute_config, rank) as address:
         distribute = tf.data.experimental.service.distribute(
             processing_mode=processing_mode,
             service=address,
-            job_name="job" if reuse_dataset else None,
+            job_name=_job_name(compute_config.key, dataset, processing_mode, consumers) if reuse_dataset else None,
             consumer_index=rank if round_robin else None,
-            num_consumers=size if round_robin else None,
+            num_consumers=consumers,
         )
         return dataset.apply(distribute)
 
