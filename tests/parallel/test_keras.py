@@ -60,6 +60,7 @@ def same(model, expected, what):
 def fit_equals_one_process():
     """Every kind of optimizer; the ranks start from different weights, which the callback makes rank 0's."""
     import keras
+    import numpy as np
 
     import farandole.keras as hvd
 
@@ -81,7 +82,43 @@ def fit_equals_one_process():
         same(model, expected, what)
         gathered = hvd.allgather([history.history["loss"][-1]], name=f"loss {what}")
         assert gathered[0] == gathered[1]
+        if keras.backend.backend() == "torch" and what == "plain":
+            # Reduced where they are: no second copy of all gradients.
+            for index, variable in enumerate(model.trainable_variables):
+                everyones = hvd.allgather(variable.value.grad.numpy()[None], name=f"gradient {index}")
+                np.testing.assert_array_equal(everyones[0], everyones[1])
     return keras.backend.backend()
+
+
+def embeddings_are_learned_as_by_one_process():
+    """Their gradients are slices on TensorFlow, of rows that differ from rank to rank."""
+    import keras
+    import numpy as np
+
+    import farandole.keras as hvd
+
+    rows = np.random.default_rng(5).integers(0, 12, size=(STEPS * BATCH, 2)).astype(np.int32)
+    targets = rows.sum(axis=1, keepdims=True).astype(np.float32) / 12
+
+    def network(optimizer):
+        initializers = [keras.initializers.GlorotUniform(seed) for seed in (1, 2)]
+        embedding = keras.layers.Embedding(12, 3, embeddings_initializer=initializers[0])
+        layers = [embedding, keras.layers.Flatten(), keras.layers.Dense(1, kernel_initializer=initializers[1])]
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
+        model.compile(optimizer=optimizer, loss="mse")
+        return model
+
+    kinds = {
+        "plain": (lambda: keras.optimizers.SGD(0.5), {}),
+        "adam, clipped": (lambda: keras.optimizers.Adam(0.05, clipnorm=0.2), {}),
+        "accumulated": (lambda: keras.optimizers.SGD(0.5, gradient_accumulation_steps=2), {}),
+        "predivided": (lambda: keras.optimizers.SGD(0.5), {"gradient_predivide_factor": 2.0, "sparse_as_dense": True}),
+    }
+    for what, (make, options) in kinds.items():
+        expected, model = network(make()), network(hvd.DistributedOptimizer(make(), **options))
+        fit(expected, rows, targets, BATCH)
+        fit(model, mine(rows, hvd.rank()), mine(targets, hvd.rank()), BATCH // RANKS)
+        same(model, expected, what)
 
 
 def an_inf_on_one_rank_skips_the_step_on_all():
@@ -172,6 +209,20 @@ def saved_models_load_with_and_without():
         hvd.DistributedOptimizer(model.optimizer)
     value = hvd.allreduce(np.float64(hvd.rank()), op=hvd.Sum)
     assert value == 1.0
+
+    class Coarse(hvd.Compression.none):
+        @staticmethod
+        def compress(tensor):
+            return keras.ops.round(tensor), "told"
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            assert ctx == "told"
+            return tensor * 2.0
+
+    for compression, expected in ((hvd.Compression.fp16, 3.5), (hvd.Compression.bf16, 3.5), (Coarse, 8.0)):
+        value = hvd.allreduce(np.float32(1.75), op=hvd.Sum, compression=compression)
+        assert (value, value.dtype) == (expected, np.float32)
     assert hvd.broadcast([hvd.rank()], 1).tolist() == [1]
     with pytest.raises(RuntimeError, match="no global variables"):
         hvd.broadcast_global_variables(0)
@@ -252,6 +303,25 @@ def callbacks_broadcast_and_average():
     fit(kept, mine(x, rank), mine(y, rank), BATCH // RANKS, [broadcast])
     everyones = [hvd.allgather(weight[None], name=f"kept {index}") for index, weight in enumerate(kept.get_weights())]
     assert [np.array_equal(one[0], one[1]) for one in everyones] == [False, True, True, True]
+
+    # So does the optimizer, in or out of a loss scale, and with it what it keeps for such a variable.
+    for wrap in (
+        hvd.DistributedOptimizer,
+        lambda one: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(one)),
+    ):
+        model = build(wrap(keras.optimizers.SGD(0.0, momentum=0.5)), seed=20 + rank)
+        model.optimizer.build(model.trainable_variables)
+        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        for momentum in inner.momentums:
+            momentum.assign(momentum + rank + 1.0)
+        model.optimizer.register_local_var(model.layers[0].kernel)
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        broadcast.set_model(model)
+        broadcast.on_train_begin()
+        for index, variables in enumerate((model.trainable_variables, inner.momentums)):
+            values = [keras.ops.convert_to_numpy(variable) for variable in variables]
+            everyones = [hvd.allgather(value[None], name=f"{index}.{place}") for place, value in enumerate(values)]
+            assert [np.array_equal(one[0], one[1]) for one in everyones] == [False, True, True, True]
 
     # Metrics are the mean of all ranks', and only numbers count.
     average = hvd.callbacks.MetricAverageCallback()
@@ -334,6 +404,7 @@ def test_fit_on_two_ranks_equals_one_process(backend, request):
     assert world.run(fit_equals_one_process) == [backend] * RANKS
     # A process that loads Triton after TensorFlow ends, and Triton comes with Keras on torch.
     assert world.run(loads_no_tensorflow) == [backend != "tensorflow"] * RANKS
+    world.run(embeddings_are_learned_as_by_one_process)
     world.run(an_inf_on_one_rank_skips_the_step_on_all)
     world.run(passes_and_local_layers_and_rates)
     world.run(saved_models_load_with_and_without)

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 import farandole.numpy as arrays
+from farandole._keras.optimizer import local_variables
 from farandole._keras.values import as_array, broadcast_variables
 from farandole.common import basics
 
@@ -35,7 +36,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         root_rank: The rank whose values count.
         device: Taken for Horovod's sake.
         local_variables: Variables that belong to each rank, in addition to those given to the optimizer's
-            `register_local_var`; Horovod's scripts register them with the callback.
+            `register_local_var`; Horovod's scripts register them with the callback. What the optimizer keeps for them
+            stays with their rank, too.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None) -> None:
@@ -72,8 +74,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return
         model: Any = self.model
         optimizer = getattr(model, "optimizer", None)
-        variables = list(model.weights) + ([] if optimizer is None else list(optimizer.variables))
-        broadcast_variables([entry for entry in variables if id(entry) not in self._local], self.root_rank)
+        variables, local = list(model.weights), self._local
+        if optimizer is not None:
+            variables += optimizer.variables
+            local = local_variables(optimizer, local)
+        broadcast_variables([entry for entry in variables if id(entry) not in local], self.root_rank)
         self.broadcast_done = True
 
 

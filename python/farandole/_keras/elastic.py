@@ -101,7 +101,9 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keeps `state.batch` at the batch that has been done, 0 between epochs; shortens an epoch that is taken up again.
+    """Keeps `state.batch` at the batch that has been done, 0 between epochs.
+
+    An epoch that is taken up again has fewer steps by what callbacks are told; Keras 3 runs all of its batches.
 
     Args:
         state: Has an attribute `batch`.
@@ -118,7 +120,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self._steps = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Leaves out what was done before."""
+        """Tells callbacks how many steps are left of the epoch."""
         del epoch, logs
         if self.params is None or self.params.get("steps") is None:
             return

@@ -101,6 +101,10 @@ class _Scaling:
     _farandole_settings: Settings
     _farandole_kind: Any
 
+    def register_local_var(self, var: Any) -> None:
+        """Leaves a variable's gradients to this rank."""
+        self.inner_optimizer.register_local_var(var)  # type: ignore[attr-defined]
+
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
         """A new one of the same settings."""
@@ -123,6 +127,29 @@ def is_optimizer(value: Any) -> bool:
 def is_distributed(value: Any) -> bool:
     """Whether this optimizer, or the one in it, reduces over all ranks."""
     return isinstance(value, _Distributed) or isinstance(getattr(value, "inner_optimizer", None), _Distributed)
+
+
+def local_variables(optimizer: Any, others: set[int]) -> set[int]:
+    """What belongs to each rank: variables given to `register_local_var`, and what an optimizer keeps for them.
+
+    Args:
+        optimizer: Keras's, built.
+        others: Further variables that do, by `id`.
+
+    Returns:
+        All of them, by `id`.
+    """
+    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
+    trained = list(inner._trainable_variables)  # noqa: SLF001 - what slots are numbered by
+    is_local = inner._farandole.reducer.is_local if isinstance(inner, _Distributed) else lambda _: False  # noqa: SLF001
+    mine = [index for index, variable in enumerate(trained) if id(variable) in others or is_local(variable)]
+    # Slots, such as momentums, stand in lists in the order of what is trained; `_variables` has everything.
+    slots = [
+        value
+        for name, value in vars(inner).items()
+        if isinstance(value, list) and name != "_variables" and len(value) == len(trained)
+    ]
+    return {*others, *(id(entries[index]) for entries in slots for index in mine if entries[index] is not None)}
 
 
 def distribute(optimizer: Any, settings: Settings) -> Any:

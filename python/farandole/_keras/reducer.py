@@ -32,6 +32,10 @@ class Reducer(Protocol):
         """Leaves a variable's gradients to this rank."""
         ...
 
+    def is_local(self, variable: Any) -> bool:
+        """Whether a variable's gradients are left to this rank."""
+        ...
+
     def agree(self, flag: Any) -> Any:
         """Whether a boolean is true on all ranks."""
         ...
@@ -84,6 +88,9 @@ class _Reducer:
     def register_local(self, variable: Any) -> None:
         self.local.add(id(variable))
 
+    def is_local(self, variable: Any) -> bool:
+        return id(variable) in self.local
+
     def __call__(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         results = list(grads)
         if not self.process_set.included():
@@ -120,10 +127,10 @@ class _TorchReducer(_Reducer):
     def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], part: str) -> list[Any]:
         import torch  # noqa: PLC0415 - the backend
 
-        from farandole.torch import grouped_allreduce  # noqa: PLC0415
+        from farandole.torch import grouped_allreduce_  # noqa: PLC0415
 
         def reduce() -> list[Any]:
-            return grouped_allreduce(
+            return grouped_allreduce_(
                 [grad.detach().contiguous() for grad in grads],
                 name=f"keras.{self.label()}.{part}",
                 op=op,

@@ -40,14 +40,25 @@ def allreduce(
 ) -> Any:
     """Reduces a value; whole numbers stay whole, Python's floats are averaged as doubles."""
     array = as_array(value)
-    small = {"FP16Compressor": "float16", "BF16Compressor": "bfloat16"}.get(getattr(compression, "__name__", ""))
     own = array.dtype
-    if small is not None and np.issubdtype(own, np.floating):
+    small = _SMALL.get(getattr(compression, "__name__", "NoneCompressor"), "")
+    ctx = None
+    if small and np.issubdtype(own, np.floating):
         array = array.astype(_dtype(small))
+    elif small == "":
+        # Of the user's own: it takes tensors.
+        tensor, ctx = compression.compress(keras.ops.convert_to_tensor(array))
+        array = as_array(tensor)
     reduced = arrays.allreduce(
         array, name=name, op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor
     )
+    if small == "":
+        reduced = as_array(compression.decompress(keras.ops.convert_to_tensor(reduced), ctx))
     return reduced.astype(own)
+
+
+_SMALL = {"NoneCompressor": None, "FP16Compressor": "float16", "BF16Compressor": "bfloat16"}
+"""What the compressors that are known cast to, which NumPy can do."""
 
 
 def _dtype(name: str) -> Any:
