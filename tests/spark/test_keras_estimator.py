@@ -7,19 +7,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import types
 from pathlib import Path
 
 import cloudpickle
 import keras
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from farandole.keras import Compression
 from farandole.keras.callbacks import BestModelCheckpoint, LearningRateWarmupCallback
+from farandole.spark import task
 from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.common.datamodule import NVTabularDataModule, ParquetDataModule
 from farandole.spark.keras import KerasEstimator, payload
+from farandole.spark.keras.predict import Predictor
 from farandole.spark.keras.remote import train
 
 pytestmark = pytest.mark.timeout(300)
@@ -266,6 +270,35 @@ def test_callbacks_see_scores_and_end_the_run(tmp_path):
     assert store.read(f"{store.get_run_path('r')}/logs/history.jsonl").count(b"\n") == 2
 
 
+class Leaves(keras.callbacks.Callback):
+    """The second rank has enough after two epochs; each leaves its weights behind."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = str(folder)
+
+    def on_epoch_end(self, epoch, logs=None):  # noqa: ARG002
+        if epoch == 1 and os.environ["RANK"] == "1":
+            self.model.stop_training = True
+
+    def on_train_end(self, logs=None):  # noqa: ARG002
+        np.savez(f"{self.folder}/{os.environ['RANK']}.npz", *self.model.get_weights())
+
+
+def test_ranks_end_together_and_hold_one_model(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), dense(4), dense(1, "sigmoid")])
+    store, backend = store_of(tmp_path / "store", rows_of(64), rows_of(20, seed=1)), LocalBackend(2, verbose=0)
+    fitted = estimator(store, model, epochs=5, callbacks=[Leaves(tmp_path)], backend=backend).fit_on_parquet()
+    assert len(fitted.getHistory()["loss"]) == 2
+    first, second = (list(np.load(tmp_path / f"{rank}.npz").values()) for rank in (0, 1))
+    for mine, theirs, returned, untrained in zip(
+        first, second, fitted.getModel().get_weights(), model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)  # with the moving mean and variance
+        np.testing.assert_array_equal(mine, returned)
+        assert not np.array_equal(mine, untrained)
+
+
 class Board(keras.callbacks.TensorBoard):
     """Writes its epochs without TensorBoard's package."""
 
@@ -427,6 +460,52 @@ def test_a_data_module_of_ones_own_gives_the_batches(tmp_path):
     assert history["val_accuracy"][-1] > 0.9
     with pytest.raises(NotImplementedError, match="NVTabular has been retired"):
         estimator(store, data_module=NVTabularDataModule).fit_on_parquet()
+
+
+def test_mlflow_gets_metrics_and_the_model(tmp_path, monkeypatch):
+    told = []
+    fake, flavor = types.ModuleType("mlflow"), types.ModuleType("mlflow.keras")
+    fake.active_run = lambda: None
+    for name in ("start_run", "log_params", "log_metrics", "end_run"):
+        setattr(fake, name, lambda *args, _name=name, **kwargs: told.append((_name, args, kwargs)))
+    flavor.log_model = lambda model, name=None: told.append(("log_model", (model,), {"name": name}))
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setitem(sys.modules, "mlflow.keras", flavor)
+
+    class Telling(Here):
+        def run(self, fn, args=(), kwargs=None, env=None, on_progress=None):
+            monkeypatch.setattr(task, "report", lambda record: on_progress(0, record))
+            return super().run(fn, args, kwargs, env)
+
+    store = store_of(tmp_path, rows_of(32))
+    fitted = estimator(store, epochs=2, mlflow=True, run_id="named", backend=Telling()).fit_on_parquet()
+    expected = ["start_run", "log_params", "log_metrics", "log_metrics", "log_model", "end_run"]
+    assert [name for name, *_ in told] == expected
+    assert told[0][2] == {"run_name": "named"}
+    assert told[1][1][0]["batch_size"] == "16"
+    assert [one[1][0]["loss"] for one in told[2:4]] == pytest.approx(fitted.getHistory()["loss"])
+    assert told[4][1][0] is fitted.getModel()
+    assert told[-1][2] == {"status": "FINISHED"}
+
+
+def test_predictions_are_as_exact_as_the_model():
+    x = keras.Input((1,), dtype="float64")
+    whole = keras.ops.cast(x * 3, "int32") + (2**24 + 1)  # no float32 holds it
+    model = keras.Model(x, [keras.layers.Rescaling(1 / 3, dtype="float64")(x), whole])
+    predictor = Predictor(
+        model=payload.pack(model),
+        custom_objects=cloudpickle.dumps({}),
+        backend=keras.backend.backend(),
+        columns=("x",),
+        groups=(("x",),),
+        labels=("third", "whole"),
+        kinds=("float64", "int64"),
+        batch_size=4096,
+    )
+    batch = pa.RecordBatch.from_pydict({"x": [1.0, 2.0**-30 + 5.0]})
+    [found] = predictor.predict(iter([batch]))
+    for index, expected in enumerate(model(np.array([[1.0], [2.0**-30 + 5.0]]))):
+        np.testing.assert_array_equal(found[f"output{index}"], keras.ops.convert_to_numpy(expected)[:, 0])
 
 
 def test_nulls_are_filled_and_the_history_is_drawn(tmp_path):

@@ -143,7 +143,9 @@ def column_of(values: npt.NDArray[Any], kind: str) -> pa.Array:
     if kind == "vector":
         return vectors(values)
     single = values.reshape(-1)
-    return pa.array(np.rint(single).astype(kind) if kind.startswith("int") else single.astype(kind))
+    if kind.startswith("int") and single.dtype.kind == "f":
+        single = np.rint(single)
+    return pa.array(single.astype(kind))
 
 
 def _mapped(function: Callable[[Batches], Batches]) -> Callable[[Batches], Batches]:

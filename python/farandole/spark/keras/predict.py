@@ -105,8 +105,6 @@ class Predictor:
             return [np.empty((0, 1), dtype=np.float32) for _ in self.labels]
         model = self._load()
 
-        import keras
-
         from farandole.spark.common.arrow import rows
         from farandole.spark.common.columns import Column
         from farandole.spark.keras.arrays import flat_outputs, inputs_of, model_inputs, output_keys, told_misfit
@@ -127,8 +125,16 @@ class Predictor:
             except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
                 raise ValueError(told_misfit(shape, error)) from None
             found = flat_outputs(value, output_keys(value, self.labels), len(self.labels))
-            parts.append([np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(one, "float32"))) for one in found])
+            parts.append([_numbers(one) for one in found])
         return [np.concatenate(pieces).reshape(count, -1) for pieces in zip(*parts, strict=True)]
+
+
+def _numbers(output: Any) -> npt.NDArray[Any]:
+    """An output as NumPy's array: as exact as the model computed it, halves as what NumPy knows."""
+    import keras
+
+    is_half = keras.backend.standardize_dtype(output.dtype) in ("float16", "bfloat16")
+    return np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(output, "float32") if is_half else output))
 
 
 def _prepare(backend: str) -> None:
