@@ -3,13 +3,10 @@
 """What a fit shows, and its history as rows."""
 
 import io
-import sys
-import types
 
 import pytest
 
 from farandole.spark.common import history, progress
-from farandole.spark.common.notebook import Notebook
 
 ENTRY = {
     "epoch": 1,
@@ -69,35 +66,3 @@ def test_the_history_becomes_one_row_per_epoch():
     frame = history.frame([ENTRY, ENTRY | {"epoch": 2}])
     assert list(frame.columns) == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "seconds", "rows"]
     assert frame["epoch"].tolist() == [1, 2]
-
-
-def test_a_notebook_shows_a_bar_and_a_chart_that_grows(monkeypatch):
-    pages = []
-
-    class Handle:
-        def update(self, page):
-            pages.append(page)
-
-    def display(page, display_id):
-        assert display_id
-        pages.append(page)
-        return Handle()
-
-    ipython, shown = types.ModuleType("IPython"), types.ModuleType("IPython.display")
-    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
-    shown.HTML, shown.display = str, display
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setitem(sys.modules, "IPython.display", shown)
-    with progress.progress(1) as told:
-        assert isinstance(told, Notebook)
-        told.message("preparing <data>")
-        for epoch in range(2):
-            entry = {"epoch": epoch, "train": {"loss": 1.0 / (epoch + 1), "all_metrics": [{"accuracy": 0.5}]}}
-            told.report({"kind": "epoch", "entry": entry, "epochs": 2, "steps": 3, "rows_per_second": 10.0})
-    assert "preparing &lt;data&gt;" in pages[1]
-    assert pages[-1].count("<polyline") == 2
-    assert "epoch 2/2: loss 0.5000  accuracy 0.5000, 10 rows/s" in pages[-1]
-    assert "width:100.0%" in pages[-1]
-    ipython.get_ipython = types.SimpleNamespace
-    assert not isinstance(progress.progress(1), Notebook)
-    assert type(progress.progress(0)) is progress.Progress
