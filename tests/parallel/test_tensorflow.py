@@ -242,6 +242,10 @@ def graphs_of_compat_v1_run_in_sessions():
     variables = [tf.Variable(np.full(3, rank, dtype)) for dtype in (np.float32, np.int64, np.float16)]
     hvd.broadcast_variables(variables, root_rank=1)
     assert all((variable.numpy() == 1).all() for variable in variables)
+    # A function may return what that returns.
+    own = tf.Variable([rank])
+    tf.function(lambda: hvd.broadcast_variables([own], root_rank=1))()
+    assert own.numpy() == [1]
     assert hvd.broadcast_object({"rank": rank}, 1) == {"rank": 1}
     assert hvd.broadcast_object_fn(0)(rank) == 0
     assert hvd.allgather_object(rank) == [0, 1]

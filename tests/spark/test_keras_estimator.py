@@ -462,6 +462,17 @@ def test_a_data_module_of_ones_own_gives_the_batches(tmp_path):
         estimator(store, data_module=NVTabularDataModule).fit_on_parquet()
 
 
+def test_batches_that_are_prepared_ahead_are_the_same_ones(tmp_path):
+    store = store_of(tmp_path, rows_of(50), rows_of(20, seed=1))
+    params = {"epochs": 3, "sample_weight_col": "w"}
+    ahead, plain = (
+        estimator(store, tensorflow_dataset_prefetch_buffer_size=count, **params).fit_on_parquet() for count in (2, 0)
+    )
+    assert ahead.getHistory() == plain.getHistory()
+    for left, right in zip(ahead.getModel().get_weights(), plain.getModel().get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
 def test_mlflow_gets_metrics_and_the_model(tmp_path, monkeypatch):
     told = []
     fake, flavor = types.ModuleType("mlflow"), types.ModuleType("mlflow.keras")

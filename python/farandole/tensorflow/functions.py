@@ -35,10 +35,11 @@ def broadcast_variables(
         inplace: Taken for Horovod's sake: variables are always read, sent and assigned.
 
     Returns:
-        In a graph of `tf.compat.v1`, the op to run; elsewhere nothing of use.
+        In a graph of `tf.compat.v1`, the op to run; elsewhere nothing.
     """
     del inplace
-    return tf.group(*broadcast_(list(variables), root_rank, None, process_set))
+    done = tf.group(*broadcast_(list(variables), root_rank, None, process_set))
+    return None if tf.compat.v1.executing_eagerly_outside_functions() else done
 
 
 def broadcast_object(
