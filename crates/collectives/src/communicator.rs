@@ -190,32 +190,33 @@ pub trait Event: Send + Sync {
 
 /// Makes communicators among devices, one of each member. What members know of each other they tell by cards.
 pub trait Fabric: Send + Sync {
-    /// What this member brings with this device, at most [`CARD`] bytes; nothing where it cannot take part. `first` is
-    /// said to one of the members, whose card names the communicator.
-    fn card(&self, device: u32, first: bool) -> Vec<u8>;
+    /// What this member brings with this device, at most [`CARD`] bytes; nothing where it cannot take part.
+    fn card(&self, device: u32) -> Vec<u8>;
 
-    /// Begins to form a communicator of `members`, of which this is the one at `place`; `patience` is how long that, and
-    /// each operation, may take. Whether there can be one follows from the cards alone.
+    /// Why members with these cards can have no communicator, if so; whether they can follows from the cards alone. This
+    /// is the one at `place`.
+    fn obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String>;
+
+    /// A name for a new communicator of members with these cards, less than [`CARD`] bytes. Asked of the first member
+    /// alone, and only when nothing is in the way: with it a port may be opened, which forming the communicator closes.
+    ///
+    /// # Errors
+    /// Why there is none.
+    fn name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String>;
+
+    /// Begins to form the communicator of this name, in which this is the member `place` of `size`; `patience` is how long
+    /// that, and each operation, may take.
     ///
     /// # Errors
     /// `Device`, `Lost`.
     fn form(
         &self,
         device: u32,
-        cards: &[&[u8]],
-        members: &[Rank],
-        place: usize,
+        name: &[u8],
+        place: (usize, usize),
         patience: Duration,
-    ) -> Result<Formed>;
+    ) -> Result<Box<dyn Communicator>>;
 }
 
 /// Bytes of a card.
 pub const CARD: usize = 192;
-
-/// What comes of a meeting about a communicator among devices.
-pub enum Formed {
-    /// It is being formed; operations may be submitted.
-    Communicator(Box<dyn Communicator>),
-    /// There can be none, for this reason.
-    Not(String),
-}

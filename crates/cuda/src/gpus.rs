@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use farandole_collectives::{CARD, Error as CollectiveError, Fabric, Formed};
+use farandole_collectives::{CARD, Communicator, Error as CollectiveError, Fabric};
 use farandole_world::Rank;
 use parking_lot::Mutex;
 
@@ -64,20 +64,14 @@ impl Gpus {
         self.nccl.get_or_init(|| Nccl::load(&self.places.lock())).clone()
     }
 
-    fn own_card(&self, ordinal: u32, first: bool) -> Result<Card> {
+    fn own_card(&self, ordinal: u32) -> Result<Card> {
         let gpu = self.open(ordinal, &[])?;
         let uuid = gpu.driver().facts(ordinal)?.uuid;
-        let id = |nccl: &Nccl| if first { nccl.unique_id() } else { Ok(UniqueId([0; 128])) };
-        // A library that cannot name a communicator is none.
-        let (version, id) = match self.nccl().and_then(|nccl| Ok((nccl.code(), id(&nccl)?))) {
-            Ok((version, id)) => (version, id),
-            Err(_) => (0, UniqueId([0; 128])),
-        };
-        Ok(Card { uuid, version, id })
+        Ok(Card { uuid, version: self.nccl().map(|nccl| nccl.code()).unwrap_or_default() })
     }
 
     /// Why the members with these cards cannot have a communicator, if so.
-    fn obstacle(&self, cards: &[Option<Card>], members: &[Rank], place: usize) -> Option<String> {
+    fn lacking(&self, cards: &[Option<Card>], members: &[Rank], place: usize) -> Option<String> {
         let rank = |member: usize| members.get(member).copied().unwrap_or_default();
         let mut seen: BTreeMap<[u8; 16], usize> = BTreeMap::new();
         for (member, card) in cards.iter().enumerate() {
@@ -112,30 +106,38 @@ impl Gpus {
 }
 
 impl Fabric for Gpus {
-    fn card(&self, device: u32, first: bool) -> Vec<u8> {
-        self.own_card(device, first).map(|card| card.write()).unwrap_or_default()
+    fn card(&self, device: u32) -> Vec<u8> {
+        self.own_card(device).map(|card| card.write()).unwrap_or_default()
+    }
+
+    fn obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String> {
+        let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::read(card)).collect();
+        self.lacking(&cards, members, place).map(|reason| detour(&reason))
+    }
+
+    fn name(&self, _cards: &[&[u8]]) -> Result<Vec<u8>, String> {
+        let id = self.nccl().and_then(|nccl| nccl.unique_id());
+        id.map(|id| id.0.to_vec()).map_err(|error| detour(&error.to_string()))
     }
 
     fn form(
         &self,
         device: u32,
-        cards: &[&[u8]],
-        members: &[Rank],
-        place: usize,
+        name: &[u8],
+        place: (usize, usize),
         patience: Duration,
-    ) -> Result<Formed, CollectiveError> {
-        let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::read(card)).collect();
-        if let Some(obstacle) = self.obstacle(&cards, members, place) {
-            return Ok(Formed::Not(format!("tensors on GPUs go through host memory: {obstacle}")));
-        }
-        let Some(Some(Card { id, .. })) = cards.first() else {
-            return Ok(Formed::Not("nobody came".to_owned()));
+    ) -> Result<Box<dyn Communicator>, CollectiveError> {
+        let Some((id, _)) = name.split_first_chunk::<128>() else {
+            return Err(CollectiveError::Lost { reason: "a communicator has no name".to_owned() });
         };
         let gpu = self.open(device, &[])?;
         let (nccl, lane) = (self.nccl()?, gpu.lane()?);
-        let formed = NcclCommunicator::form(nccl, lane, *id, (place, members.len()), patience)?;
-        Ok(Formed::Communicator(Box::new(formed)))
+        Ok(Box::new(NcclCommunicator::form(nccl, lane, UniqueId(*id), place, patience)?))
     }
+}
+
+fn detour(reason: &str) -> String {
+    format!("tensors on GPUs go through host memory: {reason}")
 }
 
 /// What a member brings.
@@ -144,25 +146,22 @@ struct Card {
     uuid: [u8; 16],
     /// Of NCCL; 0 where there is none.
     version: i32,
-    /// The first member's names the communicator.
-    id: UniqueId,
 }
 
-/// A mark of there being a card, the GPU, the version and the name.
-const WRITTEN: usize = 1 + 16 + 4 + 128;
-const _: () = assert!(WRITTEN <= CARD, "a card has room for it");
+/// A mark of there being a card, the GPU and the version; a name is as long as NCCL's, after a mark of its own.
+const WRITTEN: usize = 1 + 16 + 4;
+const _: () = assert!(WRITTEN <= CARD && 1 + size_of::<UniqueId>() <= CARD, "a card has room for it");
 
 impl Card {
     fn write(&self) -> Vec<u8> {
-        [&[1][..], &self.uuid, &self.version.to_le_bytes(), &self.id.0].concat()
+        [&[1][..], &self.uuid, &self.version.to_le_bytes()].concat()
     }
 
     fn read(bytes: &[u8]) -> Option<Self> {
         let (mark, rest) = bytes.split_first()?;
         let (uuid, rest) = rest.split_first_chunk::<16>()?;
-        let (version, rest) = rest.split_first_chunk::<4>()?;
-        let (id, _) = rest.split_first_chunk::<128>()?;
-        let card = Self { uuid: *uuid, version: i32::from_le_bytes(*version), id: UniqueId(*id) };
+        let (version, _) = rest.split_first_chunk::<4>()?;
+        let card = Self { uuid: *uuid, version: i32::from_le_bytes(*version) };
         (*mark == 1).then_some(card)
     }
 }
@@ -178,7 +177,7 @@ fn spelled(uuid: &[u8; 16]) -> String {
 mod tests {
     use super::*;
     use crate::device::tests::driver;
-    use crate::nccl::fake::{calls, nccl};
+    use crate::nccl::fake::{NAMING, calls, nccl};
 
     fn gpus(library: Result<Nccl>) -> Gpus {
         let gpus = Gpus::default();
@@ -188,49 +187,60 @@ mod tests {
 
     fn formed(gpus: &Gpus, cards: &[Vec<u8>], place: usize) -> Result<usize, String> {
         let cards: Vec<&[u8]> = cards.iter().map(Vec::as_slice).collect();
-        let members = [Rank(4), Rank(7)];
-        match gpus.form(1, &cards, &members, place, Duration::from_secs(1)).unwrap() {
-            Formed::Communicator(all) => Ok(all.size()),
-            Formed::Not(reason) => Err(reason),
+        match gpus.obstacle(&cards, &[Rank(4), Rank(7)], place) {
+            Some(reason) => Err(reason),
+            None => {
+                let name = gpus.name(&cards)?;
+                Ok(gpus.form(1, &name, (place, 2), Duration::from_secs(1)).unwrap().size())
+            }
         }
     }
 
     #[test]
-    fn members_with_a_gpu_each_form_one_under_the_first_ones_name() {
+    fn members_with_a_gpu_each_form_one_under_the_name_that_one_gives() {
         let gpus = gpus(nccl());
-        let cards = [gpus.card(0, true), gpus.card(1, false)];
-        assert_eq!(Card::read(&cards[0]).unwrap().id, UniqueId([9; 128]));
-        assert_eq!(Card::read(&cards[1]).unwrap().id, UniqueId([0; 128]), "the first one's counts");
+        let cards = [gpus.card(0), gpus.card(1)];
+        assert_eq!(calls(), Vec::<String>::new(), "nobody has a name before all cards are there");
         assert_eq!(formed(&gpus, &cards, 1), Ok(2));
-        assert_eq!(calls(), ["init 1/2 id 9 blocking 0", "abort"]);
+        assert_eq!(calls(), ["name", "init 1/2 id 9 blocking 0", "abort"]);
     }
 
     #[test]
-    fn members_that_share_a_gpu_are_named_and_go_through_the_host() {
+    fn members_that_share_a_gpu_are_named_and_go_through_the_host_without_a_port_of_nccl() {
         let gpus = gpus(nccl());
-        let reason = formed(&gpus, &[gpus.card(1, true), gpus.card(1, false)], 0).unwrap_err();
+        let reason = formed(&gpus, &[gpus.card(1), gpus.card(1)], 0).unwrap_err();
         let same = "ranks 4 and 7 use the same GPU, GPU-01010101-0101-0101-0101-010101010101;";
         assert!(reason.contains(same) && reason.contains("set_device"), "{reason}");
-        assert_eq!(calls(), Vec::<String>::new());
+        assert_eq!(calls(), Vec::<String>::new(), "a name opens a port that only its communicator closes");
     }
 
     #[test]
     fn who_has_no_driver_or_no_nccl_or_another_one_is_named() {
         let (gpus, missing) = (gpus(nccl()), Error::NotFound { library: "libnccl", tried: "x".to_owned() });
         let without = super::tests::gpus(Err(missing));
-        let card = gpus.card(0, true);
+        let card = gpus.card(0);
         let reason = |other: Vec<u8>| formed(&gpus, &[card.clone(), other], 0).unwrap_err();
         assert!(reason(vec![0; CARD]).ends_with("rank 7 has tensors on a device and no driver of CUDA"));
-        assert!(reason(without.card(1, false)).ends_with("rank 7 has no NCCL"));
-        let own = formed(&without, &[card.clone(), without.card(1, false)], 1).unwrap_err();
+        assert!(reason(without.card(1)).ends_with("rank 7 has no NCCL"));
+        let own = formed(&without, &[card.clone(), without.card(1)], 1).unwrap_err();
         assert!(own.ends_with("rank 7 has no NCCL: libnccl was not found: x"), "{own}");
-        let old = Card { version: 21_800, ..Card::read(&gpus.card(1, false)).unwrap() };
+        let old = Card { version: 21_800, ..Card::read(&gpus.card(1)).unwrap() };
         assert!(reason(old.write()).contains("different versions of NCCL: 23007 and 21800"));
+        assert_eq!(calls(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_first_member_that_cannot_name_one_says_why() {
+        let gpus = gpus(nccl());
+        NAMING.set(2);
+        let reason = formed(&gpus, &[gpus.card(0), gpus.card(1)], 0).unwrap_err();
+        let words = "tensors on GPUs go through host memory: ncclGetUniqueId failed: unhandled system error";
+        assert!(reason.starts_with(words), "{reason}");
     }
 
     #[test]
     fn a_gpu_that_is_not_there_brings_no_card() {
         assert!(gpus(nccl()).open(9, &[]).is_err());
-        assert_eq!(gpus(nccl()).card(9, true), Vec::<u8>::new());
+        assert_eq!(gpus(nccl()).card(9), Vec::<u8>::new());
     }
 }

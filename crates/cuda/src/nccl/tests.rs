@@ -22,7 +22,7 @@ fn say(statuses: &[i32]) {
 
 fn form(member: usize, size: usize) -> Result<(NcclCommunicator<FakeLane>, FakeLane), Error> {
     let lane = FakeLane::default();
-    let id = nccl().unwrap().unique_id().unwrap();
+    let id = UniqueId([9; 128]);
     let place = (member, size);
     NcclCommunicator::form_by(nccl().unwrap(), lane.clone(), id, place, PATIENCE, fake::clock)
         .map(|communicator| (communicator, lane))

@@ -172,14 +172,14 @@ impl Execution {
         if batch.is_for_devices() {
             match &mut self.reach {
                 Reach::Not => {}
-                Reach::Asking(_) => return Ok(Route::Open),
+                Reach::Asking(_) | Reach::Naming(_) => return Ok(Route::Open),
                 Reach::Among(communicator) => {
                     if communicator.carries(&batch.outline(members, place.0)) {
                         route = Route::Device;
                     }
                 }
                 Reach::Unasked => {
-                    let meeting = self.reach.ask(shared, place);
+                    let meeting = self.reach.ask(shared, place.1);
                     if let Some(communicator) = &mut self.communicator {
                         communicator.submit(MEETING, meeting)?;
                     }
@@ -272,7 +272,10 @@ impl Execution {
         let mut tokens = std::mem::take(&mut self.tokens);
         for token in tokens.drain(..) {
             if token == MEETING {
-                self.reach.met(shared, members, me)?;
+                let next = self.reach.met(shared, members, me)?;
+                if let (Some(meeting), Some(communicator)) = (next, &mut self.communicator) {
+                    communicator.submit(MEETING, meeting)?;
+                }
                 moved = true;
             } else if let Some(batch) = self.batch(token) {
                 if batch.is_staged() {

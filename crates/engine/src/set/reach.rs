@@ -4,15 +4,16 @@
 //! How a set comes to a communicator among its members' devices.
 //!
 //! When the first operation comes whose tensors are on a device at every member, members show each other their cards, by
-//! an allgather of the communicator of hosts at the same point of everybody's list. What follows is a function of the
-//! cards: either all begin to form a communicator, whose name is on the first member's card, or none does.
+//! an allgather of the communicator of hosts at the same point of everybody's list. Whether there can be a communicator
+//! follows from the cards. If so, the first member names it, in a broadcast that comes next, and all begin to form it: a
+//! name that nobody uses would leave a port open.
 
-use farandole_collectives::{CARD, Communicator, Formed, Memory, Operation, Segment, Token};
+use farandole_collectives::{CARD, Communicator, Fabric, Memory, Operation, Segment, Token};
 use farandole_world::Rank;
 
 use super::{Shared, Step};
 
-/// Names the allgather of cards.
+/// Names the allgather of cards, and the broadcast of the name.
 pub(super) const MEETING: Token = Token(u64::MAX);
 
 pub(super) enum Reach {
@@ -20,6 +21,8 @@ pub(super) enum Reach {
     Unasked,
     /// Cards are under way.
     Asking(Memory),
+    /// The name is under way.
+    Naming(Memory),
     /// There is one.
     Among(Box<dyn Communicator>),
     /// There can be none.
@@ -28,9 +31,9 @@ pub(super) enum Reach {
 
 impl Reach {
     /// The meeting, to be submitted as [`MEETING`].
-    pub(super) fn ask(&mut self, shared: &Shared, (me, members): (usize, usize)) -> Operation {
+    pub(super) fn ask(&mut self, shared: &Shared, members: usize) -> Operation {
         let own = shared.devices.fabric.as_ref().zip(shared.devices.own());
-        let mut card = own.map(|(fabric, own)| fabric.card(own, me == 0)).unwrap_or_default();
+        let mut card = own.map(|(fabric, own)| fabric.card(own)).unwrap_or_default();
         card.resize(CARD, 0);
         let cards = Memory::new(CARD * members);
         let segment = Segment { input: Memory::repeating(CARD, &card).buffer(), output: cards.buffer() };
@@ -38,24 +41,61 @@ impl Reach {
         Operation::Allgather { segments: vec![segment], bytes: vec![vec![CARD; members]] }
     }
 
-    /// Everybody's cards are here.
+    /// What was under way is here. Returns what comes next in the meeting, to be submitted as [`MEETING`], too.
     ///
     /// # Errors
     /// When a communicator could be had and was refused.
-    pub(super) fn met(&mut self, shared: &Shared, members: &[Rank], me: usize) -> Step {
-        let Self::Asking(cards) = std::mem::replace(self, Self::Not) else { return Ok(()) };
+    pub(super) fn met(&mut self, shared: &Shared, members: &[Rank], me: usize) -> Step<Option<Operation>> {
+        let before = std::mem::replace(self, Self::Not);
         let Some((fabric, own)) = shared.devices.fabric.as_ref().zip(shared.devices.own()) else {
-            return Ok(());
+            return Ok(None);
         };
-        let cards = cards.to_vec().unwrap_or_default();
-        let cards: Vec<&[u8]> = cards.chunks_exact(CARD).collect();
-        let patience = shared.settings.collective_timeout;
-        match fabric.form(own, &cards, members, me, patience)? {
-            Formed::Communicator(communicator) => *self = Self::Among(communicator),
-            Formed::Not(reason) if me == 0 => shared.observer.note(&reason),
-            Formed::Not(_) => {}
+        match before {
+            Self::Asking(cards) => {
+                let cards = cards.to_vec().unwrap_or_default();
+                let cards: Vec<&[u8]> = cards.chunks_exact(CARD).collect();
+                Ok(self.name(shared, &**fabric, &cards, members, me))
+            }
+            Self::Naming(name) => {
+                let name = name.to_vec().unwrap_or_default();
+                if let Some((&NAMED, name)) = name.split_first() {
+                    let patience = shared.settings.collective_timeout;
+                    *self = Self::Among(fabric.form(own, name, (me, members.len()), patience)?);
+                }
+                Ok(None)
+            }
+            Self::Unasked | Self::Among(_) | Self::Not => Ok(None),
         }
-        Ok(())
+    }
+
+    /// The broadcast of a name, unless something is in the way.
+    fn name(
+        &mut self,
+        shared: &Shared,
+        fabric: &dyn Fabric,
+        cards: &[&[u8]],
+        members: &[Rank],
+        me: usize,
+    ) -> Option<Operation> {
+        if let Some(reason) = fabric.obstacle(cards, members, me) {
+            if me == 0 {
+                shared.observer.note(&reason);
+            }
+            return None;
+        }
+        let mut frame = Vec::new();
+        if me == 0 {
+            match fabric.name(cards) {
+                Ok(name) => frame = [&[NAMED], &name[..]].concat(),
+                // The others find no name.
+                Err(reason) => shared.observer.note(&reason),
+            }
+        }
+        frame.resize(CARD, 0);
+        let name = Memory::repeating(CARD, &frame);
+        let segment = Segment { input: name.buffer(), output: name.buffer() };
+        *self = Self::Naming(name);
+        Some(Operation::Broadcast { root: 0, segments: vec![segment] })
     }
 
     pub(super) fn communicator(&mut self) -> Option<&mut Box<dyn Communicator>> {
@@ -81,6 +121,9 @@ impl Reach {
         *self = Self::Not;
     }
 }
+
+/// What a name begins with, where there is one.
+const NAMED: u8 = 1;
 
 /// The longest that an end in good order waits for what was launched.
 const LAST: std::time::Duration = std::time::Duration::from_secs(2);

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use farandole_collectives::{
-    Buffer, CARD, Communicator, Event, Fabric, Formed, HostCommunicator, Operation, Place, ReduceOp, Result,
+    Buffer, CARD, Communicator, Event, Fabric, HostCommunicator, Operation, Place, ReduceOp, Result,
     Segment, Token,
 };
 use farandole_engine::{Kind, Observer, Request, StallReport};
@@ -26,6 +26,10 @@ use crate::devices::Later;
 struct Loops {
     links: Mutex<Vec<Vec<Link>>>,
     allowed: bool,
+    /// Whether the first member finds no name.
+    nameless: bool,
+    /// How often one was asked for.
+    names: AtomicUsize,
     /// Operations they had, and events those came after.
     operations: Arc<AtomicUsize>,
     events: Arc<AtomicUsize>,
@@ -34,33 +38,40 @@ struct Loops {
 impl Loops {
     fn new(size: usize, allowed: bool) -> Self {
         let links = Mutex::new(loopback::mesh(size, 1 << 16).unwrap());
-        Self { links, allowed, operations: Arc::default(), events: Arc::default() }
+        let (operations, events) = (Arc::default(), Arc::default());
+        Self { links, allowed, nameless: false, names: AtomicUsize::default(), operations, events }
     }
 }
 
 impl Fabric for Loops {
-    fn card(&self, device: u32, first: bool) -> Vec<u8> {
-        vec![u8::from(first), u8::try_from(device).unwrap()]
+    fn card(&self, device: u32) -> Vec<u8> {
+        vec![7, u8::try_from(device).unwrap()]
+    }
+
+    fn obstacle(&self, cards: &[&[u8]], ranks: &[Rank], _: usize) -> Option<String> {
+        assert_eq!(cards.len(), ranks.len());
+        assert!(cards.iter().all(|card| card.len() == CARD && card[..2] == [7, 0]));
+        (!self.allowed).then(|| "nobody may".to_owned())
+    }
+
+    fn name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
+        self.names.fetch_add(1, Ordering::Relaxed);
+        assert_eq!(cards.len(), 2);
+        if self.nameless { Err("nobody has a name".to_owned()) } else { Ok(b"loops".to_vec()) }
     }
 
     fn form(
         &self,
-        device: u32,
-        cards: &[&[u8]],
-        ranks: &[Rank],
-        place: usize,
+        _: u32,
+        name: &[u8],
+        (place, _): (usize, usize),
         _: Duration,
-    ) -> Result<Formed> {
-        assert!(cards.iter().enumerate().all(|(member, card)| {
-            card.len() == CARD && card[..2] == [u8::from(member == 0), u8::try_from(device).unwrap()]
-        }));
-        if !self.allowed {
-            return Ok(Formed::Not("nobody may".to_owned()));
-        }
+    ) -> Result<Box<dyn Communicator>> {
+        assert!(name.starts_with(b"loops\0"));
         let links = std::mem::take(&mut self.links.lock()[place]);
-        let inner = HostCommunicator::new(ranks[place], links)?;
+        let inner = HostCommunicator::new(Rank(u32::try_from(place).unwrap()), links)?;
         let (operations, events) = (Arc::clone(&self.operations), Arc::clone(&self.events));
-        Ok(Formed::Communicator(Box::new(Among { inner, operations, events })))
+        Ok(Box::new(Among { inner, operations, events }))
     }
 }
 
@@ -179,6 +190,7 @@ fn what_the_communicator_among_devices_carries_goes_there_and_the_rest_through_t
     assert_eq!(fabric.operations.load(Ordering::Relaxed), 2 * 3 * 2);
     assert_eq!(fabric.events.load(Ordering::Relaxed), 2 * 3 * 3, "what tensors come after is passed on");
     assert!(notes.0.lock().is_empty());
+    assert_eq!(fabric.names.load(Ordering::Relaxed), 1, "the first member names it, for all");
 }
 
 #[test]
@@ -187,4 +199,13 @@ fn where_there_can_be_none_the_first_rank_says_why_and_all_goes_through_the_host
     assert_eq!(work(&fabric, &notes), 2 * 3 * 8);
     assert_eq!(fabric.operations.load(Ordering::Relaxed), 0);
     assert_eq!(*notes.0.lock(), ["nobody may"]);
+    assert_eq!(fabric.names.load(Ordering::Relaxed), 0, "a name that nobody uses is not asked for");
+}
+
+#[test]
+fn where_the_first_member_finds_no_name_all_go_through_the_host() {
+    let fabric = Arc::new(Loops { nameless: true, ..Loops::new(2, true) });
+    let notes = Arc::new(Notes::default());
+    assert_eq!(work(&fabric, &notes), 2 * 3 * 8);
+    assert_eq!(*notes.0.lock(), ["nobody has a name"]);
 }
