@@ -5,13 +5,18 @@
 #![expect(unsafe_code, reason = "addresses come from Python, and a buffer is exported by address")]
 
 use std::ffi::{c_int, c_void};
+use std::sync::Arc;
 
-use farandole::collectives::{Buffer, DataType, Memory, Place, ReduceOp, copy_past_caches};
+use farandole::collectives::{
+    Buffer, DataType, Event, Memory, Place, ReduceOp, Room, Stream, copy_past_caches,
+};
 use farandole::engine::Completion;
 use farandole::session::Session;
 use pyo3::exceptions::{PyBufferError, PyMemoryError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
+
+use crate::error::raise;
 
 /// Memory of a contiguous tensor. The caller on the Python side keeps it valid until the operation is consumed;
 /// that is the contract of the whole module `engine`.
@@ -91,14 +96,24 @@ pub(crate) fn reduce_op(number: u8) -> PyResult<ReduceOp> {
 /// What an allgather or an all-to-all has collected.
 #[pyclass(frozen, module = "farandole._native.engine")]
 pub(crate) struct Gathered {
-    memory: Memory,
+    store: Store,
     rows: Vec<u64>,
+}
+
+enum Store {
+    Host(Memory),
+    /// On a GPU, once the event is reached.
+    Device(Arc<dyn Room>, Option<Arc<dyn Event>>),
 }
 
 impl Gathered {
     /// The engine's memory, if the operation brought any.
     pub(crate) fn of(completion: Completion) -> Option<Self> {
-        completion.output.map(|memory| Self { memory, rows: completion.rows })
+        let store = match (completion.output, completion.room) {
+            (Some(memory), _) => Store::Host(memory),
+            (None, room) => Store::Device(room?, completion.reached),
+        };
+        Some(Self { store, rows: completion.rows })
     }
 }
 
@@ -110,7 +125,35 @@ impl Gathered {
     }
 
     fn __len__(&self) -> usize {
-        self.memory.len()
+        match &self.store {
+            Store::Host(memory) => memory.len(),
+            Store::Device(room, _) => room.buffer().len(),
+        }
+    }
+
+    /// The GPU that the memory is on, if it is on one.
+    #[getter]
+    fn ordinal(&self) -> Option<u32> {
+        match &self.store {
+            Store::Device(room, _) => match room.buffer().place() {
+                Place::Device(ordinal) => Some(ordinal),
+                Place::Host => None,
+            },
+            Store::Host(_) => None,
+        }
+    }
+
+    /// Has a stream of the GPU move all bytes to an address there, once they are there, and gives the memory back behind
+    /// that. Once only; returns at once.
+    #[pyo3(signature = (address, stream, /))]
+    fn fetch(&self, address: usize, stream: usize) -> PyResult<()> {
+        let (Store::Device(room, reached), Some(ordinal)) = (&self.store, self.ordinal()) else {
+            return Err(PyValueError::new_err("what was gathered is in host memory"));
+        };
+        let to = buffer(address, DataType::U8, &[self.__len__() as u64], Place::Device(ordinal))?;
+        // SAFETY: `farandole.torch` passes the framework's current stream of this GPU, which lives for ever.
+        let stream = unsafe { Stream::from_raw(stream) };
+        room.fetch(&to, reached.as_ref(), stream).map_err(|error| raise(error.fault(), &error))
     }
 
     /// Exports the memory, writable: its one user is whoever holds this object.
@@ -118,8 +161,11 @@ impl Gathered {
     /// # Safety
     /// Python calls it with a view to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let Store::Host(memory) = &slf.get().store else {
+            return Err(PyBufferError::new_err("what was gathered is on a GPU"));
+        };
         // SAFETY: the view comes from Python, and the object keeps its memory.
-        unsafe { export(&slf.get().memory, slf.as_any(), view, flags) }
+        unsafe { export(memory, slf.as_any(), view, flags) }
     }
 }
 

@@ -17,12 +17,19 @@ enum { READY = 0, INVALID = 1, NOT_FOUND = 500, NOT_READY = 600, IN_PROGRESS = 7
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static long copies, launches, blocked;
+static long copies, launches, blocked, rooms, names;
 
-// What a test asks about: copies between host and device, operations of NCCL, times the host waited for the device.
+// What a test asks about: copies between host and device, operations of NCCL, times the host waited for the device,
+// memory of the device that was not given back, communicators that were named.
 long fake_count(const char *what) {
+  static const struct {
+    const char *what;
+    long *count;
+  } counts[] = {{"copies", &copies}, {"launches", &launches}, {"blocked", &blocked}, {"rooms", &rooms}, {"names", &names}};
+  long count = -1;
   pthread_mutex_lock(&lock);
-  long count = strcmp(what, "copies") == 0 ? copies : strcmp(what, "launches") == 0 ? launches : blocked;
+  for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
+    if (strcmp(what, counts[i].what) == 0) count = *counts[i].count;
   pthread_mutex_unlock(&lock);
   return count;
 }
@@ -156,7 +163,7 @@ int cuDeviceGetCount(int *number) { return *number = 8, READY; }
 int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, ordinal < 8 ? READY : INVALID; }
 int cuDeviceGetAttribute(int *value, int which, int device) {
   (void)device;
-  return *value = which == 75 ? 9 : 0, READY;
+  return *value = which == 75 ? 9 : which == 115 && !getenv("FAKE_NO_POOLS"), READY;
 }
 int cuDeviceGetName(char *name, int room, int device) {
   snprintf(name, room, "Fake %d", device);
@@ -219,6 +226,40 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *hand
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *handle) {
   count(&copies);
   enqueue(handle, (job){.run = move, .to = to, .from = (void *)from, .bytes = bytes, .delay = 200});
+  return READY;
+}
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *handle) {
+  enqueue(handle, (job){.run = move, .to = (void *)to, .from = (void *)from, .bytes = bytes, .delay = 200});
+  return READY;
+}
+
+// Memory in the order of a stream. Whoever uses it too early, or too late, finds other bytes.
+typedef struct block {
+  size_t bytes;
+  size_t unused;
+} block;
+
+static void spoil(job *work) { memset(work->to, 0x5a, work->bytes); }
+
+static void give_back(job *work) {
+  spoil(work);
+  free((block *)work->to - 1);
+  pthread_mutex_lock(&lock);
+  rooms--;
+  pthread_mutex_unlock(&lock);
+}
+
+int cuMemAllocAsync(uint64_t *address, size_t bytes, void *handle) {
+  block *made = malloc(sizeof *made + bytes);
+  if (!made) return 2;
+  made->bytes = bytes;
+  count(&rooms);
+  enqueue(handle, (job){.run = spoil, .to = made + 1, .bytes = bytes, .delay = 200});
+  return *address = (uint64_t)(uintptr_t)(made + 1), READY;
+}
+int cuMemFreeAsync(uint64_t address, void *handle) {
+  block *made = (block *)(uintptr_t)address - 1;
+  enqueue(handle, (job){.run = give_back, .to = made + 1, .bytes = made->bytes});
   return READY;
 }
 int cuModuleLoadData(void **module, const void *image) { return (void)module, (void)image, NOT_FOUND; }
@@ -337,6 +378,9 @@ static double joined(double a, double b, int op) {
   }
 }
 
+// What a rank brings to a collective: nothing where only the sender's is looked at, whose buffer alone is that long.
+static size_t brought(int rank, size_t bytes, int copied) { return copied < 0 || rank == copied ? bytes : 0; }
+
 // Numbers that a rank brings to a collective, and those it looks at in what each brings.
 static void collective(call *work, size_t brings, size_t begin, size_t number, int copied) {
   comm *own = work->comm;
@@ -344,11 +388,11 @@ static void collective(call *work, size_t brings, size_t begin, size_t number, i
   long turn = own->collectives++;
   size_t size = size_of(work->type);
   snprintf(name, sizeof name, "%ld.%d", turn, own->rank);
-  post(own, name, work->from, brings * size);
+  post(own, name, work->from, brought(own->rank, brings * size, copied));
   void *all[64] = {0};
   for (int rank = 0; rank < own->size; rank++) {
     snprintf(name, sizeof name, "%ld.%d", turn, rank);
-    if (!(all[rank] = fetch(own, name, brings * size))) return;
+    if (!(all[rank] = fetch(own, name, brought(rank, brings * size, copied)))) return;
   }
   if (work->kind == GATHER) {
     for (int rank = 0; rank < own->size; rank++)
@@ -433,6 +477,7 @@ typedef struct {
 int ncclGetUniqueId(unique *id) {
   const char *folder = getenv("FAKE_NCCL");
   memset(id, 0, sizeof *id);
+  count(&names);
   snprintf(id->bytes, sizeof id->bytes, "%s/XXXXXX", folder ? folder : "/tmp");
   return mkdtemp(id->bytes) ? READY : 2;
 }

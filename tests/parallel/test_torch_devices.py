@@ -98,6 +98,7 @@ def late_sum(share, async_count):
     tensors = [torch.zeros(1000 + i) for i in range(async_count)]
     hvd.allreduce(torch.zeros(1), name="first")
     before = {what: gpu.count(what) for what in ("copies", "launches", "blocked")}
+    before["names"] = 0
     for i, tensor in enumerate(tensors):
         gpu.fill(tensor, hvd.rank() + i, LATE if i == 0 else 0)
     began = time.monotonic()
@@ -126,6 +127,7 @@ def test_ranks_that_share_a_gpu_meet_in_host_memory(fresh_world, cuda):
         assert len(untouched) == 5
         assert used["launches"] == 0
         assert used["copies"] == 10
+        assert used["names"] == 0, "a name of NCCL opens a port that nobody would close"
     told = [outcome.stderr_tail for outcome in close(world)]
     assert sum("ranks 0 and 1 use the same GPU" in text for text in told) == 1
 
@@ -164,23 +166,78 @@ def every_operation(share):
     check("broadcast", hvd.broadcast(mine, root_rank=1), [2, 2, 4])
     check("broadcast in place", hvd.broadcast_(mine.clone(), root_rank=0), [1, 2, 5])
     check("gather", hvd.allgather(torch.full((rank + 1, 2), float(rank))), [[0, 0], [1, 1], [1, 1]])
+    check("gather of as many", hvd.allgather(mine), [1, 2, 5, 2, 2, 4])
+    check("gather from one", hvd.allgather(mine[: 3 * rank]), [2, 2, 4])
+    check("gather of nothing", hvd.allgather(mine[:0]), [])
+    pair = hvd.grouped_allgather([mine.bool(), mine[rank:].to(torch.int16)])
+    check("gathers of a group", pair[0], [True] * 6)
+    check("  the second", pair[1], [1, 2, 5, 2, 4])
     received, splits = hvd.alltoall(mine, splits=[1, 2])
     check("exchange", received, [1, 2] if rank == 0 else [2, 5, 2, 4])
     check("splits", splits, [1, 1] if rank == 0 else [2, 2])
+    check("exchange of as many", hvd.alltoall(mine[:2].bfloat16()), [1, 2] if rank == 0 else [2, 2])
+    received, splits = hvd.alltoall(mine, splits=[3, 0])
+    check("exchange to one", received, [1, 2, 5, 2, 2, 4] if rank == 0 else [])
+    check("  its splits", splits, [3, 3] if rank == 0 else [0, 0])
     rows = torch.arange(6.0).view(3, 2) + rank
     check("uneven scatter", hvd.reducescatter(rows, op=hvd.Sum), [[1, 3], [5, 7]] if rank == 0 else [[9, 11]])
     even = hvd.reducescatter(rows[:2].contiguous(), op=hvd.Average)
     check("even scatter", even, [[0.5, 1.5]] if rank == 0 else [[2.5, 3.5]])
     large = torch.arange(3_000_001, dtype=torch.float32) % 1000
     check("more than a piece", hvd.allreduce(large, op=hvd.Sum), (large * size).tolist())
-    return wrong, gpu.count("launches")
+    check("a large gather", hvd.allgather(large), torch.cat([large] * size))
+    return wrong, gpu.count("launches"), gpu.count("rooms")
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 def test_every_operation_and_type_has_the_hosts_result(shared_world, cuda, share):
     results = shared_world(2, f"cuda {share}", cuda).run(every_operation, share)
-    assert [wrong for wrong, _ in results] == [[], []]
-    assert all((launches == 0) == share for _, launches in results)
+    assert [wrong for wrong, *_ in results] == [[], []]
+    assert all((launches == 0) == share and rooms == 0 for _, launches, rooms in results)
+
+
+def late_gathers():
+    """Gathers and exchanges of a tensor that is late, whose size the other rank does not know."""
+    gpu = Gpu(hvd.local_rank())
+    hvd.allreduce(torch.zeros(1), name="first")
+    before = {what: gpu.count(what) for what in ("copies", "launches", "blocked")}
+    tensor = torch.zeros(1000 * (1 + hvd.rank()))
+    gpu.fill(tensor, 3.0 + hvd.rank(), LATE)
+    began = time.monotonic()
+    gather, late = hvd.allgather_async(tensor), hvd.allgather_async(tensor)
+    received, splits = hvd.alltoall(tensor, splits=[700, len(tensor) - 700])
+    gathered = hvd.synchronize(gather)
+    elapsed = time.monotonic() - began
+    found = [gpu.read(result).unique(return_counts=True) for result in (gathered, received)]
+    kept = hvd.synchronize(late)
+    used = {what: gpu.count(what) - count for what, count in before.items()}
+    counts = [dict(zip(values.tolist(), rows.tolist(), strict=True)) for values, rows in found]
+    gpu.library.fake_wait(gpu.stream)
+    return elapsed, counts, splits.tolist(), used, gpu.count("rooms"), len(kept)
+
+
+def test_gathers_and_exchanges_go_by_nccl_and_the_host_waits_for_none(gpus):
+    for rank, (elapsed, (gathered, received), splits, used, rooms, rows) in enumerate(gpus.run(late_gathers)):
+        assert gathered == {3.0: 1000, 4.0: 2000}
+        assert splits == ([700, 700] if rank == 0 else [300, 1300])
+        assert received == {3.0: splits[0], 4.0: splits[1]}
+        assert elapsed < LATE / 2, "the host went on while the input was still being made"
+        assert used["launches"] == 2 * 2 + 4
+        assert (used["copies"], used["blocked"]) == (0, 0)
+        assert (rooms, rows) == (0, 3000), "the GPU has its memory back"
+
+
+def one_without_pools():
+    if hvd.rank() == 1:
+        os.environ["FAKE_NO_POOLS"] = "1"
+    gpu = Gpu(hvd.local_rank())
+    total = gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum)).tolist()
+    gathered = gpu.read(hvd.allgather(torch.full((1 + hvd.rank(),), float(hvd.rank())))).tolist()
+    return total, gathered, gpu.count("launches")
+
+
+def test_where_a_gpu_has_no_memory_by_streams_gathers_go_through_the_host(fresh_world, cuda):
+    assert fresh_world(2, env=cuda).run(one_without_pools) == [([2.0, 2.0], [0.0, 1.0, 1.0], 1)] * 2
 
 
 def gpu_and_host():

@@ -136,8 +136,30 @@ pub trait Communicator: Send {
     /// calls fail.
     fn abandon(&mut self) {}
 
+    /// Memory of the communicator's device for a result of so many bytes, at least one: operations submitted from now on
+    /// may write it, nobody else yet.
+    ///
+    /// # Errors
+    /// `Device` when the device has none left; `Shape` where there is no device.
+    fn room(&mut self, _bytes: usize) -> Result<Arc<dyn Room>> {
+        Err(Error::Shape { reason: "an operation on the host has no memory of a device".to_owned() })
+    }
+
     /// Operations not completed.
     fn pending(&self) -> usize;
+}
+
+/// Memory of a device that an operation fills; the device has it back when somebody has fetched the bytes, or dropped this.
+pub trait Room: Send + Sync {
+    /// The memory, for the operation alone: to be used no longer than this lives.
+    fn buffer(&self) -> Buffer;
+
+    /// Has a stream of the framework's move the bytes to memory of the same device, after `reached`, and give this memory
+    /// back behind that; the host waits for nothing. Once only.
+    ///
+    /// # Errors
+    /// `Shape` when `to` is no memory for all the bytes there, or they were fetched before; `Device`.
+    fn fetch(&self, to: &Buffer, reached: Option<&Arc<dyn Event>>, stream: Stream) -> Result<()>;
 }
 
 /// A place that has memory of its own. Host memory needs none; testkit has one over host memory.

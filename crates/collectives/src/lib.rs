@@ -57,7 +57,7 @@ mod host;
 pub mod kernel;
 
 pub use buffer::{Buffer, Memory, Place, Stream, copy_past_caches};
-pub use communicator::{CARD, Communicator, Device, Event, Fabric, Operation, Segment, Token};
+pub use communicator::{CARD, Communicator, Device, Event, Fabric, Operation, Room, Segment, Token};
 pub use crossover::{Algorithm, Crossover};
 pub use dtype::{DataType, ReduceOp};
 pub use error::{Error, Result};

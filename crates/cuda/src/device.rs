@@ -4,6 +4,8 @@
 //! A GPU behind the traits `Device` and `Event`: copies on a stream of our own, joined with the framework's by events.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
+mod room;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -13,9 +15,10 @@ use farandole_collectives::{
 use parking_lot::Mutex;
 
 use crate::driver::{Context, Driver, Mark, Stream};
-use crate::nccl::Lane;
 use crate::staging::{Locks, Pool};
 use crate::{Error, Result};
+
+pub use room::GpuLane;
 
 /// Events kept for later.
 const MARKS: usize = 256;
@@ -175,9 +178,7 @@ impl Gpu {
     /// # Errors
     /// `Driver`.
     pub fn lane(&self) -> Result<GpuLane> {
-        let open = self.open()?;
-        let stream = open.context.stream()?;
-        Ok(GpuLane { open, stream })
+        GpuLane::new(self.open()?)
     }
 
     /// The context, for kernels.
@@ -324,45 +325,6 @@ impl Drop for Reached {
             );
         }
         self.open.give_back(mark);
-    }
-}
-
-/// A stream of a GPU that one communicator works on.
-pub struct GpuLane {
-    open: Arc<Open>,
-    stream: Stream,
-}
-
-// SAFETY: streams may be used from any thread; this one is its owner's.
-unsafe impl Send for GpuLane {}
-
-impl Drop for GpuLane {
-    fn drop(&mut self) {
-        let stream = self.stream;
-        // SAFETY: the stream is ours and is destroyed once, when its work is done. There is nothing to do about a failure.
-        drop(self.open.context.call("cuStreamDestroy", |table| unsafe { (table.stream_destroy)(stream) }));
-    }
-}
-
-impl Lane for GpuLane {
-    fn ordinal(&self) -> u32 {
-        self.open.context.ordinal()
-    }
-
-    fn stream(&self) -> Stream {
-        self.stream
-    }
-
-    fn mark(&self) -> Result<Arc<dyn Event>, CollectiveError> {
-        Ok(Arc::new(self.open.mark(self.stream, Vec::new())?))
-    }
-
-    fn with(&self, work: &mut dyn FnMut()) -> Result<(), CollectiveError> {
-        let done = self.open.context.call("cuCtxPushCurrent", |_| {
-            work();
-            0
-        });
-        Ok(done?)
     }
 }
 

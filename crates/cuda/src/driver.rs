@@ -22,6 +22,9 @@ const NOT_READY: i32 = 600;
 const NO_DEVICE: i32 = 100;
 const MAJOR: i32 = 75;
 const MINOR: i32 = 76;
+/// Memory in the order of streams.
+const POOLS: i32 = 115;
+const NOT_SUPPORTED: i32 = 801;
 /// A stream that does not wait for the default one.
 const NON_BLOCKING: c_uint = 1;
 /// An event that takes no time.
@@ -60,6 +63,7 @@ table! {
             host_unregister = "cuMemHostUnregister"(*mut c_void);
             to_device = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, Stream);
             to_host = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, Stream);
+            within = "cuMemcpyDtoDAsync_v2"(u64, u64, usize, Stream);
             module_load = "cuModuleLoadData"(*mut *mut c_void, *const c_void);
             module_unload = "cuModuleUnload"(*mut c_void);
             function = "cuModuleGetFunction"(*mut Function, *mut c_void, *const c_char);
@@ -70,7 +74,10 @@ table! {
             error_name = "cuGetErrorName"(i32, *mut *const c_char);
             error_string = "cuGetErrorString"(i32, *mut *const c_char);
         }
-        optional {}
+        optional {
+            allocate = "cuMemAllocAsync"(*mut u64, usize, Stream);
+            free = "cuMemFreeAsync"(u64, Stream);
+        }
     }
 }
 
@@ -183,6 +190,15 @@ impl Driver {
         // SAFETY: the place lives across the call.
         self.check("cuDeviceTotalMem", ordinal, unsafe { (self.table.memory)(&raw mut bytes, device) })?;
         Ok(Facts { name, uuid, arch, bytes: bytes as u64 })
+    }
+
+    /// Whether memory of a device can be taken and given back in the order of streams.
+    pub(crate) fn has_pools(&self, ordinal: u32) -> bool {
+        let mut there = 0;
+        // SAFETY: the place lives across the call.
+        let asked = |device| unsafe { (self.table.attribute)(&raw mut there, POOLS, device) };
+        let asked = self.device(ordinal).map(asked);
+        asked == Ok(0) && there != 0 && self.table.allocate.is_some() && self.table.free.is_some()
     }
 
     /// The context that the framework uses, too.
@@ -309,6 +325,32 @@ impl Context {
             NOT_READY => Ok(false),
             status => self.driver.check("cuEventQuery", self.ordinal, status).map(|()| true),
         }
+    }
+
+    /// Memory of the device, for what is put on the stream from now on.
+    ///
+    /// # Errors
+    /// `Driver` when there is none left.
+    pub(crate) fn allocate(&self, bytes: usize, stream: Stream) -> Result<u64> {
+        let mut address = 0;
+        self.call("cuMemAllocAsync", |table| match table.allocate {
+            // SAFETY: the place lives across the call, and the caller's stream, too.
+            Some(allocate) => unsafe { allocate(&raw mut address, bytes, stream) },
+            None => NOT_SUPPORTED,
+        })?;
+        Ok(address)
+    }
+
+    /// Gives memory back behind what is on a stream.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub(crate) fn free(&self, address: u64, stream: Stream) -> Result<()> {
+        self.call("cuMemFreeAsync", |table| match table.free {
+            // SAFETY: the caller has it from `allocate`, gives it back once and names a stream that lives.
+            Some(free) => unsafe { free(address, stream) },
+            None => NOT_SUPPORTED,
+        })
     }
 
     /// Locks host memory, so that copies need not stop on the way.

@@ -67,7 +67,8 @@ impl Gpus {
     fn own_card(&self, ordinal: u32) -> Result<Card> {
         let gpu = self.open(ordinal, &[])?;
         let uuid = gpu.driver().facts(ordinal)?.uuid;
-        Ok(Card { uuid, version: self.nccl().map(|nccl| nccl.code()).unwrap_or_default() })
+        let version = self.nccl().map(|nccl| nccl.code()).unwrap_or_default();
+        Ok(Card { uuid, version, rooms: gpu.driver().has_pools(ordinal) })
     }
 
     /// Why the members with these cards cannot have a communicator, if so.
@@ -115,9 +116,10 @@ impl Fabric for Gpus {
         self.lacking(&cards, members, place).map(|reason| detour(&reason))
     }
 
-    fn name(&self, _cards: &[&[u8]]) -> Result<Vec<u8>, String> {
+    fn name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
+        let rooms = cards.iter().all(|card| Card::read(card).is_some_and(|card| card.rooms));
         let id = self.nccl().and_then(|nccl| nccl.unique_id());
-        id.map(|id| id.0.to_vec()).map_err(|error| detour(&error.to_string()))
+        id.map(|id| [&[u8::from(rooms)], &id.0[..]].concat()).map_err(|error| detour(&error.to_string()))
     }
 
     fn form(
@@ -127,12 +129,14 @@ impl Fabric for Gpus {
         place: (usize, usize),
         patience: Duration,
     ) -> Result<Box<dyn Communicator>, CollectiveError> {
-        let Some((id, _)) = name.split_first_chunk::<128>() else {
+        let named = name.split_first().and_then(|(rooms, rest)| Some((*rooms, rest.first_chunk::<128>()?)));
+        let Some((rooms, id)) = named else {
             return Err(CollectiveError::Lost { reason: "a communicator has no name".to_owned() });
         };
         let gpu = self.open(device, &[])?;
         let (nccl, lane) = (self.nccl()?, gpu.lane()?);
-        Ok(Box::new(NcclCommunicator::form(nccl, lane, UniqueId(*id), place, patience)?))
+        let formed = NcclCommunicator::form(nccl, lane, UniqueId(*id), place, patience)?;
+        Ok(Box::new(if rooms == 1 { formed.with_rooms() } else { formed }))
     }
 }
 
@@ -146,22 +150,27 @@ struct Card {
     uuid: [u8; 16],
     /// Of NCCL; 0 where there is none.
     version: i32,
+    /// Whether its memory is taken and given back in the order of streams.
+    rooms: bool,
 }
 
-/// A mark of there being a card, the GPU and the version; a name is as long as NCCL's, after a mark of its own.
-const WRITTEN: usize = 1 + 16 + 4;
-const _: () = assert!(WRITTEN <= CARD && 1 + size_of::<UniqueId>() <= CARD, "a card has room for it");
+/// A mark of there being a card, the GPU, the version and whether it has rooms.
+const WRITTEN: usize = 1 + 16 + 4 + 1;
+/// Whether all have rooms, and NCCL's name.
+const NAME: usize = 1 + size_of::<UniqueId>();
+const _: () = assert!(WRITTEN <= CARD && NAME < CARD, "a card has room for it");
 
 impl Card {
     fn write(&self) -> Vec<u8> {
-        [&[1][..], &self.uuid, &self.version.to_le_bytes()].concat()
+        [&[1][..], &self.uuid, &self.version.to_le_bytes(), &[u8::from(self.rooms)]].concat()
     }
 
     fn read(bytes: &[u8]) -> Option<Self> {
         let (mark, rest) = bytes.split_first()?;
         let (uuid, rest) = rest.split_first_chunk::<16>()?;
-        let (version, _) = rest.split_first_chunk::<4>()?;
-        let card = Self { uuid: *uuid, version: i32::from_le_bytes(*version) };
+        let (version, rest) = rest.split_first_chunk::<4>()?;
+        let rooms = *rest.first()? == 1;
+        let card = Self { uuid: *uuid, version: i32::from_le_bytes(*version), rooms };
         (*mark == 1).then_some(card)
     }
 }
@@ -175,6 +184,8 @@ fn spelled(uuid: &[u8; 16]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use farandole_collectives::Operation;
+
     use super::*;
     use crate::device::tests::driver;
     use crate::nccl::fake::{NAMING, calls, nccl};
@@ -203,6 +214,19 @@ mod tests {
         assert_eq!(calls(), Vec::<String>::new(), "nobody has a name before all cards are there");
         assert_eq!(formed(&gpus, &cards, 1), Ok(2));
         assert_eq!(calls(), ["name", "init 1/2 id 9 blocking 0", "abort"]);
+    }
+
+    #[test]
+    fn gathers_go_by_nccl_where_all_members_have_rooms_for_what_comes() {
+        let gpus = gpus(nccl());
+        let (roomy, small) = (gpus.card(0), Card { rooms: false, ..Card::read(&gpus.card(1)).unwrap() });
+        let gathers = |other: Vec<u8>| {
+            let name = gpus.name(&[&roomy, &other]).unwrap();
+            let formed = gpus.form(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
+            formed.carries(&Operation::Allgather { segments: Vec::new(), bytes: Vec::new() })
+        };
+        assert!(gathers(gpus.card(1)));
+        assert!(!gathers(small.write()));
     }
 
     #[test]

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use farandole_collectives::{Buffer, DataType, Event, Memory, ReduceOp};
+use farandole_collectives::{Buffer, DataType, Event, Memory, ReduceOp, Room};
 use farandole_world::{ProcessSetId, Rank};
 
 use crate::signature::Topic;
@@ -183,6 +183,8 @@ impl fmt::Debug for Request {
 pub struct Completion {
     /// The output, when the request brought none; host memory.
     pub output: Option<Memory>,
+    /// The output instead, where a communicator among devices has made it.
+    pub room: Option<Arc<dyn Room>>,
     /// Allgather: first dimension of each member's input, in set order. Alltoall: rows received from each member.
     /// Empty otherwise.
     pub rows: Vec<u64>,
@@ -196,6 +198,7 @@ impl fmt::Debug for Completion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Completion")
             .field("output", &self.output)
+            .field("room", &self.room.as_ref().map(|room| room.buffer()))
             .field("rows", &self.rows)
             .field("last", &self.last)
             .field("reached", &self.reached.as_ref().map(|event| event.ordinal()))

@@ -35,11 +35,21 @@ class World:
 
 @final
 class Gathered:
-    """Memory an operation has filled; supports the buffer protocol, writable, and frees itself with its last user."""
+    """Memory an operation has filled, or a GPU is filling; frees itself with its last user.
+
+    On the host it supports the buffer protocol, writable; what is on a GPU is fetched.
+    """
+
+    @property
+    def ordinal(self) -> int | None:
+        """The GPU that it is on, if it is on one."""
 
     @property
     def rows(self) -> list[int]:
         """Rows each member gave, in member order; after an all-to-all: gave to this rank."""
+
+    def fetch(self, address: int, stream: int, /) -> None:
+        """Has a stream of the GPU move all bytes to an address there, once they are there. Once only; returns at once."""
 
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -8,11 +8,12 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::ffi::{c_char, c_uint, c_void};
 
-use farandole_collectives::{Buffer, Device as _, Error as CollectiveError, Memory, Place};
+use farandole_collectives::{Buffer, Device as _, Error as CollectiveError, Memory, Place, Room};
 use farandole_testkit::{contents, filled};
 
 use super::*;
 use crate::driver::Table;
+use crate::nccl::Lane as _;
 
 const NOT_READY: i32 = 600;
 const OUT_OF_MEMORY: i32 = 2;
@@ -33,6 +34,10 @@ struct Fake {
     depth: usize,
     /// Questions that still find nothing done.
     polls: usize,
+    /// Memory of the device that was taken; it stays to the end of the test, whose copies are late.
+    taken: Vec<Memory>,
+    /// How often some was given back.
+    given: usize,
     /// A function that fails.
     broken: Option<&'static str>,
 }
@@ -95,7 +100,7 @@ unsafe extern "C" fn device(place: *mut i32, ordinal: i32) -> i32 {
 }
 unsafe extern "C" fn attribute(place: *mut i32, which: i32, _: i32) -> i32 {
     // SAFETY: the caller's place.
-    unsafe { *place = if which == 75 { 9 } else { 0 } };
+    unsafe { *place = i32::from(which == 75) * 9 + i32::from(which == 115) };
     0
 }
 unsafe extern "C" fn name(place: *mut c_char, _: i32, _: i32) -> i32 {
@@ -210,6 +215,34 @@ unsafe extern "C" fn to_host(to: *mut c_void, from: u64, bytes: usize, _: Stream
     enqueue(usize::try_from(from).unwrap_or_default(), to.expose_provenance(), bytes);
     within("to_host")
 }
+unsafe extern "C" fn move_within(to: u64, from: u64, bytes: usize, stream: Stream) -> i32 {
+    let address = |number: u64| usize::try_from(number).unwrap_or_default();
+    fake(|fake| fake.log.push(format!("move {bytes} bytes on stream {}", stream.addr())));
+    let status = within("within");
+    if status == 0 {
+        enqueue(address(from), address(to), bytes);
+    }
+    status
+}
+unsafe extern "C" fn allocate(place: *mut u64, bytes: usize, stream: Stream) -> i32 {
+    let memory = Memory::new(bytes);
+    // SAFETY: the caller's place.
+    unsafe { *place = memory.address().expose_provenance() as u64 };
+    fake(|fake| {
+        fake.log.push(format!("take {bytes} bytes on stream {}", stream.addr()));
+        fake.taken.push(memory);
+    });
+    within("allocate")
+}
+unsafe extern "C" fn free(address: u64, stream: Stream) -> i32 {
+    fake(|fake| {
+        let known = fake.taken.iter().any(|memory| memory.address().addr() as u64 == address);
+        assert!(known, "it was taken");
+        fake.given += 1;
+        fake.log.push(format!("give back on stream {}", stream.addr()));
+    });
+    within("free")
+}
 unsafe extern "C" fn module_load(_: *mut *mut c_void, _: *const c_void) -> i32 {
     within("module_load")
 }
@@ -273,12 +306,15 @@ pub(crate) fn driver() -> Driver {
         host_unregister,
         to_device,
         to_host,
+        within: move_within,
         module_load,
         module_unload,
         function,
         launch,
         error_name,
         error_string,
+        allocate: Some(allocate),
+        free: Some(free),
     })
     .unwrap()
 }
@@ -427,4 +463,69 @@ fn facts_of_a_device_are_asked_without_a_context() {
     assert_eq!((facts.name.as_str(), facts.arch, facts.uuid, facts.bytes >> 30), ("Fake", 90, [1; 16], 80));
     assert_eq!(driver.count().unwrap(), 2);
     assert_eq!(log(), ["init"]);
+}
+
+fn room_of(bytes: &[u8]) -> (Gpu, Arc<dyn Room>) {
+    let gpu = Gpu::new(driver(), 0);
+    let room = gpu.lane().unwrap().room(bytes.len()).unwrap();
+    // SAFETY: the fake's memory is the host's, of so many bytes, and nobody else's.
+    unsafe { std::ptr::copy(bytes.as_ptr(), room.buffer().address(), bytes.len()) };
+    log();
+    (gpu, room)
+}
+
+fn framework() -> Theirs {
+    // SAFETY: the fake knows any stream.
+    unsafe { Theirs::from_raw(9) }
+}
+
+#[test]
+fn a_result_of_unknown_size_is_fetched_behind_its_event_and_its_memory_given_back_behind_that() {
+    let (gpu, room) = room_of(&[1, 2, 3]);
+    let target = filled(&[0; 3]);
+    // SAFETY: the fake knows any stream.
+    let reached = unsafe { gpu.after(8) }.unwrap();
+    log();
+    room.fetch(&on_device(&target, 0), Some(&reached), framework()).unwrap();
+    let steps = log();
+    assert!(steps[0].starts_with("stream 9 waits for event"), "{steps:?}");
+    assert_eq!(steps[1..], ["move 3 bytes on stream 9", "within", "give back on stream 9", "free"]);
+    fake(|fake| carry_out(fake, usize::MAX));
+    assert_eq!(contents(&target), [1, 2, 3]);
+    assert!(room.fetch(&on_device(&target, 0), None, framework()).is_err(), "only once");
+    drop(room);
+    assert_eq!(fake(|fake| fake.given), 1);
+}
+
+#[test]
+fn a_result_that_nobody_fetches_goes_back_behind_what_writes_it() {
+    let (_gpu, room) = room_of(&[1, 2, 3]);
+    // Two streams are the GPU's own. The lane is gone, and its stream not yet.
+    drop(room);
+    assert_eq!(log(), ["give back on stream 3", "free", "stream_destroy"]);
+}
+
+#[test]
+fn a_result_is_fetched_whole_or_not_at_all() {
+    let (_gpu, room) = room_of(&[1, 2, 3]);
+    let target = filled(&[0; 4]);
+    for to in [on_device(&target, 0), on_device(&target, 1).slice(0, 3), target.buffer().slice(0, 3)] {
+        let error = room.fetch(&to, None, framework()).unwrap_err();
+        assert!(error.to_string().contains("3 bytes of device 0 are fetched to"), "{error}");
+    }
+    assert_eq!(log(), Vec::<String>::new());
+    fake(|fake| fake.broken = Some("within"));
+    let error = room.fetch(&on_device(&target, 0).slice(0, 3), None, framework()).unwrap_err();
+    assert!(error.to_string().contains("cuMemcpyDtoDAsync failed on device 0"), "{error}");
+    drop(room);
+    assert_eq!(fake(|fake| fake.given), 1);
+}
+
+#[test]
+fn a_full_gpu_is_named_with_the_function_that_failed() {
+    let gpu = Gpu::new(driver(), 0);
+    fake(|fake| fake.broken = Some("allocate"));
+    let error = gpu.lane().unwrap().room(3).map(drop).unwrap_err();
+    assert!(error.to_string().contains("cuMemAllocAsync failed on device 0"), "{error}");
+    assert!(error.to_string().contains("out of memory"), "{error}");
 }

@@ -207,6 +207,9 @@ impl Calls<'_> {
     }
 
     unsafe fn gather(&self, segment: &Segment, bytes: &[usize]) -> Result<()> {
+        if bytes.iter().all(|member| *member == 0) {
+            return Ok(());
+        }
         if bytes.iter().all(|member| *member == bytes[0]) {
             let gather = self.nccl.table().allgather;
             let (input, output) = (from(&segment.input), to(&segment.output));

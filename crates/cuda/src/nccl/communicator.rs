@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{
-    Communicator, Error as CollectiveError, Event, Operation, Result, Stream as Theirs, Token,
+    Communicator, Error as CollectiveError, Event, Operation, Result, Room, Stream as Theirs, Token,
 };
 
 use super::calls::{Calls, carries};
@@ -39,6 +39,12 @@ pub trait Lane: Send {
     /// # Errors
     /// `Device`.
     fn mark(&self) -> Result<Arc<dyn Event>>;
+
+    /// Memory of the device, for what is put on the stream from now on.
+    ///
+    /// # Errors
+    /// `Device`.
+    fn room(&self, bytes: usize) -> Result<Arc<dyn Room>>;
 
     /// Does something while the device is the thread's current one.
     ///
@@ -69,6 +75,8 @@ pub struct NcclCommunicator<L: Lane> {
     comm: Comm,
     size: usize,
     member: usize,
+    /// All members' devices have room for results whose size nobody knew before.
+    roomy: bool,
     state: State,
     /// Since when it is formed, called or waited for.
     since: Instant,
@@ -126,6 +134,7 @@ impl<L: Lane> NcclCommunicator<L> {
             comm,
             size,
             member,
+            roomy: false,
             state: State::Forming,
             since: clock(),
             patience,
@@ -139,6 +148,13 @@ impl<L: Lane> NcclCommunicator<L> {
         let begun = communicator.nccl.check("ncclCommInitRankConfig", status);
         begun.map_err(|error| communicator.fail(&error.to_string()))?;
         Ok(communicator)
+    }
+
+    /// As one of which all members have a [`Lane::room`]: it carries gathers and exchanges, too.
+    #[must_use]
+    pub fn with_rooms(mut self) -> Self {
+        self.roomy = true;
+        self
     }
 
     /// Ends everything, also kernels under way, and remembers why.
@@ -273,7 +289,15 @@ impl<L: Lane> Communicator for NcclCommunicator<L> {
     }
 
     fn carries(&self, operation: &Operation) -> bool {
-        carries(operation)
+        let gathers = matches!(operation, Operation::Allgather { .. } | Operation::Alltoall { .. });
+        carries(operation) && (self.roomy || !gathers)
+    }
+
+    fn room(&mut self, bytes: usize) -> Result<Arc<dyn Room>> {
+        match self.state {
+            State::Over => Err(self.over()),
+            _ => self.lane.room(bytes),
+        }
     }
 
     fn launched(&mut self, launched: &mut Vec<(Token, Arc<dyn Event>)>) {

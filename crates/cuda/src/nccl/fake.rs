@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Event, Result, Stream as Theirs};
+use farandole_collectives::{Buffer, Event, Place, Result, Room, Stream as Theirs};
 
 use super::{Comm, Lane, Nccl, SUCCESS, Settings, Stream, Table, UniqueId};
 
@@ -234,6 +234,19 @@ impl Event for FakeEvent {
     }
 }
 
+struct FakeRoom(usize);
+
+impl Room for FakeRoom {
+    fn buffer(&self) -> Buffer {
+        // SAFETY: never looked at.
+        unsafe { Buffer::from_raw(std::ptr::without_provenance_mut(0x900), self.0, Place::Device(3)) }
+    }
+
+    fn fetch(&self, _: &Buffer, _: Option<&Arc<dyn Event>>, _: Theirs) -> Result<()> {
+        Ok(())
+    }
+}
+
 impl FakeLane {
     /// The work behind so many marks is done.
     pub(super) fn finish(&self, marks: usize) {
@@ -258,6 +271,10 @@ impl Lane for FakeLane {
         let done = Arc::new(AtomicBool::new(false));
         self.marks.lock().push(Arc::clone(&done));
         Ok(Arc::new(FakeEvent(done)))
+    }
+
+    fn room(&self, bytes: usize) -> Result<Arc<dyn Room>> {
+        Ok(Arc::new(FakeRoom(bytes)))
     }
 
     fn with(&self, work: &mut dyn FnMut()) -> Result<()> {

@@ -258,6 +258,30 @@ fn uneven_gathers_scatters_and_exchanges_go_by_parts() {
 }
 
 #[test]
+fn gathers_of_nothing_call_for_nothing() {
+    let (mut communicator, _lane) = ready();
+    let segments = vec![segment(0x100, 0, 0x200, 0)];
+    communicator.submit(Token(1), Operation::Allgather { segments, bytes: vec![vec![0, 0]] }).unwrap();
+    communicator.progress(&mut Vec::new()).unwrap();
+    assert_eq!(calls(), ["{", "}"]);
+}
+
+#[test]
+fn gathers_and_exchanges_are_for_members_with_room_for_their_results() {
+    let gather = Operation::Allgather { segments: Vec::new(), bytes: Vec::new() };
+    let nothing = segment(0x100, 0, 0x200, 0);
+    let exchange = Operation::Alltoall { segment: nothing, sends: Vec::new(), receives: Vec::new() };
+    let (communicator, _lane) = ready();
+    assert!(!communicator.carries(&gather) && !communicator.carries(&exchange));
+    let mut communicator = communicator.with_rooms();
+    assert!(communicator.carries(&gather) && communicator.carries(&exchange));
+    assert!(communicator.carries(&plain()) && !communicator.carries(&Operation::Barrier));
+    assert_eq!(communicator.room(24).unwrap().buffer().len(), 24);
+    communicator.abandon();
+    assert!(communicator.room(24).is_err());
+}
+
+#[test]
 fn what_nccl_would_do_otherwise_is_refused() {
     let all = |dtype, op, factor| carries(&sum(dtype, op, (factor, 1.0)));
     assert!(all(DataType::Bf16, ReduceOp::Max, 1.0) && all(DataType::I64, ReduceOp::Product, 1.0));

@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use farandole_collectives::{
-    Buffer, Error as CollectiveError, Event, Memory, Operation, Place, ReduceOp, Segment,
+    Buffer, Communicator, Error as CollectiveError, Event, Memory, Operation, Place, ReduceOp, Room, Segment,
 };
 use farandole_world::Rank;
 
@@ -39,6 +39,8 @@ pub(super) struct Part {
     segment: Option<Segment>,
     /// Memory of the engine's that the communicator writes.
     allocated: Option<Memory>,
+    /// Memory of a device that the communicator writes.
+    room: Option<Arc<dyn Room>>,
     /// The output the request brought does not fit what the ranks agreed on.
     misfit: Option<Error>,
 }
@@ -89,6 +91,7 @@ impl Batch {
             agreed,
             segment: None,
             allocated: None,
+            room: None,
             misfit: None,
         };
         Self::of(list, entries.into_iter().map(part).collect(), span)
@@ -135,10 +138,7 @@ impl Batch {
     /// Whether a communicator among devices could run it.
     pub(super) fn is_for_devices(&self) -> bool {
         self.signature().is_some_and(|signature| {
-            matches!(
-                signature.call,
-                Call::Allreduce { .. } | Call::Broadcast { .. } | Call::Reducescatter { .. }
-            ) && self.is_on_devices()
+            !signature.call.is_meeting() && self.is_on_devices()
         })
     }
 
@@ -280,7 +280,15 @@ impl Batch {
     }
 
     /// For a communicator among devices: the operation on the tensors themselves, and what it comes after.
-    pub(super) fn launch(&mut self, members: &[Rank], me: usize) -> (Operation, Vec<Arc<dyn Event>>) {
+    ///
+    /// # Errors
+    /// `Device` when there is no room for a result that nobody has brought memory for.
+    pub(super) fn launch(
+        &mut self,
+        members: &[Rank],
+        me: usize,
+        communicator: &mut dyn Communicator,
+    ) -> Result<(Operation, Vec<Arc<dyn Event>>), CollectiveError> {
         let mut events: Vec<Arc<dyn Event>> = Vec::new();
         for part in &mut self.parts {
             if let Some(event) = part.ready.take()
@@ -288,11 +296,10 @@ impl Batch {
             {
                 events.push(event);
             }
-            let input = part.input.clone();
-            let output = part.output.clone().unwrap_or_else(|| input.clone());
-            part.segment = Some(Segment { input, output });
+            let output = part.prepare_room(me, members.len(), communicator)?;
+            part.segment = Some(Segment { input: part.input.clone(), output });
         }
-        (self.operation(members, me), events)
+        Ok((self.operation(members, me), events))
     }
 
     /// The operation, without tensors.
@@ -325,7 +332,9 @@ impl Batch {
                 Operation::Allgather { segments, bytes }
             }
             Call::Alltoall { .. } => {
-                let Some(segment) = segments.pop() else { return Operation::Barrier };
+                let nothing = || Memory::new(0).buffer();
+                let outline = || Segment { input: nothing(), output: nothing() };
+                let segment = segments.pop().unwrap_or_else(outline);
                 let agreed = &first.agreed;
                 let sends = sent(agreed, me).map(|rows| bytes_of(agreed, rows)).collect();
                 let receives = received(agreed, me).map(|rows| bytes_of(agreed, rows)).collect();
@@ -460,6 +469,7 @@ impl Part {
                     ready: ready.take(),
                     segment: None,
                     allocated: None,
+                    room: None,
                     misfit: None,
                 },
             ));
@@ -492,32 +502,59 @@ impl Part {
                 (staging, copy)
             }
         };
-        let bytes = match call {
+        let output = self.prepare(shared, self.result_bytes(me, members))?;
+        self.segment = Some(Segment { input, output });
+        Ok(copy)
+    }
+
+    fn result_bytes(&self, me: usize, members: usize) -> usize {
+        match self.agreed.signature.call {
             Call::Allgather => bytes_by_member(&self.agreed).iter().sum(),
             Call::Alltoall { .. } => bytes_of(&self.agreed, received(&self.agreed, me).sum()),
             Call::Reducescatter { .. } => {
                 let rows = own_rows(&self.agreed, me, members);
                 to_usize(rows.saturating_mul(self.agreed.signature.row_bytes()))
             }
-            _ => input.len(),
-        };
-        let output = self.prepare(shared, bytes)?;
-        self.segment = Some(Segment { input, output });
-        Ok(copy)
+            _ => self.input.len(),
+        }
     }
 
-    /// Where the communicator writes: the request's own memory if it is on the host and fits.
-    fn prepare(&mut self, shared: &Shared, bytes: usize) -> Result<Buffer, CollectiveError> {
-        let memory = match &self.output {
-            Some(output) if output.len() != bytes => {
-                self.misfit = Some(Error::BufferSize {
-                    which: "output",
-                    tensor: Arc::clone(&self.agreed.name),
-                    expected: bytes as u64,
-                    actual: output.len() as u64,
-                });
-                Memory::new(bytes)
+    /// Notes an output of the request's that does not fit the result; others get theirs all the same.
+    fn note_misfit(&mut self, bytes: usize) {
+        if let Some(output) = self.output.as_ref().filter(|output| output.len() != bytes) {
+            self.misfit = Some(Error::BufferSize {
+                which: "output",
+                tensor: Arc::clone(&self.agreed.name),
+                expected: bytes as u64,
+                actual: output.len() as u64,
+            });
+        }
+    }
+
+    /// Where a communicator among devices writes: the request's own memory if it brought some that fits.
+    fn prepare_room(
+        &mut self,
+        me: usize,
+        members: usize,
+        communicator: &mut dyn Communicator,
+    ) -> Result<Buffer, CollectiveError> {
+        let bytes = self.result_bytes(me, members);
+        self.note_misfit(bytes);
+        match &self.output {
+            Some(output) if self.misfit.is_none() => Ok(output.clone()),
+            _ if bytes == 0 => Ok(self.allocated.insert(Memory::new(0)).buffer()),
+            _ => {
+                let room = communicator.room(bytes)?;
+                Ok(self.room.insert(room).buffer())
             }
+        }
+    }
+
+    /// Where the communicator of hosts writes: the request's own memory if it is on the host and fits.
+    fn prepare(&mut self, shared: &Shared, bytes: usize) -> Result<Buffer, CollectiveError> {
+        self.note_misfit(bytes);
+        let memory = match &self.output {
+            Some(_) if self.misfit.is_some() => Memory::new(bytes),
             Some(output) => match shared.devices.of(output)? {
                 None => return Ok(output.clone()),
                 Some(device) => device.staging(bytes)?,
@@ -552,9 +589,11 @@ impl Part {
         let result = match self.misfit {
             Some(error) => Err(error),
             None => {
-                let on_device = self.output.as_ref().is_some_and(|output| output.place() != Place::Host);
+                let written = self.output.as_ref().is_some_and(|output| output.place() != Place::Host);
+                let on_device = written || self.room.is_some();
                 Ok(Completion {
                     output: self.allocated.filter(|_| self.output.is_none()),
+                    room: self.room.filter(|_| self.output.is_none()),
                     rows,
                     last: None,
                     reached: reached.filter(|_| on_device).map(Arc::clone),

@@ -256,7 +256,7 @@ impl Execution {
         else {
             return Ok(false);
         };
-        let (operation, events) = batch.launch(members, me);
+        let (operation, events) = batch.launch(members, me, &mut **communicator)?;
         communicator.submit_after(token, operation, events)?;
         batch.run();
         Ok(true)

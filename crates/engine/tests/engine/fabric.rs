@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use farandole_collectives::{
-    Buffer, CARD, Communicator, Event, Fabric, HostCommunicator, Operation, Place, ReduceOp, Result,
-    Segment, Token,
+    Buffer, CARD, Communicator, Event, Fabric, HostCommunicator, Memory, Operation, Place, ReduceOp, Result,
+    Room, Segment, Stream, Token,
 };
-use farandole_engine::{Kind, Observer, Request, StallReport};
+use farandole_engine::{Completion, Error, Kind, Observer, Request, StallReport};
 use farandole_testkit::{HostDevice, contents};
 use farandole_transport::{Link, loopback};
 use farandole_world::Rank;
@@ -83,9 +83,32 @@ struct Among {
 
 /// Memory of the device as what it is.
 fn here(buffer: &Buffer) -> Buffer {
-    assert_eq!(buffer.place(), Place::Device(0));
+    assert!(buffer.place() == Place::Device(0) || buffer.is_empty());
     // SAFETY: that of the buffer; a device of testkit has host memory.
     unsafe { Buffer::from_raw(buffer.address(), buffer.len(), Place::Host) }
+}
+
+impl Among {
+    fn place(segment: &mut Segment) {
+        *segment = Segment { input: here(&segment.input), output: here(&segment.output) };
+    }
+}
+
+/// Memory of the device, which is the host's.
+struct Kept(Memory);
+
+impl Room for Kept {
+    fn buffer(&self) -> Buffer {
+        // SAFETY: whoever uses it keeps this.
+        unsafe { Buffer::from_raw(self.0.address(), self.0.len(), Place::Device(0)) }
+    }
+
+    fn fetch(&self, to: &Buffer, reached: Option<&Arc<dyn Event>>, _: Stream) -> Result<()> {
+        assert!(to.len() == self.0.len() && reached.is_none());
+        // SAFETY: both have so many bytes, which nobody else touches.
+        unsafe { std::ptr::copy(self.0.address(), to.address(), to.len()) };
+        Ok(())
+    }
 }
 
 impl Communicator for Among {
@@ -98,7 +121,12 @@ impl Communicator for Among {
     }
 
     fn carries(&self, operation: &Operation) -> bool {
-        matches!(operation, Operation::Allreduce { op: ReduceOp::Sum, .. })
+        let gathers = matches!(operation, Operation::Allgather { .. } | Operation::Alltoall { .. });
+        gathers || matches!(operation, Operation::Allreduce { op: ReduceOp::Sum, .. })
+    }
+
+    fn room(&mut self, bytes: usize) -> Result<Arc<dyn Room>> {
+        Ok(Arc::new(Kept(Memory::new(bytes))))
     }
 
     fn submit(&mut self, token: Token, operation: Operation) -> Result<()> {
@@ -113,10 +141,12 @@ impl Communicator for Among {
     ) -> Result<()> {
         self.operations.fetch_add(1, Ordering::Relaxed);
         self.events.fetch_add(events.len(), Ordering::Relaxed);
-        if let Operation::Allreduce { segments, .. } = &mut operation {
-            for segment in segments {
-                *segment = Segment { input: here(&segment.input), output: here(&segment.output) };
+        match &mut operation {
+            Operation::Allreduce { segments, .. } | Operation::Allgather { segments, .. } => {
+                segments.iter_mut().for_each(Self::place);
             }
+            Operation::Alltoall { segment, .. } => Self::place(segment),
+            _ => {}
         }
         self.inner.submit(token, operation)
     }
@@ -208,4 +238,57 @@ fn where_the_first_member_finds_no_name_all_go_through_the_host() {
     let notes = Arc::new(Notes::default());
     assert_eq!(work(&fabric, &notes), 2 * 3 * 8);
     assert_eq!(*notes.0.lock(), ["nobody has a name"]);
+}
+
+/// What a result holds that nobody has brought memory for.
+fn fetched(device: &HostDevice, result: Completion) -> Vec<f32> {
+    assert!(result.output.is_none(), "it is on the device");
+    let room = result.room.unwrap();
+    let (memory, to) = device.upload(&vec![0; room.buffer().len()]);
+    // SAFETY: this device knows no streams.
+    room.fetch(&to, None, unsafe { Stream::from_raw(9) }).unwrap();
+    floats(&contents(&memory))
+}
+
+#[test]
+fn gathers_and_exchanges_among_devices_leave_their_results_there() {
+    let (fabric, device) = (Arc::new(Loops::new(2, true)), HostDevice::new(0, 1));
+    let cluster = Cluster {
+        devices: vec![Arc::new(device.clone())],
+        fabric: Some(Arc::clone(&fabric) as _),
+        ..Cluster::new(&[2])
+    };
+    cluster.run(|rank, engine| {
+        let mine = [rank as f32, 2.0, 3.0];
+        let given = |name: &str, kind: Kind, values: &[f32]| {
+            let (memory, input) = device.upload(&bytes(values));
+            (memory, Request { input, ..request(name, kind, &[values.len() as u64], values) })
+        };
+        let (_kept, gather) = given("gather", Kind::Allgather, &mine[..=rank as usize]);
+        let result = call(&engine, gather).unwrap();
+        assert_eq!(result.rows, [1, 2]);
+        assert_eq!(fetched(&device, result), [0.0, 1.0, 2.0]);
+        let (_kept, exchange) = given("exchange", Kind::Alltoall { splits: Some(vec![1, 2]) }, &mine);
+        let result = call(&engine, exchange).unwrap();
+        let expected: &[f32] = if rank == 0 { &[0.0, 1.0] } else { &[2.0, 3.0, 2.0, 3.0] };
+        assert_eq!(fetched(&device, result), expected);
+        let ((_a, a), (_b, b)) = (given("a", Kind::Allgather, &mine), given("b", Kind::Allgather, &mine[1..]));
+        let results = engine.submit_group(vec![a, b]).unwrap().into_iter().map(|handle| wait(&engine, handle));
+        let results: Vec<_> = results.map(|result| fetched(&device, result.unwrap())).collect();
+        assert_eq!(results, [vec![0.0, 2.0, 3.0, 1.0, 2.0, 3.0], vec![2.0, 3.0, 2.0, 3.0]]);
+        let (_kept, nothing) = given("nothing", Kind::Allgather, &[]);
+        let result = call(&engine, nothing).unwrap();
+        assert_eq!((result.rows, result.output.unwrap().len()), (vec![0, 0], 0));
+        // One that brings memory for its result, and one whose memory is too small for it.
+        let (_kept, gather) = given("brought", Kind::Allgather, &mine[..1]);
+        let (memory, output) = device.upload(&bytes(&[0.0; 2]));
+        let room = 8 - 4 * rank as usize;
+        let result = call(&engine, Request { output: Some(output.slice(0, room)), ..gather });
+        match rank {
+            0 => assert!(result.is_ok() && floats(&contents(&memory)) == [0.0, 1.0]),
+            _ => assert!(matches!(result, Err(Error::BufferSize { expected: 8, actual: 4, .. }))),
+        }
+    });
+    assert_eq!(device.finished(), 0, "nothing went through the host");
+    assert_eq!(fabric.operations.load(Ordering::Relaxed), 2 * 5);
 }
