@@ -45,6 +45,32 @@ def test_alltoall_equals_one_process(world):
     world.run(alltoall_equals_one_process)
 
 
+def eight_bit_floats():
+    rank, size = hvd.rank(), hvd.size()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        mine = torch.tensor([[rank + 1.0, 0.5]]).repeat(size, 1).to(dtype)
+        gathered, exchanged = hvd.allgather(mine[: rank + 1]), hvd.alltoall(mine)
+        sent, pair = hvd.broadcast(mine, root_rank=1), hvd.grouped_allgather([mine[:1], mine[:0]])
+        assert {part.dtype for part in (gathered, exchanged, sent, *pair)} == {dtype}
+        assert gathered.float().tolist() == [[a + 1.0, 0.5] for a in range(size) for _ in range(a + 1)]
+        assert exchanged.float().tolist() == [[a + 1.0, 0.5] for a in range(size)]
+        assert pair[0].float().tolist() == exchanged.float().tolist()
+        assert pair[1].shape == (0, 2)
+        assert sent.float().tolist() == [[2.0, 0.5]] * size
+        hvd.broadcast_(mine, root_rank=0)
+        assert mine.float().tolist() == [[1.0, 0.5]] * size
+    try:
+        hvd.allreduce(mine, op=hvd.Sum)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_floats_of_eight_bits_are_moved_and_not_added(world):
+    message = "dtype is not supported: torch.float8_e5m2; it can be broadcast, gathered and exchanged"
+    assert set(world.run(eight_bit_floats)) == {message}
+
+
 def splits_are_checked():
     size = hvd.size()
     tensor = torch.ones(size + 1, 2)

@@ -14,6 +14,7 @@ from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._alltoall import exchange
 from farandole.torch._device import spot, spots
 from farandole.torch._handles import (
+    MOVED,
     adopt,
     describe,
     require_dimension,
@@ -44,7 +45,7 @@ def _start_one(
     """Starts an allgather; `attended` when `synchronize` follows at once."""
     require_dimension("allgather", tensor)
     number = set_number(process_set)
-    source = usable(tensor)
+    source = usable(tensor, MOVED)
     described = describe(table.name("allgather", name, process_set), source)
 
     def finish(outcomes: list[Any]) -> Any:
@@ -60,7 +61,7 @@ def _start_group(
     for tensor in tensors:
         require_dimension("allgather", tensor)
     number = set_number(process_set)
-    sources = [usable(tensor) for tensor in tensors]
+    sources = [usable(tensor, MOVED) for tensor in tensors]
     names = table.names("grouped_allgather", name, len(tensors), process_set)
     members = [describe(member, source) for member, source in zip(names, sources, strict=True)]
 

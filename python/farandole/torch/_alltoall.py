@@ -13,6 +13,7 @@ from farandole.common.handles import members_of, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._device import spot
 from farandole.torch._handles import (
+    MOVED,
     adopt,
     describe,
     require_dimension,
@@ -57,7 +58,7 @@ def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -
 def _start(tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet, attended: bool) -> int:
     counts = _row_counts(tensor, splits, process_set)
     number = set_number(process_set)
-    source = usable(tensor)
+    source = usable(tensor, MOVED)
     described = describe(table.name("alltoall", name, process_set), source)
 
     def finish(outcomes: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:

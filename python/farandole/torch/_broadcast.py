@@ -14,6 +14,7 @@ from farandole.common.handles import members_of, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._device import spot
 from farandole.torch._handles import (
+    MOVED,
     copy_back,
     describe,
     require_in_place,
@@ -35,7 +36,7 @@ def _start(
     ranks = members_of(process_set)
     if root_rank not in ranks:
         raise ValueError(f"root_rank must be a global rank among the members {ranks}: {root_rank!r}")
-    source = usable(tensor)
+    source = usable(tensor, MOVED)
     # A private copy serves as its own result.
     target = torch.empty_like(source) if source is tensor and not in_place else source
     described = describe(table.name("broadcast", name, process_set), source)

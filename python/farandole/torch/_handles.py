@@ -12,6 +12,8 @@ from farandole.common.handles import HandleTable, Outcome
 from farandole.torch import _device
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from farandole._native import engine
 
 
@@ -33,6 +35,15 @@ DTYPES: dict[torch.dtype, int] = {
     torch.complex128: 14,
 }
 """The engine's number of every dtype it knows."""
+_EIGHT_BITS = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+MOVED = DTYPES | dict.fromkeys(_EIGHT_BITS, DTYPES[torch.uint8])
+"""The same, and what is only moved, as bytes: nobody adds in eight bits."""
 
 
 class _Table(HandleTable):
@@ -57,19 +68,24 @@ Described: TypeAlias = tuple[str, int, tuple[int, ...], int]
 
 def describe(name: str, source: torch.Tensor) -> Described:
     """What the engine is told about an operation's input, which is contiguous and usable."""
-    return name, DTYPES[source.dtype], source.shape, source.data_ptr()
+    return name, MOVED[source.dtype], source.shape, source.data_ptr()
 
 
-def usable(tensor: torch.Tensor) -> torch.Tensor:
+def usable(tensor: torch.Tensor, dtypes: Mapping[torch.dtype, int] = DTYPES) -> torch.Tensor:
     """`tensor` as contiguous memory that the engine works on: itself if it is that already, else a copy.
 
     On a GPU that the engine can use it stays there.
 
+    Args:
+        tensor: Any.
+        dtypes: What it may be: `MOVED` where nothing is reduced.
+
     Raises:
         ValueError: When the engine has no dtype for it, or it is sparse.
     """
-    if tensor.dtype not in DTYPES:
-        raise ValueError(f"dtype is not supported: {tensor.dtype}")
+    if tensor.dtype not in dtypes:
+        also = "; it can be broadcast, gathered and exchanged" if tensor.dtype in MOVED else ""
+        raise ValueError(f"dtype is not supported: {tensor.dtype}{also}")
     if tensor.layout != torch.strided:
         raise ValueError(f"tensor must be dense: {tensor.layout}")
     if not needs_copy(tensor):
@@ -116,6 +132,8 @@ def copy_back(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def adopt(gathered: engine.Gathered | int | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The rows an operation has collected, as a tensor that holds the engine's memory: no copy.
 
+    What is on a GPU is copied, by the current stream.
+
     Args:
         gathered: What the engine returned.
         like: The operation's input: dtype and dimensions but the first.
@@ -126,6 +144,10 @@ def adopt(gathered: engine.Gathered | int | None, like: torch.Tensor, device: to
     shape = (sum(gathered.rows), *like.shape[1:])
     if len(gathered) == 0:
         return torch.empty(shape, dtype=like.dtype, device=device)
+    if (ordinal := gathered.ordinal) is not None:
+        result = torch.empty(shape, dtype=like.dtype, device=device)
+        gathered.fetch(result.data_ptr(), _device.stream_of(ordinal))
+        return result
     return torch.frombuffer(gathered, dtype=like.dtype).view(shape).to(device)
 
 
