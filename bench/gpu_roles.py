@@ -69,9 +69,19 @@ def correct(device: str, folder: Path) -> dict[str, Any]:
             compare(f"{name} of {dtype}", hvd.allreduce(own, op=op), expected.to(dtype))
         compare(f"broadcast of {dtype}", hvd.broadcast(own, size - 1), parts[-1])
         uneven = [part[: index + 1] for index, part in enumerate(parts)]
-        compare(f"allgather of {dtype}", hvd.allgather(uneven[rank].to(device)), torch.cat(uneven))
+        compare(f"allgather of {dtype}", hvd.allgather(own), torch.cat(parts))
+        compare(f"uneven allgather of {dtype}", hvd.allgather(uneven[rank].to(device)), torch.cat(uneven))
+        pair = hvd.grouped_allgather([own, uneven[rank].to(device)])
+        compare(f"allgathers of {dtype} in a group", torch.cat(pair), torch.cat(parts + uneven))
         rows = [part[rank * 12 // size : (rank + 1) * 12 // size] for part in parts]
         compare(f"alltoall of {dtype}", hvd.alltoall(own), torch.cat(rows))
+        # All to the last rank but for one row, which goes to the first.
+        splits = [1, *[0] * (size - 2), 11]
+        rows = [part[:1] if rank == 0 else part[1 : 12 * (rank == size - 1)] for part in parts]
+        received, counts = hvd.alltoall(own, splits=splits)
+        compare(f"uneven alltoall of {dtype}", received, torch.cat(rows))
+        if counts.tolist() != [len(part) for part in rows]:
+            wrong.append(f"splits of {dtype} on rank {rank}")
         if dtype in FLOATS:
             mine = slice(rank * 12 // size, (rank + 1) * 12 // size)
             compare(f"reducescatter of {dtype}", hvd.reducescatter(own, op=hvd.Sum), whole.sum(0).to(dtype)[mine])
@@ -101,17 +111,25 @@ def engine(device: str, folder: Path) -> dict[str, Any]:
     dist.init_process_group(backend, init_method=f"file://{folder}/engine", rank=0, world_size=1)
     theirs = median(lambda: dist.all_reduce(tensor), device, 300)
     dist.destroy_process_group()
-    held = ahead = 0.0
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "allreduce": lambda: hvd.allreduce_(tensor, name="engine", op=hvd.Sum),
+        "allgather": lambda: hvd.allgather(tensor, name="engine"),
+        "alltoall": lambda: hvd.alltoall(tensor, name="engine"),
+    }
+    ahead, held = 0.0, dict.fromkeys(calls, 0.0)
     if device == "cuda":
         cycles = 200_000_000
         ahead = median(lambda: torch.cuda._sleep(cycles), device, 3)  # noqa: SLF001
-        torch.cuda._sleep(cycles)  # noqa: SLF001
-        began = time.perf_counter()
-        hvd.allreduce_(tensor, name="engine", op=hvd.Sum)
-        held = (time.perf_counter() - began) * 1e3
-    good = bool((tensor == 1).all())
+        for name, call in calls.items():
+            torch.cuda._sleep(cycles)  # noqa: SLF001
+            began = time.perf_counter()
+            call()
+            held[name] = (time.perf_counter() - began) * 1e3
+            settle(device)
+    good = {name: torch.equal(call(), torch.ones_like(tensor)) for name, call in calls.items()}
+    gathers = {name: median(calls[name], device, 100) for name in ("allgather", "alltoall")}
     hvd.shutdown()
-    return {"ours": ours, "theirs": theirs, "ahead": ahead, "held": held, "good": good}
+    return {"ours": ours, "theirs": theirs, "ahead": ahead, "held": held, "good": good, "gathers": gathers}
 
 
 def gloo(device: str, folder: Path) -> dict[str, Any] | None:

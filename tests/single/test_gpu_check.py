@@ -28,6 +28,13 @@ def test_without_a_gpu_it_says_so_and_is_content():
     assert (done.returncode, done.stdout) == (0, "no GPU here: nothing was checked\n"), done.stderr
 
 
+def test_the_estimators_row_is_rehearsed_on_the_cpu():
+    command = [sys.executable, str(CHECK), "--rehearse", "--only", "estimator"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("pass     a TorchEstimator is fed"), done.stdout
+
+
 def test_every_library_is_named_with_its_version_or_why_it_was_refused():
     findings = {name: (works, detail) for name, works, detail in cuda.inventory("", PACKAGES)}
     assert list(findings)[:4] == ["libcuda", "libcudart", "libnvrtc", "libnccl"]
