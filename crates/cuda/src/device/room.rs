@@ -7,9 +7,7 @@
 
 use std::sync::Arc;
 
-use farandole_collectives::{
-    Buffer, Error as CollectiveError, Event, Place, Result, Room, Stream as Theirs,
-};
+use farandole_collectives::{Buffer, Error as CollectiveError, Event, Place, Result, Room, Stream as Theirs};
 use parking_lot::Mutex;
 
 use super::Open;
@@ -110,9 +108,8 @@ impl Room for GpuRoom {
         let (target, bytes) = (to.address().expose_provenance() as u64, self.bytes);
         // SAFETY: both ranges have so many bytes; the target's owner uses it on this stream, which lives by the promise of
         // `Stream::from_raw`, and ours goes back behind the copy.
-        let copied = context.call("cuMemcpyDtoDAsync", |table| unsafe {
-            (table.within)(target, self.start, bytes, then)
-        });
+        let copied = context
+            .call("cuMemcpyDtoDAsync", |table| unsafe { (table.within)(target, self.start, bytes, then) });
         // Also when nothing was copied.
         *left = false;
         Ok(copied.and(context.free(self.start, then))?)

@@ -137,9 +137,7 @@ impl Batch {
 
     /// Whether a communicator among devices could run it.
     pub(super) fn is_for_devices(&self) -> bool {
-        self.signature().is_some_and(|signature| {
-            !signature.call.is_meeting() && self.is_on_devices()
-        })
+        self.signature().is_some_and(|signature| !signature.call.is_meeting() && self.is_on_devices())
     }
 
     /// Whether it is a device that it waits for.

@@ -272,8 +272,10 @@ fn gathers_and_exchanges_among_devices_leave_their_results_there() {
         let result = call(&engine, exchange).unwrap();
         let expected: &[f32] = if rank == 0 { &[0.0, 1.0] } else { &[2.0, 3.0, 2.0, 3.0] };
         assert_eq!(fetched(&device, result), expected);
-        let ((_a, a), (_b, b)) = (given("a", Kind::Allgather, &mine), given("b", Kind::Allgather, &mine[1..]));
-        let results = engine.submit_group(vec![a, b]).unwrap().into_iter().map(|handle| wait(&engine, handle));
+        let ((_a, a), (_b, b)) =
+            (given("a", Kind::Allgather, &mine), given("b", Kind::Allgather, &mine[1..]));
+        let results =
+            engine.submit_group(vec![a, b]).unwrap().into_iter().map(|handle| wait(&engine, handle));
         let results: Vec<_> = results.map(|result| fetched(&device, result.unwrap())).collect();
         assert_eq!(results, [vec![0.0, 2.0, 3.0, 1.0, 2.0, 3.0], vec![2.0, 3.0, 2.0, 3.0]]);
         let (_kept, nothing) = given("nothing", Kind::Allgather, &[]);
