@@ -35,14 +35,8 @@ DTYPES: dict[torch.dtype, int] = {
     torch.complex128: 14,
 }
 """The engine's number of every dtype it knows."""
-_EIGHT_BITS = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
-MOVED = DTYPES | dict.fromkeys(_EIGHT_BITS, DTYPES[torch.uint8])
+_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")  # the last: 2.7
+MOVED = DTYPES | {getattr(torch, name): DTYPES[torch.uint8] for name in _EIGHT_BITS if hasattr(torch, name)}
 """The same, and what is only moved, as bytes: nobody adds in eight bits."""
 
 
