@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from farandole.spark.common.arrow import VECTOR, rows, vectors
+from farandole.spark.common.arrow import VECTOR, fill_of, rows, vectors
 
 
 def test_numbers_and_booleans_become_one_axis():
@@ -69,5 +69,27 @@ def test_dates_times_and_nested_lists_become_what_preparation_makes_of_them():
 
 
 def test_a_fill_takes_the_place_of_nulls_and_nan():
-    assert rows(pa.array([1.0, None, float("nan")]), "x", 5).tolist() == [1.0, 5.0, 5.0]
-    assert rows(pa.array([[1, None], [3, 4]]), "x", 0).tolist() == [[1, 0], [3, 4]]
+    assert rows(pa.array([1.0, None, float("nan")]), "x", fill_of(5, "x")).tolist() == [1.0, 5.0, 5.0]
+    assert rows(pa.array([[1, None], [3, 4]]), "x", fill_of(0, "x")).tolist() == [[1, 0], [3, 4]]
+    odd = {"type": 1, "size": None, "indices": None, "values": [1.0, float("nan")]}
+    sparse = {"type": 0, "size": 2, "indices": [1], "values": [float("nan")]}
+    assert rows(pa.array([odd, sparse], VECTOR), "x", fill_of(7, "x")).tolist() == [[1, 7], [0, 7]]
+    assert rows(pa.array([odd, odd, sparse], VECTOR).slice(1), "x", fill_of(7, "x")).tolist() == [[1, 7], [0, 7]]
+
+
+def test_a_fill_is_what_preparation_makes_of_it_for_every_type():
+    import datetime as dt
+
+    half = fill_of(0.5, "x")
+    assert rows(pa.array([1, 2]), "x", half).tolist() == [1, 2], "nothing is missing"
+    with pytest.raises(ValueError, match="column 'x' has nulls: 1 of 2 rows"):
+        rows(pa.array([1, None]), "x", half)
+    with pytest.raises(ValueError, match=r"column 'x' is int64, which this cannot fill: 0\.5"):
+        rows(pa.array([1, None]), "x", fill_of({"x": 0.5}, "x"))
+    assert rows(pa.array([True, None]), "x", fill_of(False, "x")).tolist() == [True, False]
+    assert rows(pa.array([Decimal("1.5"), None]), "x", fill_of({"*": 2}, "x")).tolist() == [1.5, 2.0]
+    day = fill_of({"x": "1970-01-03", "*": 0}, "x")
+    assert rows(pa.array([dt.date(1970, 1, 2), None]), "x", day).tolist() == [1, 2]
+    assert rows(pa.array([1.0, float("nan")]), "y", fill_of({"x": 1, "*": 3}, "y")).tolist() == [1.0, 3.0]
+    assert fill_of({"x": 1}, "y") is None
+    assert fill_of(None, "y") is None

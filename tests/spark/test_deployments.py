@@ -152,6 +152,32 @@ print("left", [name for _, _, names in os.walk(folder + "/store") for name in na
 
 
 @pytest.mark.slow
+def test_what_is_too_large_for_a_message_of_connect_goes_ahead_of_it(server, tmp_path):
+    body = """
+import torch
+from farandole.spark import ahead
+from farandole.spark.torch import TorchModel
+spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
+ballast = os.urandom(140 << 20)
+def length():
+    return len(ballast)
+print("carried", farandole.spark.run(length, num_proc=2))
+model = torch.nn.Sequential(torch.nn.Embedding(9_000_000, 4), torch.nn.Flatten())
+with torch.no_grad():
+    model[0].weight[7] = torch.arange(4.0)
+frame = spark.range(7, 8).selectExpr("id as x")
+made = TorchModel(model=model, feature_columns=["x"], input_dtypes=["int64"], label_columns=["y"])
+for _ in range(2):
+    print("predicted", made.transform(frame).first()["y__output"])
+print("sent", len(ahead._SENT[spark]))
+"""
+    done = drive(body, tmp_path, 200, SERVER=server)
+    assert f"carried [{140 << 20}, {140 << 20}]" in done.stdout, done.stderr[-3000:]
+    assert done.stdout.count("predicted [0.0,1.0,2.0,3.0]") == 2, done.stdout + done.stderr[-3000:]
+    assert "sent 2" in done.stdout
+
+
+@pytest.mark.slow
 def test_executors_of_a_local_cluster_hold_one_rank_each(tmp_path):
     body = """
 spark = session("local-cluster[2,1,1024]")

@@ -165,6 +165,16 @@ def test_nulls_in_transform_are_said_with_their_column(spark):
         by_hand.transform(frame).collect()
 
 
+def test_a_fill_for_all_columns_leaves_those_alone_that_cannot_hold_it_in_transform_as_in_fit(spark):
+    frame = spark.createDataFrame([(1.0, 2, None), (None, 3, 1.0)], "a double, b int, c float")
+    by_hand = TorchModel(model=Sum(), feature_columns=["a", "b", "c"], label_columns=["label"]).setFill({"*": 0.5})
+    assert [row.label__output for row in by_hand.transform(frame).collect()] == [3.5, 4.5]
+    frame = spark.createDataFrame([(1.0, None)], "a double, b int")
+    by_hand = TorchModel(model=Sum(), feature_columns=["a", "b"], label_columns=["label"]).setFill({"b": 0.5})
+    with pytest.raises(Exception, match=r"column 'b' is int32, which this cannot fill: 0\.5"):
+        by_hand.transform(frame).collect()
+
+
 def test_it_is_a_stage_of_a_pipeline_with_parameters_per_fit(spark, tmp_path):
     frame = spark.range(64).select((sf.col("id") / 64).alias("a"), sf.rand(1).alias("b"))
     frame = frame.withColumn("y", 2 * sf.col("a") - sf.col("b"))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from farandole.runner import warm as warm_workers
+from farandole.spark.ahead import arrived
 from farandole.spark.outcome import Ending
 from farandole.spark.task import RESOURCES
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from farandole.runner.warm import Warm
+    from farandole.spark.ahead import Ahead
     from farandole.spark.meeting import Meeting
 
 Environment = dict[str, str | None]
@@ -39,7 +41,7 @@ class Work:
 
     Attributes:
         ticket: The registrar's.
-        payload: The pickled function and its arguments.
+        payload: The pickled function and its arguments, or by what a task finds them.
         env: Variables to set or (`None`) remove.
         executable: Interpreter of the workers; `None` takes the agent's own.
         stream_output: Whether lines go to the driver.
@@ -53,7 +55,7 @@ class Work:
     """
 
     ticket: str
-    payload: bytes
+    payload: bytes | Ahead
     env: Mapping[str, str | None] = field(default_factory=dict)
     executable: str | None = None
     stream_output: bool = False
@@ -104,7 +106,7 @@ def serve(
                 task,
                 command,
                 env=env,
-                payload=work.payload,
+                payload=arrived(work.payload),
                 attempt=attempt * _MOST_ROUNDS + again,
                 stream_output=work.stream_output,
                 start_timeout=work.start_timeout,

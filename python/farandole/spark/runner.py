@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from farandole.runner import warm as warm_workers
-from farandole.spark import outcome
+from farandole.spark import ahead, outcome
 from farandole.spark.agent import LEFT_ALONE, Work
 from farandole.spark.common.check import at_least, positive
 from farandole.spark.gang import Output, conduct, payload
@@ -184,7 +184,7 @@ def run_with(
         registrar = Registrar(size, start_timeout=limit)
         work = Work(
             registrar.ticket,
-            packed if spill is None else spill.carried(packed),
+            ahead.sent(cluster.session, packed) if spill is None else spill.carried(packed),
             _handed_on() | dict(env or {}),
             executable,
             output.streaming,
@@ -231,7 +231,7 @@ def start_limit(start_timeout: float | None) -> float:
         text = os.environ.get(name)
         if text:
             try:
-                return float(text)
+                return positive(name)(float(text))
             except ValueError:
-                raise ValueError(f"{name} must be a number of seconds: {text}") from None
+                raise ValueError(f"{name} must be a number of seconds above 0: {text}") from None
     return _START_TIMEOUT

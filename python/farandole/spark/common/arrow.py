@@ -8,6 +8,7 @@ type 0 is sparse and `size`, `indices` and `values` count. They go back out the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,32 @@ VECTOR = pa.struct(
 )
 
 
-def rows(column: pa.Array, name: str, fill: Any = None) -> npt.NDArray[Any]:
+@dataclass(frozen=True)
+class Fill:
+    """What takes the place of nulls and NaN in one column, as in prepared data."""
+
+    text: str
+    """The value, written out: each type reads it in its own way."""
+    named: bool
+    """Whether it was meant for this column, and not for all that can hold it."""
+
+
+def fill_of(fill: Any, name: str) -> Fill | None:
+    """What is filled into a column.
+
+    Args:
+        fill: of an estimator: a value for all columns, or values by column, of which `"*"` stands for all others.
+        name: of the column.
+    """
+    given = fill if isinstance(fill, dict) else {"*": fill}
+    named = name in given
+    value = given[name] if named else given.get("*")
+    if value is None:
+        return None
+    return Fill(str(value).lower() if isinstance(value, bool) else str(value), named)
+
+
+def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[Any]:
     """The column as one array whose first axis is rows: `(rows,)` for scalars, `(rows, length, ...)` for the rest.
 
     Values become what they became in prepared data: decimals float64, dates whole days and timestamps whole units since
@@ -36,29 +62,26 @@ def rows(column: pa.Array, name: str, fill: Any = None) -> npt.NDArray[Any]:
     Args:
         column: numbers, booleans, dates, timestamps, lists of these of one length, or Spark's vectors of one size.
         name: the column's, for messages.
-        fill: what takes the place of nulls and NaN; `None` refuses nulls.
+        fill: what takes the place of nulls and NaN; without it nulls are refused.
 
     Raises:
-        ValueError: nulls, rows of different length, or a type that no tensor can hold; naming the column.
+        ValueError: nulls, rows of different length, a type that no tensor can hold, or a fill that the column cannot
+            hold; naming the column.
     """
     kind = column.type
-    if pa.types.is_decimal(kind):
-        return rows(column.cast(pa.float64()), name, fill)
-    if pa.types.is_date32(kind):
-        return rows(column.cast(pa.int32()).cast(pa.int64()), name, fill)
-    if pa.types.is_timestamp(kind) or pa.types.is_date64(kind) or pa.types.is_time(kind):
-        return rows(column.cast(pa.int64()), name, fill)
+    is_time = pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind)
     is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    if is_number and fill is not None:
-        column = _filled(column, fill)
+    is_scalar = is_number or is_time or pa.types.is_decimal(kind)
+    if is_scalar and fill is not None:
+        column = _filled(column, name, fill)
     if column.null_count:
         raise ValueError(f"column {name!r} has nulls: {column.null_count} of {len(column)} rows")
-    if is_number:
-        return column.to_numpy(zero_copy_only=False)
+    if is_scalar:
+        return _numbers(column).to_numpy(zero_copy_only=False)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return _lists(column, name, fill)
     if pa.types.is_struct(kind) and {field.name for field in kind} == {"type", "size", "indices", "values"}:
-        return _vectors(column, name)
+        return _vectors(column, name, fill)
     raise ValueError(f"column {name!r} has type {kind}, which no tensor can hold")
 
 
@@ -76,16 +99,36 @@ def vectors(values: npt.NDArray[Any]) -> pa.StructArray:
     return pa.StructArray.from_arrays([pa.array(np.ones(count, np.int8)), *nothing, dense], fields=list(VECTOR))
 
 
-def _filled(column: Any, fill: Any) -> Any:
+def _numbers(column: Any) -> Any:
+    """Scalars as numbers that NumPy knows."""
+    kind = column.type
+    if pa.types.is_decimal(kind):
+        return column.cast(pa.float64())
+    if pa.types.is_date32(kind):
+        return column.cast(pa.int32()).cast(pa.int64())
+    if pa.types.is_time32(kind):
+        return column.cast(pa.int32()).cast(pa.int64())
+    is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return column if is_number else column.cast(pa.int64())
+
+
+def _filled(column: Any, name: str, fill: Fill) -> Any:
     compute: Any = pc  # its functions are made when it is imported
-    value = pa.scalar(fill).cast(column.type)
-    if pa.types.is_floating(column.type):
-        # NaN counts as missing here, as it does when data is prepared.
-        column = compute.if_else(compute.is_nan(column), pa.scalar(None, column.type), column)
-    return compute.fill_null(column, value)
+    kind = column.type
+    # NaN counts as missing here, as it does when data is prepared.
+    missing = compute.is_null(column, nan_is_null=True)
+    if not compute.any(missing).as_py():
+        return column
+    try:
+        value = pa.scalar(fill.text).cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        if fill.named:
+            raise ValueError(f"column {name!r} is {kind}, which this cannot fill: {fill.text}") from None
+        return column
+    return compute.if_else(missing, value, column)
 
 
-def _lists(column: Any, name: str, fill: Any = None) -> npt.NDArray[Any]:
+def _lists(column: Any, name: str, fill: Fill | None = None) -> npt.NDArray[Any]:
     if len(column) == 0:
         return np.empty((0, 0), dtype=np.float32)
     if pa.types.is_fixed_size_list(column.type):
@@ -98,8 +141,11 @@ def _lists(column: Any, name: str, fill: Any = None) -> npt.NDArray[Any]:
     return inner.reshape(len(column), lengths[0], *inner.shape[1:])
 
 
-def _vectors(column: Any, name: str) -> npt.NDArray[Any]:
+def _vectors(column: Any, name: str, fill: Fill | None) -> npt.NDArray[Any]:
     kinds, sizes, indices, values = (column.field(field) for field in ("type", "size", "indices", "values"))
+    if fill is not None:
+        whole = _filled(values.values, name, fill)
+        values = pa.ListArray.from_arrays(values.offsets, whole)
     dense = kinds.to_numpy(zero_copy_only=False) == 1
     if dense.all():
         return _lists(values, name)

@@ -13,6 +13,7 @@ import keras
 from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
+from farandole.spark.ahead import sent
 from farandole.spark.common import check
 from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.estimator import FarandoleModel
@@ -126,7 +127,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         if len(names) != len(labels):
             raise ValueError(f"output_cols needs one name per label column {len(labels)}: {names}")
         predictor = Predictor(
-            model=payload.pack(self.getModel()),
+            model=sent(dataset.sparkSession, payload.pack(self.getModel())),
             custom_objects=cloudpickle.dumps(custom_objects(self.getModel(), self.getCustomObjects())),
             backend=keras.backend.backend(),
             columns=tuple(dataset.columns),

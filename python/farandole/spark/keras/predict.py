@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Predictions in Spark's Python workers, one Arrow batch at a time.
 
-The model travels once per task, in the task's function, and is kept by its content, so that the tasks which a worker
-runs one after the other share it. A worker that has not loaded Keras yet loads it with the driver's backend, on CPUs.
+The model travels with the tasks' function, or ahead of it where a Connect client has a large one, and is kept by its
+content, so that the tasks which a worker runs one after the other share it. A worker that has not loaded Keras yet
+loads it with the driver's backend, on CPUs.
 """
 
 # ruff: noqa: PLC0415 - loaded in tasks, when there are rows
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from farandole.spark.ahead import Ahead, arrived
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -33,7 +36,7 @@ _MODELS: dict[str, Any] = {}
 class Predictor:
     """A model and how columns go in and out of it."""
 
-    model: bytes
+    model: bytes | Ahead
     custom_objects: bytes
     backend: str
     columns: tuple[str, ...]
@@ -84,7 +87,7 @@ class Predictor:
                 yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
 
     def _load(self) -> Any:
-        key = hashlib.sha256(self.model).hexdigest()
+        key = self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
         if key not in _MODELS:
             _prepare(self.backend)
             import cloudpickle
@@ -95,7 +98,7 @@ class Predictor:
                 _MODELS.pop(next(iter(_MODELS)))
             # The driver's own model, with the driver's own classes.
             known = cloudpickle.loads(self.custom_objects)
-            _MODELS[key] = payload.unpack(self.model, known, safe_mode=False, compiled=False)
+            _MODELS[key] = payload.unpack(arrived(self.model), known, safe_mode=False, compiled=False)
         return _MODELS[key]
 
     def _outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
@@ -105,14 +108,13 @@ class Predictor:
             return [np.empty((0, 1), dtype=np.float32) for _ in self.labels]
         model = self._load()
 
-        from farandole.spark.common.arrow import rows
+        from farandole.spark.common.arrow import fill_of, rows
         from farandole.spark.common.columns import Column
         from farandole.spark.keras.arrays import flat_outputs, inputs_of, model_inputs, output_keys, told_misfit
         from farandole.spark.keras.job import Shape
 
         names = [name for group in self.groups for name in group]
-        fill = self.fill.get if isinstance(self.fill, dict) else lambda _name: self.fill
-        values = {name: rows(batch.column(self.columns.index(name)), name, fill(name)) for name in names}
+        values = {name: rows(batch.column(self.columns.index(name)), name, fill_of(self.fill, name)) for name in names}
         columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()}
         shape = Shape(*inputs_of(model, self.groups, columns), None)
         parts: list[list[npt.NDArray[Any]]] = []

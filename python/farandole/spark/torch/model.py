@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
+from farandole.spark.ahead import sent
 from farandole.spark.common import check
 from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.estimator import FarandoleModel
@@ -135,7 +136,7 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         if len(names) != len(self.getLabelColumns()):
             raise ValueError(f"output_cols needs one name per label column {len(self.getLabelColumns())}: {names}")
         predictor = Predictor(
-            model=payload.pack(self.getModel()),
+            model=sent(dataset.sparkSession, payload.pack(self.getModel())),
             columns=tuple(dataset.columns),
             features=tuple(tuple(group) for group in features),
             shapes=self.getInputShapes(),

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Predictions in Spark's Python workers, one Arrow batch at a time.
 
-The model travels once per task, in the task's function, and is kept by its content, so that the tasks which a worker
-runs one after the other share it.
+The model travels with the tasks' function, which classic Spark broadcasts where it is large, once per executor; a
+Connect client sends a large one ahead. A worker keeps it by its content: the tasks that it runs one after the other
+share it.
 """
 
 # ruff: noqa: PLC0415 - loaded in tasks, when there are rows
@@ -16,6 +17,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from farandole.spark.ahead import Ahead, arrived
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,7 +35,7 @@ _MODELS: dict[str, Any] = {}
 class Predictor:
     """A model and how columns go in and out of it."""
 
-    model: bytes
+    model: bytes | Ahead
     columns: tuple[str, ...]
     features: tuple[tuple[str, ...], ...]
     """The columns of each input."""
@@ -88,13 +91,13 @@ class Predictor:
 
     def _load(self) -> torch.nn.Module:
         device = self._device()
-        key = f"{hashlib.sha256(self.model).hexdigest()} {device}"
+        key = f"{self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()} {device}"
         if key not in _MODELS:
             from farandole.spark.torch import payload
 
             while len(_MODELS) >= _KEPT:
                 _MODELS.pop(next(iter(_MODELS)))
-            _MODELS[key] = payload.unpack(self.model).eval().to(device)
+            _MODELS[key] = payload.unpack(arrived(self.model)).eval().to(device)
         return _MODELS[key]
 
     def _device(self) -> str:
@@ -114,16 +117,18 @@ class Predictor:
         """Shape (rows, elements) per output."""
         import torch
 
-        from farandole.spark.common.arrow import rows
+        from farandole.spark.common.arrow import fill_of, rows
         from farandole.spark.torch.tensors import outputs_of, told_misfit
 
         if batch.num_rows == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
-        fill = self.fill.get if isinstance(self.fill, dict) else lambda _name: self.fill
         columns = {
             # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
             name: torch.from_numpy(
-                np.require(rows(batch.column(self.columns.index(name)), name, fill(name)), requirements=("C", "W"))
+                np.require(
+                    rows(batch.column(self.columns.index(name)), name, fill_of(self.fill, name)),
+                    requirements=("C", "W"),
+                )
             )
             for group in self.features
             for name in group

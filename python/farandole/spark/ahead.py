@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What is too large for a message of Spark Connect goes ahead of it, as a file of the session.
+
+Classic Spark broadcasts large closures by itself. A Connect client puts them into the plan, and a plan of more than
+128 MiB is refused; so what is large is uploaded by its content's hash, once a session, and the plan names the hash.
+Executors fetch the file once each. What is read from it is unpickled, so it is read only where its hash is right, which
+came by Spark, as the plan does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+LIMIT: Final = 16 << 20
+"""Bytes that travel within a plan."""
+
+_SENT: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Something that went ahead.
+
+    Attributes:
+        name: SHA-256 of its content, which is its file's name, too.
+    """
+
+    name: str
+
+    def read(self) -> bytes:
+        """The content; called in a task.
+
+        Raises:
+            ValueError: The file is not what was sent.
+        """
+        from pyspark import SparkFiles  # noqa: PLC0415 - runs in Spark's task
+
+        data = (Path(SparkFiles.getRootDirectory()) / self.name).read_bytes()
+        if hashlib.sha256(data).hexdigest() != self.name:
+            raise ValueError(f"Spark's file {self.name} is not what the driver has sent: {len(data)} bytes")
+        return data
+
+
+def sent(session: SparkSession, data: bytes) -> bytes | Ahead:
+    """Sends something ahead, if it is too large for the session's plans.
+
+    Args:
+        session: A session, of classic Spark or Connect.
+        data: What tasks need.
+
+    Returns:
+        `data` itself, or by what tasks find it.
+    """
+    if len(data) <= LIMIT or not type(session).__module__.startswith("pyspark.sql.connect"):
+        return data
+    found = Ahead(hashlib.sha256(data).hexdigest())
+    before = _SENT.setdefault(session, set())
+    if found.name not in before:
+        with tempfile.TemporaryDirectory(prefix="farandole-") as folder:
+            path = Path(folder) / found.name
+            path.write_bytes(data)
+            session.addArtifacts(str(path), file=True)
+        before.add(found.name)
+    return found
+
+
+def arrived(data: bytes | Ahead) -> bytes:
+    """What was sent, in a task.
+
+    Args:
+        data: As `sent` returned it.
+    """
+    return data.read() if isinstance(data, Ahead) else data
