@@ -361,6 +361,11 @@ def test_numbers_that_cannot_be_are_refused_by_name(backend):
             backend(start_timeout=wrong).run(print)
 
 
+def test_a_stream_that_cannot_be_written_to_is_refused_by_name(backend):
+    with pytest.raises(TypeError, match=r"stderr must be a stream of text: 'log\.txt'"):
+        backend(stderr="log.txt").run(print)
+
+
 def test_lines_of_workers_reach_the_drivers_streams_with_their_rank(backend):
     def talk():
         import os

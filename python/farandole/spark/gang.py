@@ -96,6 +96,12 @@ class Output:
     verbose: int = 1
     written: set[str | None] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        """Refuses what cannot be written to, before anything starts."""
+        for name, stream in (("stdout", self.stdout), ("stderr", self.stderr)):
+            if stream is not None and not callable(getattr(stream, "write", None)):
+                raise TypeError(f"{name} must be a stream of text: {stream!r}")
+
     @property
     def streaming(self) -> bool:
         """Whether workers' lines come to the driver."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
     OnProgress = Callable[[int, dict[str, Any]], None]
 
+_OF_RUN = {
+    one.name
+    for one in inspect.signature(runner.run_with).parameters.values()
+    if one.kind is inspect.Parameter.KEYWORD_ONLY
+} - {"num_proc", "env"}
 _NOT_FOR_EXECUTORS = ("CUDA_VISIBLE_DEVICES", "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET", "SPARK_HOME")
 
 
@@ -93,6 +99,12 @@ class SparkBackend(Backend):
     def __init__(self, num_proc: int | None = None, env: Mapping[str, str | None] | None = None, **kwargs: Any) -> None:
         self._num_proc = None if num_proc is None else at_least("num_proc", 1)(num_proc)
         self._env = dict(env) if env is not None else None
+        unknown = sorted(set(kwargs) - _OF_RUN)
+        if unknown:
+            raise TypeError(
+                f"SparkBackend takes what farandole.spark.run takes, and not {', '.join(unknown)}: "
+                f"{', '.join(sorted(_OF_RUN))}"
+            )
         self._kwargs = kwargs
 
     def run(
@@ -121,6 +133,8 @@ class SparkBackend(Backend):
         from farandole.spark.session import Cluster  # noqa: PLC0415 - as above
 
         Cluster.active().check(self.num_processes())
+        runner.start_limit(self._kwargs.get("start_timeout"))
+        Output(self._kwargs.get("stdout"), self._kwargs.get("stderr"))
 
     def through(self, store: Store) -> Backend:
         """As `Backend.through`: Spark bounds what its rows bring back by `spark.driver.maxResultSize`."""
