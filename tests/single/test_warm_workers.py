@@ -267,6 +267,50 @@ def test_a_server_without_work_leaves(monkeypatch):
     until(lambda: not (servers() & fresh), limit=15)
 
 
+def test_what_killed_servers_have_left_is_gone_when_the_next_one_starts(tmp_path):
+    folder = warm._folder()
+    code = f"""
+import sys, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import cloudpickle
+from farandole.spark.common.backend import LocalBackend
+import test_warm_workers
+cloudpickle.register_pickle_by_value(test_warm_workers)
+LocalBackend(1, verbose=0).run(test_warm_workers.begun)
+print("ran", flush=True)
+sys.stdin.read()
+"""
+    before = set(folder.iterdir())
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
+        assert driver.stdout.readline() == b"ran\n"
+        left = set(folder.iterdir()) - before
+        own = f"\0{driver.pid}\0".encode()
+        for pid in [pid for pid in children_of_nobody("farandole.runner.forkserver") if own in _command(pid)]:
+            os.kill(pid, signal.SIGKILL)
+        driver.kill()
+    assert {path.suffix for path in left} == {"", ".lock"}
+    # Those of others stay: who lives may start it again, and in another container the numbers are others.
+    theirs = [folder / name for name in ("warm-1", "warm-1.lock", "warm-2", "warm-2.lock", "warm-3.lock")]
+    numbers = os.readlink("/proc/self/ns/pid")
+    for path, told in zip(
+        theirs, ("", f"{os.getpid()} {warm.started(os.getpid())} {numbers}", "", "1 1 pid:[7]", ""), strict=True
+    ):
+        path.write_text(told)
+    LocalBackend(1, verbose=0, env={"MALLOC_TOP_PAD_": "131072"}).run(begun)
+    assert not any(path.exists() for path in left)
+    for path in theirs:
+        path.unlink()  # which fails where it is gone
+
+
+def test_a_server_that_is_asked_to_end_takes_its_socket_along():
+    before = set(warm._folder().iterdir())
+    LocalBackend(1, verbose=0, env={"MALLOC_TOP_PAD_": "262144"}).run(begun)
+    its = set(warm._folder().iterdir()) - before
+    assert {path.suffix for path in its} == {"", ".lock"}
+    end_servers()
+    until(lambda: not any(path.exists() for path in its))
+
+
 def test_a_changed_environment_or_package_gets_a_server_of_its_own(tmp_path, monkeypatch):
     backend = LocalBackend(1, verbose=0)
     backend.run(begun)

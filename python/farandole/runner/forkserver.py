@@ -79,6 +79,9 @@ def main(arguments: Sequence[str]) -> int:
             return 1
     except OSError:
         return 1
+    os.truncate(lock, 0)
+    os.write(lock, f"{owner} {born} {_numbers()}".encode())
+    sweep(Path(place).parent)
     Path(place).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(place)
@@ -86,12 +89,38 @@ def main(arguments: Sequence[str]) -> int:
     if os.fork():
         os._exit(0)
     os.setsid()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # and its files go
     try:
         Server(listener, (lock, tie), float(idle), preload).serve()
     finally:
         for path in (place, f"{place}.lock"):
             Path(path).unlink(missing_ok=True)
     return 0
+
+
+def sweep(folder: Path) -> None:
+    """Removes what killed servers have left, once their owners are gone: none of them starts another one there.
+
+    Args:
+        folder: Where sockets are, each with a lock beside it that names the owner.
+    """
+    for lock in folder.glob("warm-*.lock"):
+        try:
+            owner, born, numbers = lock.read_text().split()
+            if numbers != _numbers():
+                continue  # another container's process, which has another number here
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if started(int(owner)) == int(born):
+                    continue
+        except (OSError, ValueError):
+            continue
+        for path in (lock.with_suffix(""), lock):
+            path.unlink(missing_ok=True)
+
+
+def _numbers() -> str:
+    """In which namespace processes have the numbers that they have here."""
+    return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - no path
 
 
 class Server:
