@@ -66,8 +66,9 @@ test-spark: install .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 		PYSPARK_PYTHON=$$python $$python -m pytest $(SPARK_FACING) --reruns 1 || exit 1; \
 	done
 
-# 3.5 comes without its Connect server, which is a jar of its own: the last version whose jar is where jars are.
-.tools/pyspark-%/ready: $(VENV)/.packages
+# 3.5 comes without its Connect server, which is a jar of its own: the last version whose jar is where jars are. Made again
+# when this recipe may have changed, or what the environment sees of the other one.
+.tools/pyspark-%/ready: Makefile $(VENV)/.packages
 	$(PYTHON) -m venv --without-pip --clear $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D)/bin/python "pyspark==$(if $(filter 3.5,$*),3.5.7,$*.*)"
 	test $* != 3.5 || mvn -q -B dependency:copy -Dartifact=org.apache.spark:spark-connect_2.12:3.5.7 \

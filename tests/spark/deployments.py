@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import pyspark
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 HOME = Path(pyspark.__path__[0])
 MAJOR = int(pyspark.__version__.partition(".")[0])
@@ -65,6 +65,12 @@ def executors():
 
 def kill_one():
     os.kill(executors()[0], signal.SIGKILL)
+
+def until_executors(count, limit):
+    deadline = time.monotonic() + limit
+    while len(executors()) < count:
+        assert time.monotonic() < deadline, f"{len(executors())} of {count} executors after {limit} s"
+        time.sleep(0.05)
 """
 """What drivers that kill their executors begin with."""
 
@@ -122,12 +128,14 @@ def free_port() -> int:
 class Service:
     """A JVM of Spark's that says on its output when it is ready."""
 
-    def __init__(self, arguments: list[str], directory: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: list[str], directory: Path, env: Mapping[str, str] | None = None, inside: Sequence[str] = ()
+    ) -> None:
         directory.mkdir(exist_ok=True)
         self.lines: list[str] = []
         self._news: queue.Queue[str] = queue.Queue()
         self.process = subprocess.Popen(
-            [str(HOME / "bin" / arguments[0]), *arguments[1:]],
+            [*inside, str(HOME / "bin" / arguments[0]), *arguments[1:]],
             cwd=directory,
             env=os.environ | {"SPARK_HOME": str(HOME), "PYSPARK_PYTHON": sys.executable} | dict(env or {}),
             stdin=subprocess.DEVNULL,
@@ -170,12 +178,17 @@ class Service:
 
 
 @contextlib.contextmanager
-def standalone(directory: Path, *envs: Mapping[str, str], cores: int = 1) -> Iterator[str]:
-    """A standalone master and a worker for each environment, all on 127.0.0.1; gives the master's URL."""
+def standalone(
+    directory: Path, *envs: Mapping[str, str], cores: int = 1, inside: Sequence[Sequence[str]] = ()
+) -> Iterator[str]:
+    """A standalone master and a worker for each environment, all on 127.0.0.1; gives the master's URL.
+
+    A worker may be started by a command of its own, as a pod's is: `inside` has one for each.
+    """
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, arguments: list[str], env: Mapping[str, str]) -> Service:
-            service = Service(["spark-class", *arguments], directory / name, env)
+        def start(name: str, arguments: list[str], env: Mapping[str, str], within: Sequence[str] = ()) -> Service:
+            service = Service(["spark-class", *arguments], directory / name, env, within)
             stack.callback(service.end)
             return service
 
@@ -193,6 +206,7 @@ def standalone(directory: Path, *envs: Mapping[str, str], cores: int = 1) -> Ite
                 ],
                 # Spark takes a container for YARN's, which tells it where its folders are.
                 {**env, "LOCAL_DIRS": str(directory / f"worker-{number}"), **more},
+                inside[number] if inside else (),
             )
             for number, more in enumerate(envs)
         ]
@@ -229,6 +243,16 @@ def connect_server(directory: Path, master: str = "local[2]", **settings: str) -
         yield f"sc://127.0.0.1:{port}"
     finally:
         server.end()
+
+
+def pod(name: str) -> list[str]:
+    """Starts a command as in a pod: under a host name and in an IPC namespace of its own."""
+    return ["unshare", "--uts", "--ipc", "--map-root-user", "sh", "-c", f'hostname {name}; exec "$@"', "sh"]
+
+
+def can_unshare() -> bool:
+    """Whether this machine lets processes have namespaces of their own."""
+    return subprocess.run([*pod("probe"), "true"], check=False, capture_output=True).returncode == 0
 
 
 def connect_modules() -> bool:

@@ -39,6 +39,11 @@ def test_the_demo_shows_progress_accuracy_the_reloaded_model_history_and_paths(t
     assert all(Path(path.removeprefix("file://")).exists() for path in paths.values())
 
 
+def test_a_function_averages_a_number_over_two_processes_of_spark(tmp_path):
+    done = run("spark_run.py", tmp_path)
+    assert done.stdout.splitlines() == [f"rank {rank} of 2: the mean of all ranks is 0.5" for rank in range(2)]
+
+
 def test_parquet_is_trained_on_without_spark(tmp_path):
     done = run("fit_on_parquet_no_spark.py", tmp_path)
     assert "epoch 10/10" in done.stderr

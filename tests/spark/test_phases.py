@@ -66,13 +66,12 @@ def killing(batches):
 
 marker = os.getcwd() + "/killed-while-preparing"
 original = gang._Gang.take
-while len(executors()) < 2:
-    time.sleep(0.05)
+limit = float(os.environ["EXECUTORS_WITHIN"])
+until_executors(2, limit)
 print("answer", json.dumps({"weights": fit("undisturbed", True)}), flush=True)
 for line in sys.stdin:
     phase, warm = json.loads(line)
-    while len(executors()) < 2:
-        time.sleep(0.05)
+    until_executors(2, limit)
     before, saboteur = set(executors()), Saboteur(phase)
     gang._Gang.take = lambda self, event: saboteur(self, event)
     weights = fit(phase, warm, frame.mapInArrow(killing, frame.schema) if phase == "prepare" else frame)
@@ -119,7 +118,7 @@ class Driver:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """The driver, and the weights of a fit that nothing disturbed."""
-    with driver(KILLS + PROGRAM, tmp_path_factory.mktemp("phases")) as process:
+    with driver(KILLS + PROGRAM, tmp_path_factory.mktemp("phases"), EXECUTORS_WITHIN=str(PHASE / 2)) as process:
         made = Driver(process)
         yield made, made.answer(2 * PHASE)["weights"]
 

@@ -10,7 +10,7 @@ import re
 import time
 
 import pytest
-from tests.spark.deployments import PATIENCE, drive, standalone
+from tests.spark.deployments import PATIENCE, can_unshare, drive, pod, standalone
 
 import farandole.spark
 from farandole.spark import FarandoleJobError
@@ -138,6 +138,22 @@ spark.stop()
         done = drive(PLACES + body, tmp_path, 150, MASTER_URL=url)
     # Two containers of one host are two hosts: nobody counts on the other's memory.
     assert ast.literal_eval(done.stdout.strip().splitlines()[-1]) == [(1, 2, [2.0] * 3, [])] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_unshare(), reason="this machine gives processes no namespaces of their own")
+def test_14_two_pods_of_one_kubernetes_node_count_on_memory_that_they_do_not_share(tmp_path):
+    body = """
+spark = session(os.environ["MASTER_URL"], executor_cores="1")
+print(farandole.spark.run(place, num_proc=2))
+print(farandole.spark.run(lambda: open("/proc/sys/kernel/hostname").read().strip(), num_proc=2))
+spark.stop()
+"""
+    with standalone(tmp_path, {}, {}, inside=[pod("fit-exec-1"), pod("fit-exec-2")]) as url:
+        done = drive(PLACES + body, tmp_path, 150, MASTER_URL=url)
+    places, names = done.stdout.strip().splitlines()[-2:]
+    assert ast.literal_eval(places) == [(1, 2, [2.0] * 3, [])] * 2
+    assert sorted(ast.literal_eval(names)) == ["fit-exec-1", "fit-exec-2"]
 
 
 @pytest.mark.slow
