@@ -202,6 +202,16 @@ def test_nulls_and_nan_are_errors_that_name_the_column_and_the_file(tmp_path):
     assert np.isnan(batch["f"]).tolist() == [False, True]
 
 
+def test_infinities_are_errors_that_no_fill_takes_the_place_of(tmp_path):
+    pq.write_table(pa.table({"f": [1.0, float("-inf"), float("nan"), float("inf")]}), tmp_path / "f.parquet")
+    for fill in (None, {"f": 0.0}):
+        told = r"column f has 2 infinite values in row group 0 of .*f\.parquet; allow_nan says what to do"
+        with pytest.raises(ValueError, match=told):
+            list(ParquetLoader(tmp_path, 4, fill=fill))
+    (batch,) = ParquetLoader(tmp_path, 4, allow_nan=True, fill={"f": 0.0}, shuffle=False)
+    assert batch["f"].tolist() == [1.0, float("-inf"), 0.0, float("inf")]
+
+
 def test_nulls_and_nan_are_filled_on_request(tmp_path):
     loader = ParquetLoader(holes(tmp_path), 4, shuffle=False, fill={"*": -1.0, "i": 9, "d": 0.5})
     (batch,) = loader

@@ -150,6 +150,9 @@ def test_what_belongs_to_the_module_is_refused_as_a_parameter(data):
             fit(data, module, **{name: value})
     with pytest.raises(ValueError, match="optimizer is required for a plain module"):
         fit(data, linear())
+    plain = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "loss": torch.nn.MSELoss()}
+    with pytest.raises(ValueError, match="the optimizer holds parameters that are not the model's: 2"):
+        fit(data, linear(), **plain)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_when_asked_to(data):

@@ -19,6 +19,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
+from farandole._native import prepare as native
 from farandole._native import reader
 from farandole.data import prepare_data
 from farandole.spark.common import LocalStore
@@ -187,8 +188,22 @@ def test_nulls_and_nan_are_errors_unless_something_takes_their_place(tmp_path):
         prepare_data(pa.table({"x": [1.0, float("nan")]}), tmp_path)
     kept = prepare_data(pa.table({"x": [1.0, float("nan")]}), tmp_path, allow_nan=True)
     assert kept.train_rows == 2
+    infinite = pa.table({"x": [1.0, float("nan"), float("inf")]})
+    with pytest.raises(ValueError, match=r"column x has infinite values in 1 of 3 rows.*first at its row 2 \(allow"):
+        prepare_data(infinite, tmp_path, fill=0)
+    kept = prepare_data(infinite, tmp_path, fill=0, allow_nan=True)
+    assert column(kept.train_url, "x").tolist() == [1.0, 0.0, float("inf")]
     with pytest.raises(ValueError, match="not kept: z"):
         prepare_data(holes, tmp_path, fill={"z": 0})
+
+
+def test_extremes_are_told_of_columns_whose_values_are_all_numbers_and_of_no_others(tmp_path):
+    # Two batches of one partition: what the first has does not speak for the second.
+    first, second = pa.table({"x": [0.5, 1.5], "i": [1, 2]}), pa.table({"x": [float("nan"), 2.5], "i": [3, 4]})
+    done = prepare_data(pa.concat_tables([first, second]), tmp_path, allow_nan=True)
+    columns = json.loads(native.read_manifest(done.train_url))["columns"]
+    told = {one["name"]: (one.get("min"), one.get("max")) for one in columns}
+    assert told == {"x": (None, None), "i": (1.0, 4.0)}
 
 
 def test_a_column_of_words_says_what_is_held_out(tmp_path):

@@ -102,6 +102,15 @@ def test_a_null_in_a_feature_is_said_with_its_column(spark, tmp_path):
     assert refused(lambda: estimator(tmp_path).fit(frame)).startswith("column x has nulls in 1 of ")
 
 
+def test_an_infinite_feature_or_label_is_said_with_its_column(spark, tmp_path):
+    for rows in ([(1.0, 1.0), (float("inf"), 0.0)], [(1.0, 1.0), (2.0, float("-inf"))]):
+        frame = spark.createDataFrame(rows, "x double, y double").repartition(1)
+        told = refused(lambda frame=frame: estimator(tmp_path).fit(frame))
+        name = "x" if rows[1][0] == float("inf") else "y"
+        assert told.startswith(f"column {name} has infinite values in 1 of 2 rows")
+        assert "allow_nan" in told
+
+
 def test_ragged_vectors_are_said_with_their_column(spark, tmp_path):
     for values in ([Vectors.dense([1.0]), Vectors.dense([1.0, 2.0])], [[1.0], [1.0, 2.0]]):
         frame = spark.createDataFrame([(value, 0) for value in values], ["x", "y"])
@@ -124,6 +133,18 @@ def test_more_processes_than_slots_are_refused_with_both_numbers(good, tmp_path)
     told = refused(lambda: estimator(tmp_path, backend=NeverRun(3)).fit(good))
     assert "3" in told
     assert "2" in told
+    assert os.listdir(tmp_path) == []
+
+
+def test_arguments_that_run_does_not_know_are_refused_before_data_is_written(good, tmp_path):
+    with pytest.raises(TypeError, match=r"takes what farandole\.spark\.run takes, and not stdou: .*stdout"):
+        SparkBackend(2, stdou=None)
+    for wrong, told in (
+        ({"stdout": "log.txt"}, "stdout must be a stream"),
+        ({"start_timeout": -1}, "start_timeout must"),
+    ):
+        fitting = estimator(tmp_path, backend=SparkBackend(2, **wrong))
+        assert told in refused(lambda fitting=fitting: fitting.fit(good), (TypeError, ValueError))
     assert os.listdir(tmp_path) == []
 
 

@@ -57,7 +57,7 @@ pub(crate) fn command() -> Command {
                     Arg::new("allow-nan")
                         .long("allow-nan")
                         .action(ArgAction::SetTrue)
-                        .help("Take NaN as a value like any other"),
+                        .help("Take NaN and infinities as values like any others"),
                 )
                 .arg(
                     text("format", "FORMAT", "Of files whose names do not tell")

@@ -79,6 +79,23 @@ pub enum Error {
         /// The first such row within the partition.
         row: u64,
     },
+    /// Infinities where there may be none.
+    #[error(
+        "column {column} has infinite values in {infinite} of {rows} rows, in partition {partition}, first at its row \
+         {row} (allow_nan takes them as they are)"
+    )]
+    Infinite {
+        /// The column.
+        column: String,
+        /// How many rows have some.
+        infinite: usize,
+        /// Rows of the batch.
+        rows: usize,
+        /// The partition.
+        partition: u64,
+        /// The first such row within the partition.
+        row: u64,
+    },
     /// A fill that no value of the column can be.
     #[error("column {column} is {kind}, which this cannot fill: {fill}")]
     Fill {
@@ -233,6 +250,7 @@ impl Error {
             | Self::Weight { .. }
             | Self::Changed { .. }
             | Self::Missing { .. }
+            | Self::Infinite { .. }
             | Self::Fill { .. }
             | Self::Side { .. }
             | Self::Ragged { .. }

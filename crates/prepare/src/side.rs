@@ -186,6 +186,12 @@ impl Side {
         let bytes = sink.upload.finish()?;
         let mut file = DataFile::new(self.shape.file, bytes, self.groups);
         (file.checksum, file.chunks) = (Some(checksum), self.chunks);
+        for column in &mut self.shape.columns {
+            // Of one batch they hold for all: no manifest has others.
+            if !column.min.zip(column.max).is_some_and(|(low, high)| low.is_finite() && high.is_finite()) {
+                (column.min, column.max) = (None, None);
+            }
+        }
         Ok(Some(SideSummary { file, columns: self.shape.columns }))
     }
 

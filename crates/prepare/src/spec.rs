@@ -70,7 +70,7 @@ pub struct Spec {
     /// Without it they are errors.
     #[serde(default)]
     pub fill: BTreeMap<String, String>,
-    /// Takes NaN as a value like any other.
+    /// Takes NaN and infinities as values like any others.
     #[serde(default)]
     pub allow_nan: bool,
     /// Rows of a row group; chosen by size when absent.

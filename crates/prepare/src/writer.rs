@@ -226,7 +226,7 @@ fn append(side: &mut Side, batch: RecordBatch) -> Result<()> {
     side.push(batch)
 }
 
-/// Smallest and largest value; `None` without rows, or with NaN.
+/// Smallest and largest value, as far as any number says: infinite with infinities, or with NaN; `None` without rows.
 fn extremes(array: &ArrayRef) -> Option<(f64, f64)> {
     let typed = |array: &dyn Array, which: bool| -> Option<f64> {
         macro_rules! of {
@@ -252,5 +252,6 @@ fn extremes(array: &ArrayRef) -> Option<(f64, f64)> {
         return min(bytes).zip(max(bytes));
     }
     let (low, high) = typed(array, false).zip(typed(array, true))?;
-    (low.is_finite() && high.is_finite()).then_some((low, high))
+    // In Arrow's order NaN comes last, or first where its sign is set.
+    Some(if low.is_nan() || high.is_nan() { (f64::NEG_INFINITY, f64::INFINITY) } else { (low, high) })
 }

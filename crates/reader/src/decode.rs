@@ -15,7 +15,7 @@ use parquet::file::metadata::RowGroupMetaData;
 
 use crate::dataset::{Dataset, Field};
 use crate::error::{Error, Result};
-use crate::fill::{filled, no_nan};
+use crate::fill::{Odd, filled, numbers};
 use crate::footer::Fetched;
 use crate::hive;
 use crate::library;
@@ -37,9 +37,9 @@ impl Origin<'_> {
         Error::Nulls { column, nulls, group: self.group, file }
     }
 
-    pub(crate) fn nans(&self, nans: usize) -> Error {
+    fn odd(&self, Odd { what, count }: Odd) -> Error {
         let (column, file) = (self.column.to_owned(), self.file.to_owned());
-        Error::NotNumbers { column, nans, group: self.group, file }
+        Error::NotNumbers { column, what, count, group: self.group, file }
     }
 
     pub(crate) fn ragged(&self, expected: u64) -> Error {
@@ -132,7 +132,7 @@ impl Recipe {
     /// Decodes column number `index` into `out`; its bytes are fetched now when they are not in `fetched`.
     ///
     /// # Errors
-    /// Bytes that cannot be had or decoded, nulls and NaN that are not allowed.
+    /// Bytes that cannot be had or decoded, nulls, NaN and infinities that are not allowed.
     pub(crate) fn column(
         &self,
         dataset: &Dataset,
@@ -218,8 +218,8 @@ impl Recipe {
         if nulls > 0 && selected.fill.is_none() {
             return Err(origin.nulls(nulls));
         }
-        if !selected.allow_nan && field.element.is_float() {
-            no_nan(out, selected).map_err(|nans| origin.nans(nans))?;
+        if (selected.fill.is_some() || !selected.allow_nan) && field.element.is_float() {
+            numbers(out, selected).map_err(|odd| origin.odd(odd))?;
         }
         Ok(())
     }

@@ -107,15 +107,18 @@ pub enum Error {
         /// The file.
         file: String,
     },
-    /// NaN.
+    /// NaN, or infinities.
     #[error(
-        "column {column} has {nans} NaN in row group {group} of {file}; fill or allow_nan says what to do with them"
+        "column {column} has {count} {what} in row group {group} of {file}; {} says what to do with them",
+        if *what == "NaN" { "fill or allow_nan" } else { "allow_nan" }
     )]
     NotNumbers {
         /// The column.
         column: String,
+        /// `NaN` or `infinite values`.
+        what: &'static str,
         /// How many.
-        nans: usize,
+        count: usize,
         /// The row group.
         group: usize,
         /// The file.

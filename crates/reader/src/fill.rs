@@ -58,28 +58,43 @@ pub(crate) fn filled(column: &Selected, width: usize) -> Vec<u8> {
     one.iter().copied().cycle().take(width).collect()
 }
 
+/// What no step of an optimizer comes back from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Odd {
+    /// `NaN` or `infinite values`.
+    pub(crate) what: &'static str,
+    /// How many there are.
+    pub(crate) count: usize,
+}
+
 /// Replaces NaN by what the column is filled with.
 ///
 /// # Errors
-/// How many there are, when it is not filled.
-pub(crate) fn no_nan(out: &mut [u8], column: &Selected) -> Result<(), usize> {
+/// NaN that is not filled, or infinities, where they are not allowed.
+pub(crate) fn numbers(out: &mut [u8], column: &Selected) -> Result<(), Odd> {
     macro_rules! scan {
         ($kind:ty, $fill:expr) => {{
             let values = typed_mut::<$kind>(out);
             // Without branches, so that many values are looked at in one instruction.
-            let any =
-                values.chunks(1024).any(|some| some.iter().fold(false, |any, value| any | value.is_nan()));
+            let any = values
+                .chunks(1024)
+                .any(|some| some.iter().fold(false, |any, value| any | !value.is_finite()));
             if !any {
                 return Ok(());
             }
+            if !column.allow_nan {
+                let infinite = values.iter().filter(|value| value.is_infinite()).count();
+                if infinite > 0 {
+                    return Err(Odd { what: "infinite values", count: infinite });
+                }
+            }
             let nans = values.iter_mut().filter(|value| value.is_nan());
             match column.fill {
-                Some(fill) => {
-                    nans.for_each(|value| *value = $fill(fill));
-                    Ok(())
-                }
-                None => Err(nans.count()),
+                Some(fill) => nans.for_each(|value| *value = $fill(fill)),
+                None if column.allow_nan => {}
+                None => return Err(Odd { what: "NaN", count: nans.count() }),
             }
+            Ok(())
         }};
     }
     #[expect(clippy::cast_possible_truncation, reason = "to the nearest")]

@@ -43,7 +43,7 @@ pub struct Options {
     /// What nulls, and NaN among floats, become, by column; `"*"` stands for all other columns that have such a value.
     /// They are errors else.
     pub fill: HashMap<String, f64>,
-    /// Takes NaN as a value like any other where it is not filled.
+    /// Takes NaN that is not filled, and infinities, as values like any others.
     pub allow_nan: bool,
     /// A directory where decoded blocks are kept for all readers of this host that read the same columns.
     pub cache: Option<String>,
@@ -184,7 +184,7 @@ fn select(field: Field, options: &Options) -> Result<Selected> {
     }
     let fill = named.or_else(|| options.fill.get("*").filter(|value| fits(field.element, **value))).copied();
     let out = cast(&field, &options.cast)?;
-    Ok(Selected { out, fill, allow_nan: options.allow_nan && fill.is_none(), field })
+    Ok(Selected { out, fill, allow_nan: options.allow_nan, field })
 }
 
 fn cast(field: &Field, casts: &HashMap<String, String>) -> Result<Element> {

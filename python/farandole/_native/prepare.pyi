@@ -16,7 +16,7 @@
       "compression": "none",                    none, snappy, lz4 or zstd; default none
       "compress_sparse": false,                 compress Spark's vectors in any case
       "fill": {"*": "0", "name": ""},           what takes the place of nulls and NaN, by column; else they are errors
-      "allow_nan": false,                       NaN is a value like any other
+      "allow_nan": false,                       NaN and infinities are values like others
       "row_group_rows": null,                   null: by size, suited to shuffling
       "fingerprint": "..."                      what this data was made from; kept in the manifest
     }

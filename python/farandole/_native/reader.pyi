@@ -91,7 +91,7 @@ class Reader:
             cast: Element types to convert to while batches are put together: `{"features": "float32"}`. The key `"*"`
                 stands for all other float columns.
             fill: What nulls, and NaN among floats, become, by column; `"*"` stands for all other columns.
-            allow_nan: Takes NaN that is not filled as a value like any other.
+            allow_nan: Takes NaN that is not filled, and infinities, as values like any others.
             cache: A directory where decoded data is kept for all readers of this host that read the same columns.
         """
     @property

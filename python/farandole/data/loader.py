@@ -80,7 +80,7 @@ class ParquetLoader(BaseDataLoader):
             cast: Types to convert to, by column: `{"features": "float32"}`; `"*"` stands for all other float columns.
             fill: What to put in place of nulls, and of NaN in columns of floats, by column: `{"age": 0.0}`; `"*"`
                 stands for all other columns that can hold it. Without it they are errors.
-            allow_nan: Takes NaN as a value like any other.
+            allow_nan: Takes NaN and infinities as values like any others.
             framework: Arrays of NumPy or tensors of torch.
             byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at once. It never
                 changes the order. What a `transformation_fn` makes comes on top.

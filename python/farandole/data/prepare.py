@@ -114,7 +114,7 @@ def prepare_data(
         seed: Of that choice.
         fill: What takes the place of nulls and NaN: one value for all columns it makes sense for, or values by column
             (`"*"` for all others). Without it they are errors that name the column.
-        allow_nan: Takes NaN as a value like any other.
+        allow_nan: Takes NaN and infinities as values like any others.
         compression: Of the files.
         row_group_rows: Rows of a row group; default: by size, as suits shuffling.
         format: Of files whose names do not tell.

@@ -34,6 +34,7 @@ pub(crate) struct Origin<'a> {
     pub(crate) row: u64,
     /// What takes the place of nulls and NaN, and whether it was meant for this column alone.
     pub(crate) fill: Option<(&'a str, bool)>,
+    /// Takes NaN that is not filled, and infinities, as values like any others.
     pub(crate) allow_nan: bool,
 }
 
@@ -55,6 +56,13 @@ impl Origin<'_> {
         cast(array, to).map_err(|source| self.arrow(source))
     }
 
+    /// How many rows of `values` have the places `at`, and the first of them; every row has `per_row` values.
+    fn rows(&self, per_row: usize, at: impl Iterator<Item = usize>) -> (usize, u64) {
+        let mut rows: Vec<usize> = at.map(|value| value / per_row.max(1)).collect();
+        rows.dedup();
+        (rows.len(), self.row + rows.first().copied().unwrap_or_default() as u64)
+    }
+
     /// Something is missing in `values`, of which every row of the column has `per_row`.
     fn missing(
         &self,
@@ -63,17 +71,9 @@ impl Origin<'_> {
         per_row: usize,
         at: impl Iterator<Item = usize>,
     ) -> Error {
-        let per_row = per_row.max(1);
-        let mut rows: Vec<usize> = at.map(|value| value / per_row).collect();
-        rows.dedup();
-        Error::Missing {
-            column: self.column.to_owned(),
-            what,
-            missing: rows.len(),
-            rows: values / per_row,
-            partition: self.partition,
-            row: self.row + rows.first().copied().unwrap_or_default() as u64,
-        }
+        let (column, partition) = (self.column.to_owned(), self.partition);
+        let (missing, row) = self.rows(per_row, at);
+        Error::Missing { column, what, missing, rows: values / per_row.max(1), partition, row }
     }
 
     /// No nulls among what cannot be filled.
@@ -124,9 +124,25 @@ impl Origin<'_> {
     {
         let is_nan = |value: T::Native| value.into().is_nan();
         // Looked at in pieces without a way out: so it is done many values at a time.
-        let any = |piece: &[T::Native]| piece.iter().fold(false, |found, value| found | is_nan(*value));
+        let odd = |value: T::Native| !value.into().is_finite();
+        let any = |piece: &[T::Native]| piece.iter().fold(false, |found, value| found | odd(*value));
         if !array.values().chunks(1024).any(any) {
             return Ok(None);
+        }
+        let places = |wanted: fn(f64) -> bool| {
+            let values = array.values().iter().enumerate();
+            values.filter(move |(_, value)| wanted((**value).into())).map(|(at, _)| at)
+        };
+        if !self.allow_nan && places(f64::is_infinite).next().is_some() {
+            let (column, partition) = (self.column.to_owned(), self.partition);
+            let (infinite, row) = self.rows(per_row, places(f64::is_infinite));
+            return Err(Error::Infinite {
+                column,
+                infinite,
+                rows: array.len() / per_row.max(1),
+                partition,
+                row,
+            });
         }
         match self.fill.and_then(|(text, _)| text.trim().parse::<T::Native>().ok()) {
             Some(fill) => {
@@ -134,11 +150,7 @@ impl Origin<'_> {
                 Ok(Some(Arc::new(whole)))
             }
             None if self.allow_nan => Ok(None),
-            None => {
-                let at =
-                    array.values().iter().enumerate().filter(|(_, value)| is_nan(**value)).map(|(at, _)| at);
-                Err(self.missing("NaN", array.len(), per_row, at))
-            }
+            None => Err(self.missing("NaN", array.len(), per_row, places(f64::is_nan))),
         }
     }
 }

@@ -160,6 +160,31 @@ fn a_fill_takes_the_place_of_nulls_and_nan() {
 }
 
 #[test]
+fn infinities_are_counted_by_rows_and_no_fill_takes_their_place() {
+    let scalars: ArrayRef =
+        Arc::new(Float32Array::from(vec![1.0, f32::NEG_INFINITY, f32::NAN, f32::INFINITY]));
+    let told = "column c has infinite values in 2 of 4 rows, in partition 4, first at its row 101 \
+                (allow_nan takes them as they are)";
+    for fill in [None, Some(("0", false))] {
+        let error = convert(Origin { fill, ..ORIGIN }, &scalars, None).unwrap_err().to_string();
+        assert_eq!(error, told);
+    }
+    let inside: ArrayRef = Arc::new(Float64Array::from(vec![1.0, 2.0, f64::INFINITY, f64::INFINITY]));
+    let error = run(list(inside, &[2, 2]), None).unwrap_err().to_string();
+    assert!(
+        error.contains("infinite values in 1 of 2 rows, in partition 4, first at its row 101"),
+        "{error}"
+    );
+    let vectors = spark(&[(0, Some(2), &[1], &[f64::INFINITY])]);
+    assert!(matches!(run(Arc::clone(&vectors), None), Err(Error::Infinite { .. })));
+    let taken = Origin { allow_nan: true, fill: Some(("0", false)), ..ORIGIN };
+    assert_eq!(floats(&convert(taken, &vectors, None).unwrap()), [[0.0, f64::INFINITY]]);
+    let taken = convert(taken, &scalars, None).unwrap();
+    let taken = taken.array.as_primitive::<arrow::datatypes::Float32Type>().values().to_vec();
+    assert_eq!(taken, [1.0, f32::NEG_INFINITY, 0.0, f32::INFINITY]);
+}
+
+#[test]
 fn a_fill_that_is_no_value_of_the_column_is_said_when_it_was_meant_for_it() {
     let fill = |named| Origin { fill: Some(("x", named)), ..ORIGIN };
     let holes: ArrayRef = Arc::new(Int64Array::from(vec![Some(1), None]));

@@ -145,6 +145,10 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
         if self.getOnFailure() == "restart" and not self._store().saving_runs():
             raise ValueError("on_failure='restart' goes on from a checkpoint: the store must save runs")
+        fill = self.getFill()
+        unused = sorted(set(fill) - {"*", *self._roles().kept}) if isinstance(fill, dict) else []
+        if unused:
+            raise ValueError(f"fill is for features, labels and weights, and these are none: {', '.join(unused)}")
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
             raise ValueError(f"loss_weights needs one number per label column {len(self.getLabelCols())}: {weights}")

@@ -8,6 +8,7 @@ record is a protocol-buffer message `Event` with a time, a step and a summary of
 
 from __future__ import annotations
 
+import math
 import struct
 from functools import cache
 from typing import TYPE_CHECKING
@@ -49,7 +50,11 @@ def _event(seconds: float, step: int, *, version: bytes = b"", summary: bytes = 
 
 def _summary(tag: str, value: float) -> bytes:
     name = tag.encode()
-    body = b"\x0a" + _varint(len(name)) + name + b"\x15" + struct.pack("<f", value)
+    try:
+        number = struct.pack("<f", value)
+    except OverflowError:  # a loss in double precision that has run away
+        number = struct.pack("<f", math.copysign(math.inf, value))
+    body = b"\x0a" + _varint(len(name)) + name + b"\x15" + number
     return b"\x0a" + _varint(len(body)) + body
 
 

@@ -119,7 +119,7 @@ class EstimatorParams(Params):
         "compress_sparse_cols", "compress vectors, which are written dense", check.flag("compress_sparse_cols")
     )
     fill = declare("fill", "what takes the place of nulls and NaN, for all columns or by column", check.fill)
-    allow_nan = declare("allow_nan", "take NaN as a value like any other", check.flag("allow_nan"))
+    allow_nan = declare("allow_nan", "take NaN and infinities as values like any others", check.flag("allow_nan"))
     shuffle_buffer_size = declare(
         "shuffle_buffer_size", "ignored",
         check.deprecated("shuffle_buffer_size", "the order of an epoch does not depend on a buffer"),

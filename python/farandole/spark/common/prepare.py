@@ -97,7 +97,7 @@ def prepare_data(
         seed: of the split.
         partitions_per_process: most partitions per training process.
         fill: what takes the place of nulls and NaN, see `farandole.data.prepare_data`.
-        allow_nan: takes NaN as a value like any other.
+        allow_nan: takes NaN and infinities as values like any others.
         compress_sparse: compresses vectors, which are written dense.
 
     Yields:

@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from farandole.spark.common.source import Missing
 from farandole.spark.common.transform import Transformation
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class Data:
     train_threads: int
     val_threads: int
     in_memory: bool
+    missing: Missing
 
     def module(
         self, kind: Any, *, epochs: int, transformation: Any, rank: int, size: int, steps: tuple[int, int]
@@ -102,7 +105,25 @@ def data_of(
         train_threads=estimator.getTrainReaderNumWorkers(),
         val_threads=estimator.getValReaderNumWorkers(),
         in_memory=estimator.getInmemoryCacheAll(),
+        missing=missing_of(estimator, prepared),
     )
+
+
+def missing_of(estimator: EstimatorParams, prepared: PreparedData) -> Missing:
+    """What becomes of nulls, NaN and infinities when data is read.
+
+    Args:
+        estimator: whose parameters count.
+        prepared: the data; what a fit has prepared was filled then.
+    """
+    fill = estimator.getFill()
+    given = {} if fill is None or prepared.place is not None else fill if isinstance(fill, dict) else {"*": fill}
+    numbers: dict[str, float] = {}
+    for name, value in given.items():
+        # What is no number fills no column of numbers: its nulls are told of when they are met.
+        with contextlib.suppress(ValueError):
+            numbers[name] = float(value)
+    return Missing(numbers, estimator.getAllowNan())
 
 
 def transformation_of(estimator: EstimatorParams) -> Transformation | None:

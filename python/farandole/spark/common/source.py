@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,16 @@ if TYPE_CHECKING:
     from farandole._native.reader import Batch
 
     Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What becomes of nulls, NaN and infinities in data that somebody else wrote."""
+
+    fill: Mapping[str, float] = field(default_factory=dict)
+    """What takes the place of nulls and NaN, by column; `"*"` stands for all others that can hold it."""
+    allow_nan: bool = True
+    """Whether NaN and infinities are values like any others."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Source:
             from them alone.
         transformation: makes other columns of each batch.
         least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
+        missing: what becomes of nulls, NaN and infinities.
 
     Raises:
         OSError: the data cannot be read, in the words of `seen`; while batches are read, too.
@@ -77,7 +88,9 @@ class Source:
         in_memory: bool = False,
         transformation: Callable[[Arrays], Arrays] | None = None,
         least: int = 1,
+        missing: Missing | None = None,
     ) -> None:
+        missing = missing or Missing()
         with seen(url):
             dataset = Dataset.open(url)
             self._reader = Reader(
@@ -91,6 +104,8 @@ class Source:
                 threads=threads,
                 tail="pad",
                 cast={name: dtype for name, dtype in columns.items() if dtype is not None},
+                fill=dict(missing.fill) or None,
+                allow_nan=missing.allow_nan,
             )
         texts = [one.name for one in self._reader.columns if one.dtype in TEXTS]
         if texts and transformation is None:
@@ -196,7 +211,13 @@ class Source:
             yield replace(rows, columns={name: values[chosen] for name, values in whole.items()})
 
 
-def sample(url: str, columns: Sequence[str], rows: int, transformation: Callable[[Arrays], Arrays] | None) -> Arrays:
+def sample(
+    url: str,
+    columns: Sequence[str],
+    rows: int,
+    transformation: Callable[[Arrays], Arrays] | None,
+    missing: Missing | None = None,
+) -> Arrays:
     """The first rows of a data set, as a training process would get them.
 
     Args:
@@ -204,9 +225,10 @@ def sample(url: str, columns: Sequence[str], rows: int, transformation: Callable
         columns: which.
         rows: how many; a smaller data set repeats itself.
         transformation: as in `Source`.
+        missing: as in `Source`.
     """
     casts: dict[str, str | None] = dict.fromkeys(columns)
-    source = Source(url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows)
+    source = Source(url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows, missing=missing)
     with closing(source.epoch(0, 1)) as batches:
         return dict(next(batches).columns)
 

@@ -66,7 +66,7 @@ def prepare_data(
         partitions_per_process: most files per process.
         verbose: whether to say what was prepared.
         fill: what takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
-        allow_nan: takes NaN as a value like any other.
+        allow_nan: takes NaN and infinities as values like any others.
 
     Yields:
         The number of the data set; nobody writes over it inside the context.

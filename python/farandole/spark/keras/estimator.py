@@ -17,7 +17,7 @@ from farandole.spark.common.columns import Column, check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.outputs import Output
-from farandole.spark.common.reading import data_of, transformation_of
+from farandole.spark.common.reading import data_of, missing_of, transformation_of
 from farandole.spark.common.source import sample
 from farandole.spark.keras import compiled, payload
 from farandole.spark.keras.arrays import inputs_of, told_mapping
@@ -131,7 +131,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         shuffle_buffer_size: Ignored.
         compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
         fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
-        allow_nan: Whether NaN is a value like any other; default False.
+        allow_nan: Whether NaN and infinities are values like any others; default False.
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
@@ -252,7 +252,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         transformation = transformation_of(self)
         columns = {name: prepared.columns[name] for name in raw}
         if transformation is not None:
-            made = sample(prepared.train_url, raw, 2, transformation)
+            made = sample(prepared.train_url, raw, 2, transformation, missing_of(self, prepared))
             columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in made.items()}
             missing = [name for name in raw if name not in columns]
             if missing:

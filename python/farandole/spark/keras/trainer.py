@@ -213,6 +213,7 @@ class Trainer:
             threads=threads,
             in_memory=job.data.in_memory,
             transformation=objects.transformation,
+            missing=job.data.missing,
         )
 
 

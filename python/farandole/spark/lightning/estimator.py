@@ -18,7 +18,7 @@ from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.outputs import Output
-from farandole.spark.common.reading import data_of, transformation_of
+from farandole.spark.common.reading import data_of, missing_of, transformation_of
 from farandole.spark.lightning.job import LightningJob, LightningObjects
 from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.params import LightningParams
@@ -100,7 +100,7 @@ class LightningEstimator(
         shuffle: Whether each epoch has its own order; default True.
         partitions_per_process: Most files of prepared data per process; default 10.
         fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
-        allow_nan: Whether NaN is a value like any other; default False.
+        allow_nan: Whether NaN and infinities are values like any others; default False.
         run_id: Name of the run; default `pytorch_<time>`.
         train_steps_per_epoch: Training steps per epoch.
         validation_steps_per_epoch: The same for validation.
@@ -245,8 +245,8 @@ class LightningEstimator(
         optimizer = self.getOptimizer()
         if optimizer is None:
             raise ValueError("optimizer is required for a plain module")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"optimizer must be a torch.optim.Optimizer: {optimizer!r}")
+        mapping.check_optimizer(self.getModel(), optimizer)
+        mapping.check_scheduler(self.getLrScheduler(), optimizer)
         if self.getLoss() is None and self.getLossConstructors() is None:
             raise ValueError("loss is required for a plain module")
 
@@ -289,7 +289,7 @@ class LightningEstimator(
         """The run's description, a copy of the user's objects, and the size of each output where it can be tried."""
         transformation = transformation_of(self)
         raw = self._roles().kept
-        columns, tensors = mapping.transformed_columns(prepared, raw, transformation)
+        columns, tensors = mapping.transformed_columns(prepared, raw, transformation, missing_of(self, prepared))
         inputs, names = self._inputs(), self.getLabelCols()
         check_sizes(columns, inputs, self.getInputShapes(), "feature")
         check_sizes(columns, [[name] for name in names], self.getLabelShapes(), "label")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.torch.tensors import input_tensor, label_tensor
+from farandole.spark.torch.tensors import check_inputs, input_tensor, label_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,12 +45,15 @@ class Loader:
         """The next epoch."""
         epoch = self._epoch
         self._epoch += 1
-        host = torch.device("cpu")
+        host, allow_nan = torch.device("cpu"), self._job.data.missing.allow_nan
         for rows in self._source.epoch(epoch, self._steps):
             count = rows.valid or 1
+            if not (self.checked or allow_nan):
+                for one in self._job.inputs:
+                    check_inputs(rows.columns, one, count)
             batch: dict[str, Any] = {one.name: input_tensor(rows.columns, one, count, host) for one in self._job.inputs}
             for one in self._job.labels:
-                label = label_tensor(rows, one, count, host, checked=not self.checked)
+                label = label_tensor(rows, one, count, host, checked=not self.checked, allow_nan=allow_nan)
                 batch[one.column.name] = label if one.shape is None else label.reshape(one.shape)
             if self._job.weight is not None:
                 batch[self._job.weight] = rows.columns[self._job.weight][:count].float().reshape(-1)

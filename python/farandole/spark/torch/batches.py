@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.spark.torch.losses import shaped, share, weighted
-from farandole.spark.torch.tensors import input_tensor, label_tensor, outputs_of
+from farandole.spark.torch.tensors import check_inputs, input_tensor, label_tensor, outputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,11 +67,15 @@ class Batches:
 
     def inputs(self, rows: Rows, count: int) -> list[torch.Tensor]:
         """The model's arguments."""
+        if self.first_pass and not self.job.data.missing.allow_nan:
+            for one in self.job.inputs:
+                check_inputs(rows.columns, one, count)
         return [input_tensor(rows.columns, one, count, self.device) for one in self.job.inputs]
 
     def labels(self, rows: Rows, count: int) -> list[torch.Tensor]:
         """The label columns."""
-        return [label_tensor(rows, one, count, self.device, checked=self.first_pass) for one in self.job.labels]
+        how = {"checked": self.first_pass, "allow_nan": self.job.data.missing.allow_nan}
+        return [label_tensor(rows, one, count, self.device, **how) for one in self.job.labels]
 
     def weights(self, rows: Rows, count: int) -> torch.Tensor | None:
         """The weight of each row, where there are weights."""

@@ -16,7 +16,7 @@ from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.outputs import Output
-from farandole.spark.common.reading import data_of, transformation_of
+from farandole.spark.common.reading import data_of, missing_of, transformation_of
 from farandole.spark.torch import callbacks, mapping, payload
 from farandole.spark.torch.job import Job, Label, Loop, Objects, Trained
 from farandole.spark.torch.losses import constructed, weighted
@@ -123,7 +123,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         shuffle_buffer_size: Ignored.
         compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
         fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
-        allow_nan: Whether NaN is a value like any other; default False.
+        allow_nan: Whether NaN and infinities are values like any others; default False.
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.
         precision: `"fp32"`, or `"bf16"` or `"fp16"` for autocast, the latter with a GradScaler; default `"fp32"`.
@@ -218,15 +218,8 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         model, optimizer = self.getModel(), self.getOptimizer()
         if not isinstance(model, torch.nn.Module):
             raise ValueError(f"model must be a torch.nn.Module: {type(model).__name__}")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"optimizer must be a torch.optim.Optimizer: {optimizer!r}")
-        own = {id(parameter) for parameter in model.parameters()}
-        strange = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
-        if strange:
-            raise ValueError(f"the optimizer holds parameters that are not the model's: {strange}")
-        scheduled = getattr(self.getLrScheduler(), "optimizer", optimizer)
-        if scheduled is not optimizer:
-            raise ValueError("lr_scheduler was made with another optimizer than the one given")
+        mapping.check_optimizer(model, optimizer)
+        mapping.check_scheduler(self.getLrScheduler(), optimizer)
         losses = self._losses()
         if len(losses) != len(self.getLabelCols()):
             raise ValueError(f"loss needs one loss, or one per label column {len(self.getLabelCols())}: {len(losses)}")
@@ -288,11 +281,8 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         """The run's description, a copy of the user's objects that nobody else holds, its losses, and some rows."""
         transformation = transformation_of(self)
         raw = self._roles().kept
-        columns, tensors = mapping.transformed_columns(prepared, raw, transformation)
+        columns, tensors = mapping.transformed_columns(prepared, raw, transformation, missing_of(self, prepared))
         inputs, labels = self._inputs(), self.getLabelCols()
-        missing = [name for name in raw if name not in columns]
-        if missing:
-            raise ValueError(f"transformation_fn leaves no column of these names: {', '.join(missing)}")
         check_sizes(columns, inputs, self.getInputShapes(), "feature")
         check_sizes(columns, [[name] for name in labels], self.getLabelShapes(), "label")
         mapping.check_statistics(prepared, self.getSampleWeightCol())

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
+    from farandole.spark.common.source import Missing
     from farandole.spark.torch.job import Input, Job, Label, Objects
 
 _ROWS = 2
 
 
 def transformed_columns(
-    prepared: Prepared, names: Sequence[str], transformation: Any
+    prepared: Prepared, names: Sequence[str], transformation: Any, missing: Missing
 ) -> tuple[dict[str, Column], dict[str, torch.Tensor]]:
     """The columns that training processes will see, and some rows of them.
 
@@ -37,13 +38,52 @@ def transformed_columns(
         prepared: the data.
         names: columns that are read.
         transformation: of the user; or `None`.
+        missing: what becomes of nulls, NaN and infinities.
+
+    Raises:
+        ValueError: the transformation leaves out a column that is needed.
     """
-    arrays = sample(prepared.train_url, names, _ROWS, transformation)
+    arrays = sample(prepared.train_url, names, _ROWS, transformation, missing)
     tensors = tensors_of(arrays)
     if transformation is None:
         return {name: prepared.columns[name] for name in names}, tensors
     columns = {name: Column(name, str(arrays[name].dtype), tuple(arrays[name].shape[1:])) for name in tensors}
+    lacking = [name for name in names if name not in columns]
+    if lacking:
+        raise ValueError(f"transformation_fn leaves no column of these names: {', '.join(lacking)}")
     return columns, tensors
+
+
+def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
+    """Refuses what trains nothing of the model.
+
+    Args:
+        model: the user's.
+        optimizer: the user's.
+
+    Raises:
+        ValueError: it is no optimizer, or one of other parameters.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer: {optimizer!r}")
+    own = {id(parameter) for parameter in model.parameters()}
+    strange = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
+    if strange:
+        raise ValueError(f"the optimizer holds parameters that are not the model's: {strange}")
+
+
+def check_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Refuses a scheduler of another optimizer, which would change nothing.
+
+    Args:
+        scheduler: the user's, if there is one.
+        optimizer: the user's.
+
+    Raises:
+        ValueError: it is of another.
+    """
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError("lr_scheduler was made with another optimizer than the one given")
 
 
 def labels_of(

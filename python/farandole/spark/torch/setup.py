@@ -111,6 +111,7 @@ def sources(
             in_memory=data.in_memory,
             transformation=transformation,
             least=_FOR_A_NORM,
+            missing=data.missing,
         )
 
     train = source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)

@@ -10,6 +10,7 @@ side by side in the order of the list.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +67,37 @@ def input_tensor(columns: Mapping[str, torch.Tensor], one: Input, rows: int, dev
     return torch.cat(parts, dim=1).reshape(one.shape)
 
 
-def label_tensor(rows: Rows, one: Label, count: int, device: torch.device, *, checked: bool) -> torch.Tensor:
+def check_inputs(columns: Mapping[str, torch.Tensor], one: Input, rows: int) -> None:
+    """Refuses features that a model makes NaN of, and then a gradient, and then every weight.
+
+    Args:
+        columns: tensors by name, rows first.
+        one: the input that they become.
+        rows: how many of the first rows.
+
+    Raises:
+        ValueError: NaN, infinities, or numbers too large for the input's type, by column.
+    """
+    dtype = getattr(torch, one.dtype)
+    limit = torch.finfo(dtype).max if dtype.is_floating_point else float("inf")
+    for name in one.columns:
+        values = columns[name][:rows]
+        if not values.is_floating_point():
+            continue
+        low, high = torch.aminmax(values if values.dtype in (torch.float32, torch.float64) else values.float())
+        if math.isfinite(low) and math.isfinite(high) and -limit <= low and high <= limit:
+            continue
+        strange = ~(values.abs() <= limit) | values.isinf()
+        count = int(strange.reshape(rows, -1).any(dim=1).sum())
+        what = "NaN" if bool(values.isnan().any()) else f"infinite values, or values too large for {one.dtype},"
+        raise ValueError(
+            f"feature column {name!r} has {what} in {count} of {rows} rows (allow_nan takes them as they are)"
+        )
+
+
+def label_tensor(
+    rows: Rows, one: Label, count: int, device: torch.device, *, checked: bool, allow_nan: bool
+) -> torch.Tensor:
     """The tensor of one label column.
 
     Args:
@@ -75,6 +106,7 @@ def label_tensor(rows: Rows, one: Label, count: int, device: torch.device, *, ch
         count: how many of the first rows.
         device: where the tensor is wanted.
         checked: whether values that no loss can mean are refused.
+        allow_nan: whether NaN and infinities are not among them.
 
     Raises:
         ValueError: the column is not in the batch, or has values that are not numbers, or no indices.
@@ -82,9 +114,10 @@ def label_tensor(rows: Rows, one: Label, count: int, device: torch.device, *, ch
     name = one.column.name
     values = rows.columns[name][:count]
     if checked and values.is_floating_point():
-        strange = int(torch.isnan(values).sum())
+        strange = 0 if allow_nan else int((~torch.isfinite(values)).sum())
         if strange:
-            raise ValueError(f"label column {name!r} has values that are not a number (NaN): {strange} of {count} rows")
+            what = "not a number (NaN)" if bool(values.isnan().any()) else "infinite"
+            raise ValueError(f"label column {name!r} has values that are {what}: {strange} of {count} rows")
         if one.dtype == "int64" and bool((values != values.round()).any()):
             raise ValueError(f"label column {name!r} holds fractions, its loss takes indices of classes")
     return values.to(device, getattr(torch, one.dtype))
