@@ -112,6 +112,7 @@ bench: install
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/spark_run.py
 	$(BIN)/python bench/spark.py
+	$(BIN)/python bench/spark_rows.py
 
 install: $(VENV)/.wheel
 
