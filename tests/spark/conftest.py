@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Iterator
 
     from pyspark.sql import SparkSession
@@ -100,11 +101,14 @@ class Pids:
     def seen(self) -> list[int]:
         return sorted(int(name) for name in os.listdir(self.folder) if name.isdigit())
 
-    def wait(self, count: int, limit: float = 30.0) -> list[int]:
-        """Waits until so many workers have noted themselves."""
+    def wait(self, count: int, limit: float = 30.0, driver: subprocess.Popen[str] | None = None) -> list[int]:
+        """Waits until so many workers have noted themselves, or the driver that starts them has ended."""
         deadline = time.monotonic() + limit
         while len(self.seen()) < count:
-            assert time.monotonic() < deadline, f"only {len(self.seen())} of {count} workers started in {limit} s"
+            told = f"only {len(self.seen())} of {count} workers started"
+            if driver is not None and driver.poll() is not None:
+                raise AssertionError(f"{told}, and their driver has ended:\n{driver.communicate()[1][-3000:]}")
+            assert time.monotonic() < deadline, f"{told} in {limit} s"
             time.sleep(0.01)
         return self.seen()
 

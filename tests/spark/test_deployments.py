@@ -102,7 +102,7 @@ except farandole.spark.FarandoleJobError as error:
     print("told:", error.reason)
 """
     with driver(body, tmp_path, SERVER=server) as process:
-        pids.wait(2, 90 * PATIENCE)
+        pids.wait(2, 90 * PATIENCE, process)
         gone = pids.gone(2, limit=8)  # it takes a moment until somebody interrupts, then at most five
         out, err = process.communicate(timeout=30 * PATIENCE)
     assert gone

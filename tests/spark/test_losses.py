@@ -54,7 +54,7 @@ print(farandole.spark.run(sleep, num_proc=2))
 spark.stop()
 """
     with driver(KILLS + body, tmp_path) as process:
-        pids.wait(2, 90 * PATIENCE)
+        pids.wait(2, 90 * PATIENCE, process)
         gone = pids.gone(2, limit=6)
         out, err = process.communicate(timeout=90 * PATIENCE)
     assert gone, err[-3000:]
@@ -77,7 +77,7 @@ def sleep():
 farandole.spark.run(sleep, num_proc=2)
 """
     with driver(body, tmp_path) as process:
-        pids.wait(4, 90 * PATIENCE)
+        pids.wait(4, 90 * PATIENCE, process)
         process.kill()  # the driver alone: its JVM, its executors and their workers have to notice
         assert pids.gone(4, limit=5)
 
