@@ -106,16 +106,21 @@ def test_an_error_or_an_interrupt_ends_the_workers_and_not_the_kernel(client):
         assert len(set(re.findall(r"\d+", cell.outputs[-1].data["text/plain"]))) == 2
 
 
-def test_what_a_display_is_told_is_text_and_silence_is_kept(client):
+def test_a_kernel_has_warm_workers_and_shows_what_it_is_told_as_text_or_nothing(client):
     watched = client(nbformat.v4.new_notebook())
     with watched.setup_kernel():
-        watched.cell("""
+        told = watched.cell("""
             from farandole.spark.common.progress import progress
 
+            import torch
+            from farandole.runner import warm
+
+            print("warm workers" if warm.wanted(None, by_default=False) else "none")
             with progress(0) as silent:
                 silent.message("never shown")
             with progress(1) as told:
                 told.message("preparing <data>")
             """)
+    assert printed(told) == "warm workers\n"
     assert "preparing &lt;data&gt;" in watched.pages[-1]
     assert not [page for page in watched.pages if "never shown" in page]

@@ -363,7 +363,10 @@ def test_warm_workers_are_wanted_where_torch_is_and_somebody_fits_again_and_agai
         warm.wanted(None, by_default=True)
     monkeypatch.delenv("FARANDOLE_WARM_WORKERS")
     with monkeypatch.context() as inner:
+        # Who talks to kernels has imported that, too; that a kernel wants them is seen in one (test_notebook.py).
         inner.setitem(sys.modules, "ipykernel", sys)
+        assert warm.wanted(None, by_default=False) is None
+        inner.setenv("DATABRICKS_RUNTIME_VERSION", "17.3")
         assert warm.wanted(None, by_default=False) is not None
     search = {"__name__": "pyspark.ml.tuning", "wanted": warm.wanted}
     exec("found = wanted(None, by_default=False)", search)

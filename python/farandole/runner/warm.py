@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from farandole.common.notebook import in_notebook
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -155,8 +157,7 @@ def _switch() -> bool | None:
 
 
 def _in_notebook() -> bool:
-    kernel = sys.modules.get("ipykernel") is not None
-    return kernel or "DATABRICKS_RUNTIME_VERSION" in os.environ
+    return in_notebook() or "DATABRICKS_RUNTIME_VERSION" in os.environ
 
 
 def _in_search() -> bool:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import html
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +17,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _REDRAW_SECONDS = 0.5
-
-
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, which shows HTML."""
-    if "IPython" not in sys.modules:
-        return False
-    shell: Any = sys.modules["IPython"].get_ipython()
-    # Terminals have a shell without a kernel; Jupyter, Databricks and Colab have one.
-    return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 class Notebook(Progress):

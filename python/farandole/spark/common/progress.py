@@ -147,7 +147,8 @@ def progress(verbose: int) -> Progress:
     """
     if verbose <= 0:
         return Progress()
-    from farandole.spark.common.notebook import Notebook, in_notebook
+    from farandole.common.notebook import in_notebook
+    from farandole.spark.common.notebook import Notebook
 
     if in_notebook():
         return Notebook()
