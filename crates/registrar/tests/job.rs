@@ -314,6 +314,26 @@ fn lines_metrics_and_results_reach_the_driver_in_order() {
 }
 
 #[test]
+fn a_flood_of_lines_that_the_driver_leaves_lying_does_not_hold_up_its_agents_signs_of_life() {
+    let silence = Duration::from_secs(3);
+    let registrar = Registrar::start(Options { peer_timeout: silence, ..options(1) }).unwrap();
+    let agent = agents(&registrar, 1).remove(0);
+    agent.watch(Duration::from_secs(10), |_| ());
+    let text = "x".repeat(64 << 10);
+    let began = Instant::now();
+    // More than the registrar keeps: then it takes nothing for a while, which is longer than an agent may be silent.
+    for _ in 0..1_000 {
+        agent.log(Stream::Stdout, &text).unwrap();
+    }
+    assert!(began.elapsed() > silence, "the flood was never held up");
+    agent.flush(soon()).unwrap();
+    assert!(agent.exit(&failed(How::Code(0)), soon()).unwrap().is_none());
+    let events = until(&registrar, |event| matches!(event, Event::Exited { .. }));
+    let lost = events.iter().any(|event| matches!(event, Event::Lost { .. } | Event::Aborted { .. }));
+    assert!(!lost, "an agent that went on beating was lost");
+}
+
+#[test]
 fn a_failure_stops_everybody_with_one_verdict() {
     let registrar = registrar(3);
     let agents = agents(&registrar, 3);

@@ -37,6 +37,9 @@ const STREAMS: u32 = 1024;
 /// The same where links are relayed, and the bytes that each may have on its way to a reader.
 const LINKS: u32 = 4096;
 pub(crate) const STREAM_WINDOW: u32 = 256 << 10;
+/// What a stream may have on its way. A connection takes more: records that a slow driver leaves where they are must not
+/// hold up the signs of life beside them.
+const RECORDS_WINDOW: u32 = 1 << 20;
 /// Times beyond these are taken for these.
 const SHORTEST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
@@ -134,7 +137,9 @@ impl Registrar {
             .max_concurrent_streams(STREAMS)
             .http2_max_header_list_size(16 << 10)
             .http2_keepalive_interval(Some(options.peer_timeout / 2))
-            .http2_keepalive_timeout(Some(options.peer_timeout));
+            .http2_keepalive_timeout(Some(options.peer_timeout))
+            .initial_stream_window_size(RECORDS_WINDOW)
+            .initial_connection_window_size(4 * RECORDS_WINDOW);
         if options.relays {
             // A link whose reader is slow holds what it has on its way, and never the other links of its connection.
             server = server
