@@ -221,8 +221,9 @@ def saved_models_load_with_and_without():
             return tensor * 2.0
 
     for compression, expected in ((hvd.Compression.fp16, 3.5), (hvd.Compression.bf16, 3.5), (Coarse, 8.0)):
-        value = hvd.allreduce(np.float32(1.75), op=hvd.Sum, compression=compression)
-        assert (value, value.dtype) == (expected, np.float32)
+        for given in (compression, compression()):
+            value = hvd.allreduce(np.float32(1.75), op=hvd.Sum, compression=given)
+            assert (value, value.dtype) == (expected, np.float32), given
     assert hvd.broadcast([hvd.rank()], 1).tolist() == [1]
     with pytest.raises(RuntimeError, match="no global variables"):
         hvd.broadcast_global_variables(0)

@@ -41,7 +41,7 @@ def allreduce(
     """Reduces a value; whole numbers stay whole, Python's floats are averaged as doubles."""
     array = as_array(value)
     own = array.dtype
-    small = _SMALL.get(getattr(compression, "__name__", "NoneCompressor"), "")
+    small = _cast_of(compression)
     ctx = None
     if small and np.issubdtype(own, np.floating):
         array = array.astype(_dtype(small))
@@ -59,6 +59,14 @@ def allreduce(
 
 _SMALL = {"NoneCompressor": None, "FP16Compressor": "float16", "BF16Compressor": "bfloat16"}
 """What the compressors that are known cast to, which NumPy can do."""
+
+
+def _cast_of(compression: Any) -> str | None:
+    """What a compressor, a class or an instance, casts to; `None` is no cast, and "" one of the user's own."""
+    if compression is None:
+        return None
+    kind = compression if isinstance(compression, type) else type(compression)
+    return _SMALL.get(kind.__name__, "") if kind.__module__.startswith("farandole.") else ""
 
 
 def _dtype(name: str) -> Any:
