@@ -268,7 +268,7 @@ def test_a_server_without_work_leaves(monkeypatch):
 
 
 def test_what_killed_servers_have_left_is_gone_when_the_next_one_starts(tmp_path):
-    folder = warm._folder()
+    folder = warm.own_folder()
     code = f"""
 import sys, torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -303,9 +303,9 @@ sys.stdin.read()
 
 
 def test_a_server_that_is_asked_to_end_takes_its_socket_along():
-    before = set(warm._folder().iterdir())
+    before = set(warm.own_folder().iterdir())
     LocalBackend(1, verbose=0, env={"MALLOC_TOP_PAD_": "262144"}).run(begun)
-    its = set(warm._folder().iterdir()) - before
+    its = set(warm.own_folder().iterdir()) - before
     assert {path.suffix for path in its} == {"", ".lock"}
     end_servers()
     until(lambda: not any(path.exists() for path in its))

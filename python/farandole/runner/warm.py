@@ -102,7 +102,7 @@ def command(warm: Warm, cold: Sequence[str], changes: Mapping[str, str | None], 
     """
     env = {name: value for name, value in (os.environ | dict(changes)).items() if value is not None}
     try:
-        folder = _folder()
+        folder = own_folder()
         place = folder / f"warm-{_digest(warm, cold[0], env, owner)}"
         if len(str(place)) > _SOCKET_PATH:
             return list(cold)
@@ -170,7 +170,7 @@ def _in_search() -> bool:
     return False
 
 
-def _folder() -> Path:
+def own_folder() -> Path:
     """A directory that only this user can look into.
 
     Raises:

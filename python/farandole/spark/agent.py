@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from farandole.runner import scratch
 from farandole.runner import warm as warm_workers
 from farandole.spark.ahead import arrived
 from farandole.spark.outcome import Ending
@@ -92,13 +93,18 @@ def serve(
     Returns:
         How the worker ended, or why there was none.
     """
-    from farandole._native import launcher  # noqa: PLC0415 - starts no thread before the Spark daemon's fork
-
     host = socket.gethostname()
     env = environment(work.env, resources or {})
     command = [work.executable or sys.executable, "-m", "farandole.runner.worker"]
     if work.warm is not None and owner is not None:
         command = warm_workers.command(work.warm, command, env, owner)
+    with scratch.opened() as folder:
+        return _serve(work, task, attempt, command, env | {scratch.VARIABLE: str(folder)}, host)
+
+
+def _serve(work: Work, task: int, attempt: int, command: list[str], env: Environment, host: str) -> Ending:
+    from farandole._native import launcher  # noqa: PLC0415 - starts no thread before the Spark daemon's fork
+
     for again in range(_MOST_ROUNDS):
         try:
             outcome = launcher.run_agent(

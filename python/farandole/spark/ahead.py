@@ -11,11 +11,12 @@ came by Spark, as the plan does.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from farandole.runner import scratch
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -65,8 +66,8 @@ def sent(session: SparkSession, data: bytes) -> bytes | Ahead:
     found = Ahead(hashlib.sha256(data).hexdigest())
     before = _SENT.setdefault(session, set())
     if found.name not in before:
-        with tempfile.TemporaryDirectory(prefix="farandole-") as folder:
-            path = Path(folder) / found.name
+        with scratch.directory() as folder:
+            path = folder / found.name
             path.write_bytes(data)
             session.addArtifacts(str(path), file=True)
         before.add(found.name)

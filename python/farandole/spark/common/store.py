@@ -18,13 +18,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
+from farandole.runner import scratch
 from farandole.spark.common.filesystem import StoreFileSystem
 
 if TYPE_CHECKING:
@@ -428,16 +427,14 @@ class AbstractFilesystemStore(Store):
         """A function that opens a temporary local directory for the run's files.
 
         Args:
-            run_id: name of the run.
+            run_id: name of the run; not used, as no two processes get the same directory.
         """
+        del run_id
 
         @contextlib.contextmanager
         def local_output_dir() -> Iterator[str]:
-            directory = tempfile.mkdtemp(prefix=f"farandole-{run_id}-")
-            try:
-                yield directory
-            finally:
-                shutil.rmtree(directory, ignore_errors=True)
+            with scratch.directory() as directory:
+                yield str(directory)
 
         return local_output_dir
 

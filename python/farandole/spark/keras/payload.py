@@ -11,13 +11,13 @@ from __future__ import annotations
 import io
 import json
 import sys
-import tempfile
 import zipfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
 from keras.src.saving import serialization_lib
+
+from farandole.runner import scratch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,8 +54,8 @@ def pack(model: Any) -> bytes:
     Args:
         model: built.
     """
-    with tempfile.TemporaryDirectory(prefix="farandole-keras-") as directory:
-        path = Path(directory, "model.keras")
+    with scratch.directory() as folder:
+        path = folder / "model.keras"
         model.save(path)
         return path.read_bytes()
 
@@ -71,8 +71,8 @@ def unpack(
         safe_mode: whether lambdas are refused; without it the file's code runs.
         compiled: whether the model is compiled again; predictions do without.
     """
-    with tempfile.TemporaryDirectory(prefix="farandole-keras-") as directory:
-        path = Path(directory, "model.keras")
+    with scratch.directory() as folder:
+        path = folder / "model.keras"
         path.write_bytes(data)
         known = dict(custom_objects or {})
         return keras.saving.load_model(path, custom_objects=known, compile=compiled, safe_mode=safe_mode)
@@ -88,8 +88,8 @@ def load_state(model: Any, data: bytes) -> None:
     Raises:
         ValueError: the file is of another model or optimizer.
     """
-    with tempfile.TemporaryDirectory(prefix="farandole-keras-") as directory:
-        path = Path(directory, "model.keras")
+    with scratch.directory() as folder:
+        path = folder / "model.keras"
         path.write_bytes(data)
         model.load_weights(path)
 

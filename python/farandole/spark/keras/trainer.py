@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -23,6 +21,7 @@ import farandole.numpy as arrays
 from farandole._keras.callbacks import LearningRateScheduleCallback
 from farandole._keras.values import as_array, broadcast_variables
 from farandole.common import basics
+from farandole.runner import scratch
 from farandole.spark.common.source import Source
 from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import reader_casts, zeros
@@ -34,6 +33,8 @@ from farandole.spark.keras.rate import Rate
 from farandole.spark.keras.scores import GlobalScores, OneEnd, UncountedSteps
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from farandole.spark.keras.job import Job, Objects
 
 _SEEDS = "seed_generator_state"
@@ -63,8 +64,8 @@ class Trainer:
 
     def run(self) -> Trained | None:
         """Trains up to the last epoch."""
-        with tempfile.TemporaryDirectory(prefix="farandole-keras-") as directory, self.module:
-            publisher = self._publisher(Path(directory))
+        with scratch.directory() as folder, self.module:
+            publisher = self._publisher(folder)
             done = self.done
             if done < self.job.epochs:
                 self._fit(publisher, done)

@@ -8,16 +8,14 @@ A run whose checkpoint exists goes on after the last complete epoch, with the st
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import warnings
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import farandole.torch as hvd
+from farandole.runner import scratch
 from farandole.spark.lightning.loader import Loader
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch import payload
@@ -25,6 +23,8 @@ from farandole.spark.torch.job import Trained
 from farandole.spark.torch.setup import device_of, module_steps, prepare_process, sources
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from farandole.spark.lightning.job import LightningJob, LightningObjects
 
 _PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -45,17 +45,16 @@ def train(job: LightningJob) -> Trained | None:
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(name).setLevel(logging.WARNING)  # a word per checkpoint, and advertisements
     hvd.init(process_sets="dynamic")
-    scratch = Path(tempfile.mkdtemp(prefix="farandole-lightning-"))
-    try:
-        return _train(job, scratch)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        hvd.shutdown()
-        shutil.rmtree(scratch, ignore_errors=True)
+    with scratch.directory() as folder:
+        try:
+            return _train(job, folder)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            hvd.shutdown()
 
 
-def _train(job: LightningJob, scratch: Path) -> Trained | None:
+def _train(job: LightningJob, folder: Path) -> Trained | None:
     base, rank, size = job.base, hvd.rank(), hvd.size()
     prepare_process(base.loop, rank)
     device = device_of(base.loop.use_gpu and job.gpus != 0)
@@ -63,11 +62,11 @@ def _train(job: LightningJob, scratch: Path) -> Trained | None:
     found = base.store.read(base.store.checkpoint_filename)
     resume, history = None, []
     if found is not None:
-        resume = scratch / "resume.ckpt"
+        resume = folder / "resume.ckpt"
         resume.write_bytes(found)
         history = payload.unpack(found).get("farandole_history", [])
-    watch = Watch(job, scratch, history, rank, size)
-    trainer = _trainer(job, objects, watch, scratch, device)
+    watch = Watch(job, folder, history, rank, size)
+    trainer = _trainer(job, objects, watch, folder, device)
     if objects.data_module is not None:
         data: dict[str, Any] = {"datamodule": _data_module(job, objects, rank, size)}
     else:
@@ -83,7 +82,7 @@ def _train(job: LightningJob, scratch: Path) -> Trained | None:
     return Trained(payload.pack_state({"model": watch.best_state(trainer, objects.module)}), watch.history)
 
 
-def _trainer(job: LightningJob, objects: LightningObjects, watch: Watch, scratch: Path, device: torch.device) -> Any:
+def _trainer(job: LightningJob, objects: LightningObjects, watch: Watch, folder: Path, device: torch.device) -> Any:
     from farandole.lightning.strategy import strategy_class  # noqa: PLC0415 - needs one of the two packages
 
     loop = job.base.loop
@@ -91,10 +90,10 @@ def _trainer(job: LightningJob, objects: LightningObjects, watch: Watch, scratch
     checkpoint = lightning.callbacks.ModelCheckpoint
     own = [one for one in objects.callbacks if isinstance(one, checkpoint)]
     for one in own:
-        one.dirpath = str(scratch / "run")
+        one.dirpath = str(folder / "run")
     loggers = objects.logger if isinstance(objects.logger, list | tuple) else [objects.logger] if objects.logger else []
     for logger in loggers:
-        _redirect(logger, scratch / "run" / job.base.store.logs_subdir)
+        _redirect(logger, folder / "run" / job.base.store.logs_subdir)
     callbacks = [*objects.callbacks, watch.callback(lightning.Callback)]
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
@@ -116,7 +115,7 @@ def _trainer(job: LightningJob, objects: LightningObjects, watch: Watch, scratch
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
-        "default_root_dir": str(scratch / "run"),
+        "default_root_dir": str(folder / "run"),
     }
     return lightning.Trainer(**arguments | objects.trainer_args)
 

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Directories of workers, which nobody finds after them."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from farandole.runner import scratch
+from farandole.spark.common.backend import LocalBackend
+from farandole.spark.common.errors import FarandoleJobError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The directory of temporary files, here and in the processes that a test starts."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def files_below(place):
+    return [path for path in place.rglob("*") if not path.is_dir()]
+
+
+HOLDS = """
+import sys
+from farandole.runner import scratch
+with scratch.directory() as folder:
+    (folder / "model.keras").touch()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_worker_leaves_no_directory(place):
+    def killed():
+        import os
+        import signal
+
+        from farandole.runner import scratch
+
+        with scratch.directory() as folder:
+            (folder / "model.keras").touch()
+            print(folder, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    told = io.StringIO()
+    with pytest.raises(FarandoleJobError, match="SIGKILL"):
+        LocalBackend(1, verbose=0, warm=False, stdout=told).run(killed)
+    folder = Path(told.getvalue().strip().removeprefix("[0]<stdout>:"))
+    assert folder.is_relative_to(place)
+    assert not folder.exists()
+    assert files_below(place) == []
+
+
+def test_what_a_killed_process_left_goes_with_the_next_directory_and_nothing_that_is_in_use(place):
+    def start():
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        return process, Path(process.stdout.readline().strip())
+
+    (killed, left), (living, used) = start(), start()
+    try:
+        killed.kill()
+        killed.wait()
+        assert (left / "model.keras").exists()
+        with scratch.directory() as own:
+            assert os.listdir(own) == []
+            assert not left.exists()
+            assert (used / "model.keras").exists()
+        assert not own.exists()
+    finally:
+        for process in (killed, living):
+            process.communicate()
+    assert not used.exists()
+
+
+def test_where_there_is_something_else_in_its_place_a_directory_is_made_all_the_same(place):
+    (place / f"farandole-{os.getuid()}").touch()
+    with scratch.directory() as own:
+        assert own.parent == place
+    assert not own.exists()
