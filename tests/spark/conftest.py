@@ -85,21 +85,26 @@ class Pids:
 
     @property
     def note(self) -> Callable[[], None]:
-        """A function that picklers carry by value and that notes the process calling it."""
+        """A function that picklers carry by value and that notes the process calling it, and its rank."""
         folder = self.folder
 
         def note() -> None:
             import os
 
             name = os.path.join(folder, str(os.getpid()))
-            with open(name + ".new", "w"):
-                pass
+            with open(name + ".new", "w") as file:
+                file.write(os.environ["RANK"])
             os.rename(name + ".new", name)
 
         return note
 
     def seen(self) -> list[int]:
         return sorted(int(name) for name in os.listdir(self.folder) if name.isdigit())
+
+    def of_rank(self, rank: int) -> int:
+        """The process of a rank that has noted itself; a warm worker's is not in `/proc/<pid>/environ`."""
+        (pid,) = [pid for pid in self.seen() if Path(self.folder, str(pid)).read_text() == str(rank)]
+        return pid
 
     def wait(self, count: int, limit: float = 30.0, driver: subprocess.Popen[str] | None = None) -> list[int]:
         """Waits until so many workers have noted themselves, or the driver that starts them has ended."""
