@@ -50,6 +50,7 @@ def by_hand():
     return KerasModel(model=model, feature_columns=["v", ["n", "d"]], label_columns=["n", "v"])
 
 
+@pytest.mark.backends
 def test_predictions_are_appended_in_the_types_of_their_labels(by_hand, frame):
     transformed = by_hand.transform(frame)
     assert transformed.columns == ["v", "l", "n", "d", "s", "n__output", "v__output"]
@@ -147,6 +148,7 @@ def test_a_saved_estimator_is_the_same_but_for_store_and_backend(spark, tmp_path
     np.testing.assert_array_equal(loaded.getModel().get_weights()[0], saved.getModel().get_weights()[0])
 
 
+@pytest.mark.backends
 def test_two_tasks_fit_a_stage_of_a_pipeline_that_is_saved_and_loaded(frame, tmp_path):
     pipeline = Pipeline(stages=[estimator(tmp_path / "store", epochs=1, metrics=["mae"])])
     fitted = pipeline.fit(frame, {pipeline.getStages()[0].epochs: 3})
