@@ -12,29 +12,6 @@ from tests.spark.deployments import KILLS, PATIENCE, drive, driver
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(250 * PATIENCE)]
 
 
-def test_a_users_exception_is_raised_once_and_runs_nothing_again_on_executors_of_their_own(tmp_path):
-    body = """
-spark = session("local-cluster[2,1,1024]", executor_cores="1")
-folder = os.getcwd()
-def fail():
-    import os, tempfile
-    tempfile.mkstemp(prefix="ran-", dir=folder)
-    raise ValueError("once")
-began = time.monotonic()
-try:
-    farandole.spark.run(fail, num_proc=2)
-except farandole.spark.FarandoleJobError as error:
-    print(type(error.__cause__).__name__, f"{time.monotonic() - began:.1f}")
-import glob
-print("runs", len(glob.glob(folder + "/ran-*")))
-spark.stop()
-"""
-    done = drive(KILLS + body, tmp_path, 120)
-    assert "ValueError" in done.stdout, done.stderr[-3000:]
-    # Both ranks fail, or one fails first and the other is ended before it comes to that.
-    assert re.search(r"runs [12]$", done.stdout, re.MULTILINE), done.stdout
-
-
 def test_workers_of_a_killed_executors_gang_are_gone_in_five_seconds_and_the_user_sees_which_and_why(tmp_path, pids):
     body = f"""
 folder = {pids.folder!r}

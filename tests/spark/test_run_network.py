@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests import sockets
-from tests.spark.deployments import PATIENCE, drive, standalone
+from tests.spark.deployments import PATIENCE, drive
 
 import farandole.spark
 from farandole._native.registrar import Registrar
@@ -30,12 +30,6 @@ def reduce_and_list_ports():
     hvd.init()
     total = float(hvd.allreduce(np.ones(1, dtype=np.float32), op=hvd.Sum)[0])
     return total, sorted(port for _, port in sockets.listening())
-
-
-def local_size():
-    import os
-
-    return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def a_range(width: int) -> tuple[int, int]:
@@ -79,28 +73,6 @@ def test_driver_and_ranks_meet_by_ipv6_alone(monkeypatch):
     env = {"FARANDOLE_BIND_ADDRESS": "::1", "FARANDOLE_SHARED_MEMORY": "0"}
     for total, _ in LocalBackend(2, env=env, warm=False).run(reduce_and_list_ports):
         assert total == 2.0
-
-
-def test_ranks_of_executors_that_only_dial_out_are_linked_through_the_drivers_port(tmp_path):
-    body = """
-from tests import sockets
-from tests.spark import test_run_network
-import cloudpickle
-for module in (sockets, test_run_network):
-    cloudpickle.register_pickle_by_value(module)
-spark = session(os.environ["MASTER_URL"], executor_cores="1")
-told = farandole.spark.run(test_run_network.reduce_and_list_ports, num_proc=2)
-assert [total for total, _ in told] == [2.0, 2.0], told
-hosts = farandole.spark.run(test_run_network.local_size, num_proc=2)
-assert hosts == [1, 1], hosts
-print("linked")
-spark.stop()
-"""
-    # Two containers of one machine are two hosts; whether one could dial the other is for tests/launcher to show.
-    with standalone(tmp_path, {"CONTAINER_ID": "container_1"}, {"CONTAINER_ID": "container_2"}) as url:
-        root = str(Path(__file__).parents[2])
-        done = drive(body, tmp_path, 100, MASTER_URL=url, FARANDOLE_DIAL_OUT="1", PYTHONPATH=root)
-    assert "linked" in done.stdout
 
 
 def test_a_driver_that_no_task_can_reach_is_said_with_every_address_and_its_reason(spark, monkeypatch):

@@ -127,17 +127,35 @@ def place():
 """
 
 
-@pytest.mark.slow
-def test_14_sixteen_processes_of_one_host_share_one_containers_memory_and_are_killed(tmp_path):
+@pytest.fixture(scope="module")
+def in_containers(tmp_path_factory):
+    """What ranks of two containers of one machine say, first as they are and then where executors only dial out."""
     body = """
 spark = session(os.environ["MASTER_URL"], executor_cores="1")
 print(farandole.spark.run(place, num_proc=2))
+os.environ["FARANDOLE_DIAL_OUT"] = "1"
+print(farandole.spark.run(place, num_proc=2))
 spark.stop()
 """
-    with standalone(tmp_path, {"CONTAINER_ID": "container_1"}, {"CONTAINER_ID": "container_2"}) as url:
-        done = drive(PLACES + body, tmp_path, 150, MASTER_URL=url)
+    directory = tmp_path_factory.mktemp("containers")
+    with standalone(directory, {"CONTAINER_ID": "container_1"}, {"CONTAINER_ID": "container_2"}) as url:
+        done = drive(PLACES + body, directory, 150, MASTER_URL=url)
+    return [ast.literal_eval(line) for line in done.stdout.strip().splitlines()[-2:]]
+
+
+TWO_HOSTS = [(1, 2, [2.0] * 3, [])] * 2
+
+
+@pytest.mark.slow
+def test_14_sixteen_processes_of_one_host_share_one_containers_memory_and_are_killed(in_containers):
     # Two containers of one host are two hosts: nobody counts on the other's memory.
-    assert ast.literal_eval(done.stdout.strip().splitlines()[-1]) == [(1, 2, [2.0] * 3, [])] * 2
+    assert in_containers[0] == TWO_HOSTS
+
+
+@pytest.mark.slow
+def test_ranks_of_executors_that_only_dial_out_are_linked_through_the_drivers_port(in_containers):
+    # Whether one could dial the other is for tests/launcher to show.
+    assert in_containers[1] == TWO_HOSTS
 
 
 @pytest.mark.slow
@@ -152,7 +170,7 @@ spark.stop()
     with standalone(tmp_path, {}, {}, inside=[pod("fit-exec-1"), pod("fit-exec-2")]) as url:
         done = drive(PLACES + body, tmp_path, 150, MASTER_URL=url)
     places, names = done.stdout.strip().splitlines()[-2:]
-    assert ast.literal_eval(places) == [(1, 2, [2.0] * 3, [])] * 2
+    assert ast.literal_eval(places) == TWO_HOSTS
     assert sorted(ast.literal_eval(names)) == ["fit-exec-1", "fit-exec-2"]
 
 
