@@ -57,13 +57,14 @@ jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/fa
 	cd jvm-shim && mvn -q -B test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath -Dmdep.includeScope=test
 
 # Spark for minutes: clusters, executors that are killed, large results; then what asks something of Spark itself on older
-# pyspark, each in an environment of its own that sees the other packages of this one.
+# pyspark, each in an environment of its own that sees the other packages of this one. At most half an hour on two quiet
+# cores, environments made.
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py)
 test-spark: install .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
-	$(BIN)/python -m pytest tests/spark -m slow
+	$(BIN)/python -m pytest tests/spark -m slow --reruns 1 --durations=30
 	for version in 3.5 4.0; do \
 		python=$(CURDIR)/.tools/pyspark-$$version/bin/python; \
-		PYSPARK_PYTHON=$$python $$python -m pytest $(SPARK_FACING) --reruns 1 || exit 1; \
+		PYSPARK_PYTHON=$$python $$python -m pytest $(SPARK_FACING) -m "not newest" --reruns 1 --durations=20 || exit 1; \
 	done
 
 # 3.5 comes without its Connect server, which is a jar of its own: the last version whose jar is where jars are. Made again

@@ -132,6 +132,7 @@ def test_an_rdd_over_a_text_file_is_read_again(store, spark, tmp_path):
     assert not prepared(store, frame).reused
 
 
+@pytest.mark.newest
 def test_data_whose_manifest_is_gone_is_prepared_again(store, frame, tmp_path):
     first = prepared(store, frame)
     (tmp_path / "intermediate_train_data.0" / "_manifest.json").unlink()
@@ -140,6 +141,7 @@ def test_data_whose_manifest_is_gone_is_prepared_again(store, frame, tmp_path):
     assert find_data(store, ROLES, again.index).train_rows == first.train_rows
 
 
+@pytest.mark.newest
 def test_data_in_use_is_not_written_over(store, frame):
     random = frame.where(coin()("id"))
     with prepare_data(2, store, random, ROLES) as outer, prepare_data(2, store, random, ROLES) as inner:
@@ -154,6 +156,7 @@ def test_a_failed_preparation_leaves_nothing(store, spark, tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.newest
 def test_files_of_somebody_else_are_passed_over(store, frame, tmp_path):
     theirs = tmp_path / "intermediate_train_data.0" / "part-0.parquet"
     theirs.parent.mkdir()
@@ -162,6 +165,7 @@ def test_files_of_somebody_else_are_passed_over(store, frame, tmp_path):
     assert theirs.read_text() == "precious"
 
 
+@pytest.mark.newest
 def test_data_of_a_process_that_has_ended_gives_its_place(store, frame, tmp_path):
     first = prepared(store, frame)
     clear_training_cache()
@@ -172,6 +176,7 @@ def test_data_of_a_process_that_has_ended_gives_its_place(store, frame, tmp_path
     assert prepared(store, frame.where("id > 6")).train_url == first.train_url
 
 
+@pytest.mark.newest
 def test_other_stores_have_their_own_data(store, frame, tmp_path):
     first = prepared(store, frame)
     other = prepared(LocalStore(f"{tmp_path}/other"), frame)
@@ -179,6 +184,7 @@ def test_other_stores_have_their_own_data(store, frame, tmp_path):
     assert other.train_url != first.train_url
 
 
+@pytest.mark.newest
 def test_prepared_data_is_found_without_spark(store, frame):
     first = prepared(store, frame, Roles(("x",), ("y",), validation=0.2))
     found = find_data(store, ROLES, first.index)
@@ -229,6 +235,7 @@ def test_an_interrupt_ends_the_job_and_the_place_is_used_again(spark, store, tmp
     assert (ready.index, ready.train_rows) == (0, 8)
 
 
+@pytest.mark.newest
 def test_what_a_killed_preparation_left_is_emptied(store, frame, tmp_path):
     for side in ("train", "val"):
         left = tmp_path / f"intermediate_{side}_data.0"

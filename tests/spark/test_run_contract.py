@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(90, func_only=True)
 MakeBackend = "Callable[..., Backend]"
 
 
-@pytest.fixture(params=["local", "spark"])
+@pytest.fixture(params=[pytest.param("local", marks=pytest.mark.newest), "spark"])
 def backend(request: pytest.FixtureRequest) -> Callable[..., Backend]:
     if request.param == "local":
         return lambda **options: LocalBackend(2, **options)
@@ -55,6 +55,7 @@ def test_arguments_and_closures_reach_the_function(backend):
     assert backend().num_processes() == 2
 
 
+@pytest.mark.newest
 def test_none_is_a_result(backend):
     assert backend().run(lambda: None) == [None, None]
 
@@ -70,6 +71,7 @@ def test_a_result_of_50_megabytes_comes_back_whole(backend):
     assert [(result[0], result[-1]) for result in results] == [(0, 0), (1, 1)]
 
 
+@pytest.mark.newest
 def test_a_backend_runs_again_and_again(backend):
     runner = backend()
     assert [runner.run(lambda i=i: i) for i in range(3)] == [[0, 0], [1, 1], [2, 2]]
@@ -96,6 +98,7 @@ def test_an_exception_on_one_rank_carries_its_traceback_and_the_original(backend
     assert error.__cause__.args == ("no such layer",)
 
 
+@pytest.mark.newest
 def test_an_exception_that_the_driver_cannot_rebuild_still_tells_its_type_and_message(backend):
     def fail():
         class Unpicklable(ValueError):
@@ -182,6 +185,7 @@ def test_a_worker_killed_in_a_collective_is_named_and_not_the_survivor_that_noti
     assert pids.gone(2, limit=0.5)
 
 
+@pytest.mark.newest
 def test_an_exit_code_is_told(backend):
     def leave():
         import os
@@ -195,6 +199,7 @@ def test_an_exit_code_is_told(backend):
     assert (caught.value.rank, caught.value.exit_code) == (0, 7)
 
 
+@pytest.mark.newest
 def test_a_function_that_ends_its_process_without_a_result_is_an_error(backend):
     def vanish():
         import os
@@ -205,6 +210,7 @@ def test_a_function_that_ends_its_process_without_a_result_is_an_error(backend):
         backend().run(vanish)
 
 
+@pytest.mark.newest
 def test_a_function_that_leaves_a_pool_of_threads_and_one_at_work_is_waited_for_and_no_longer(backend, tmp_path):
     folder = str(tmp_path)
 
@@ -309,6 +315,7 @@ def test_a_callback_that_raises_ends_the_job(backend, pids):
     assert pids.gone(len(pids.seen()), limit=0.5)
 
 
+@pytest.mark.newest
 def test_a_variable_is_set_and_another_removed(backend, monkeypatch):
     monkeypatch.setenv("FARANDOLE_TEST_GONE", "here")
 

@@ -111,6 +111,7 @@ def test_a_model_is_saved_where_spark_has_no_file_system(spark, frame, tmp_path)
     assert loaded.getFeatureColumns() == [["a", "b"]]
 
 
+@pytest.mark.newest
 def test_weights_are_kept_as_safetensors(spark, frame, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     fitted = estimator(tmp_path).fit(frame)
@@ -120,6 +121,7 @@ def test_weights_are_kept_as_safetensors(spark, frame, tmp_path):
     assert torch.equal(weights["weight"], fitted.getModel().weight.detach())
 
 
+@pytest.mark.newest
 def test_12_fitting_the_same_frame_with_other_columns_trains_on_stale_data(frame, tmp_path):
     first = estimator(tmp_path, epochs=2).fit(frame)
     other = estimator(tmp_path, epochs=2, feature_cols=[["b", "a"]]).fit(frame)
@@ -165,6 +167,7 @@ class Total(torch.nn.Module):
         return (left.sum(1, keepdim=True) + right.sum(1, keepdim=True)) * self.one
 
 
+@pytest.mark.newest
 def test_a_transformed_frame_knows_its_history_as_a_chart(frame, tmp_path):
     fitted = estimator(tmp_path, epochs=3, validation=0.2).fit(frame)
     chart = fitted.plot_history("loss")
