@@ -60,6 +60,8 @@ jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/fa
 # pyspark, each in an environment of its own that sees the other packages of this one. At most half an hour on two quiet
 # cores, environments made.
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py)
+# JVMs of tests live for seconds: what their better compiler takes of two cores (9 s of each JVM's 24) is never earned back.
+test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
 test-spark: install .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 	$(BIN)/python -m pytest tests/spark -m slow --reruns 1 --durations=30
 	for version in 3.5 4.0; do \
