@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.spark.deployments import PATIENCE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 * PATIENCE)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200 * PATIENCE)]
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
@@ -20,5 +20,5 @@ def test_the_estimator_works_on_every_backend_of_keras(backend):
     tests = [str(Path(__file__).with_name(name)) for name in ("test_keras_estimator.py", "test_keras_model.py")]
     command = [sys.executable, "-m", "pytest", "-m", "backends", "-q", "-W", "ignore", "-p", "no:cacheprovider", *tests]
     env = os.environ | {"KERAS_BACKEND": backend}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580 * PATIENCE, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1100 * PATIENCE, check=False)
     assert done.returncode == 0, done.stdout[-8000:]
