@@ -76,19 +76,8 @@ pub(crate) fn check(
     {
         size("output", &name, output, expected)?;
     }
-    let entry = Entry {
-        handle: Handle(0),
-        name,
-        operation,
-        group,
-        rows,
-        input,
-        output,
-        ready,
-        since,
-        asked: None,
-        missing: None,
-    };
+    let entry =
+        Entry { handle: Handle(0), name, operation, group, rows, input, output, ready, since, missing: None };
     Ok((entry, signature))
 }
 
