@@ -14,6 +14,9 @@ use crate::set::{Entry, share_of};
 use crate::signature::{Call, Signature, Site};
 use crate::{Error, Handle, Kind, Request, Result};
 
+/// Scale factors that change nothing.
+const PLAIN: (u64, u64) = (1f64.to_bits(), 1f64.to_bits());
+
 /// Who asks.
 pub(crate) struct Place<'a> {
     /// Members of the process set.
@@ -70,6 +73,10 @@ pub(crate) fn check(
             (Call::Change(topic), Vec::new())
         }
     };
+    if dtype == DataType::Bool && call.reduction().is_some_and(|(_, before, after)| (before, after) != PLAIN)
+    {
+        return Err(Error::Factors { operation, dtype, tensor: name });
+    }
     let signature = Signature { call, dtype, shape, site, group, group_size };
     if let Some(output) = &output
         && let Some(expected) = place.output_bytes(&signature)

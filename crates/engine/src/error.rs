@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use farandole_collectives::ReduceOp;
+use farandole_collectives::{DataType, ReduceOp};
 use farandole_world::{Fault, ProcessSetId, Rank};
 
 use crate::Handle;
@@ -84,6 +84,16 @@ pub enum Error {
         operation: &'static str,
         /// The reduction.
         op: ReduceOp,
+        /// The tensor.
+        tensor: Arc<str>,
+    },
+    /// Elements that cannot be multiplied.
+    #[error("{operation} of {tensor} takes no scale factors: {dtype}")]
+    Factors {
+        /// The operation.
+        operation: &'static str,
+        /// The element type.
+        dtype: DataType,
         /// The tensor.
         tensor: Arc<str>,
     },
@@ -272,6 +282,7 @@ impl Error {
             | Self::Joined { .. }
             | Self::Scalar { .. }
             | Self::Reduction { .. }
+            | Self::Factors { .. }
             | Self::Splits { .. }
             | Self::Group { .. }
             | Self::UnknownDevice { .. }
