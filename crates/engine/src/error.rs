@@ -245,6 +245,9 @@ pub enum Cause {
         /// Ranks that did not come, as far as this rank knows; `None` when all came and the transfer was slow.
         missing: Option<Vec<Rank>>,
     },
+    /// A bug: the thread that drives while nobody waits has panicked, and said where on stderr.
+    #[error("the engine's own thread panicked")]
+    Panicked,
     /// A peer sent what it may not.
     #[error("bad control message from rank {rank}: {reason}")]
     Protocol {
@@ -318,7 +321,7 @@ impl Cause {
                 _ => Fault::Bug,
             },
             Self::Transport(_) | Self::Reported { .. } | Self::Deadline { .. } => Fault::Peer,
-            Self::Protocol { .. } => Fault::Bug,
+            Self::Protocol { .. } | Self::Panicked => Fault::Bug,
         }
     }
 }
