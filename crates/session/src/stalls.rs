@@ -11,6 +11,8 @@ use farandole_config::Config;
 use farandole_engine::{Answer, Observer, StallReport};
 use parking_lot::Mutex;
 
+use crate::say;
+
 /// Asks the listener for the stacks.
 const ASK: u8 = 1;
 /// Sends the listener home.
@@ -23,13 +25,13 @@ pub(crate) struct Stderr(pub(crate) Arc<Stacks>);
 impl Observer for Stderr {
     fn stalled(&self, report: &StallReport) {
         match report.is_fatal() {
-            true => eprintln!("farandole: error: {report}\nGiving up."),
-            false => eprintln!("farandole: warning: {report}"),
+            true => say::say("error", format_args!("{report}\nGiving up.")),
+            false => say::warn(report),
         }
     }
 
     fn note(&self, text: &str) {
-        eprintln!("farandole: warning: {text}");
+        say::warn(text);
     }
 
     fn describe(&self, answer: Answer) {
