@@ -72,6 +72,27 @@ def test_an_unsupported_reduction_is_an_error_on_every_rank(pair):
         assert total == 2
 
 
+def truths_with_factors():
+    messages = []
+    truths = torch.tensor([True, False])
+    for call in (
+        lambda: hvd.allreduce(truths, op=hvd.Sum, prescale_factor=2.0, name="scaled"),
+        lambda: hvd.reducescatter(truths, op=hvd.Sum, postscale_factor=2.0, name="scaled"),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+
+def test_truths_with_factors_are_refused_and_the_world_goes_on(pair):
+    for messages, total in pair.run(truths_with_factors):
+        assert [message.split(" of ")[0] for message in messages] == ["allreduce", "reducescatter"]
+        assert all("takes no scale factors: bool" in message for message in messages)
+        assert total == 2
+
+
 def survive(victim):
     hvd.allreduce(torch.ones(1))
     if hvd.rank() == victim:

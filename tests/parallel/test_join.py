@@ -47,6 +47,27 @@ def test_ranks_number_unnamed_operations_alike_after_a_join(world):
     assert world.run(unnamed_operations_around_a_join) == [(world.size, world.size)] * world.size
 
 
+def epochs_of_which_a_rank_has_no_first():
+    rank = hvd.rank()
+    layer = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters())
+    for epoch in range(2):
+        for _ in range(2 * (rank == 0 or epoch > 0)):
+            optimizer.zero_grad()
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        hvd.join()
+        # Who has joined takes no steps: the others' weights count.
+        hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
+    return layer.weight.tolist()
+
+
+def test_a_rank_without_data_in_the_first_epoch_trains_in_the_second(fresh_world):
+    world = fresh_world(2, env={"FARANDOLE_COLLECTIVE_TIMEOUT": "20"})
+    assert world.run(epochs_of_which_a_rank_has_no_first) == [[[-3.0, -3.0]]] * 2
+
+
 def gathers_while_joined(consent):
     if hvd.rank() == 0:
         return hvd.join(allow_gather=consent)

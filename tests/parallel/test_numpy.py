@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import farandole.numpy as hvd
+from farandole.numpy._arrays import table
 
 NUMBERS = ["uint8", "int8", "uint16", "int16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
 SHAPES = [(), (0,), (1,), (3, 7), (1025,)]
@@ -142,13 +143,22 @@ def wrong_arguments_are_refused_and_the_engine_goes_on():
         ("root_rank", lambda: hvd.broadcast(np.ones(1), hvd.size())),
         ("splits", lambda: hvd.alltoall(np.ones(4), splits=[1.5, 1])),
         ("splits", lambda: hvd.alltoall(np.ones(4), splits=[-1, 1])),
+        ("add up to the 4 rows", lambda: hvd.alltoall(np.ones(4), splits=[1, 1])),
+        ("2 numbers", lambda: hvd.alltoall(np.ones(4), splits=[1, 1, 2])),
+        ("divide evenly", lambda: hvd.alltoall(np.ones(3))),
+        ("Average or Sum", lambda: hvd.reducescatter(np.ones(4), op=hvd.Max)),
+        ("Average or Sum", lambda: hvd.grouped_reducescatter([np.ones(4)], op=hvd.Max)),
         ("handle", lambda: hvd.synchronize(123456789)),
         ("not registered", lambda: hvd.allreduce(np.ones(1), process_set=hvd.ProcessSet([0, 1]))),
     ]
+    first = int(table.name("probe", None).rsplit(".", 1)[1])
     for text, call in wrong:
         with pytest.raises(ValueError, match=text):
             call()
+    # A rank that alone was refused something still matches the others.
+    assert table.name("probe", None) == f"numpy.{first + 1}"
     assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+    assert hvd.alltoall(np.arange(4), splits=[])[0].tolist() == hvd.alltoall(np.arange(4)).tolist()
 
 
 def test_wrong_arguments_are_refused_and_the_engine_goes_on(pair):

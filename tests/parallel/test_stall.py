@@ -3,6 +3,7 @@
 """What is said about ranks that do not come, and what ends because of them."""
 
 import ctypes
+import os
 import time
 
 import pytest
@@ -16,8 +17,6 @@ CHECK = {"FARANDOLE_STALL_CHECK_TIME_SECONDS": "0.3"}
 
 def redirect(path):
     """What this process writes to stderr goes to a file of the test as well as its engine's."""
-    import os
-
     file = os.open(path.format(rank=hvd.rank()), os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
     os.close(file)
@@ -64,6 +63,26 @@ def test_a_report_names_the_missing_what_they_wait_in_and_where_and_all_ends_wel
     assert "Thread MainThread:" in said
     assert "in lingering_in_a_function" in said
     assert (tmp_path / "1.err").read_text() == ""
+
+
+def late_and_unheard(seconds):
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.close(writer)
+    os.close(reader)
+    hvd.barrier()
+    late = hvd.rank() == 1
+    time.sleep(seconds * late)
+    total = hvd.allreduce(torch.ones(2), op=hvd.Sum, name="late").tolist()
+    # Once more while nobody waits, and the engine's own thread is the one that says it.
+    time.sleep(seconds * late)
+    handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="later")
+    time.sleep(seconds * (not late))
+    return total, hvd.synchronize(handle).tolist()
+
+
+def test_a_report_that_nobody_can_read_ends_nothing(fresh_world):
+    assert fresh_world(2, env=CHECK).run(late_and_unheard, 1.0) == [([2, 2], [2, 2])] * 2
 
 
 def deaf(path):

@@ -157,6 +157,16 @@ def test_wrong_arguments_are_refused_and_the_engine_goes_on(hvd):
         assert hvd.allreduce(torch.ones(1), average=False).item() == 1
 
 
+def test_communicators_of_mpi_are_refused(hvd):
+    class Communicator:
+        def Get_rank(self):  # noqa: N802 - MPI's name
+            return 0
+
+    for take in (hvd.init, hvd.ProcessSet, hvd.add_process_set):
+        with pytest.raises(ValueError, match="there is no MPI"):
+            take(Communicator())
+
+
 def test_a_handle_can_be_polled_and_synchronized_once(hvd):
     handle = hvd.allreduce_async(torch.ones(3), name="once")
     while not hvd.poll(handle):

@@ -195,7 +195,7 @@ knobs! {
     spin: Duration = "1ms", "SPIN", None, true;
     /// Turns the stall check off.
     stall_check_disable: bool = "0", "STALL_CHECK_DISABLE", Some("--no-stall-check"), true;
-    /// A tensor waiting this long for other ranks is reported.
+    /// A tensor waiting this long for other ranks is reported; 0 means never.
     stall_check_time: Duration = "60", "STALL_CHECK_TIME_SECONDS", Some("--stall-check-warning-time-seconds"), true;
     /// A tensor waiting this long ends the job; 0 means never.
     stall_shutdown_time: Duration = "0", "STALL_SHUTDOWN_TIME_SECONDS", Some("--stall-check-shutdown-time-seconds"), true;

@@ -3,6 +3,7 @@
 
 //! The one thread that drives when nobody waits. Asleep otherwise; it also tells peers that this process lives.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -11,7 +12,7 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex};
 
 use crate::progress::{BEAT, Inner};
-use crate::{Error, Result};
+use crate::{Cause, Error, Result};
 
 /// How the background thread is reached.
 #[derive(Default)]
@@ -68,7 +69,15 @@ impl Background {
 /// Starts the thread of an engine.
 pub(crate) fn spawn(inner: Arc<Inner>) -> Result<JoinHandle<()>> {
     let refused = |error: std::io::Error| Error::Start { reason: format!("no background thread: {error}") };
-    thread::Builder::new().name("farandole-progress".to_owned()).spawn(move || run(&inner)).map_err(refused)
+    let body = move || {
+        if catch_unwind(AssertUnwindSafe(|| run(&inner))).is_err() {
+            // Nobody would drive what nobody waits for, and who polls would do so for ever.
+            let mut driver = inner.summon();
+            inner.stop(&mut driver, Cause::Panicked);
+            inner.leave(driver);
+        }
+    };
+    thread::Builder::new().name("farandole-progress".to_owned()).spawn(body).map_err(refused)
 }
 
 fn run(inner: &Inner) {

@@ -14,6 +14,9 @@ use crate::set::{Entry, share_of};
 use crate::signature::{Call, Signature, Site};
 use crate::{Error, Handle, Kind, Request, Result};
 
+/// Scale factors that change nothing.
+const PLAIN: (u64, u64) = (1f64.to_bits(), 1f64.to_bits());
+
 /// Who asks.
 pub(crate) struct Place<'a> {
     /// Members of the process set.
@@ -70,25 +73,18 @@ pub(crate) fn check(
             (Call::Change(topic), Vec::new())
         }
     };
+    if dtype == DataType::Bool && call.reduction().is_some_and(|(_, before, after)| (before, after) != PLAIN)
+    {
+        return Err(Error::Factors { operation, dtype, tensor: name });
+    }
     let signature = Signature { call, dtype, shape, site, group, group_size };
     if let Some(output) = &output
         && let Some(expected) = place.output_bytes(&signature)
     {
         size("output", &name, output, expected)?;
     }
-    let entry = Entry {
-        handle: Handle(0),
-        name,
-        operation,
-        group,
-        rows,
-        input,
-        output,
-        ready,
-        since,
-        asked: None,
-        missing: None,
-    };
+    let entry =
+        Entry { handle: Handle(0), name, operation, group, rows, input, output, ready, since, missing: None };
     Ok((entry, signature))
 }
 

@@ -19,7 +19,7 @@ use crate::callbacks::Callback;
 use crate::check::{self, Place};
 use crate::desk::Submission;
 use crate::devices::Devices;
-use crate::hash::of_names;
+use crate::hash::{Set, of_names};
 use crate::progress::Inner;
 use crate::registry::{Member, Registry};
 use crate::set::{ProcessSet, Shared, share_of};
@@ -243,17 +243,17 @@ impl Engine {
         let submissions: Vec<Submission> =
             requests.into_iter().map(|request| self.check(request, group, now)).collect::<Result<_>>()?;
         let key = self.member(set)?.key;
+        let mut names = Set::default();
+        let again =
+            submissions.iter().map(|submission| &submission.entry.name).find(|name| !names.insert(*name));
         let mut desk = self.inner.desk.lock();
         desk.open(key)?;
-        for (at, submission) in submissions.iter().enumerate() {
-            let name = &submission.entry.name;
-            let again = submissions[..at].iter().any(|other| other.entry.name == *name);
-            if desk.has_joined(key) {
-                return Err(Error::Joined { set, tensor: Arc::clone(name) });
-            }
-            if again || desk.is_in_flight(key, name) {
-                return Err(Error::DuplicateName { set, tensor: Arc::clone(name) });
-            }
+        if let Some(first) = submissions.first().filter(|_| desk.has_joined(key)) {
+            return Err(Error::Joined { set, tensor: Arc::clone(&first.entry.name) });
+        }
+        let mut taken = submissions.iter().map(|submission| &submission.entry.name);
+        if let Some(name) = again.or_else(|| taken.find(|name| desk.is_in_flight(key, name))) {
+            return Err(Error::DuplicateName { set, tensor: Arc::clone(name) });
         }
         let mut callbacks = callbacks.into_iter();
         let handles =

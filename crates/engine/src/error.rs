@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use farandole_collectives::ReduceOp;
+use farandole_collectives::{DataType, ReduceOp};
 use farandole_world::{Fault, ProcessSetId, Rank};
 
 use crate::Handle;
@@ -84,6 +84,16 @@ pub enum Error {
         operation: &'static str,
         /// The reduction.
         op: ReduceOp,
+        /// The tensor.
+        tensor: Arc<str>,
+    },
+    /// Elements that cannot be multiplied.
+    #[error("{operation} of {tensor} takes no scale factors: {dtype}")]
+    Factors {
+        /// The operation.
+        operation: &'static str,
+        /// The element type.
+        dtype: DataType,
         /// The tensor.
         tensor: Arc<str>,
     },
@@ -235,6 +245,9 @@ pub enum Cause {
         /// Ranks that did not come, as far as this rank knows; `None` when all came and the transfer was slow.
         missing: Option<Vec<Rank>>,
     },
+    /// A bug: the thread that drives while nobody waits has panicked, and said where on stderr.
+    #[error("the engine's own thread panicked")]
+    Panicked,
     /// A peer sent what it may not.
     #[error("bad control message from rank {rank}: {reason}")]
     Protocol {
@@ -272,6 +285,7 @@ impl Error {
             | Self::Joined { .. }
             | Self::Scalar { .. }
             | Self::Reduction { .. }
+            | Self::Factors { .. }
             | Self::Splits { .. }
             | Self::Group { .. }
             | Self::UnknownDevice { .. }
@@ -307,7 +321,7 @@ impl Cause {
                 _ => Fault::Bug,
             },
             Self::Transport(_) | Self::Reported { .. } | Self::Deadline { .. } => Fault::Peer,
-            Self::Protocol { .. } => Fault::Bug,
+            Self::Protocol { .. } | Self::Panicked => Fault::Bug,
         }
     }
 }

@@ -68,7 +68,8 @@ pub struct Settings {
 
 impl From<&Config> for Settings {
     fn from(config: &Config) -> Self {
-        let check = (!config.stall_check_disable).then_some(config.stall_check_time);
+        let check = Some(config.stall_check_time);
+        let check = check.filter(|time| !time.is_zero() && !config.stall_check_disable);
         Self {
             collective_timeout: config.collective_timeout,
             fusion_threshold: config.fusion_threshold,
@@ -122,4 +123,32 @@ pub struct EngineOptions {
     pub fabric: Option<Arc<dyn Fabric>>,
     /// Hears of stalls, and is asked what this process does.
     pub observer: Arc<dyn Observer>,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    fn stalls(check: &str, shutdown: &str, off: &str) -> (Option<u64>, Option<u64>) {
+        let of = |name: &str| match name {
+            "FARANDOLE_STALL_CHECK_TIME_SECONDS" => Some(check.to_owned()),
+            "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS" => Some(shutdown.to_owned()),
+            "FARANDOLE_STALL_CHECK_DISABLE" => Some(off.to_owned()),
+            _ => None,
+        };
+        let settings = Settings::from(&Config::read(of, &BTreeMap::new()).unwrap());
+        let seconds = |time: Option<Duration>| time.map(|time| time.as_secs());
+        (seconds(settings.stall_check), seconds(settings.stall_shutdown))
+    }
+
+    #[test]
+    fn nothing_is_reported_where_that_is_off_or_would_be_at_once_and_for_ever() {
+        assert_eq!(stalls("60", "90", "0"), (Some(60), Some(90)));
+        assert_eq!(stalls("60", "0", "0"), (Some(60), None));
+        assert_eq!(stalls("60", "30", "0"), (Some(60), None), "a shutdown before the first report");
+        assert_eq!(stalls("60", "90", "1"), (None, None));
+        assert_eq!(stalls("0", "90", "0"), (None, None));
+    }
 }

@@ -32,6 +32,7 @@ mod meeting;
 mod memory;
 mod process;
 mod rest;
+mod say;
 mod session;
 mod sets;
 mod stalls;

@@ -11,6 +11,8 @@ use farandole_config::Config;
 use farandole_engine::{Answer, Observer, StallReport};
 use parking_lot::Mutex;
 
+use crate::say;
+
 /// Asks the listener for the stacks.
 const ASK: u8 = 1;
 /// Sends the listener home.
@@ -23,13 +25,13 @@ pub(crate) struct Stderr(pub(crate) Arc<Stacks>);
 impl Observer for Stderr {
     fn stalled(&self, report: &StallReport) {
         match report.is_fatal() {
-            true => eprintln!("farandole: error: {report}\nGiving up."),
-            false => eprintln!("farandole: warning: {report}"),
+            true => say::say("error", format_args!("{report}\nGiving up.")),
+            false => say::warn(report),
         }
     }
 
     fn note(&self, text: &str) {
-        eprintln!("farandole: warning: {text}");
+        say::warn(text);
     }
 
     fn describe(&self, answer: Answer) {
@@ -90,8 +92,9 @@ impl Stacks {
 /// What is wrong with the times chosen.
 pub(crate) fn contradiction(config: &Config) -> Option<String> {
     let (check, shutdown) = (config.stall_check_time, config.stall_shutdown_time);
-    let ignored = shutdown > Duration::ZERO && (shutdown < check || config.stall_check_disable);
-    ignored.then(|| match config.stall_check_disable {
+    let off = config.stall_check_disable || check.is_zero();
+    let ignored = shutdown > Duration::ZERO && (shutdown < check || off);
+    ignored.then(|| match off {
         true => format!("the stall check is off, so the stall shutdown time is ignored: {shutdown:?}"),
         false => {
             format!("the stall shutdown time is below the check time of {check:?} and ignored: {shutdown:?}")
@@ -123,6 +126,7 @@ mod tests {
         assert_eq!(contradiction(&config("60", "60")), None);
         let off = Config { stall_check_disable: true, ..config("60", "90") };
         assert!(contradiction(&off).unwrap().contains("is off"));
+        assert!(contradiction(&config("0", "90")).unwrap().contains("is off"));
     }
 
     #[test]

@@ -241,7 +241,7 @@ def _start_alltoall(
 ) -> int:
     number = set_number(process_set)
     source = _rows_of(value, "alltoall")
-    rows = None if splits is None else _split_rows(splits)
+    rows = _row_counts(source.shape[0], splits, len(members_of(process_set)))
 
     def finish(outcomes: list[Any]) -> tuple[Array, Array]:
         received, rows = adopt(outcomes[0], source.dtype, source.shape[1:])
@@ -261,14 +261,23 @@ def _start_alltoall(
     )
 
 
-def _split_rows(splits: ArrayLike) -> list[int]:
-    array = np.asarray(splits)
+def _row_counts(rows: int, splits: ArrayLike | None, members: int) -> list[int]:
+    """How many of the rows go to each member.
+
+    Raises:
+        ValueError: When they cannot be dealt out that way.
+    """
+    array = np.asarray([] if splits is None else splits)
     if array.ndim != 1 or (array.size > 0 and array.dtype.kind not in "iu"):
         raise ValueError(f"splits must be a list of whole numbers, one per member: {splits!r}")
-    rows = [operator.index(entry) for entry in array.tolist()]
-    if any(entry < 0 for entry in rows):
-        raise ValueError(f"splits must not be negative: {rows!r}")
-    return rows
+    if array.size == 0:
+        if rows % members:
+            raise ValueError(f"without splits, rows must divide evenly among {members} ranks: {rows}")
+        return [rows // members] * members
+    counts = [operator.index(entry) for entry in array.tolist()]
+    if len(counts) != members or any(count < 0 for count in counts) or sum(counts) != rows:
+        raise ValueError(f"splits must be {members} numbers, none negative, that add up to the {rows} rows: {counts!r}")
+    return counts
 
 
 def alltoall_async(
@@ -282,7 +291,8 @@ def alltoall_async(
     Args:
         tensor: An array of at least one dimension, or what `numpy.asarray` makes one of; its rows are dealt out to the
             members in order. Must not be changed until `synchronize`.
-        splits: How many rows each member gets; all the same when `None`, which must come out even.
+        splits: How many rows each member gets, all rows together; all the same when `None` or empty, which must come
+            out even.
         name: Names the operation across ranks; unnamed operations match in the order they are issued.
         process_set: The ranks that take part; this one must be a member.
 

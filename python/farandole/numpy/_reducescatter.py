@@ -12,7 +12,7 @@ from farandole._native import engine
 from farandole.common import basics
 from farandole.common.handles import members_of, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Average
+from farandole.common.util import Average, Sum
 from farandole.numpy._arrays import Array, address_of, as_input, number_of, synchronize, table
 
 if TYPE_CHECKING:
@@ -35,6 +35,16 @@ def own_rows(rows: int, process_set: ProcessSet) -> int:
     return base + (members.index(rank) < extra)
 
 
+def _check(op: int) -> None:
+    """Refuses what the engine would refuse, before the operation has taken a number.
+
+    Raises:
+        ValueError: When `op` is neither `Average` nor `Sum`.
+    """
+    if op not in (Average, Sum):
+        raise ValueError(f"op must be Average or Sum in a reducescatter: {op!r}")
+
+
 def _prepare(value: Any, process_set: ProcessSet) -> tuple[Array, Array]:
     """The input and memory for the own rows."""
     source = as_input(value)
@@ -47,6 +57,7 @@ def _start(
     value: Any, name: str | None, op: int, factors: tuple[float, float], process_set: ProcessSet, attended: bool
 ) -> int:
     number = set_number(process_set)
+    _check(op)
     source, target = _prepare(value, process_set)
     return table.submit(
         (source, target),
@@ -133,6 +144,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Starts a reduce-scatter of several arrays as one unit; `synchronize` returns the list of results."""
     number = set_number(process_set)
+    _check(op)
     pairs = [_prepare(tensor, process_set) for tensor in tensors]
     names = table.names("grouped_reducescatter", name, len(pairs), process_set)
     members = [

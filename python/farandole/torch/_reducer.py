@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole._native import engine
+from farandole._native import door, engine
 from farandole.common import basics
 from farandole.common.util import Max
 from farandole.torch._allreduce import allreduce_
@@ -51,7 +51,7 @@ class GradientReducer:
         self._slots: dict[torch.Tensor, Slot] = {}
         self._known = 0
         self._frozen: list[torch.Tensor] = []
-        self._agreed = -1
+        self._agreed: tuple[int, int] | None = None
         self._undecided = True
         hooks: list[Any] = []
         self._hooks = hooks
@@ -107,17 +107,18 @@ class GradientReducer:
     def _agree(self) -> None:
         """Ranks tell each other which gradients are sparse: who has none must take part likewise.
 
-        Once a world, and again while some parameter has had no gradient on any rank, or has come new.
+        Once a world, and again while some parameter has had no gradient on any rank, or has come new. And after every
+        join: a rank that ran out of data before its first step has not heard what the others agreed on.
         """
-        generation = engine.world().generation
-        if self._as_view or (self._agreed == generation and not self._undecided):
+        since = engine.world().generation, door.joins()
+        if self._as_view or (self._agreed == since and not self._undecided):
             return
         slots = list(self._slots.values())
         kinds = torch.tensor([_sparse_dim(slot.parameter.grad) for slot in slots], dtype=torch.int8)
         allreduce_(kinds, op=Max, process_set=self._options.reduction.process_set)
         for slot, kind in zip(slots, kinds.tolist(), strict=True):
             slot.sparse_dim = max(kind, slot.sparse_dim, 0)
-        self._agreed = generation
+        self._agreed = since
         self._undecided = any(
             kind == _NO_GRADIENT and slot.sparse_dim == 0 for slot, kind in zip(slots, kinds.tolist(), strict=True)
         )

@@ -91,7 +91,12 @@ impl Engine {
     }
 
     /// Results go to the first callbacks; the others get what comes.
-    fn hand_over(&self, handles: &[Handle], results: Vec<Result<Completion>>, callbacks: Vec<Callback>) {
+    pub(super) fn hand_over(
+        &self,
+        handles: &[Handle],
+        results: Vec<Result<Completion>>,
+        callbacks: Vec<Callback>,
+    ) {
         let mut callbacks = callbacks.into_iter();
         let left = &handles[results.len()..];
         // Results first: they are fewer, and no callback is taken that has none.
@@ -103,6 +108,8 @@ impl Engine {
         }
         drop(desk);
         self.inner.callbacks.send(&mut calls);
+        // Left where the engine has ended meanwhile, and its thread for callbacks with it.
+        calls.into_iter().for_each(|(callback, result)| callback(result));
     }
 }
 

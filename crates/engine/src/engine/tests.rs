@@ -93,6 +93,17 @@ fn each_request_of_a_group_has_its_callback() {
 }
 
 #[test]
+fn a_callback_that_is_handed_over_after_the_end_is_called_all_the_same() {
+    let engine = Engine::start(options(0)).unwrap();
+    let handle = engine.submit_attended(Request::barrier("a", ProcessSetId::GLOBAL)).unwrap();
+    engine.shutdown();
+    let (sender, results) = std::sync::mpsc::channel();
+    let done: Callback = Box::new(move |result| sender.send(result.is_ok()).unwrap());
+    engine.hand_over(&[handle], Vec::new(), vec![done]);
+    assert!(results.try_recv().is_ok());
+}
+
+#[test]
 fn an_engine_needs_the_set_of_all_ranks_and_links_to_its_neighbours() {
     let error = Engine::start(options(1)).unwrap_err();
     assert!(error.to_string().contains("process set 0 is missing"), "{error}");

@@ -174,9 +174,18 @@ impl ProcessSet {
 
     /// Everybody put the same tensors into a refused group, and announced them together: drop their tallies.
     pub(super) fn forget_group(&mut self, group: u64) {
-        if group != 0 {
-            self.pending.retain(|_, tally| !tally.is_in(group));
+        if group == 0 {
+            return;
         }
+        let (watch, inquiries) = (&mut self.watch, &mut self.inquiries);
+        self.pending.retain(|name, tally| {
+            let other = !tally.is_in(group);
+            if !other {
+                watch.forget(name);
+                inquiries.forget(name);
+            }
+            other
+        });
     }
 
     /// Sends the next list when there is one and the last ones are done: what becomes ready meanwhile is fused.

@@ -179,7 +179,6 @@ pub(super) fn stand_in(agreed: &Agreed) -> Entry {
         output: output.map(|memory| memory.buffer()),
         ready: None,
         since: Instant::now(),
-        asked: None,
         missing: None,
     }
 }

@@ -80,8 +80,6 @@ pub(crate) struct Entry {
     pub(crate) output: Option<Buffer>,
     pub(crate) ready: Option<Arc<dyn Event>>,
     pub(crate) since: Instant,
-    /// When the coordinator was last asked who is missing.
-    pub(crate) asked: Option<Instant>,
     /// Ranks the coordinator misses, once it said so.
     pub(crate) missing: Option<Vec<Rank>>,
 }

@@ -196,7 +196,6 @@ pub(crate) fn request(name: &Arc<str>, input: &Memory, since: Instant) -> (Entry
         output: Some(input.buffer()),
         ready: None,
         since,
-        asked: None,
         missing: None,
     };
     let signature = Signature {

@@ -143,7 +143,6 @@ impl Simulation {
             output: None,
             ready: None,
             since: self.now,
-            asked: None,
             missing: None,
         };
         self.sets[rank].enqueue(entry, signature, &mut self.finished[rank]).unwrap();

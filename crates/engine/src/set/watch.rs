@@ -87,16 +87,6 @@ impl ProcessSet {
                 asked.push((Arc::clone(name), tally.since, tally.sources.clone()));
             }
         }
-        // A leaf keeps no tallies: what it announced and waits for too long is its own.
-        if self.tree.children.is_empty() && !self.is_coordinator() {
-            for entry in self.local.values_mut() {
-                let last = entry.asked.unwrap_or(entry.since);
-                if now.saturating_duration_since(last) >= patience {
-                    entry.asked = Some(now);
-                    asked.push((Arc::clone(&entry.name), entry.since, vec![0]));
-                }
-            }
-        }
         for (name, since, sources) in asked {
             let came: Vec<u32> = sources.iter().flat_map(|source| self.stands_for(*source)).collect();
             if self.is_coordinator() {

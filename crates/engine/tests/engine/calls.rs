@@ -168,6 +168,25 @@ fn an_operation_that_is_not_defined_fails_on_all_and_the_engine_goes_on() {
 }
 
 #[test]
+fn truths_with_scale_factors_are_refused_at_once_and_the_engine_goes_on() {
+    Cluster::new(&[2]).run(|_, engine| {
+        for (prescale, postscale) in [(2.0, 1.0), (1.0, 0.5)] {
+            let kinds = [
+                Kind::Allreduce { op: ReduceOp::Sum, prescale, postscale },
+                Kind::Reducescatter { op: ReduceOp::Sum, prescale, postscale },
+            ];
+            for kind in kinds {
+                let base = request("t", kind, &[4], &[1.0]);
+                let error = call(&engine, Request { dtype: DataType::Bool, ..base }).unwrap_err();
+                assert!(error.to_string().ends_with(" of t takes no scale factors: bool"), "{error}");
+                assert_eq!(error.fault(), Fault::Usage);
+            }
+        }
+        assert_eq!(call_sum(&engine, "t", &[1.0]), [2.0]);
+    });
+}
+
+#[test]
 fn members_of_a_group_complete_together() {
     // EN-3: nothing of the group runs while one rank lacks it, though single tensors do.
     Cluster::new(&[2, 1]).run(|rank, engine| {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-use std::sync::Barrier;
-use std::time::Instant;
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
 
-use farandole_engine::{Cause, Error, Request};
+use farandole_engine::{Cause, Error, Observer, Request, StallReport};
 use farandole_testkit::cut_after;
 use farandole_world::{Fault, ProcessSetId, Rank};
 
@@ -134,5 +134,38 @@ fn a_rank_that_vanishes_while_others_wait_is_named() {
         let error = call(&engine, sum("t", &[1.0])).unwrap_err();
         assert!(matches!(error, Error::Failed { .. }), "{error}");
         gone.wait();
+    });
+}
+
+/// Who hears of a stall, and cannot cope.
+struct Panics;
+
+impl Observer for Panics {
+    fn stalled(&self, _: &StallReport) {
+        panic!("this is part of a test");
+    }
+}
+
+#[test]
+fn a_panic_of_the_engines_own_thread_ends_what_nobody_waits_for_on_all_ranks() {
+    let cluster = Cluster { observer: Arc::new(Panics), ..Cluster::new(&[2]) };
+    let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(50)));
+    cluster.run(|rank, engine| {
+        let end = Instant::now() + LIMIT;
+        if rank == 1 {
+            while engine.stopped().is_none() {
+                assert!(Instant::now() < end, "nobody told this rank");
+                std::thread::yield_now();
+            }
+            return;
+        }
+        let handle = engine.submit(sum("t", &[1.0])).unwrap();
+        while !engine.poll(handle).unwrap() {
+            assert!(Instant::now() < end, "nobody ends it");
+            std::thread::yield_now();
+        }
+        let error = engine.wait(handle, LIMIT).unwrap_err();
+        assert!(error.to_string().ends_with("the engine's own thread panicked"), "{error}");
+        assert_eq!(error.fault(), Fault::Bug);
     });
 }

@@ -2,10 +2,12 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use farandole_engine::{Answer, Observer, Request, Stack, StallReport};
+use farandole_collectives::{Event, Stream};
+use farandole_engine::{Answer, Error, Observer, Request, Stack, StallReport};
 use farandole_world::{Fault, ProcessSetId, Rank};
 
 use crate::cluster::{Cluster, LIMIT, call, call_sum, sum, values, wait};
@@ -119,6 +121,80 @@ fn those_who_are_missing_tell_what_they_wait_in_instead_and_where() {
         let second = engine.submit(sum(if rank == 2 { "theirs" } else { "his" }, &[1.0])).unwrap();
         assert_eq!(values(&engine, first), [4.0]);
         assert_eq!(values(&engine, second), [4.0]);
+    });
+}
+
+/// Ready when the flag says so.
+struct Gate(Arc<AtomicBool>);
+
+impl Event for Gate {
+    fn is_ready(&self) -> farandole_collectives::Result<bool> {
+        Ok(self.0.load(Ordering::Relaxed))
+    }
+
+    fn ordinal(&self) -> u32 {
+        0
+    }
+
+    fn hold(&self, _: Stream) -> farandole_collectives::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn what_all_have_submitted_is_no_stall_however_long_it_waits_its_turn() {
+    let (cluster, stalls) = heard(&[3]);
+    let cluster = cluster.with(|settings| {
+        settings.stall_check = Some(Duration::from_millis(50));
+        settings.stall_shutdown = Some(Duration::from_millis(300));
+    });
+    let (stalls, open) = (parking_lot::Mutex::new(stalls), Arc::new(AtomicBool::new(false)));
+    cluster.run(|rank, engine| {
+        call(&engine, Request::barrier("all are here", ProcessSetId::GLOBAL)).unwrap();
+        let ready: Option<Arc<dyn Event>> = Some(Arc::new(Gate(Arc::clone(&open))));
+        let slow = engine.submit(Request { ready, ..sum("slow", &[1.0]) }).unwrap();
+        let end = Instant::now() + LIMIT;
+        while engine.statistics().lists < 2 {
+            assert!(Instant::now() < end, "it is not executed");
+            std::thread::yield_now();
+        }
+        let next = engine.submit(sum("next", &[1.0])).unwrap();
+        if rank == 0 {
+            // A rank may be late by a moment at first; what is reported after that is wrong.
+            std::thread::sleep(Duration::from_millis(200));
+            stalls.lock().try_iter().for_each(drop);
+            let report = stalls.lock().recv_timeout(Duration::from_secs(2));
+            assert!(report.is_err(), "{report:?}");
+            open.store(true, Ordering::Relaxed);
+        }
+        assert_eq!(values(&engine, slow), [3.0]);
+        assert_eq!(values(&engine, next), [3.0]);
+    });
+}
+
+#[test]
+fn the_rest_of_a_refused_group_is_not_waited_for_any_more() {
+    let (cluster, stalls) = heard(&[2]);
+    let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(50)));
+    let stalls = parking_lot::Mutex::new(stalls);
+    cluster.run(|rank, engine| {
+        if rank == 1 {
+            let report = stalls.lock().recv_timeout(LIMIT).unwrap();
+            assert_eq!(report.stalls.len(), 2, "{report:?}");
+        }
+        let first = vec![1.0; 1 + rank as usize];
+        for handle in engine.submit_group(vec![sum("first", &first), sum("rest", &[1.0])]).unwrap() {
+            assert!(matches!(wait(&engine, handle), Err(Error::Mismatch { .. })));
+        }
+        call(&engine, Request::barrier("told", ProcessSetId::GLOBAL)).unwrap();
+        if rank == 1 {
+            let stalls = stalls.lock();
+            stalls.try_iter().for_each(drop);
+            std::thread::sleep(Duration::from_millis(700));
+            let mut named = stalls.try_iter().flat_map(|report| report.stalls);
+            assert!(!named.any(|stall| &*stall.tensor == "rest"));
+        }
+        call(&engine, Request::barrier("over", ProcessSetId::GLOBAL)).unwrap();
     });
 }
 

@@ -17,7 +17,7 @@ use crate::gateway::ByRegistrar;
 use crate::meeting::{Interrupted, Meeting, SLICE};
 use crate::rest::Rest;
 use crate::stalls::{Stacks, Stderr, contradiction};
-use crate::{Error, Result, Session, Wishes, claim, devices, links, process};
+use crate::{Error, Result, Session, Wishes, claim, devices, links, process, say};
 
 /// The longest one attempt to reach the registrar takes before `interrupted` is asked.
 const DIAL: Duration = Duration::from_secs(2);
@@ -68,7 +68,7 @@ fn launched(
     let others: Vec<Rank> = everybody.into_iter().filter(|rank| *rank != world.rank).collect();
     let data = open(links::DATA, &others, links::data_capacity(&world, links::budget(&world, config)))?;
     if let Some(warning) = links::fallbacks(&mesh.fallbacks()) {
-        eprintln!("farandole: warning: {warning}");
+        say::warn(warning);
     }
     let rest = Arc::new(Rest::among(mesh));
     let engine = start(config, &world, &rest, control, data)?;
@@ -170,7 +170,7 @@ fn start(
     data: Vec<Link>,
 ) -> Result<(Engine, Arc<Stacks>, Arc<Gpus>)> {
     if let (Some(warning), 0) = (contradiction(config), world.rank.0) {
-        eprintln!("farandole: warning: {warning}");
+        say::warn(warning);
     }
     let stacks = Arc::new(Stacks::default());
     let gpus = Arc::new(devices::gpus(config)?);
