@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 PARTS = ["kernels", "nccl", "ranks", "training", "estimator", "faults", "sanitizer"]
 SIZES = [(256 * (i % 9 + 1) + i % 4, 1024 if i % 8 == 0 else 96) for i in range(160)]
 SEED = 7
+AHEAD = 2_000_000
+"""Cycles that hold a GPU for a millisecond: what is timed is put behind them, so that it waits for no launch."""
 
 
 class Page:
@@ -64,6 +66,7 @@ def microseconds(call: Callable[[], object], repeat: int = 30) -> float:
     times: list[float] = []
     for _ in range(repeat):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(AHEAD)  # noqa: SLF001
         begin.record()
         call()
         end.record()
@@ -72,8 +75,8 @@ def microseconds(call: Callable[[], object], repeat: int = 30) -> float:
     return statistics.median(times)
 
 
-def kernels(page: Page) -> None:
-    """Right results, and the speed of packing next to that of a copy."""
+def kernels(page: Page, timed: bool = True) -> None:
+    """Right results, and the speed of packing next to that of a copy, unless something else runs that makes it slow."""
     import torch
 
     from farandole._native import cuda
@@ -89,7 +92,7 @@ def kernels(page: Page) -> None:
     total = sum(tensor.nbytes for tensor in tensors)
     listed = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
     source, target = (torch.empty(total, dtype=torch.uint8, device="cuda") for _ in range(2))
-    copy = 2 * total / microseconds(lambda: target.copy_(source))
+    copy = 2 * total / microseconds(lambda: target.copy_(source)) if timed else 0.0
     f32 = DTYPES[torch.float32]
     for dtype, least in [(torch.float32, 0.85), (torch.bfloat16, 0.80), (torch.float16, 0.80)]:
         number = DTYPES[dtype]
@@ -107,13 +110,14 @@ def kernels(page: Page) -> None:
         move(False)
         same = all(torch.equal(a, b.to(dtype).float()) for a, b in zip(tensors, before, strict=True))
         page.check(same, f"160 tensors as {dtype} and back", f"{total / 1e6:.0f} MB")
-        moved = 2 * (total + sum(tensor.numel() for tensor in tensors) * dtype.itemsize)
-        speed = moved / (microseconds(lambda: move(True)) + microseconds(lambda: move(False)))
-        page.check(
-            speed >= least * copy,
-            f"  speed next to a copy's, at least {least:.0%}",
-            f"{speed / copy:.0%} of {copy / 1e3:.0f} GB/s",
-        )
+        if timed:
+            moved = 2 * (total + sum(tensor.numel() for tensor in tensors) * dtype.itemsize)
+            speed = moved / (microseconds(lambda: move(True)) + microseconds(lambda: move(False)))
+            page.check(
+                speed >= least * copy,
+                f"  speed next to a copy's, at least {least:.0%}",
+                f"{speed / copy:.0%} of {copy / 1e3:.0f} GB/s",
+            )
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(old)
     wrong = [case for case, good in reductions(ours, DTYPES, stream) if not good]
@@ -280,7 +284,10 @@ def sanitizer(page: Page) -> None:
     """The kernels under NVIDIA's own checks."""
     for tool in ("memcheck", "racecheck"):
         name = f"compute-sanitizer, {tool}"
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__]
+        # Not calls that fail: torch asks the driver for functions that an older one lacks, and goes without.
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+        command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command += [sys.executable, __file__]
         try:
             done = subprocess.run(
                 [*command, "--role", "kernels"], timeout=900, capture_output=True, text=True, check=False
@@ -288,14 +295,16 @@ def sanitizer(page: Page) -> None:
         except FileNotFoundError:
             page.leave_out(name, "compute-sanitizer is not installed")
             continue
-        page.check(done.returncode != 9, name, (done.stdout.strip().splitlines() or ["nothing was said"])[-1])
+        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing was said"]
+        page.check(done.returncode == 0, name, f"status {done.returncode}: {said[-1]}")
 
 
 def role(name: str, device: str, folder: Path) -> None:
     """One rank of a check, or the kernels alone."""
     if name == "kernels":
-        kernels(Page())
-        return
+        page = Page()
+        kernels(page, timed=False)
+        sys.exit(int(page.failed > 0))
     from gpu_roles import ROLES
 
     note = ROLES[name](device, folder)

@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { READY = 0, INVALID = 1, NOT_FOUND = 500, NOT_READY = 600, IN_PROGRESS = 7 };
+enum { READY = 0, INVALID = 1, NOT_FOUND = 500, NOT_READY = 600, IN_PROGRESS = 7, RELAXED = 2 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -192,6 +192,17 @@ int cuStreamWaitEvent(void *handle, event *mark, unsigned flags) {
   if (mark->last) enqueue(handle, (job){.run = await, .point = mark->last});
   return READY;
 }
+
+// The stream that a graph is captured on, and what a thread's calls do to captures of others: only relaxed ones end none.
+static void *captured;
+static __thread int mode;
+
+void fake_capture(void *handle) { captured = handle; }
+int cuStreamIsCapturing(void *handle, int *state) { return *state = captured && handle == captured, READY; }
+int cuThreadExchangeStreamCaptureMode(int *other) {
+  int before = mode;
+  return mode = *other, *other = before, READY;
+}
 int cuEventCreate(event **mark, unsigned flags) {
   (void)flags;
   return *mark = calloc(1, sizeof **mark), READY;
@@ -203,6 +214,7 @@ int cuEventRecord(event *mark, void *handle) {
   return READY;
 }
 int cuEventQuery(event *mark) {
+  if (captured && mode != RELAXED) abort();
   pthread_mutex_lock(&lock);
   int reached = !mark->last || mark->last->reached;
   pthread_mutex_unlock(&lock);
@@ -530,10 +542,38 @@ int ncclCommGetAsyncError(comm *own, int *status) {
 
 int ncclGroupStart(void) { return READY; }
 
+// Of a communicator that does not block, calls are handed over by a thread that a group begins.
+typedef struct {
+  call *first;
+  void *handle;
+} group;
+
+static void *hand_over(void *argument) {
+  group own = *(group *)argument;
+  comm *of = own.first->comm;
+  free(argument);
+  usleep(100);
+  enqueue(own.handle, (job){.run = run_group, .group = own.first});
+  pthread_mutex_lock(&lock);
+  if (of->status == IN_PROGRESS) of->status = READY;
+  pthread_mutex_unlock(&lock);
+  return NULL;
+}
+
 int ncclGroupEnd(void) {
-  if (first_call) enqueue(call_stream, (job){.run = run_group, .group = first_call});
+  if (!first_call) return READY;
+  group *own = malloc(sizeof *own);
+  *own = (group){first_call, call_stream};
+  pthread_mutex_lock(&lock);
+  // NCCL refuses what comes before.
+  if (first_call->comm->status == IN_PROGRESS) abort();
+  first_call->comm->status = IN_PROGRESS;
+  pthread_mutex_unlock(&lock);
   first_call = last_call = NULL;
-  return READY;
+  pthread_t thread;
+  pthread_create(&thread, NULL, hand_over, own);
+  pthread_detach(thread);
+  return IN_PROGRESS;
 }
 
 int ncclAllReduce(const void *from, void *to, size_t number, int type, int op, comm *own, void *handle) {

@@ -20,7 +20,7 @@ import torch
 
 import farandole.torch as hvd
 from farandole.common.handles import HandleTable
-from farandole.torch import _device, _handles
+from farandole.torch import _device, _handles, _reducer
 
 LATE = 0.3
 """Seconds that the framework's own work takes where it is late."""
@@ -288,6 +288,71 @@ def test_a_distributed_optimizer_trains_alike_on_gpus(gpus, as_view):
     for same, launches in gpus.run(train_both, as_view):
         assert same
         assert launches > 0
+
+
+def grouped_scatters():
+    gpu = Gpu(0)
+    hvd.allreduce(torch.zeros(1), name="first")
+    blocked = gpu.count("blocked")
+    rows = [torch.full((4, 3), float(i)) for i in range(5)]
+    results = hvd.grouped_reducescatter(rows, op=hvd.Sum)
+    return [gpu.read(result).unique().tolist() for result in results], gpu.count("blocked") - blocked
+
+
+def test_results_of_a_group_go_back_to_a_shared_gpu_at_once_and_the_host_waits_for_none(shared_world, cuda):
+    results = shared_world(2, "cuda True", cuda).run(grouped_scatters)
+    assert results == [([[2.0 * i] for i in range(5)], 0)] * 2
+
+
+def captured_collective():
+    gpu = Gpu(hvd.local_rank())
+    tensor = torch.zeros(4)
+    gpu.fill(tensor, 1.0, LATE)
+    handle = hvd.allreduce_async(tensor, op=hvd.Sum, name="before")
+    gpu.library.fake_capture(gpu.stream)
+    refused = ""
+    try:
+        hvd.allreduce(torch.ones(2), op=hvd.Sum, name="captured")
+    except ValueError as error:
+        refused = str(error)
+    # The fake ends a process that looks at an event in a way that would end the capture.
+    deadline = time.monotonic() + 20
+    while not hvd.poll(handle) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    gpu.library.fake_capture(None)
+    again = hvd.allreduce(torch.ones(2), op=hvd.Sum, name="captured")
+    return refused, gpu.read(hvd.synchronize(handle)).tolist(), gpu.read(again).tolist()
+
+
+def test_a_graph_cannot_capture_a_collective_and_what_is_under_way_does_not_end_the_capture(fresh_world, cuda):
+    for refused, before, again in fresh_world(2, env=cuda).run(captured_collective):
+        assert refused.startswith("a CUDA graph is being captured on device ")
+        assert (before, again) == ([2.0] * 4, [2.0] * 2)
+
+
+def captured_backward(as_view):
+    on_host()
+    layer = torch.nn.Linear(3, 1, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=1.0),
+        named_parameters=layer.named_parameters(),
+        gradient_as_bucket_view=as_view,
+    )
+    asked, captured = [], _reducer.is_captured
+    _reducer.is_captured = lambda tensor: asked.append(tensor) is None
+    layer(torch.full((1, 3), hvd.rank() + 1.0)).sum().backward()
+    _reducer.is_captured = captured
+    busy = optimizer._reducer.is_busy()
+    # As a graph that is replayed: gradients are there, and no hook was called.
+    layer.weight.grad.fill_(10.0 * (hvd.rank() + 1))
+    optimizer.step()
+    return len(asked), busy, layer.weight.tolist()
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["gradients", "views"])
+def test_gradients_of_a_captured_backward_pass_are_reduced_in_the_step(gpus, as_view):
+    assert gpus.run(captured_backward, as_view) == [(1, False, [[-15.0] * 3])] * 2
 
 
 def process_set():

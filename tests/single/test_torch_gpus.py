@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Which GPU a rank takes, and which tensors the engine takes, where torch says that there are some."""
 
+import ctypes
 import json
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import farandole.torch as hvd
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleEnvironmentError
-from farandole.torch import _device, _pin
+from farandole.torch import _device, _handles, _pin
+from farandole.torch.compress._exchange import EngineExchange
+from farandole.torch.distributed import _tensors
 
 
 @pytest.fixture
@@ -81,6 +84,58 @@ def test_a_gpu_that_cannot_be_used_is_said_once_and_torch_copies(capfd):
     assert told.count("tensors on GPU 1000 are copied to the host by torch") == 1
     with pytest.raises(FarandoleEnvironmentError):
         _device.engine.open_device(1000, [])
+
+
+class Resident(torch.Tensor):
+    """A tensor that counts as one on a GPU, and whose memory is the host's."""
+
+    is_cpu = False
+    is_cuda = True
+
+    def get_device(self):
+        return 0
+
+    def cpu(self):
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).clone()
+
+
+def test_torch_distributed_hands_the_engine_no_address_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(_device, "is_usable", lambda _: True)
+    there = torch.arange(3.0).as_subclass(Resident)
+    assert _handles.usable(there) is there
+    for copied in (_tensors.host(there), _tensors.numbers(there), _tensors.flat(there), _tensors.joined([there])):
+        assert copied.is_cpu
+        assert copied.tolist() == [0.0, 1.0, 2.0]
+        assert copied.data_ptr() != there.data_ptr()
+
+
+class OnGpuGathered:
+    """Two ranks' rows, as they come from a communicator among GPUs."""
+
+    rows = (2, 2)
+    ordinal = 1
+
+    def __init__(self):
+        self.streams = []
+
+    def __len__(self):
+        return 16
+
+    def fetch(self, address, stream):
+        ctypes.memmove(address, (ctypes.c_float * 4)(1.0, 2.0, 3.0, 4.0), 16)
+        self.streams.append(stream)
+
+
+def test_what_a_compressor_gathers_on_a_gpu_is_fetched_by_the_stream(monkeypatch):
+    hvd.init()
+    monkeypatch.setattr(_device, "stream_of", lambda ordinal: 40 + ordinal)
+    exchange = EngineExchange("t", hvd.global_process_set)
+    exchange.size = 2
+    gathered = OnGpuGathered()
+    assert exchange._rows(torch.empty(2))([gathered]).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert exchange._rows(torch.empty(1, 2))([None]).shape == (2, 0)
+    assert gathered.streams == [41]
 
 
 def test_several_tensors_of_a_stream_ask_for_it_once(monkeypatch):

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,8 +14,10 @@ import torch
 
 from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.torch import TorchEstimator
+from farandole.spark.torch.job import Input
 from farandole.spark.torch.losses import label_dtype, shaped, share, weighted
 from farandole.spark.torch.payload import unpack_state
+from farandole.spark.torch.tensors import input_tensor
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -87,6 +91,30 @@ def test_a_line_is_learned_and_the_users_model_is_left_alone(data):
     fitted = fit(data, model, epochs=40)
     assert torch.allclose(weights(fitted), torch.tensor([2.0, -3.0, 1.0]), atol=0.05)
     assert torch.equal(model.weight, before)
+
+
+def test_batches_go_to_a_gpu_from_locked_memory_and_nobody_waits_for_it(monkeypatch):
+    gpu, steps, to = SimpleNamespace(type="cuda"), [], torch.Tensor.to
+
+    def to_gpu(tensor, *arguments, **options):
+        if arguments[0] is not gpu:
+            return to(tensor, *arguments, **options)
+        steps.append(("sent", tensor.dtype, options))
+        return tensor
+
+    def pin_memory(tensor):
+        steps.append(("locked", tensor.dtype))
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "to", to_gpu)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    columns = {"a": torch.arange(3.0, dtype=torch.float64), "b": torch.ones(3, 2)}
+    whole = input_tensor(columns, Input(("a", "b"), (-1, 3)), 2, gpu)
+    assert whole.tolist() == [[0.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    assert steps == [("locked", torch.float32), ("sent", torch.float32, {"non_blocking": True})]
+    one = input_tensor(columns, Input(("a",), (-1, 1)), 3, gpu)
+    assert one.tolist() == [[0.0], [1.0], [2.0]]
+    assert steps[2:] == steps[:2]
 
 
 def test_history_has_a_mean_over_rows_for_every_epoch(data):

@@ -7,7 +7,6 @@
 mod room;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use farandole_collectives::{
     Buffer, Device, Error as CollectiveError, Event, Memory, Place, Stream as Theirs,
@@ -102,13 +101,8 @@ impl Open {
         let kept = self.marks.lock().pop();
         let mark = kept.map_or_else(|| self.context.mark(), Ok)?;
         // From here on the event goes back when it is dropped.
-        let event = Reached {
-            open: Arc::clone(self),
-            mark,
-            done: Mutex::new(false),
-            held: AtomicBool::new(false),
-            keep,
-        };
+        let event =
+            Reached { open: Arc::clone(self), mark, done: Mutex::new(false), held: Mutex::new(None), keep };
         // SAFETY: the event is ours, and the caller's stream lives across the call.
         let recorded =
             self.context.call("cuEventRecord", |table| unsafe { (table.event_record)(mark, stream) });
@@ -160,13 +154,16 @@ impl Gpu {
     /// An event after everything the framework has put on this stream so far.
     ///
     /// # Errors
-    /// `Driver`.
+    /// `Driver`; `Captured` when that is noted down for a graph.
     ///
     /// # Safety
     /// `stream` is a stream of this GPU's primary context, or 0 for the default one, and lives across the call.
     pub unsafe fn after(&self, stream: usize) -> Result<Arc<dyn Event>> {
-        let open = self.open()?;
-        Ok(Arc::new(open.mark(std::ptr::with_exposed_provenance_mut(stream), Vec::new())?))
+        let (open, stream) = (self.open()?, std::ptr::with_exposed_provenance_mut(stream));
+        if open.context.is_capturing(stream)? {
+            return Err(Error::Captured { ordinal: self.ordinal });
+        }
+        Ok(Arc::new(open.mark(stream, Vec::new())?))
     }
 
     pub(crate) fn driver(&self) -> &Driver {
@@ -268,15 +265,15 @@ struct Reached {
     open: Arc<Open>,
     mark: Mark,
     done: Mutex<bool>,
-    /// A stream of the framework's waits for it: its tensors are used in the order of streams from then on.
-    held: AtomicBool,
+    /// The last stream that was told to wait for it: its tensors are used in the order of streams from then on.
+    held: Mutex<Option<usize>>,
     /// What our work before it reads and writes; nothing where it is the framework's.
     keep: Vec<Buffer>,
 }
 
 // SAFETY: events may be used from any thread, and by several at a time.
 unsafe impl Send for Reached {}
-// SAFETY: as above; what changes is behind a lock, or atomic.
+// SAFETY: as above; what changes is behind locks.
 unsafe impl Sync for Reached {}
 
 impl Event for Reached {
@@ -296,14 +293,17 @@ impl Event for Reached {
     }
 
     fn hold(&self, stream: Theirs) -> Result<(), CollectiveError> {
+        let mut held = self.held.lock();
+        // Tensors that were reduced together share an event.
+        if *held == Some(stream.handle()) {
+            return Ok(());
+        }
         let (then, mark) = (std::ptr::with_exposed_provenance_mut(stream.handle()), self.mark);
+        let context = &self.open.context;
         // SAFETY: the event is recorded, and the stream lives by the promise of `Stream::from_raw`.
-        let told = self
-            .open
-            .context
-            .call("cuStreamWaitEvent", |table| unsafe { (table.stream_wait)(then, mark, 0) });
-        self.held.store(true, Ordering::Relaxed);
-        Ok(told?)
+        context.call("cuStreamWaitEvent", |table| unsafe { (table.stream_wait)(then, mark, 0) })?;
+        *held = Some(stream.handle());
+        Ok(())
     }
 }
 
@@ -311,7 +311,7 @@ impl Drop for Reached {
     fn drop(&mut self) {
         let mark = self.mark;
         if !*self.done.get_mut() && !self.keep.is_empty() {
-            if *self.held.get_mut() {
+            if self.held.get_mut().is_some() {
                 // Staging memory must not be used again before; nobody waits for that.
                 self.open.limbo.lock().push((mark, std::mem::take(&mut self.keep)));
                 return;

@@ -31,6 +31,8 @@ const NON_BLOCKING: c_uint = 1;
 const NO_TIMING: c_uint = 2;
 /// Host memory that is page-locked for every context.
 const PORTABLE: c_uint = 1;
+/// Calls do not end a capture of a graph that is under way on another thread.
+const RELAXED: i32 = 2;
 
 table! {
     /// Functions of the driver, by its header's types; contexts, streams, events and modules are pointers to what only
@@ -54,6 +56,8 @@ table! {
             stream_destroy = "cuStreamDestroy_v2"(Stream);
             stream_wait = "cuStreamWaitEvent"(Stream, Mark, c_uint);
             stream_synchronize = "cuStreamSynchronize"(Stream);
+            capturing = "cuStreamIsCapturing"(Stream, *mut i32);
+            capture_mode = "cuThreadExchangeStreamCaptureMode"(*mut i32);
             event_create = "cuEventCreate"(*mut Mark, c_uint);
             event_destroy = "cuEventDestroy_v2"(Mark);
             event_record = "cuEventRecord"(Mark, Stream);
@@ -266,7 +270,8 @@ impl Context {
         self.ordinal
     }
 
-    /// Calls a function of the driver with this context current, and leaves the thread as it was.
+    /// Calls a function of the driver with this context current, and leaves the thread as it was. Where another thread
+    /// captures a graph, that goes on: what is asked for here is no part of it.
     ///
     /// # Errors
     /// `Driver` with the function's name.
@@ -278,10 +283,18 @@ impl Context {
         let table = self.driver.table();
         // SAFETY: the context is retained.
         self.driver.check(function, self.ordinal, unsafe { (table.push)(self.context) })?;
+        let mut mode = RELAXED;
+        // SAFETY: the place lives across the call, which leaves the thread's own mode there.
+        let relaxed = unsafe { (table.capture_mode)(&raw mut mode) } == 0;
         let status = call(table);
         let mut popped = null_mut();
-        // SAFETY: the place lives across the call; what was pushed above is popped.
-        unsafe { (table.pop)(&raw mut popped) };
+        // SAFETY: the places live across the calls; what was changed and pushed above is put back.
+        unsafe {
+            if relaxed {
+                (table.capture_mode)(&raw mut mode);
+            }
+            (table.pop)(&raw mut popped);
+        }
         Ok(status)
     }
 
@@ -302,6 +315,17 @@ impl Context {
             }
         })?;
         Ok(stream)
+    }
+
+    /// Whether work on a stream is noted down for a graph, and not done.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub(crate) fn is_capturing(&self, stream: Stream) -> Result<bool> {
+        let mut state = 0;
+        // SAFETY: the place lives across the call, and the caller's stream, too.
+        self.call("cuStreamIsCapturing", |table| unsafe { (table.capturing)(stream, &raw mut state) })?;
+        Ok(state != 0)
     }
 
     /// An event without a time.

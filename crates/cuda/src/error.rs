@@ -50,6 +50,15 @@ pub enum Error {
         /// The driver's words.
         reason: String,
     },
+    /// A collective was asked for while a graph is captured.
+    #[error(
+        "a CUDA graph is being captured on device {ordinal}: ranks agree on every collective anew, which a graph cannot \
+         repeat; call it outside the capture"
+    )]
+    Captured {
+        /// On which device.
+        ordinal: u32,
+    },
     /// A function of NCCL failed.
     #[error("{function} failed: {reason}")]
     Nccl {
@@ -86,7 +95,7 @@ impl Error {
     /// What the trainer may do now.
     pub fn fault(&self) -> Fault {
         match self {
-            Self::Arguments { .. } => Fault::Usage,
+            Self::Arguments { .. } | Self::Captured { .. } => Fault::Usage,
             Self::Nccl { .. } => Fault::Peer,
             Self::Compile { .. } => Fault::Bug,
             Self::NotFound { .. }

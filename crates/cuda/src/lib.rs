@@ -20,6 +20,7 @@
 //! - `CU-2`: a missing or unfit library is an error that says where was looked and why it was refused, never a panic.
 //! - `CU-3`: when an operation was given up, nothing on the GPU touches its tensors any more.
 //! - `CU-4`: nothing waits for a peer without a deadline.
+//! - `CU-5`: nothing asked of the driver ends a graph's capture on another thread.
 
 #![deny(unsafe_code)]
 

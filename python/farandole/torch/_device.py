@@ -35,6 +35,11 @@ def ordinal_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_cpu else tensor.get_device()
 
 
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether what is done to a tensor now is noted down for a CUDA graph, and not done."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def spot(tensor: torch.Tensor) -> Spot:
     """Where a tensor is that `is_usable`."""
     ordinal = ordinal_of(tensor)

@@ -15,6 +15,7 @@ from farandole.common import basics
 from farandole.common.util import Max
 from farandole.torch._allreduce import allreduce_
 from farandole.torch._buckets import Bucket, Options, Slot, ViewBucket
+from farandole.torch._device import is_captured
 from farandole.torch._names import batch
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ class GradientReducer:
             bucket = slot.bucket
             if bucket.views:
                 bucket.adopt(slot)
-            if reducer.paused:
+            # A graph that is replayed calls no hooks: `finish` starts what it has computed.
+            if reducer.paused or is_captured(slot.parameter):
                 return
             slot.left -= 1
             if slot.left == 0:

@@ -32,6 +32,10 @@ struct Fake {
     streams: usize,
     /// Contexts that are current.
     depth: usize,
+    /// What the thread's calls do to captures of others.
+    mode: i32,
+    /// The stream that a graph is captured on.
+    captured: Option<usize>,
     /// Questions that still find nothing done.
     polls: usize,
     /// Memory of the device that was taken; it stays to the end of the test, whose copies are late.
@@ -60,6 +64,7 @@ fn did(call: &'static str) -> i32 {
 /// As `did`, for what needs a context.
 fn within(call: &'static str) -> i32 {
     assert!(fake(|fake| fake.depth) > 0, "{call} without a context");
+    assert_eq!(fake(|fake| fake.mode), 2, "{call} ends captures of others");
     did(call)
 }
 
@@ -159,6 +164,16 @@ unsafe extern "C" fn stream_wait(then: Stream, mark: Mark, _: c_uint) -> i32 {
 unsafe extern "C" fn stream_synchronize(_: Stream) -> i32 {
     fake(|fake| carry_out(fake, usize::MAX));
     within("stream_synchronize")
+}
+unsafe extern "C" fn capturing(stream: Stream, state: *mut i32) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *state = i32::from(fake(|fake| fake.captured) == Some(stream.addr())) };
+    0
+}
+unsafe extern "C" fn capture_mode(mode: *mut i32) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *mode = fake(|fake| std::mem::replace(&mut fake.mode, *mode)) };
+    0
 }
 unsafe extern "C" fn event_create(place: *mut Mark, flags: c_uint) -> i32 {
     assert_eq!(flags, 2, "events take no time");
@@ -297,6 +312,8 @@ pub(crate) fn driver() -> Driver {
         stream_destroy,
         stream_wait,
         stream_synchronize,
+        capturing,
+        capture_mode,
         event_create,
         event_destroy,
         event_record,
@@ -337,7 +354,7 @@ fn nothing_is_made_before_a_gpu_is_used_and_everything_ends_with_it() {
     drop((gpu, staging));
     let (wait, destroy) = ("stream_synchronize", "stream_destroy");
     assert_eq!(log(), [wait, wait, destroy, destroy, "unlock", "release"]);
-    assert_eq!(fake(|fake| fake.depth), 0, "threads are left as they were");
+    assert_eq!(fake(|fake| (fake.depth, fake.mode)), (0, 0), "threads are left as they were");
 }
 
 #[test]
@@ -378,6 +395,19 @@ fn the_frameworks_own_work_is_never_waited_for_when_it_is_given_up() {
 }
 
 #[test]
+fn nothing_is_asked_of_a_stream_that_a_graph_is_captured_on() {
+    let gpu = Gpu::new(driver(), 1);
+    fake(|fake| fake.captured = Some(9));
+    // SAFETY: the fake knows no streams.
+    let error = unsafe { gpu.after(9) }.map(drop).unwrap_err();
+    assert_eq!(error.fault(), farandole_world::Fault::Usage);
+    assert!(error.to_string().starts_with("a CUDA graph is being captured on device 1: "), "{error}");
+    assert!(!log().iter().any(|call| call.starts_with("event")));
+    // SAFETY: as above.
+    assert!(unsafe { gpu.after(8) }.is_ok(), "another stream is no part of it");
+}
+
+#[test]
 fn events_are_used_again() {
     let gpu = Gpu::new(driver(), 0);
     let (source, target) = (filled(&[7; 8]), filled(&[0; 8]));
@@ -405,6 +435,19 @@ fn a_communicators_stream_and_the_frameworks_wait_for_each_other_not_the_host() 
         "stream 9 waits for event 1",
     ];
     assert_eq!(log(), expected);
+}
+
+#[test]
+fn a_stream_is_told_once_to_wait_for_what_many_tensors_share() {
+    let gpu = Gpu::new(driver(), 0);
+    let lane = gpu.lane().unwrap();
+    let event = lane.mark().unwrap();
+    log();
+    for stream in [9, 9, 8, 8] {
+        // SAFETY: the fake knows no streams.
+        event.hold(unsafe { Theirs::from_raw(stream) }).unwrap();
+    }
+    assert_eq!(log(), ["stream 9 waits for event 1", "stream 8 waits for event 1"]);
 }
 
 #[test]

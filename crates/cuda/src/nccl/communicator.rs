@@ -58,6 +58,9 @@ type Queued = (Token, Operation, Vec<Arc<dyn Event>>);
 
 /// Between two looks at what comes to its end.
 const LOOK: Duration = Duration::from_micros(50);
+/// The longest that kernels are waited for which were told to end. They take milliseconds, unless work of the framework
+/// that they come after is not done yet.
+const ENDING: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -174,12 +177,26 @@ impl<L: Lane> NcclCommunicator<L> {
                 // SAFETY: the communicator is ours and ends once.
                 unsafe { abort(comm) };
             }));
+            if self.calling.is_some() || !self.running.is_empty() {
+                self.quieten();
+            }
         }
         self.state = State::Over;
         self.waiting.clear();
         self.running.clear();
         self.launched.clear();
         self.calling = None;
+    }
+
+    /// Waits until what was put on the stream has ended: kernels go on for a while after they were told to, and where
+    /// calls do not block, `ncclCommAbort` may return before they have.
+    fn quieten(&self) {
+        let Ok(last) = self.lane.mark() else { return };
+        let began = Instant::now();
+        // What failed touches nothing any more.
+        while !last.is_ready().unwrap_or(true) && began.elapsed() < ENDING {
+            std::thread::sleep(LOOK);
+        }
     }
 
     /// What NCCL says of itself.

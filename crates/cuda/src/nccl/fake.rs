@@ -27,6 +27,10 @@ thread_local! {
     /// How far the clock is ahead.
     pub(super) static AHEAD: Cell<Duration> = const { Cell::new(Duration::ZERO) };
     pub(super) static VERSION: Cell<i32> = const { Cell::new(23_007) };
+    /// How many looks at the device kernels go on for after they were told to end; nothing while they were not.
+    pub(super) static ENDING: Cell<Option<u32>> = const { Cell::new(None) };
+    /// The same, for the next time.
+    pub(super) static LATE: Cell<u32> = const { Cell::new(0) };
 }
 
 pub(super) fn clock() -> Instant {
@@ -68,6 +72,7 @@ unsafe extern "C" fn init(
     rank: i32,
     settings: *mut Settings,
 ) -> i32 {
+    ENDING.set(None);
     // SAFETY: the caller's places.
     let settings = unsafe {
         *comm = std::ptr::without_provenance_mut(0x77);
@@ -78,6 +83,7 @@ unsafe extern "C" fn init(
 }
 
 unsafe extern "C" fn abort(_: Comm) -> i32 {
+    ENDING.set(Some(LATE.get()));
     note("abort".to_owned())
 }
 
@@ -221,7 +227,9 @@ pub(super) struct FakeEvent(pub(super) Arc<AtomicBool>);
 
 impl Event for FakeEvent {
     fn is_ready(&self) -> Result<bool> {
-        Ok(self.0.load(Ordering::Relaxed))
+        let ended = ENDING.get() == Some(0);
+        ENDING.set(ENDING.get().map(|looks| looks.saturating_sub(1)));
+        Ok(ended || self.0.load(Ordering::Relaxed))
     }
 
     fn ordinal(&self) -> u32 {

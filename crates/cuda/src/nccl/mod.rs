@@ -37,7 +37,7 @@ const UNDEFINED: i32 = i32::MIN;
 #[repr(C)]
 pub struct UniqueId(pub [u8; 128]);
 
-/// `ncclConfig_t` as of version 2.18; later ones take it as it is.
+/// `ncclConfig_t` as of version 2.18; later ones take it as it is, and what they have in its last four bytes as undefined.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Settings {
@@ -50,6 +50,7 @@ pub struct Settings {
     most_blocks: i32,
     network: *const c_char,
     split_share: i32,
+    rest: i32,
 }
 
 impl Settings {
@@ -65,6 +66,7 @@ impl Settings {
             most_blocks: UNDEFINED,
             network: std::ptr::null(),
             split_share: UNDEFINED,
+            rest: UNDEFINED,
         }
     }
 }

@@ -11,7 +11,9 @@ use farandole_collectives::{
 };
 use farandole_world::Fault;
 
-use super::fake::{self, AHEAD, FakeEvent, FakeLane, GROUP, INIT, STATUS, VERSION, calls, nccl};
+use super::fake::{
+    self, AHEAD, ENDING, FakeEvent, FakeLane, GROUP, INIT, LATE, STATUS, VERSION, calls, nccl,
+};
 use super::{IN_PROGRESS, NcclCommunicator, SUCCESS, UniqueId, carries};
 
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -197,6 +199,31 @@ fn what_is_given_up_is_aborted_at_once() {
     communicator.abandon();
     assert_eq!((calls(), communicator.pending()), (vec!["abort".to_owned()], 0));
     assert!(communicator.progress(&mut Vec::new()).is_err());
+}
+
+#[test]
+fn tensors_are_free_when_kernels_have_ended_and_not_when_they_were_told_to() {
+    LATE.set(3);
+    let (mut communicator, _lane) = ready();
+    communicator.abandon();
+    assert_eq!(ENDING.get(), Some(3), "nothing was launched, so nobody looks");
+    let (mut communicator, _lane) = ready();
+    communicator.submit(Token(1), plain()).unwrap();
+    communicator.progress(&mut Vec::new()).unwrap();
+    calls();
+    communicator.abandon();
+    assert_eq!((calls(), ENDING.get()), (vec!["abort".to_owned()], Some(0)));
+}
+
+#[test]
+fn kernels_that_do_not_end_are_not_waited_for_for_ever() {
+    LATE.set(u32::MAX);
+    let (mut communicator, _lane) = ready();
+    communicator.submit(Token(1), plain()).unwrap();
+    communicator.progress(&mut Vec::new()).unwrap();
+    let began = std::time::Instant::now();
+    communicator.abandon();
+    assert!(began.elapsed() < Duration::from_secs(5) && communicator.pending() == 0);
 }
 
 #[test]

@@ -260,10 +260,14 @@ impl Batch {
     /// Starts the copies of results to where they belong: what comes after them, if there are any.
     pub(super) fn store(&mut self, shared: &Shared) -> Result<Option<Arc<dyn Event>>, CollectiveError> {
         let Some(block) = self.block.take() else {
+            let pairs: Vec<_> = self.parts.iter().filter_map(Part::stored).collect();
             let mut last = None;
-            for part in &self.parts {
-                if let Some(event) = part.store(shared)? {
-                    last = Some(event);
+            // All to a device at once: of several events those that nobody gets would have to be waited for.
+            for pairs in pairs.chunk_by(|(_, one), (_, other)| one.place() == other.place()) {
+                if let Some((_, tensor)) = pairs.first()
+                    && let Some(device) = shared.devices.of(tensor)?
+                {
+                    last = Some(device.copy_all(pairs)?);
                 }
             }
             return Ok(last);
@@ -448,7 +452,7 @@ impl Part {
         let whole = (bytes / size).max(1) * size;
         let (total, mut at) = (self.input.len(), 0);
         let mut all = Vec::new();
-        let Self { mut entry, agreed, input, output, mut ready, .. } = self;
+        let Self { mut entry, agreed, input, output, ready, .. } = self;
         loop {
             let starts = *room == 0;
             if starts {
@@ -464,7 +468,8 @@ impl Part {
                     agreed: Arc::clone(&agreed),
                     input: input.slice(at, taken),
                     output: output.as_ref().map(|output| output.slice(at, taken)),
-                    ready: ready.take(),
+                    // Pieces are copied in ahead of their turn: each must know when it may be.
+                    ready: ready.clone(),
                     segment: None,
                     allocated: None,
                     room: None,
@@ -564,17 +569,13 @@ impl Part {
         Ok(buffer)
     }
 
-    /// Starts the copy back to a device.
-    fn store(&self, shared: &Shared) -> Result<Option<Arc<dyn Event>>, CollectiveError> {
+    /// What is to be copied back to a device, and where to.
+    fn stored(&self) -> Option<(Buffer, Buffer)> {
         let (Some(output), Some(memory), None) = (&self.output, &self.allocated, &self.misfit) else {
-            return Ok(None);
+            return None;
         };
-        match shared.devices.of(output)? {
-            Some(device) if !output.is_empty() => {
-                device.copy(&memory.buffer().slice(0, output.len()), output).map(Some)
-            }
-            _ => Ok(None),
-        }
+        let there = output.place() != Place::Host && !output.is_empty();
+        there.then(|| (memory.buffer().slice(0, output.len()), output.clone()))
     }
 
     fn completed(self, me: usize, reached: Option<&Arc<dyn Event>>) -> Option<Finished> {

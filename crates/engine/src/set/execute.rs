@@ -103,7 +103,7 @@ impl Execution {
 
     /// Fails the batches. The communicators give them up, so nobody touches their buffers any more.
     pub(super) fn fail(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
-        self.reach.abandon(!self.broken && cause.is_orderly());
+        self.reach.abandon(cause.is_orderly(), self.broken);
         self.broken = true;
         self.started = 0;
         if let Some(communicator) = &mut self.communicator {
@@ -171,7 +171,7 @@ impl Execution {
         let mut route = Route::Host;
         if batch.is_for_devices() {
             match &mut self.reach {
-                Reach::Not => {}
+                Reach::Left(_) | Reach::Not => {}
                 Reach::Asking(_) | Reach::Naming(_) => return Ok(Route::Open),
                 Reach::Among(communicator) => {
                     if communicator.carries(&batch.outline(members, place.0)) {

@@ -25,6 +25,9 @@ pub(super) enum Reach {
     Naming(Memory),
     /// There is one.
     Among(Box<dyn Communicator>),
+    /// There was one, and what it had to do is done here. It stays until the set ends: what a peer's device lacks yet may
+    /// still be on its way from this one.
+    Left(Box<dyn Communicator>),
     /// There can be none.
     Not,
 }
@@ -64,7 +67,7 @@ impl Reach {
                 }
                 Ok(None)
             }
-            Self::Unasked | Self::Among(_) | Self::Not => Ok(None),
+            Self::Unasked | Self::Among(_) | Self::Left(_) | Self::Not => Ok(None),
         }
     }
 
@@ -110,15 +113,23 @@ impl Reach {
         matches!(self, Self::Among(communicator) if communicator.pending() > 0)
     }
 
-    /// For a set that ends; `orderly` lets what was launched come to its end.
-    pub(super) fn abandon(&mut self, orderly: bool) {
-        if let Self::Among(communicator) = self {
-            if orderly {
-                communicator.drain(LAST);
+    /// For a set that is left. If that is `orderly` and nothing is `broken`, what was launched comes to its end.
+    pub(super) fn abandon(&mut self, orderly: bool, broken: bool) {
+        match std::mem::replace(self, Self::Not) {
+            Self::Left(communicator) if orderly => *self = Self::Left(communicator),
+            Self::Among(mut communicator) => {
+                if orderly && !broken {
+                    communicator.drain(LAST);
+                    if communicator.pending() == 0 {
+                        *self = Self::Left(communicator);
+                        return;
+                    }
+                }
+                communicator.abandon();
             }
-            communicator.abandon();
+            Self::Left(mut communicator) => communicator.abandon(),
+            Self::Unasked | Self::Asking(_) | Self::Naming(_) | Self::Not => {}
         }
-        *self = Self::Not;
     }
 }
 

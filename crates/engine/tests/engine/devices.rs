@@ -6,9 +6,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use farandole_collectives::{Device as _, Event, ReduceOp, Result, Stream};
+use farandole_collectives::{Device as _, Event, Memory, ReduceOp, Result, Stream};
 use farandole_engine::{Completion, Engine, Error, Kind, Request};
-use farandole_testkit::{HostDevice, contents};
+use farandole_testkit::{HostDevice, contents, fill};
 use farandole_world::{Fault, Rank};
 
 use crate::cluster::{Cluster, LIMIT, bytes, call, call_sum, floats, request, sum, wait};
@@ -67,6 +67,48 @@ fn device_memory_is_staged_through_the_host_after_its_event() {
         assert_eq!(floats(&contents(&result.output.unwrap())), [1.0; 100]);
     });
     assert_eq!(device.finished(), 6);
+}
+
+/// The framework's work on a tensor: its values are there after so many questions, and not before.
+struct Work {
+    left: AtomicU32,
+    tensor: Memory,
+    values: Vec<u8>,
+}
+
+impl Event for Work {
+    fn is_ready(&self) -> Result<bool> {
+        let asked = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        if asked == Ok(1) {
+            fill(&self.tensor, 0, &self.values);
+        }
+        Ok(asked.is_err())
+    }
+
+    fn ordinal(&self) -> u32 {
+        0
+    }
+
+    fn hold(&self, _: Stream) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn no_piece_of_a_long_tensor_is_copied_before_its_values_are_there() {
+    let device = HostDevice::new(0, 1);
+    let length = 4_000_000;
+    cluster(&device).run(|rank, engine| {
+        let (tensor, from) = device.upload(&bytes(&vec![-1.0; length]));
+        let (output, to) = device.upload(&bytes(&vec![0.0; length]));
+        let values = bytes(&vec![rank as f32 + 1.0; length]);
+        let work = Work { left: AtomicU32::new(200), tensor: tensor.clone(), values };
+        let ready: Option<Arc<dyn Event>> = Some(Arc::new(work));
+        let base = request("t", crate::cluster::SUM, &[length as u64], &[]);
+        call(&engine, Request { input: from, output: Some(to), ready, ..base }).unwrap();
+        let wrong = floats(&contents(&output)).into_iter().position(|value| value != 3.0);
+        assert_eq!(wrong, None, "rank {rank}");
+    });
 }
 
 #[test]

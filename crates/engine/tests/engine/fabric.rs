@@ -33,13 +33,16 @@ struct Loops {
     /// Operations they had, and events those came after.
     operations: Arc<AtomicUsize>,
     events: Arc<AtomicUsize>,
+    /// What became of communicators, in order.
+    ends: Arc<Mutex<Vec<String>>>,
 }
 
 impl Loops {
     fn new(size: usize, allowed: bool) -> Self {
         let links = Mutex::new(loopback::mesh(size, 1 << 16).unwrap());
         let (operations, events) = (Arc::default(), Arc::default());
-        Self { links, allowed, nameless: false, names: AtomicUsize::default(), operations, events }
+        let (names, ends) = (AtomicUsize::default(), Arc::default());
+        Self { links, allowed, nameless: false, names, operations, events, ends }
     }
 }
 
@@ -71,7 +74,7 @@ impl Fabric for Loops {
         let links = std::mem::take(&mut self.links.lock()[place]);
         let inner = HostCommunicator::new(Rank(u32::try_from(place).unwrap()), links)?;
         let (operations, events) = (Arc::clone(&self.operations), Arc::clone(&self.events));
-        Ok(Box::new(Among { inner, operations, events }))
+        Ok(Box::new(Among { inner, operations, events, ends: Arc::clone(&self.ends) }))
     }
 }
 
@@ -79,6 +82,13 @@ struct Among {
     inner: HostCommunicator,
     operations: Arc<AtomicUsize>,
     events: Arc<AtomicUsize>,
+    ends: Arc<Mutex<Vec<String>>>,
+}
+
+impl Drop for Among {
+    fn drop(&mut self) {
+        self.ends.lock().push(format!("{} ends", self.inner.member()));
+    }
 }
 
 /// Memory of the device as what it is.
@@ -153,6 +163,14 @@ impl Communicator for Among {
 
     fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
         self.inner.progress(completed)
+    }
+
+    fn drain(&mut self, _: Duration) {
+        // The device of the second member takes longer.
+        if self.inner.member() == 1 {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        self.ends.lock().push(format!("{} is done", self.inner.member()));
     }
 
     fn abandon(&mut self) {
@@ -248,6 +266,25 @@ fn fetched(device: &HostDevice, result: Completion) -> Vec<f32> {
     // SAFETY: this device knows no streams.
     room.fetch(&to, None, unsafe { Stream::from_raw(9) }).unwrap();
     floats(&contents(&memory))
+}
+
+#[test]
+fn no_communicator_among_devices_ends_before_all_members_are_done() {
+    let (fabric, device) = (Arc::new(Loops::new(2, true)), HostDevice::new(0, 1));
+    let cluster = Cluster {
+        devices: vec![Arc::new(device.clone())],
+        fabric: Some(Arc::clone(&fabric) as _),
+        ..Cluster::new(&[2])
+    };
+    cluster.run(|_, engine| {
+        let (_kept, buffer) = device.upload(&bytes(&[1.0]));
+        let base = request("last", SUM, &[1], &[1.0]);
+        call(&engine, Request { input: buffer.clone(), output: Some(buffer), ..base }).unwrap();
+        engine.shutdown();
+    });
+    let ends = fabric.ends.lock().clone();
+    assert_eq!(ends.len(), 4, "{ends:?}");
+    assert!(ends[..2].iter().all(|end| end.ends_with("is done")), "{ends:?}");
 }
 
 #[test]

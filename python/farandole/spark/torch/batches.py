@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.spark.torch.losses import shaped, share, weighted
-from farandole.spark.torch.tensors import check_inputs, input_tensor, label_tensor, outputs_of
+from farandole.spark.torch.tensors import check_inputs, input_tensor, label_tensor, outputs_of, sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class Batches:
         """The weight of each row, where there are weights."""
         if self.job.weight is None:
             return None
-        weights = rows.columns[self.job.weight][:count].to(self.device, torch.float32).reshape(-1)
+        weights = sent(rows.columns[self.job.weight][:count], torch.float32, self.device).reshape(-1)
         if self.first_pass:
             self.weight_seen += float(weights.sum())
         return weights

@@ -51,6 +51,22 @@ def inputs_of(
     return tuple(made)
 
 
+def sent(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Values of a batch as a type on a device.
+
+    Where that is a GPU, they are copied to page-locked memory first: it goes on with its work and fetches them when it
+    is their turn. Else it would have to be idle before each copy, and wait for the next batch after it.
+
+    Args:
+        values: in host memory, which may be changed afterwards.
+        dtype: what they are cast to.
+        device: where they are wanted.
+    """
+    if device.type != "cuda":
+        return values.to(device, dtype)
+    return values.to(dtype).pin_memory().to(device, non_blocking=True)
+
+
 def input_tensor(columns: Mapping[str, torch.Tensor], one: Input, rows: int, device: torch.device) -> torch.Tensor:
     """The tensor of one input.
 
@@ -62,9 +78,9 @@ def input_tensor(columns: Mapping[str, torch.Tensor], one: Input, rows: int, dev
     """
     dtype = getattr(torch, one.dtype)
     if len(one.columns) == 1:
-        return columns[one.columns[0]][:rows].to(device, dtype).reshape(one.shape)
-    parts = [columns[name][:rows].to(device, dtype).reshape(rows, -1) for name in one.columns]
-    return torch.cat(parts, dim=1).reshape(one.shape)
+        return sent(columns[one.columns[0]][:rows], dtype, device).reshape(one.shape)
+    parts = [columns[name][:rows].to(dtype).reshape(rows, -1) for name in one.columns]
+    return sent(torch.cat(parts, dim=1), dtype, device).reshape(one.shape)
 
 
 def check_inputs(columns: Mapping[str, torch.Tensor], one: Input, rows: int) -> None:
@@ -120,7 +136,7 @@ def label_tensor(
             raise ValueError(f"label column {name!r} has values that are {what}: {strange} of {count} rows")
         if one.dtype == "int64" and bool((values != values.round()).any()):
             raise ValueError(f"label column {name!r} holds fractions, its loss takes indices of classes")
-    return values.to(device, getattr(torch, one.dtype))
+    return sent(values, getattr(torch, one.dtype), device)
 
 
 def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:

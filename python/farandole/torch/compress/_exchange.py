@@ -14,7 +14,7 @@ from farandole.common import basics
 from farandole.common.handles import members_of, set_number
 from farandole.common.util import Sum
 from farandole.torch._device import spot
-from farandole.torch._handles import DTYPES, table, usable
+from farandole.torch._handles import DTYPES, adopt, table, usable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,10 +113,8 @@ class EngineExchange(Exchange):
 
     def _rows(self, like: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
         def finish(outcomes: list[Any]) -> torch.Tensor:
-            (outcome,) = outcomes
-            if outcome is None or len(outcome) == 0:
-                return torch.empty((self.size, 0), dtype=like.dtype, device=like.device)
-            return torch.frombuffer(outcome, dtype=like.dtype).view(self.size, -1).to(like.device)
+            whole = adopt(outcomes[0], like, like.device)
+            return whole.view(self.size, whole.numel() // self.size)
 
         return finish
 

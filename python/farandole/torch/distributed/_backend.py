@@ -24,7 +24,6 @@ from farandole.torch._handles import DTYPES
 from farandole.torch.distributed._groups import agree, join_world
 from farandole.torch.distributed._tensors import (
     flat,
-    host,
     joined,
     numbers,
     put,
@@ -240,7 +239,7 @@ class FarandoleBackend(Backend):
         data = self._rows(source, output)
         if op not in (Average, Sum):
             return self._reduce_then_take(output, data.clone(), op)
-        result = output if host(output) is output and output.dtype in DTYPES else torch.empty_like(data[0])
+        result = torch.empty_like(data[0])
         name = self._next_name()
         submission = (
             engine.reducescatter,
@@ -256,11 +255,7 @@ class FarandoleBackend(Backend):
             not opts.asyncOp,
         )
 
-        def finish(_: list[Any]) -> None:
-            if result is not output:
-                put(output, result)
-
-        return self._work(submission, (data, result), finish, [output])
+        return self._work(submission, (data, result), lambda _: put(output, result), [output])
 
     def _reduce_then_take(self, output: torch.Tensor, data: torch.Tensor, op: int) -> FarandoleWork:
         """Reduces everything everywhere: the engine scatters sums and averages only."""

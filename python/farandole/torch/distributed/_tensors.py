@@ -39,12 +39,14 @@ def reduction(op: Any) -> int:
 def host(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as contiguous host memory: itself if it is that already, else a copy.
 
+    From a GPU, too, also one whose memory the engine could work on.
+
     Raises:
         ValueError: When it is sparse.
     """
     if tensor.layout != torch.strided:
         raise ValueError(f"tensor must be dense: {tensor.layout}")
-    if not needs_copy(tensor):
+    if tensor.is_cpu and not needs_copy(tensor):
         return tensor.detach()
     return tensor.detach().resolve_conj().cpu().contiguous().resolve_neg()
 
