@@ -74,10 +74,11 @@ def test_a_killed_worker_fails_the_fit_at_once_and_the_next_fit_works(frame, tmp
         killed.append(time.monotonic())
         os.kill(pids.of_rank(1), signal.SIGKILL)
 
-    thread = threading.Thread(target=kill)
+    thread = threading.Thread(target=kill, daemon=True)
     thread.start()
     with pytest.raises(FarandoleJobError) as raised:
         estimator(tmp_path, model_that(linger), epochs=1_000).fit(frame)  # a minute, should nobody be killed
+    assert killed, f"failed before it was to: {raised.value}"
     thread.join()
     assert time.monotonic() - killed[0] < 5
     assert (raised.value.rank, raised.value.signal_name) == (1, "SIGKILL")
