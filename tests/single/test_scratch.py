@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import os
 import subprocess
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.runner import scratch
+from farandole.runner import scratch, warm
 from farandole.spark.common.backend import LocalBackend
 from farandole.spark.common.errors import FarandoleJobError
 
@@ -91,3 +93,13 @@ def test_where_there_is_something_else_in_its_place_a_directory_is_made_all_the_
     with scratch.directory() as own:
         assert own.parent == place
     assert not own.exists()
+
+
+def test_where_nothing_can_be_locked_nothing_is_left_behind(place, monkeypatch):
+    def refused(descriptor, how):
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with scratch.directory() as own:
+        assert own.parent == place
+    assert [path for path in place.rglob("*") if path != warm.own_folder()] == []

@@ -476,7 +476,6 @@ def test_a_data_module_of_ones_own_gives_the_batches(tmp_path):
 
 
 @pytest.mark.backends
-@pytest.mark.skipif(keras.backend.backend() == "jax", reason="TensorFlow's backend alone prepares ahead")
 def test_batches_that_are_prepared_ahead_are_the_same_ones(tmp_path):
     store = store_of(tmp_path, rows_of(50), rows_of(20, seed=1))
     params = {"epochs": 3, "sample_weight_col": "w"}

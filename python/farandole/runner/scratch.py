@@ -78,10 +78,15 @@ def _held() -> tuple[Path, int] | None:
         sweep(folder)
         for _ in range(_TRIES):
             path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
-            with contextlib.suppress(FileNotFoundError):  # another process swept it before it was held
+            try:
                 lock = _lock(path)
-                if lock is not None:
-                    return path, lock
+            except FileNotFoundError:  # another process swept it before it was held
+                continue
+            except OSError:
+                path.rmdir()  # which nobody could sweep
+                raise
+            if lock is not None:
+                return path, lock
     except OSError:
         pass
     return None
