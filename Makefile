@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-spark test-storage tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
+.PHONY: demo test test-spark spark-slow spark-older test-storage tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -57,14 +57,19 @@ jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/fa
 	cd jvm-shim && mvn -q -B test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath -Dmdep.includeScope=test
 
 # Spark for minutes: clusters, executors that are killed, large results; then what asks something of Spark itself on older
-# pyspark, each in an environment of its own that sees the other packages of this one. Meant to take at
-# most half an hour on two quiet cores, environments made; that has not been measured yet.
+# pyspark, each in an environment of its own that sees the other packages of this one. Side by side, for alone they wait
+# for starts and deadlines more than half of the time.
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py)
 # JVMs of tests live for seconds: what their better compiler takes of two cores is not earned
 # back (a short session: 24 s of processor time with it, 14 without, one run each).
 test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
 test-spark: install .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
+	$(MAKE) -j2 --output-sync=line spark-slow spark-older
+
+spark-slow:
 	$(BIN)/python -m pytest tests/spark -m slow --durations=30
+
+spark-older:
 	for version in 3.5 4.0; do \
 		python=$(CURDIR)/.tools/pyspark-$$version/bin/python; \
 		PYSPARK_PYTHON=$$python $$python -m pytest $(SPARK_FACING) -m "not newest" --reruns 1 --durations=20 || exit 1; \

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 PEER_TIMEOUT: Final = 1.0
 """Seconds, in all cells: the default of 5 only makes them slower."""
+RATIONED: Final = 1.6
+"""Seconds for which a kernel may leave the question unanswered whether a full connection takes more: until then nobody
+knows that packets vanish (`tcp/path.rs`). A peer timeout as short as this one shows it; the default does not."""
 ON_ITS_HOST: Final = 0.1
 ELSEWHERE: Final = 1.0
 HOPS: Final = 4
@@ -195,6 +198,8 @@ class _Trial:
         return set(self.pair) or {self.cell.victim}
 
     def deadline(self, rank: int) -> float:
+        if self.fault.name == "drop":
+            return self.peer_timeout + RATIONED
         if self.fault.silent:
             return self.peer_timeout
         if self.fault.kind == "end":

@@ -10,7 +10,7 @@ Four factors make a cell: the operation under way, the fault, the transport, the
 | orphan | a rank is killed whose forked child lives on, with copies of all its connections | the same |
 | stop | SIGSTOP to a rank | the same within the peer timeout; the rank itself gets its error once it goes on |
 | partition | every packet to and from a rank's host vanishes | an error at every rank within the peer timeout |
-| drop | every packet of one data connection vanishes | an error naming one of its ends everywhere, in the same time |
+| drop | every packet of a connection vanishes | an error naming an end of it everywhere, then too or `RATIONED` later |
 | reset | one data connection is reset | the same within 1 s |
 | exception | a rank raises, and its interpreter ends | an error naming it at every other rank, times as for kill |
 | shutdown | a rank leaves with operations in flight | the same, and the operations fail at that rank |

@@ -3,6 +3,7 @@
 """DistributedOptimizer on real ranks: bucket views, process sets, scalers, accumulation, Adasum."""
 
 import gc
+import os
 import warnings
 
 import pytest
@@ -301,3 +302,36 @@ def one_gradient_differs():
 
 def test_a_gradient_that_cannot_be_reduced_leaves_no_other_under_way(pair):
     assert pair.run(one_gradient_differs) == [[1.5] * 3] * 2
+
+
+def reduced_beside_the_backward_pass(cores):
+    together, alone = net(), net()
+    asked, os.sched_getaffinity = os.sched_getaffinity, lambda _: set(range(cores[hvd.rank()]))
+    try:
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(together.parameters(), lr=0.1), together.named_parameters(), groups=2
+        )
+    finally:
+        os.sched_getaffinity = asked
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    busy = []
+    first, *rest = together
+    for step in range(2):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        hidden = first(batch_of(hvd.rank(), step))
+        # Called when the last layer's gradients are there and the first one's are not.
+        hidden.register_hook(lambda _: busy.append(optimizer._reducer.is_busy()))
+        (torch.nn.Sequential(*rest)(hidden) ** 2).sum().backward()
+        busy.append(optimizer._reducer.is_busy())
+        for rank in range(hvd.size()):
+            (loss_of(alone, rank, step) / hvd.size()).backward()
+        optimizer.step()
+        reference.step()
+        assert_same(together, alone)
+    return busy
+
+
+@pytest.mark.parametrize("cores", [(3, 3), (2, 2), (3, 2)], ids=["free", "taken", "one rank's"])
+def test_gradients_travel_during_the_backward_pass_where_a_core_is_free(pair, cores):
+    assert pair.run(reduced_beside_the_backward_pass, cores) == [[count > 2, True] * 2 for count in cores]

@@ -157,6 +157,22 @@ def test_published_results_answer_for_rows_that_spark_lost(capsys):
     assert "their results were kept" in capsys.readouterr().err
 
 
+def test_published_results_answer_for_rows_that_never_come(monkeypatch, capsys):
+    script = Script(
+        STARTED,
+        [event("result", task=task, rank=task, data=pickle.dumps(("ok", task))) for task in (0, 1)],
+        [event("exit", task=task, rank=task, exit_code=0) for task in (0, 1)],
+        # Spark has lost an executor, and runs nothing again.
+        *([] for _ in range(60)),
+        endings=[],
+    )
+    Clock(monkeypatch).passes(script, 1, 7200, *([1] * 61))
+    assert results(play(script), 2) == [0, 1]
+    assert script.cancelled
+    assert len(script.batches) > 40
+    assert "their results were kept" in capsys.readouterr().err
+
+
 def test_a_published_failure_is_raised_with_its_traceback_when_no_rows_come():
     told = ("error", "ValueError", "odd", "Traceback of the odd one", None)
     script = Script(

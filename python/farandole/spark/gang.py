@@ -36,6 +36,8 @@ _GRACE_AFTER_VERDICT = 3.0
 _GRACE_AFTER_EXIT = 15.0
 _GRACE_AFTER_ABORT = 3.0
 _GRACE_FOR_ROWS = 0.5
+_ROWS_WITHIN = 10.0
+"""Seconds that Spark is waited for when the registrar has everything that its rows could say."""
 _GRACE_AFTER_CANCEL = 10.0
 _NEWS_EVERY = 15.0
 _LOOK_EVERY = 1.0
@@ -142,6 +144,7 @@ class _Seen:
     verdict: Event | None = None
     give_up_at: float = float("inf")
     results: dict[int, bytes] = field(default_factory=dict)
+    whole_since: float | None = None
     tails: dict[int, list[str]] = field(default_factory=dict)
 
     @property
@@ -241,6 +244,13 @@ class _Gang:
             now = time.monotonic()
             if now > self.seen.give_up_at:
                 raise self.seen_failure()
+            if self.has_results():
+                self.seen.whole_since = self.seen.whole_since or now
+                if now - self.seen.whole_since > _ROWS_WITHIN:
+                    # Spark may never run a stage again whose executor was lost while another's task was ending well.
+                    self.agents.cancel()
+                    self.wait(_GRACE_AFTER_CANCEL, self.agents.done)
+                    break
             if not self.seen.assigned:
                 if now >= look_at:
                     look_at = now + _LOOK_EVERY
@@ -270,16 +280,18 @@ class _Gang:
             lost = error
         if lost is None and len(told) == self.size and all(ending.succeeded for ending in told):
             return told
-        if self.all_ended_well() and len(self.seen.results) == self.size:
+        if self.has_results():
             self.output.say("Spark lost rows of a job whose workers had all ended well; their results were kept")
             return [self.ending(self.seen.ended[task]) for task in sorted(self.seen.results)]
         if lost is not None:
             raise lost
         return told
 
-    def all_ended_well(self) -> bool:
-        ended = self.seen.ended
-        return len(ended) == self.size and all(event.exit_code == 0 for event in ended.values())
+    def has_results(self) -> bool:
+        """Whether all workers ended well, and what each has published is known."""
+        ended, results = self.seen.ended, self.seen.results
+        whole = len(ended) == self.size == len(results)
+        return whole and all(event.exit_code == 0 for event in ended.values())
 
     def ending(self, event: Event) -> Ending:
         """What the registrar alone knows of a worker's end; results up to 16 MiB pass through it, too."""
@@ -413,7 +425,7 @@ class _Gang:
         while not done() and time.monotonic() < deadline:
             for event in self.registrar.events(0.05):
                 if event.kind in ("exit", "lost") and event.task is not None:
-                    self.seen.ended[event.task] = event
+                    self.seen.ended.setdefault(event.task, event)
                 elif event.kind == "log":
                     self.log(event)
             self.output.flush()

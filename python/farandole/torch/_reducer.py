@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,10 @@ class GradientReducer:
         self._as_view = as_view
         self._buckets: list[Bucket] = []
         self._slots: dict[torch.Tensor, Slot] = {}
+        self._open = 0
+        """Buckets that lack gradients."""
+        self._beside = True
+        """Whether reductions run beside the backward pass."""
         self._known = 0
         self._frozen: list[torch.Tensor] = []
         self._agreed: tuple[int, int] | None = None
@@ -62,6 +67,7 @@ class GradientReducer:
             groups = [part for group in groups for part in batch(group[::-1], sys.maxsize)]
         for group in groups:
             self._watch(group)
+        self.enter_world()
         self._take_stock()
 
     def is_busy(self) -> bool:
@@ -76,6 +82,13 @@ class GradientReducer:
         """Forgets what was counted and started. Only when nothing is under way, or the world is lost."""
         for bucket in self._buckets:
             bucket.reset(self.passes)
+        self._open = sum(bucket.waiting > 0 for bucket in self._buckets)
+
+    def enter_world(self) -> None:
+        """Forgets what was started in another world, where it never ends, and looks at this one."""
+        self.reset()
+        on_host = all(parameter.is_cpu for parameter in self._slots)
+        self._beside = not on_host or _has_spare_core(engine.world(), len(os.sched_getaffinity(0)))
 
     def finish(self, param_groups: list[dict[str, Any]]) -> None:
         """Starts what no hook has started, and waits for everything.
@@ -151,7 +164,7 @@ class GradientReducer:
             if slot.left == 0:
                 bucket.waiting -= 1
                 if bucket.waiting == 0:
-                    bucket.start()
+                    reducer._complete(bucket)  # noqa: SLF001 - the hook is the reducer's own
             elif slot.left < 0:
                 slot.left = 0
                 raise AssertionError(
@@ -160,6 +173,19 @@ class GradientReducer:
                 )
 
         return on_gradient
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Starts a bucket whose gradients are all there, or every one with the last.
+
+        Ranks need not agree about this: gradients meet by name.
+        """
+        self._open -= 1
+        if self._beside:
+            bucket.start()
+        elif self._open == 0:
+            for each in self._buckets:
+                if not each.started:
+                    each.start()
 
     def _adopt(self, param_groups: list[dict[str, Any]]) -> None:
         """Takes in parameters that were added or unfrozen since."""
@@ -183,13 +209,22 @@ class GradientReducer:
 _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
-def _reset_all() -> None:
-    """What was started in another world never ends in this one."""
+def _enter_world() -> None:
     for reducer in list(_reducers):
-        reducer.reset()
+        reducer.enter_world()
 
 
-basics.on_init(_reset_all)
+basics.on_init(_enter_world)
+
+
+def _has_spare_core(world: engine.World, cores: int) -> bool:
+    """Whether reductions can run beside the backward pass without taking its time.
+
+    Where the ranks of the only host have no core to spare, that pass loses more than is hidden: on two cores a step of
+    89 ms took 102. With several hosts the network's time is hidden in any case.
+    """
+    return world.local_size < world.size or world.local_size < cores
+
 
 _NO_GRADIENT = -1
 
