@@ -7,6 +7,7 @@ import tempfile
 from importlib.util import find_spec
 
 import pytest
+from tests.parallel import keras_locals
 
 if find_spec("keras") is None:
     pytest.skip("needs Keras", allow_module_level=True)
@@ -412,3 +413,5 @@ def test_fit_on_two_ranks_equals_one_process(backend, request):
     world.run(copies_reduce_too)
     world.run(callbacks_broadcast_and_average)
     world.run(callbacks_set_rates_and_keep_the_best)
+    for function in keras_locals.ALL:
+        world.run(function)

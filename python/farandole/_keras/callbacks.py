@@ -29,8 +29,8 @@ def in_step(model: Any) -> None:
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Overwrites the model's and the optimizer's variables by those of one rank, once, so that all start alike.
 
-    That happens when training begins if the model has been built; else at the end of the first batch, whose step the
-    ranks have then taken from different weights.
+    That happens when training begins if all ranks have built the model; else at the end of the first batch, whose step
+    the ranks have then taken from different weights.
 
     Args:
         root_rank: The rank whose values count.
@@ -52,10 +52,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.add(id(var))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcasts if there is something to."""
+        """Broadcasts if there is something to, on all ranks."""
         del logs
         model: Any = self.model
-        if not model.built:
+        if self.broadcast_done or not _on_all_ranks(bool(model.built)):
             return
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built:
@@ -70,8 +70,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
-        if self.broadcast_done:
-            return
         model: Any = self.model
         optimizer = getattr(model, "optimizer", None)
         variables, local = list(model.weights), self._local
@@ -80,6 +78,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             local = local_variables(optimizer, local)
         broadcast_variables([entry for entry in variables if id(entry) not in local], self.root_rank)
         self.broadcast_done = True
+
+
+def _on_all_ranks(flag: bool) -> bool:
+    mine = np.array([int(flag)], np.int32)
+    return bool(arrays.allreduce(mine, op=arrays.Min, name="keras.built")[0])
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -234,7 +237,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            epoch += 1.0 / (self.steps_per_epoch or 1)
             return 1.0 / basics.size() * (epoch * (basics.size() - 1) / warmup_epochs + 1)
 
         super().__init__(
@@ -246,7 +248,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
         )
+        self.warmup_epochs = warmup_epochs
         self.verbose = verbose
+
+    def _adjust(self, epoch: float) -> None:
+        # What the function of epochs needs to know of this object it is told: copies have steps of their own.
+        super()._adjust(min(epoch + 1.0 / (self.steps_per_epoch or 1), self.warmup_epochs))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """As there; says so at the end."""

@@ -16,6 +16,7 @@ import keras
 
 from farandole._keras import patches
 from farandole._keras.reducer import make_reducer
+from farandole._keras.slots import slots
 from farandole.common.util import Average, Sum
 
 if TYPE_CHECKING:
@@ -75,7 +76,17 @@ class _Distributed:
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
-        return super()._clip_gradients(self._reduced(list(grads)))  # type: ignore[misc]
+        reduced, clip = self._reduced(list(grads)), super()._clip_gradients  # type: ignore[misc]
+        is_local = [self._farandole.reducer.is_local(variable) for variable in self._farandole.variables]
+        if not any(is_local):
+            return clip(reduced)
+        # Apart: a norm with other gradients in it on every rank would clip what all share differently.
+        clipped = list(reduced)
+        for kind in (False, True):
+            places = [place for place, local in enumerate(is_local) if local is kind]
+            for place, grad in zip(places, clip([reduced[place] for place in places]) if places else [], strict=True):
+                clipped[place] = grad
+        return clipped
 
     def _reduced(self, grads: list[Any]) -> list[Any]:
         distribution, steps = self._farandole, self.gradient_accumulation_steps  # type: ignore[attr-defined]
@@ -138,18 +149,15 @@ def local_variables(optimizer: Any, others: set[int]) -> set[int]:
 
     Returns:
         All of them, by `id`.
+
+    Raises:
+        ValueError: When it cannot be told what the optimizer keeps for them.
     """
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
-    trained = list(inner._trainable_variables)  # noqa: SLF001 - what slots are numbered by
+    trained = list(inner._trainable_variables)  # noqa: SLF001 - what it was built with
     is_local = inner._farandole.reducer.is_local if isinstance(inner, _Distributed) else lambda _: False  # noqa: SLF001
-    mine = [index for index, variable in enumerate(trained) if id(variable) in others or is_local(variable)]
-    # Slots, such as momentums, stand in lists in the order of what is trained; `_variables` has everything.
-    slots = [
-        value
-        for name, value in vars(inner).items()
-        if isinstance(value, list) and name != "_variables" and len(value) == len(trained)
-    ]
-    return {*others, *(id(entries[index]) for entries in slots for index in mine if entries[index] is not None)}
+    mine = {id(variable) for variable in trained if id(variable) in others or is_local(variable)}
+    return {*others, *mine, *(id(slot) for slot, owner in slots(inner, trained) if owner in mine)} if mine else others
 
 
 def distribute(optimizer: Any, settings: Settings) -> Any:
@@ -163,8 +171,10 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
         An instance of a subclass of the same name and module, so that saved models load without Farandole.
 
     Raises:
-        ValueError: When arguments do not fit together, or it is distributed already.
+        ValueError: When arguments do not fit together, or it is no optimizer of Keras's or distributed already.
     """
+    if not is_optimizer(optimizer):
+        raise ValueError(f"optimizer must be one of Keras's: {optimizer!r}")
     passes = settings.backward_passes_per_step
     if settings.op not in (Average, Sum):
         raise ValueError(f"Keras optimizers reduce by Average or Sum: {settings.op}")

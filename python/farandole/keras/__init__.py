@@ -202,12 +202,15 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         As there.
 
     Raises:
-        ValueError: When arguments do not fit together, or a layer is none.
+        ValueError: When arguments do not fit together, or a layer is none or has not been built.
     """
     layers = [] if local_layers is None else local_layers
     layers = list(layers) if isinstance(layers, list | tuple) else [layers]
-    if any(not isinstance(layer, keras.layers.Layer) for layer in layers):
-        raise ValueError("local_layers must be a layer of Keras's or a list of them")
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ValueError(f"local_layers must be a layer of Keras's or a list of them: {layer!r}")
+        if not layer.built:
+            raise ValueError(f"the local layer {layer.name!r} must be built, or nobody knows its weights")
     distributed = DistributedOptimizer(
         optimizer,
         name,

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What an optimizer keeps for which variable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class _Watched(list[Any]):
+    """Variables that tell which of them somebody who goes through them is at."""
+
+    current: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        for entry in super().__iter__():
+            self.current = entry
+            yield entry
+        self.current = None
+
+
+def slots(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any, int | None]]:
+    """The variables that an optimizer made for those it trains, such as momentums.
+
+    Keras does not tell afterwards. So a second one is built of the configuration, which makes the same variables in the
+    same order, and says for what as it does so: for the variable that it passes along, or else is at. It is dropped.
+
+    Args:
+        optimizer: Keras's, built.
+        trained: What it was built with.
+
+    Returns:
+        Each with the `id` of the variable it is kept for; `None` where it is for none alone.
+
+    Raises:
+        ValueError: When the optimizer cannot be made of its configuration.
+    """
+    kind: Any = getattr(type(optimizer), "_farandole_kind", type(optimizer))
+    watched = _Watched(trained)
+    owners: dict[int, int] = {}
+
+    class Second(kind):
+        def add_variable(self, *args: Any, **kwargs: Any) -> Any:
+            made = super().add_variable(*args, **kwargs)
+            if watched.current is not None:
+                owners[id(made)] = id(watched.current)
+            return made
+
+        def add_variable_from_reference(self, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+            before, watched.current = watched.current, reference_variable
+            try:
+                return super().add_variable_from_reference(reference_variable, *args, **kwargs)
+            finally:
+                watched.current = before
+
+    config = optimizer.get_config()
+    if "learning_rate" in config:
+        config["learning_rate"] = 0.0  # a schedule of the user's may not come back
+    try:
+        second = Second.from_config(config)
+        first = len(second.variables)
+        second.build(watched)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"{kind.__name__} cannot be made of its configuration, so it cannot be told what it keeps for variables of "
+            f"this rank alone: {error}"
+        ) from error
+    made = second.variables[first:]
+    variables = optimizer.variables
+    return [
+        (variable, owners.get(id(one)))
+        for variable, one in zip(variables[len(variables) - len(made) :], made, strict=True)
+    ]
