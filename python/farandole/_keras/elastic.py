@@ -35,7 +35,7 @@ class KerasState(ObjectState):
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        self._kept: list[Any] = []
+        self._kept: list[tuple[Any, Any]] = []
         super().__init__(arrays.broadcast_object, basics.rank, **kwargs)
         self._keep()
 
@@ -44,7 +44,11 @@ class KerasState(ObjectState):
         return [*self.model.weights, *([] if self.optimizer is None else self.optimizer.variables)]
 
     def _keep(self) -> None:
-        self._kept = [np.array(as_array(variable)) for variable in self._variables()]
+        # With what each rank has of its own, as the states of random layers: on JAX a failed step loses all it was given.
+        mine = self._variables()
+        known = {id(variable) for variable in mine}
+        mine += [variable for variable in self.model.non_trainable_variables if id(variable) not in known]
+        self._kept = [(variable, np.array(as_array(variable))) for variable in mine]
 
     def save(self) -> None:
         """Keeps copies of all variables, and the attributes."""
@@ -53,7 +57,8 @@ class KerasState(ObjectState):
 
     def restore(self) -> None:
         """Puts back what was kept last."""
-        for variable, value in zip(self._variables(), self._kept, strict=True):
+        in_step(self.model)
+        for variable, value in self._kept:
             variable.assign(value)
         super().restore()
 

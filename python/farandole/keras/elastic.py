@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 
@@ -15,6 +16,7 @@ from farandole._keras.elastic import (
     UpdateEpochStateCallback,
 )
 from farandole.common.elastic import leave_and_join, run_fn
+from farandole.common.exceptions import FarandoleInternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,4 +39,23 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
         from farandole.tensorflow import elastic  # noqa: PLC0415 - the backend
 
         return elastic.run(func)
+    if keras.backend.backend() == "jax":
+        func = _as_told_by_jax(func)
     return run_fn(func, leave_and_join)
+
+
+def _as_told_by_jax(func: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Has failures in compiled steps, of which JAX makes errors of its own, raised as what they are."""
+    import jax  # noqa: PLC0415 - the backend
+
+    @functools.wraps(func)
+    def translated(*args: Any, **kwargs: Any) -> _Result:
+        try:
+            return func(*args, **kwargs)
+        except jax.errors.JaxRuntimeError as error:
+            _, mark, told = str(error).rpartition("FarandoleInternalError: ")
+            if not mark:
+                raise
+            raise FarandoleInternalError(told.splitlines()[0]) from error
+
+    return translated
