@@ -325,6 +325,8 @@ def batch_norm_sees_all_batches():
     np.testing.assert_allclose(outputs, part, **close_enough)
     np.testing.assert_allclose(layer.moving_variance.numpy(), plain.moving_variance.numpy(), **close_enough)
     assert layer.name.startswith("sync_batch_normalization")
+    # A model may have several.
+    keras.Sequential([keras.Input((3,)), hvd.SyncBatchNormalization(), hvd.SyncBatchNormalization()])
     assert "process_set" not in layer.get_config()
     # A copy normalizes among the same ranks.
     alone = [hvd.add_process_set([rank]) for rank in range(RANKS)][hvd.rank()]

@@ -208,6 +208,8 @@ def layers_may_stay_with_their_rank():
     assert run(local_layers=[own, other], scale_local_gradients=False) == ([1.5, mine, mine], [2, 2, 1, 1])
     with pytest.raises(ValueError, match="local_layers must hold layers: EagerTensor"):
         run(local_layers=[tf.ones(1)])
+    with pytest.raises(ValueError, match="the local layer 'mine' must be built"):
+        run(local_layers=keras.layers.Dense(1, name="mine"))
 
 
 def tapes_may_be_wrapped_while_they_record():

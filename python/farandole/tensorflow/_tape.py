@@ -165,7 +165,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         As there.
 
     Raises:
-        ValueError: When arguments do not fit together, or a layer is none.
+        ValueError: When arguments do not fit together, or a layer is none or has not been built.
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -190,7 +190,7 @@ def trainable_weights(layers: Any) -> list[Any]:
     """The trainable weights of a layer or a list of them.
 
     Raises:
-        ValueError: When something is no layer.
+        ValueError: When something is no layer, or has not been built.
     """
     if layers is None:
         return []
@@ -198,4 +198,6 @@ def trainable_weights(layers: Any) -> list[Any]:
     for layer in listed:
         if not hasattr(layer, "trainable_weights"):
             raise ValueError(f"local_layers must hold layers: {type(layer).__name__}")
+        if not getattr(layer, "built", True):
+            raise ValueError(f"the local layer {layer.name!r} must be built, or nobody knows its weights")
     return [weight for layer in listed for weight in layer.trainable_weights]

@@ -109,8 +109,8 @@ def _trace_apart() -> None:
     except (ImportError, AttributeError):
         return
 
-    def enclosing_xla_context() -> Any:
-        context = enclosing()
+    def enclosing_xla_context(*args: Any, **kwargs: Any) -> Any:
+        context = enclosing(*args, **kwargs)
         return context if context is None or context.RequiresUniqueFunctionRetracing() else _compiled
 
     asked._enclosing_xla_context = enclosing_xla_context  # noqa: SLF001

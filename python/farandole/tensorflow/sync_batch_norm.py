@@ -26,7 +26,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     Args:
         fused: Must be false: there is no fused kernel for it.
         process_set: The ranks that take part: a process set, or the ranks of one, as a saved layer has them.
-        **kwargs: Keras's; the name is `sync_batch_normalization` by default.
+        **kwargs: Keras's; the name is `sync_batch_normalization` by default, with a number from the second one on.
 
     Raises:
         ValueError: When `fused` is asked for.
@@ -40,8 +40,6 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     ) -> None:
         if fused in (True, None):
             raise ValueError("SyncBatchNormalization has no fused kernel: pass fused=False")
-        if not kwargs.get("name"):
-            kwargs["name"] = "sync_batch_normalization"
         super().__init__(**kwargs)
         self.process_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         self.supports_jit = False
