@@ -24,6 +24,7 @@ from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.common.datamodule import NVTabularDataModule, ParquetDataModule
 from farandole.spark.keras import KerasEstimator, payload
 from farandole.spark.keras.predict import Predictor
+from farandole.spark.keras.rate import Rate
 from farandole.spark.keras.remote import train
 
 pytestmark = pytest.mark.timeout(300)
@@ -309,6 +310,16 @@ def test_callbacks_see_scores_and_end_the_run(tmp_path):
     assert b"train/loss" in events
     assert b"val/loss" in events
     assert store.read(f"{store.get_run_path('r')}/logs/history.jsonl").count(b"\n") == 2
+
+
+def test_a_function_of_nothing_gives_the_rate_as_a_schedule_does():
+    optimizer = keras.optimizers.SGD(lambda: 0.25)
+    rate = Rate(optimizer, 2)
+    rate.scale()
+    assert float(optimizer.learning_rate) == 0.5
+    with rate.of_one_process():
+        assert float(optimizer.learning_rate) == 0.25
+    assert float(optimizer.learning_rate) == 0.5
 
 
 class Board(keras.callbacks.TensorBoard):

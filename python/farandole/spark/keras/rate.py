@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Scaled(keras.optimizers.schedules.LearningRateSchedule):
-    """A schedule times a factor."""
+    """A schedule, or a function that gives the rate, times a factor."""
 
     def __init__(self, schedule: Any, factor: float) -> None:
         super().__init__()
@@ -27,7 +27,9 @@ class _Scaled(keras.optimizers.schedules.LearningRateSchedule):
         self.factor = factor
 
     def __call__(self, step: Any) -> Any:
-        return self.schedule(step) * self.factor
+        is_schedule = isinstance(self.schedule, keras.optimizers.schedules.LearningRateSchedule)
+        # Keras takes a function of no argument, too.
+        return (self.schedule(step) if is_schedule else self.schedule()) * self.factor
 
     def get_config(self) -> dict[str, Any]:
         return {"schedule": self.schedule, "factor": self.factor}
