@@ -11,7 +11,9 @@ def build(optimizer, seed):
     import keras
 
     initializers = [keras.initializers.GlorotUniform(seed + layer) for layer in range(2)]
-    layers = [keras.layers.Dense(width, kernel_initializer=one) for width, one in zip((4, 1), initializers, strict=True)]
+    layers = [
+        keras.layers.Dense(width, kernel_initializer=one) for width, one in zip((4, 1), initializers, strict=True)
+    ]
     model = keras.Sequential([keras.Input((5,)), *layers])
     model.compile(optimizer=optimizer, loss="mse")
     return model

@@ -44,7 +44,7 @@ class KerasState(ObjectState):
         return [*self.model.weights, *([] if self.optimizer is None else self.optimizer.variables)]
 
     def _keep(self) -> None:
-        # With what each rank has of its own, as the states of random layers: on JAX a failed step loses all it was given.
+        # With what each rank has of its own, as the states of random layers: on JAX a failed step loses what it had.
         mine = self._variables()
         known = {id(variable) for variable in mine}
         mine += [variable for variable in self.model.non_trainable_variables if id(variable) not in known]

@@ -182,7 +182,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As `DistributedOptimizer`, but leaves the gradients of some layers to each rank.
+    """As `DistributedOptimizer`, but leaves the gradients of some layers to each rank, clipped apart from the others.
 
     Args:
         optimizer: As there, like all that are not named here.
