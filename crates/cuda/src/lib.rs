@@ -39,7 +39,9 @@ mod staging;
 
 pub use cache::Cache;
 pub use device::{Gpu, GpuLane};
-pub use driver::{Context, Driver, Facts, Function, Mark, Stream, Table as DriverTable};
+pub use driver::{
+    Context, Driver, Facts, Function, Mark, MemoryPool, PoolSettings, Stream, Table as DriverTable,
+};
 pub use error::{Error, Result};
 pub use find::{Kind, Places};
 pub use gpus::Gpus;
