@@ -12,7 +12,7 @@
 //!   Places ── Library ──┬── Driver ── Context ── Gpu          copies beside the framework's work, by events
 //!                       │                └────── Kernels      pack, unpack, reduce, Adasum: CUDA C++
 //!                       ├── Nvrtc ── Cache ─────────┘         compiled once for each architecture
-//!                       └── Nccl ── NcclCommunicator          collectives, non-blocking, aborted at a deadline
+//!                       └── Nccl ── NcclCommunicator          collectives by a thread, aborted at a deadline
 //! ```
 //!
 //! Invariants:
