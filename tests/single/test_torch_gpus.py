@@ -4,12 +4,13 @@
 
 import ctypes
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import farandole.torch as hvd
-from farandole.common import basics
+from farandole.common import basics, handles
 from farandole.common.exceptions import FarandoleEnvironmentError
 from farandole.torch import _device, _handles, _pin
 from farandole.torch.compress._exchange import EngineExchange
@@ -145,6 +146,58 @@ def test_several_tensors_of_a_stream_ask_for_it_once(monkeypatch):
     assert _device.spots(tensors) == [(1000, 1040), None, (1000, 1040)]
     assert asked == [1000]
     assert _device.spots(tensors[1:2]) is None
+
+
+class Lent(Resident):
+    """One that notes the streams that its memory is kept for."""
+
+    def record_stream(self, stream):
+        self.lent = [*getattr(self, "lent", ()), stream]
+
+
+def test_memory_of_an_operation_is_kept_for_the_stream_that_waits_for_it(monkeypatch):
+    current = [40]
+    monkeypatch.setattr(_device, "stream_of", lambda _: current[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: (ordinal, current[0]))
+    monkeypatch.setattr(handles, "engine", SimpleNamespace(wait=lambda _: None))
+    table = _handles._Table("t")
+    numbers = iter(range(7, 20))
+
+    def lent(stream, where):
+        current[0] = 40
+        tensors = [torch.zeros(1).as_subclass(Lent) for _ in range(2)]
+        keep = (tensors[0], [(tensors[1], torch.zeros(1), "slot")])
+        handle = table.submit(keep, lambda _: "done", lambda *_: next(numbers), "name", where)
+        current[0] = stream
+        assert table.synchronize(handle) == "done"
+        return [getattr(tensor, "lent", []) for tensor in tensors]
+
+    for where in ((0, 40), [None, (0, 40), (0, 40)]):
+        assert lent(40, where) == [[], []]
+        assert lent(41, where) == [[(0, 41)], [(0, 41)]]
+    assert lent(41, None) == [[], []]
+    assert not table._spots
+    with pytest.raises(ValueError, match="no operation has this handle"):
+        table.synchronize(7)
+
+
+def test_a_wait_that_fails_or_is_interrupted_keeps_memory_as_long_as_its_handle(monkeypatch):
+    monkeypatch.setattr(_device, "stream_of", lambda _: 40)
+    table = _handles._Table("t")
+
+    def wait(_):
+        raise error
+
+    monkeypatch.setattr(handles, "engine", SimpleNamespace(wait=wait, is_pending=lambda _: False))
+    table.submit(None, len, lambda *_: 7, "name", (0, 40))
+    error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        table.synchronize(7)
+    assert table._spots
+    error = RuntimeError("a peer is dead")
+    with pytest.raises(RuntimeError, match="a peer is dead"):
+        table.synchronize(7)
+    assert not table._spots
 
 
 def test_nccl_is_built_only_where_cuda_is():

@@ -6,7 +6,7 @@
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::ptr::null_mut;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::library::table;
 use crate::{Error, Kind, Places, Result};
@@ -18,6 +18,23 @@ pub type Mark = *mut c_void;
 /// A function on the device.
 pub type Function = *mut c_void;
 
+/// Memory in the order of streams.
+pub type MemoryPool = *mut c_void;
+
+/// `CUmemPoolProps`: what is not named is 0, which asks for nothing.
+#[derive(Debug)]
+#[repr(C)]
+pub struct PoolSettings {
+    /// 1: it stays where it is.
+    kind: i32,
+    handles: i32,
+    /// 1: on a device.
+    place: i32,
+    device: i32,
+    security: *mut c_void,
+    rest: [u64; 8],
+}
+
 const NOT_READY: i32 = 600;
 const NO_DEVICE: i32 = 100;
 const MAJOR: i32 = 75;
@@ -25,6 +42,10 @@ const MINOR: i32 = 76;
 /// Memory in the order of streams.
 const POOLS: i32 = 115;
 const NOT_SUPPORTED: i32 = 801;
+/// What a pool keeps of memory that was given back, in bytes, when somebody waits for a stream: other pools, the
+/// framework's too, cannot have it.
+const KEPT: u64 = 256 << 20;
+const KEEPS: i32 = 4;
 /// A stream that does not wait for the default one.
 const NON_BLOCKING: c_uint = 1;
 /// An event that takes no time.
@@ -81,6 +102,10 @@ table! {
         optional {
             allocate = "cuMemAllocAsync"(*mut u64, usize, Stream);
             free = "cuMemFreeAsync"(u64, Stream);
+            pool_create = "cuMemPoolCreate"(*mut MemoryPool, *const PoolSettings);
+            pool_set = "cuMemPoolSetAttribute"(MemoryPool, i32, *mut c_void);
+            pool_destroy = "cuMemPoolDestroy"(MemoryPool);
+            allocate_from = "cuMemAllocFromPoolAsync"(*mut u64, usize, MemoryPool, Stream);
         }
     }
 }
@@ -215,7 +240,7 @@ impl Driver {
         // SAFETY: the place lives across the call, and what is retained here is released once.
         let status = unsafe { (self.table.retain)(&raw mut context, device) };
         self.check("cuDevicePrimaryCtxRetain", ordinal, status)?;
-        Ok(Context { driver: self.clone(), ordinal, device, context })
+        Ok(Context { driver: self.clone(), ordinal, device, context, pool: OnceLock::new() })
     }
 
     /// Nothing, or the error of a function that failed.
@@ -245,15 +270,22 @@ pub struct Context {
     ordinal: u32,
     device: i32,
     context: *mut c_void,
+    /// Made when memory is first taken; none where the default one has to do.
+    pool: OnceLock<Option<MemoryPool>>,
 }
 
-// SAFETY: contexts may be used from any thread; each thread makes it its current one first.
+// SAFETY: contexts and pools may be used from any thread; each thread makes it its current one first.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
 impl Drop for Context {
     fn drop(&mut self) {
+        let pool = self.pool.get().copied().flatten().zip(self.driver.table.pool_destroy);
+        if let Some((pool, destroy)) = pool {
+            // SAFETY: the pool is ours, and nobody takes memory from it any more. There is nothing to do about a failure.
+            drop(self.call("cuMemPoolDestroy", |_| unsafe { destroy(pool) }));
+        }
         // SAFETY: retained once at creation.
         unsafe { (self.driver.table.release)(self.device) };
     }
@@ -357,12 +389,37 @@ impl Context {
     /// `Driver` when there is none left.
     pub(crate) fn allocate(&self, bytes: usize, stream: Stream) -> Result<u64> {
         let mut address = 0;
-        self.call("cuMemAllocAsync", |table| match table.allocate {
-            // SAFETY: the place lives across the call, and the caller's stream, too.
-            Some(allocate) => unsafe { allocate(&raw mut address, bytes, stream) },
-            None => NOT_SUPPORTED,
+        let pool = *self.pool.get_or_init(|| self.pool());
+        self.call("cuMemAllocAsync", |table| match (table.allocate, pool.zip(table.allocate_from)) {
+            // SAFETY: the place lives across the call, and the caller's stream and our pool, too.
+            (_, Some((pool, allocate))) => unsafe { allocate(&raw mut address, bytes, pool, stream) },
+            // SAFETY: as above.
+            (Some(allocate), None) => unsafe { allocate(&raw mut address, bytes, stream) },
+            (None, None) => NOT_SUPPORTED,
         })?;
         Ok(address)
+    }
+
+    /// A pool of our own. The default one gives all that it has back to the system whenever somebody waits for a stream,
+    /// and takes it anew for the next result, which takes longer than most results.
+    fn pool(&self) -> Option<MemoryPool> {
+        let table = self.driver.table();
+        let (create, set) = table.pool_create.zip(table.pool_set)?;
+        let settings = PoolSettings {
+            kind: 1,
+            handles: 0,
+            place: 1,
+            device: self.device,
+            security: null_mut(),
+            rest: [0; 8],
+        };
+        let (mut pool, mut kept) = (null_mut(), KEPT);
+        // SAFETY: the places live across the call.
+        let made = self.call("cuMemPoolCreate", |_| unsafe { create(&raw mut pool, &raw const settings) });
+        made.ok()?;
+        // SAFETY: the pool was made above, and the attribute has the type of the place. A pool that keeps nothing does, too.
+        drop(self.call("cuMemPoolSetAttribute", |_| unsafe { set(pool, KEEPS, (&raw mut kept).cast()) }));
+        Some(pool)
     }
 
     /// Gives memory back behind what is on a stream.

@@ -188,7 +188,7 @@ mod tests {
 
     use super::*;
     use crate::device::tests::driver;
-    use crate::nccl::fake::{NAMING, calls, nccl};
+    use crate::nccl::fake::{calls, fake, nccl};
 
     fn gpus(library: Result<Nccl>) -> Gpus {
         let gpus = Gpus::default();
@@ -202,7 +202,9 @@ mod tests {
             Some(reason) => Err(reason),
             None => {
                 let name = gpus.name(&cards)?;
-                Ok(gpus.form(1, &name, (place, 2), Duration::from_secs(1)).unwrap().size())
+                let mut formed = gpus.form(1, &name, (place, 2), Duration::from_secs(20)).unwrap();
+                while !formed.progress(&mut Vec::new()).unwrap() {}
+                Ok(formed.size())
             }
         }
     }
@@ -213,7 +215,7 @@ mod tests {
         let cards = [gpus.card(0), gpus.card(1)];
         assert_eq!(calls(), Vec::<String>::new(), "nobody has a name before all cards are there");
         assert_eq!(formed(&gpus, &cards, 1), Ok(2));
-        assert_eq!(calls(), ["name", "init 1/2 id 9 blocking 0", "abort"]);
+        assert_eq!(calls(), ["name", "init 1/2 id 9 blocking 1", "abort"]);
     }
 
     #[test]
@@ -256,7 +258,7 @@ mod tests {
     #[test]
     fn a_first_member_that_cannot_name_one_says_why() {
         let gpus = gpus(nccl());
-        NAMING.set(2);
+        fake(|fake| fake.naming = 2);
         let reason = formed(&gpus, &[gpus.card(0), gpus.card(1)], 0).unwrap_err();
         let words = "tensors on GPUs go through host memory: ncclGetUniqueId failed: unhandled system error";
         assert!(reason.starts_with(words), "{reason}");

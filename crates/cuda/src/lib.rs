@@ -12,7 +12,7 @@
 //!   Places ── Library ──┬── Driver ── Context ── Gpu          copies beside the framework's work, by events
 //!                       │                └────── Kernels      pack, unpack, reduce, Adasum: CUDA C++
 //!                       ├── Nvrtc ── Cache ─────────┘         compiled once for each architecture
-//!                       └── Nccl ── NcclCommunicator          collectives, non-blocking, aborted at a deadline
+//!                       └── Nccl ── NcclCommunicator          collectives by a thread, aborted at a deadline
 //! ```
 //!
 //! Invariants:
@@ -39,7 +39,9 @@ mod staging;
 
 pub use cache::Cache;
 pub use device::{Gpu, GpuLane};
-pub use driver::{Context, Driver, Facts, Function, Mark, Stream, Table as DriverTable};
+pub use driver::{
+    Context, Driver, Facts, Function, Mark, MemoryPool, PoolSettings, Stream, Table as DriverTable,
+};
 pub use error::{Error, Result};
 pub use find::{Kind, Places};
 pub use gpus::Gpus;

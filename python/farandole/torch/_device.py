@@ -55,6 +55,30 @@ def spots(tensors: Sequence[torch.Tensor]) -> list[Spot] | None:
     return [None if ordinal is None else (ordinal, streams[ordinal]) for ordinal in ordinals]
 
 
+def lend(keep: object, made: tuple[int, int] | list[Spot]) -> None:
+    """Keeps the memory of an operation from others until the streams that are current now are done with it.
+
+    torch gives memory to whoever asks for some on the stream that it was made on, at once when nobody holds it any
+    more: that stream does not wait for an operation that another one waits for.
+
+    Args:
+        keep: Tensors, and lists and tuples of such, of an operation that is about to be waited for.
+        made: Where the operation was submitted.
+    """
+    for place in {made} if isinstance(made, tuple) else set(made):
+        if place is not None and stream_of(place[0]) != place[1]:
+            _record(keep, place[0], torch.cuda.current_stream(place[0]))
+
+
+def _record(keep: object, ordinal: int, stream: torch.cuda.Stream) -> None:
+    if isinstance(keep, torch.Tensor):
+        if ordinal_of(keep) == ordinal:
+            keep.record_stream(stream)
+    elif isinstance(keep, (list, tuple)):
+        for part in keep:
+            _record(part, ordinal, stream)
+
+
 def is_usable(tensor: torch.Tensor) -> bool:
     """Whether the engine works on a tensor's memory where it is: on the host, or on a GPU that it can use."""
     if tensor.is_cpu:

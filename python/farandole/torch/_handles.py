@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from farandole.common.handles import HandleTable, Outcome
+from farandole.common.handles import Finish, HandleTable, Outcome
 from farandole.torch import _device
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from farandole._native import engine
 
@@ -42,6 +42,33 @@ MOVED = DTYPES | {getattr(torch, name): DTYPES[torch.uint8] for name in _EIGHT_B
 
 class _Table(HandleTable):
     """Operations on tensors: what a GPU is still at work on is waited for by the stream that is current there."""
+
+    def __init__(self, family: str) -> None:
+        self._spots: dict[int, tuple[int, int] | list[_device.Spot]] = {}
+        super().__init__(family)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._spots.clear()
+
+    def submit(self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any) -> int:
+        """As `HandleTable.submit`; where the tensors are is the last argument of operations that have such."""
+        handle = super().submit(keep, finish, call, *arguments)
+        if arguments and isinstance(arguments[-1], (tuple, list)):
+            self._spots[handle] = arguments[-1]
+        return handle
+
+    def synchronize(self, handle: int) -> Any:
+        """As `HandleTable.synchronize`, from any stream."""
+        spots = self._spots.get(handle)
+        if spots is None:
+            return super().synchronize(handle)
+        _device.lend(self._entries[handle][1], spots)
+        try:
+            return super().synchronize(handle)
+        finally:
+            if handle not in self._entries:
+                self._spots.pop(handle, None)
 
     def reach(self, reached: engine.Reached) -> Outcome:
         """Has the current stream wait for a result, and not the host.

@@ -12,7 +12,7 @@ use farandole_collectives::{Buffer, Device as _, Error as CollectiveError, Memor
 use farandole_testkit::{contents, filled};
 
 use super::*;
-use crate::driver::Table;
+use crate::driver::{MemoryPool, PoolSettings, Table};
 use crate::nccl::Lane as _;
 
 const NOT_READY: i32 = 600;
@@ -42,6 +42,8 @@ struct Fake {
     taken: Vec<Memory>,
     /// How often some was given back.
     given: usize,
+    /// What the pool keeps.
+    kept: u64,
     /// A function that fails.
     broken: Option<&'static str>,
 }
@@ -258,6 +260,29 @@ unsafe extern "C" fn free(address: u64, stream: Stream) -> i32 {
     });
     within("free")
 }
+unsafe extern "C" fn pool_create(place: *mut MemoryPool, settings: *const PoolSettings) -> i32 {
+    // SAFETY: the caller's places.
+    unsafe {
+        *place = std::ptr::without_provenance_mut(0x99);
+        fake(|fake| fake.log.push(format!("{:?}", *settings)));
+    }
+    within("pool_create")
+}
+unsafe extern "C" fn pool_set(pool: MemoryPool, attribute: i32, value: *mut c_void) -> i32 {
+    assert_eq!((pool.addr(), attribute), (0x99, 4));
+    // SAFETY: the attribute's type.
+    fake(|fake| fake.kept = unsafe { *value.cast::<u64>() });
+    within("pool_set")
+}
+unsafe extern "C" fn pool_destroy(_: MemoryPool) -> i32 {
+    within("pool_destroy")
+}
+unsafe extern "C" fn allocate_from(place: *mut u64, bytes: usize, pool: MemoryPool, stream: Stream) -> i32 {
+    assert_eq!(pool.addr(), 0x99);
+    fake(|fake| fake.log.push("from the pool".to_owned()));
+    // SAFETY: the caller's place.
+    unsafe { allocate(place, bytes, stream) }
+}
 unsafe extern "C" fn module_load(_: *mut *mut c_void, _: *const c_void) -> i32 {
     within("module_load")
 }
@@ -294,7 +319,11 @@ unsafe extern "C" fn error_string(_: i32, place: *mut *const c_char) -> i32 {
 }
 
 pub(crate) fn driver() -> Driver {
-    Driver::over(Table {
+    Driver::over(table()).unwrap()
+}
+
+fn table() -> Table {
+    Table {
         init,
         version: number,
         count: number,
@@ -332,8 +361,11 @@ pub(crate) fn driver() -> Driver {
         error_string,
         allocate: Some(allocate),
         free: Some(free),
-    })
-    .unwrap()
+        pool_create: Some(pool_create),
+        pool_set: Some(pool_set),
+        pool_destroy: Some(pool_destroy),
+        allocate_from: Some(allocate_from),
+    }
 }
 
 /// Host memory that plays the device's.
@@ -571,4 +603,34 @@ fn a_full_gpu_is_named_with_the_function_that_failed() {
     let error = gpu.lane().unwrap().room(3).map(drop).unwrap_err();
     assert!(error.to_string().contains("cuMemAllocAsync failed on device 0"), "{error}");
     assert!(error.to_string().contains("out of memory"), "{error}");
+}
+
+#[test]
+fn memory_for_results_comes_from_a_pool_that_keeps_some_when_streams_are_waited_for() {
+    let gpu = Gpu::new(driver(), 1);
+    let lane = gpu.lane().unwrap();
+    log();
+    drop((lane.room(3).unwrap(), lane.room(4).unwrap()));
+    let steps = log();
+    assert!(steps[0].starts_with("PoolSettings { kind: 1, handles: 0, place: 1, device: 1,"), "{steps:?}");
+    let expected = ["pool_create", "pool_set", "from the pool", "take 3 bytes on stream 3", "allocate"];
+    assert_eq!(steps[1..6], expected);
+    assert_eq!(steps[6..9], ["from the pool", "take 4 bytes on stream 3", "allocate"], "there is one pool");
+    assert_eq!((fake(|fake| fake.kept), size_of::<PoolSettings>()), (256 << 20, 88));
+    drop((lane, gpu));
+    assert_eq!(log()[5..], ["pool_destroy", "release"]);
+}
+
+#[test]
+fn without_a_pool_of_our_own_memory_comes_from_the_default_one() {
+    fake(|fake| fake.broken = Some("pool_create"));
+    let without = Driver::over(Table { pool_create: None, ..table() }).unwrap();
+    for driver in [driver(), without] {
+        let gpu = Gpu::new(driver, 0);
+        let room = gpu.lane().unwrap().room(3).unwrap();
+        let steps = log();
+        assert!(steps.contains(&"allocate".to_owned()) && !steps.contains(&"from the pool".to_owned()));
+        drop((room, gpu));
+        assert!(!log().contains(&"pool_destroy".to_owned()));
+    }
 }

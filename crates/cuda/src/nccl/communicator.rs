@@ -4,30 +4,28 @@
 //! A communicator over NCCL that never blocks and never waits for ever.
 //!
 //! ```text
-//!   Forming --all members came--> Ready --calls return late--> Calling --they are done--> Ready
-//!      |                            |                             |
+//!   Forming --all members came--> Ready --operations--> Caller --on the stream--> running --event reached--> completed
+//!      |                            |
 //!      +------ refusal, deadline, an error of the network, abandon: abort ------> Over
 //! ```
 //!
-//! A group of calls is enqueued at a time; what it enqueued is done when the event behind it on the stream is reached.
-//! `ncclCommAbort` ends kernels that wait for a dead peer: a GPU never spins on.
+//! A thread of its own, [`Caller`], makes the calls. What they enqueued is done when the event behind it on the stream is
+//! reached. `ncclCommAbort` ends kernels that wait for a dead peer: a GPU never spins on.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::collections::VecDeque;
-use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{
-    Communicator, Error as CollectiveError, Event, Operation, Result, Room, Stream as Theirs, Token,
-};
+use farandole_collectives::{Communicator, Error as CollectiveError, Event, Operation, Result, Room, Token};
 
-use super::calls::{Calls, carries};
-use super::{Comm, IN_PROGRESS, Nccl, SUCCESS, Settings, Stream, UniqueId};
+use super::caller::{Caller, Made, Queued};
+use super::calls::carries;
+use super::{Nccl, Stream, UniqueId};
 use crate::Error;
 
 /// The device's side of a communicator.
-pub trait Lane: Send {
+pub trait Lane: Send + Sync + 'static {
     /// The device's number.
     fn ordinal(&self) -> u32;
 
@@ -53,29 +51,26 @@ pub trait Lane: Send {
     fn with(&self, work: &mut dyn FnMut()) -> Result<()>;
 }
 
-/// An operation that was not started, and what it comes after.
-type Queued = (Token, Operation, Vec<Arc<dyn Event>>);
-
 /// Between two looks at what comes to its end.
 const LOOK: Duration = Duration::from_micros(50);
-/// The longest that kernels are waited for which were told to end. They take milliseconds, unless work of the framework
-/// that they come after is not done yet.
+/// The longest that a call is waited for whose communicator ends, and that kernels are waited for which were told to end.
+/// They take milliseconds, unless work of the framework that they come after is not done yet.
 const ENDING: Duration = Duration::from_secs(1);
+/// Operations on the device at a time. The driver has room for some more; where it had none, calls would wait for kernels.
+const MOST: usize = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Forming,
     Ready,
-    /// Calls for the token have not returned for good.
-    Calling(Token),
     Over,
 }
 
 /// Collectives among devices.
 pub struct NcclCommunicator<L: Lane> {
     nccl: Nccl,
-    lane: L,
-    comm: Comm,
+    lane: Arc<L>,
+    caller: Caller,
     size: usize,
     member: usize,
     /// All members' devices have room for results whose size nobody knew before.
@@ -86,32 +81,29 @@ pub struct NcclCommunicator<L: Lane> {
     /// The longest that may take.
     patience: Duration,
     waiting: VecDeque<Queued>,
-    running: VecDeque<(Token, Arc<dyn Event>, Operation)>,
+    /// Operations that the caller has.
+    handed: usize,
+    running: VecDeque<Made>,
     /// Put on the stream, and not told yet.
     launched: Vec<(Token, Arc<dyn Event>)>,
-    /// Of the operation under way.
-    calling: Option<Operation>,
     failure: Option<CollectiveError>,
     clock: fn() -> Instant,
 }
-
-// SAFETY: a communicator of NCCL may be used from any thread, by one at a time.
-unsafe impl<L: Lane> Send for NcclCommunicator<L> {}
 
 impl<L: Lane> NcclCommunicator<L> {
     /// Begins to form a communicator of `size` members, which all call this with the same id. `patience` is how long
     /// forming it, and each operation, may take.
     ///
     /// # Errors
-    /// `Device`, `Lost`.
+    /// `Lost`.
     pub fn form(
         nccl: Nccl,
         lane: L,
         id: UniqueId,
-        (member, size): (usize, usize),
+        place: (usize, usize),
         patience: Duration,
     ) -> Result<Self> {
-        Self::form_by(nccl, lane, id, (member, size), patience, Instant::now)
+        Self::form_by(nccl, lane, id, place, patience, Instant::now)
     }
 
     pub(super) fn form_by(
@@ -122,19 +114,16 @@ impl<L: Lane> NcclCommunicator<L> {
         patience: Duration,
         clock: fn() -> Instant,
     ) -> Result<Self> {
-        let (mut comm, mut settings) = (null_mut(), Settings::non_blocking());
-        let number = |value| i32::try_from(value).unwrap_or(i32::MAX);
-        let (members, me) = (number(size), number(member));
-        let mut status = SUCCESS;
-        lane.with(&mut || {
-            let init = nccl.table().init;
-            // SAFETY: both places live across the call.
-            status = unsafe { init(&raw mut comm, members, id, me, &raw mut settings) };
+        let lane = Arc::new(lane);
+        let caller = Caller::new(nccl.clone(), Arc::clone(&lane), id, (member, size));
+        let caller = caller.map_err(|error| {
+            let reason = format!("device {}: there is no thread for NCCL: {error}", lane.ordinal());
+            CollectiveError::Lost { reason }
         })?;
-        let mut communicator = Self {
+        Ok(Self {
             nccl,
             lane,
-            comm,
+            caller,
             size,
             member,
             roomy: false,
@@ -142,15 +131,12 @@ impl<L: Lane> NcclCommunicator<L> {
             since: clock(),
             patience,
             waiting: VecDeque::new(),
+            handed: 0,
             running: VecDeque::new(),
             launched: Vec::new(),
-            calling: None,
             failure: None,
             clock,
-        };
-        let begun = communicator.nccl.check("ncclCommInitRankConfig", status);
-        begun.map_err(|error| communicator.fail(&error.to_string()))?;
-        Ok(communicator)
+        })
     }
 
     /// As one of which all members have a [`Lane::room`]: it carries gathers and exchanges, too.
@@ -169,27 +155,30 @@ impl<L: Lane> NcclCommunicator<L> {
 
     /// Afterwards nothing on the device touches a buffer.
     fn end(&mut self) {
-        let comm = std::mem::replace(&mut self.comm, null_mut());
-        if !comm.is_null() {
+        if self.state == State::Over {
+            return;
+        }
+        self.state = State::Over;
+        if let Some(comm) = self.caller.end(ENDING) {
             let abort = self.nccl.table().abort;
             // To abort is the only end that waits for nobody. There is nothing to do about a failure.
             drop(self.lane.with(&mut || {
                 // SAFETY: the communicator is ours and ends once.
                 unsafe { abort(comm) };
             }));
-            if self.calling.is_some() || !self.running.is_empty() {
+            if self.handed > 0 || !self.running.is_empty() {
                 self.quieten();
             }
         }
-        self.state = State::Over;
+        drop(self.caller.news());
+        self.handed = 0;
         self.waiting.clear();
         self.running.clear();
         self.launched.clear();
-        self.calling = None;
     }
 
-    /// Waits until what was put on the stream has ended: kernels go on for a while after they were told to, and where
-    /// calls do not block, `ncclCommAbort` may return before they have.
+    /// Waits until what was put on the stream has ended: kernels go on for a while after they were told to, and
+    /// `ncclCommAbort` may return before they have.
     fn quieten(&self) {
         let Ok(last) = self.lane.mark() else { return };
         let began = Instant::now();
@@ -199,91 +188,73 @@ impl<L: Lane> NcclCommunicator<L> {
         }
     }
 
-    /// What NCCL says of itself.
-    fn status(&self) -> i32 {
-        let mut status = SUCCESS;
-        // SAFETY: the communicator is alive and the place, too.
-        let asked = unsafe { (self.nccl.table().async_error)(self.comm, &raw mut status) };
-        if asked == SUCCESS { status } else { asked }
-    }
-
     /// Looks after what NCCL does; true when it has done something.
     fn settle(&mut self) -> Result<bool> {
+        let called = self.state == State::Forming || self.handed > 0;
         let what = match self.state {
             State::Over => return Err(self.over()),
             State::Forming => "forming it",
-            State::Calling(_) => "starting an operation",
+            State::Ready if called => "starting an operation",
             State::Ready if self.running.is_empty() => return Ok(false),
             State::Ready => "an operation",
         };
-        let status = self.status();
-        if let Err(error) = self.nccl.check("a communicator of NCCL", status) {
-            return Err(self.fail(&error.to_string()));
+        let moved = called && self.hear()?;
+        // Two threads at a time may not ask.
+        if self.state == State::Ready && self.handed == 0 {
+            let status = self.nccl.status(self.caller.comm());
+            if let Err(error) = self.nccl.check("a communicator of NCCL", status) {
+                return Err(self.fail(&error.to_string()));
+            }
         }
         let elapsed = (self.clock)().saturating_duration_since(self.since);
         if elapsed > self.patience {
             return Err(self.fail(&format!("{what} took longer than {:?}", self.patience)));
         }
-        match self.state {
-            _ if status == IN_PROGRESS => Ok(false),
-            State::Forming => {
-                self.state = State::Ready;
-                Ok(true)
-            }
-            State::Calling(token) => {
-                self.called(token)?;
-                Ok(true)
-            }
-            State::Ready | State::Over => Ok(false),
-        }
+        Ok(moved)
     }
 
-    /// The calls of an operation are on the stream.
-    fn called(&mut self, token: Token) -> Result<()> {
-        self.state = State::Ready;
-        let event = self.lane.mark().map_err(|error| self.fail(&error.to_string()))?;
-        if let Some(operation) = self.calling.take() {
+    /// Takes what the caller has done; true when that is anything.
+    fn hear(&mut self) -> Result<bool> {
+        let news = self.caller.news();
+        let formed = news.formed && self.state == State::Forming;
+        let moved = formed || !news.made.is_empty();
+        if formed {
+            self.state = State::Ready;
+        }
+        // What the device has to do longer is late, however much comes after it.
+        if formed || (moved && self.running.is_empty()) {
             self.since = (self.clock)();
+        }
+        for (token, event, operation) in news.made {
+            self.handed -= 1;
             self.launched.push((token, Arc::clone(&event)));
             self.running.push_back((token, event, operation));
         }
-        Ok(())
+        match news.failure {
+            Some(reason) => Err(self.fail(&reason)),
+            None => Ok(moved),
+        }
     }
 
-    /// Calls NCCL for what waits.
-    fn start(&mut self) -> Result<bool> {
-        let mut started = false;
-        while self.state == State::Ready
-            && let Some((token, operation, events)) = self.waiting.pop_front()
-        {
-            started = true;
-            self.since = (self.clock)();
-            // SAFETY: the lane's stream lives as long as the lane.
-            let own = unsafe { Theirs::from_raw(self.lane.stream().expose_provenance()) };
-            let held = events.iter().try_for_each(|event| event.hold(own));
-            held.map_err(|error| self.fail(&error.to_string()))?;
-            let mut late = Ok(false);
-            let calls = Calls {
-                nccl: &self.nccl,
-                comm: self.comm,
-                stream: self.lane.stream(),
-                size: self.size,
-                member: self.member,
-            };
-            let entered = self.lane.with(&mut || {
-                // SAFETY: `submit` took buffers of this device, which their owners keep until the token completes.
-                late = unsafe { calls.start(&operation) };
-            });
-            self.calling = Some(operation);
-            let late =
-                entered.map_err(|error| error.to_string()).and(late.map_err(|error| error.to_string()));
-            match late {
-                Err(reason) => return Err(self.fail(&reason)),
-                Ok(true) => self.state = State::Calling(token),
-                Ok(false) => self.called(token)?,
-            }
+    /// Hands over what waits.
+    fn start(&mut self) -> bool {
+        let under_way = self.handed + self.running.len();
+        let count = self.waiting.len().min(MOST.saturating_sub(under_way));
+        if self.state != State::Ready || count == 0 {
+            return false;
         }
-        Ok(started)
+        if under_way == 0 {
+            self.since = (self.clock)();
+        }
+        self.handed += count;
+        self.caller.hand(self.waiting.drain(..count));
+        true
+    }
+
+    /// Whether the caller has nothing to do.
+    #[cfg(test)]
+    pub(super) fn is_called(&self) -> bool {
+        self.state != State::Forming && self.handed == 0 && self.waiting.is_empty()
     }
 
     fn over(&self) -> CollectiveError {
@@ -351,7 +322,7 @@ impl<L: Lane> Communicator for NcclCommunicator<L> {
 
     fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
         let mut moved = self.settle()?;
-        moved |= self.start()?;
+        moved |= self.start();
         while let Some((token, event, _)) = self.running.front() {
             let token = *token;
             match event.is_ready() {
@@ -374,7 +345,7 @@ impl<L: Lane> Communicator for NcclCommunicator<L> {
     }
 
     fn pending(&self) -> usize {
-        self.waiting.len() + usize::from(self.calling.is_some()) + self.running.len()
+        self.waiting.len() + self.handed + self.running.len()
     }
 }
 

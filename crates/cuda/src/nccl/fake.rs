@@ -1,51 +1,113 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A table of functions that do what a test says and write down what they are asked for. One of each test's thread.
+//! A table of functions that do what a test says and write down what they are asked for. One of each test's thread, and of
+//! the threads that make calls for it: they find it by the communicator's name.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{Buffer, Event, Place, Result, Room, Stream as Theirs};
+use parking_lot::Mutex;
 
 use super::{Comm, Lane, Nccl, SUCCESS, Settings, Stream, Table, UniqueId};
 
-thread_local! {
-    pub(super) static CALLS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+/// What a test's NCCL did, and has to do.
+pub(crate) struct State {
+    calls: Vec<String>,
+    /// Who began to form communicators, and who ended groups of calls.
+    pub(super) callers: Vec<ThreadId>,
     /// What `ncclGetUniqueId` answers.
-    pub(crate) static NAMING: Cell<i32> = const { Cell::new(SUCCESS) };
+    pub(crate) naming: i32,
     /// What `ncclCommInitRankConfig` answers.
-    pub(super) static INIT: Cell<i32> = const { Cell::new(7) };
+    pub(super) init: i32,
     /// What `ncclCommGetAsyncError` tells, one after the other, then the last for ever.
-    pub(super) static STATUS: RefCell<VecDeque<i32>> = const { RefCell::new(VecDeque::new()) };
+    pub(super) status: VecDeque<i32>,
     /// What `ncclGroupEnd` answers.
-    pub(super) static GROUP: Cell<i32> = const { Cell::new(SUCCESS) };
+    pub(super) group: i32,
+    /// Calls that wait for members return when this is false, or the communicator is aborted.
+    pub(super) alone: bool,
     /// How far the clock is ahead.
-    pub(super) static AHEAD: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-    pub(super) static VERSION: Cell<i32> = const { Cell::new(23_007) };
+    pub(super) ahead: Duration,
+    pub(super) version: i32,
     /// How many looks at the device kernels go on for after they were told to end; nothing while they were not.
-    pub(super) static ENDING: Cell<Option<u32>> = const { Cell::new(None) };
+    pub(super) ending: Option<u32>,
     /// The same, for the next time.
-    pub(super) static LATE: Cell<u32> = const { Cell::new(0) };
+    pub(super) late: u32,
+}
+
+/// All there are: the place of one is in the names that it gives.
+static ALL: Mutex<Vec<Arc<Mutex<State>>>> = Mutex::new(Vec::new());
+
+thread_local! {
+    static OWN: RefCell<(usize, Arc<Mutex<State>>)> = RefCell::new({
+        let state = State {
+            calls: Vec::new(),
+            callers: Vec::new(),
+            naming: SUCCESS,
+            init: SUCCESS,
+            status: VecDeque::new(),
+            group: SUCCESS,
+            alone: false,
+            ahead: Duration::ZERO,
+            version: 23_007,
+            ending: None,
+            late: 0,
+        };
+        let (state, mut all) = (Arc::new(Mutex::new(state)), ALL.lock());
+        all.push(Arc::clone(&state));
+        (all.len() - 1, state)
+    });
+}
+
+pub(crate) fn fake<T>(change: impl FnOnce(&mut State) -> T) -> T {
+    let own = OWN.with_borrow(|(_, state)| Arc::clone(state));
+    change(&mut own.lock())
+}
+
+/// The name that this thread's NCCL gives.
+pub(super) fn name() -> UniqueId {
+    let mut id = [9; 128];
+    let number = OWN.with_borrow(|(number, _)| *number);
+    id[8..16].copy_from_slice(&number.to_le_bytes());
+    UniqueId(id)
+}
+
+/// Takes this thread for one of the test that has given the name.
+pub(super) fn adopt(id: &UniqueId) {
+    let number = id.0[8..16].try_into().map_or(0, usize::from_le_bytes);
+    let state = ALL.lock().get(number).map(Arc::clone);
+    OWN.with_borrow_mut(|own| *own = (number, state.unwrap_or_else(|| Arc::clone(&own.1))));
+}
+
+/// Notes a call that waits for other members, and waits for them.
+fn meet(call: String) {
+    fake(|fake| fake.callers.push(std::thread::current().id()));
+    note(call);
+    let began = Instant::now();
+    while fake(|fake| fake.alone) && began.elapsed() < Duration::from_secs(20) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 pub(super) fn clock() -> Instant {
     static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
-    *START.get_or_init(Instant::now) + AHEAD.get()
+    *START.get_or_init(Instant::now) + fake(|fake| fake.ahead)
 }
 
 fn note(call: String) -> i32 {
-    CALLS.with_borrow_mut(|calls| calls.push(call));
+    fake(|fake| fake.calls.push(call));
     SUCCESS
 }
 
 /// What was called since the last look.
 pub(crate) fn calls() -> Vec<String> {
-    CALLS.with_borrow_mut(std::mem::take)
+    fake(|fake| std::mem::take(&mut fake.calls))
 }
 
 fn at(address: *const c_void) -> String {
@@ -54,15 +116,15 @@ fn at(address: *const c_void) -> String {
 
 unsafe extern "C" fn version(version: *mut i32) -> i32 {
     // SAFETY: the caller's place.
-    unsafe { *version = VERSION.get() };
+    unsafe { *version = fake(|fake| fake.version) };
     SUCCESS
 }
 
 unsafe extern "C" fn unique_id(id: *mut UniqueId) -> i32 {
     note("name".to_owned());
     // SAFETY: the caller's place.
-    unsafe { *id = UniqueId([9; 128]) };
-    NAMING.get()
+    unsafe { *id = name() };
+    fake(|fake| fake.naming)
 }
 
 unsafe extern "C" fn init(
@@ -72,26 +134,27 @@ unsafe extern "C" fn init(
     rank: i32,
     settings: *mut Settings,
 ) -> i32 {
-    ENDING.set(None);
+    adopt(&id);
+    fake(|fake| fake.ending = None);
     // SAFETY: the caller's places.
     let settings = unsafe {
         *comm = std::ptr::without_provenance_mut(0x77);
         &*settings
     };
-    note(format!("init {rank}/{size} id {} blocking {}", id.0[0], settings.blocking));
-    INIT.get()
+    meet(format!("init {rank}/{size} id {} blocking {}", id.0[0], settings.blocking));
+    fake(|fake| fake.init)
 }
 
 unsafe extern "C" fn abort(_: Comm) -> i32 {
-    ENDING.set(Some(LATE.get()));
+    fake(|fake| (fake.ending, fake.alone) = (Some(fake.late), false));
     note("abort".to_owned())
 }
 
 unsafe extern "C" fn async_error(_: Comm, status: *mut i32) -> i32 {
-    let told = STATUS.with_borrow_mut(|all| match all.len() {
+    let told = fake(|fake| match fake.status.len() {
         0 => SUCCESS,
-        1 => all[0],
-        _ => all.pop_front().unwrap_or_default(),
+        1 => fake.status[0],
+        _ => fake.status.pop_front().unwrap_or_default(),
     });
     // SAFETY: the caller's place.
     unsafe { *status = told };
@@ -103,8 +166,8 @@ unsafe extern "C" fn group_start() -> i32 {
 }
 
 unsafe extern "C" fn group_end() -> i32 {
-    note("}".to_owned());
-    GROUP.get()
+    meet("}".to_owned());
+    fake(|fake| fake.group)
 }
 
 type Read = *const c_void;
@@ -220,15 +283,18 @@ pub(crate) fn nccl() -> crate::Result<Nccl> {
 /// A device whose work is done when a test says so.
 #[derive(Clone, Default)]
 pub(super) struct FakeLane {
-    marks: Arc<parking_lot::Mutex<Vec<Arc<AtomicBool>>>>,
+    marks: Arc<Mutex<Vec<Arc<AtomicBool>>>>,
 }
 
 pub(super) struct FakeEvent(pub(super) Arc<AtomicBool>);
 
 impl Event for FakeEvent {
     fn is_ready(&self) -> Result<bool> {
-        let ended = ENDING.get() == Some(0);
-        ENDING.set(ENDING.get().map(|looks| looks.saturating_sub(1)));
+        let ended = fake(|fake| {
+            let ended = fake.ending == Some(0);
+            fake.ending = fake.ending.map(|looks| looks.saturating_sub(1));
+            ended
+        });
         Ok(ended || self.0.load(Ordering::Relaxed))
     }
 

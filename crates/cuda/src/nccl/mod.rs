@@ -4,6 +4,7 @@
 //! NCCL, by a table of our own: wheels ship it as `libnccl.so.2` alone, which no other loader tries.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
+mod caller;
 mod calls;
 mod communicator;
 #[cfg(test)]
@@ -54,13 +55,13 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Calls return before they are done.
-    fn non_blocking() -> Self {
+    /// Calls return when they are done: those of [`caller`], which may wait.
+    fn blocking() -> Self {
         Self {
             size: size_of::<Self>(),
             magic: MAGIC,
             version: LEAST.unsigned_abs(),
-            blocking: 0,
+            blocking: 1,
             cga_cluster_size: UNDEFINED,
             least_blocks: UNDEFINED,
             most_blocks: UNDEFINED,
@@ -183,6 +184,14 @@ impl Nccl {
             SUCCESS | IN_PROGRESS => Ok(()),
             status => Err(Error::Nccl { function, reason: self.say(status) }),
         }
+    }
+
+    /// What a communicator says of itself.
+    fn status(&self, comm: Comm) -> i32 {
+        let mut status = SUCCESS;
+        // SAFETY: the caller's communicator is alive and the place, too.
+        let asked = unsafe { (self.table.async_error)(comm, &raw mut status) };
+        if asked == SUCCESS { status } else { asked }
     }
 
     fn say(&self, status: i32) -> String {

@@ -4,37 +4,71 @@
 //! How a communicator behaves whatever NCCL does, with functions that do what the test says.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use farandole_collectives::{
     Buffer, Communicator as _, DataType, Error, Event, Operation, Place, ReduceOp, Segment, Token,
 };
 use farandole_world::Fault;
 
-use super::fake::{
-    self, AHEAD, ENDING, FakeEvent, FakeLane, GROUP, INIT, LATE, STATUS, VERSION, calls, nccl,
-};
+use super::fake::{self, FakeEvent, FakeLane, calls, fake, nccl};
 use super::{IN_PROGRESS, NcclCommunicator, SUCCESS, UniqueId, carries};
 
 const PATIENCE: Duration = Duration::from_secs(5);
 
 fn say(statuses: &[i32]) {
-    STATUS.with_borrow_mut(|all| *all = statuses.iter().copied().collect());
+    fake(|fake| fake.status = statuses.iter().copied().collect());
+}
+
+fn ahead(time: Duration) {
+    fake(|fake| fake.ahead = time);
+}
+
+fn ending() -> Option<u32> {
+    fake(|fake| fake.ending)
 }
 
 fn form(member: usize, size: usize) -> Result<(NcclCommunicator<FakeLane>, FakeLane), Error> {
     let lane = FakeLane::default();
-    let id = UniqueId([9; 128]);
-    let place = (member, size);
+    let (id, place) = (fake::name(), (member, size));
     NcclCommunicator::form_by(nccl().unwrap(), lane.clone(), id, place, PATIENCE, fake::clock)
         .map(|communicator| (communicator, lane))
+}
+
+/// Looks after it until its calls are made, or one has failed.
+fn made(communicator: &mut NcclCommunicator<FakeLane>, done: &mut Vec<Token>) -> Result<(), Error> {
+    let began = Instant::now();
+    loop {
+        communicator.progress(done)?;
+        if communicator.is_called() {
+            return Ok(());
+        }
+        assert!(began.elapsed() < Duration::from_secs(20), "the calls do not come back");
+        std::thread::yield_now();
+    }
+}
+
+/// Submits it, and has it called.
+fn call(communicator: &mut NcclCommunicator<FakeLane>, token: u64, operation: Operation) {
+    communicator.submit(Token(token), operation).unwrap();
+    made(communicator, &mut Vec::new()).unwrap();
+}
+
+/// Waits until somebody is in a call that waits for members.
+fn entered(call: &str) {
+    let (began, mut seen) = (Instant::now(), Vec::new());
+    while !seen.iter().any(|other: &String| other.starts_with(call)) {
+        assert!(began.elapsed() < Duration::from_secs(20), "nobody calls {call}");
+        std::thread::yield_now();
+        seen.append(&mut calls());
+    }
 }
 
 /// One that is ready, of two members, this one the second.
 fn ready() -> (NcclCommunicator<FakeLane>, FakeLane) {
     say(&[SUCCESS]);
     let (mut communicator, lane) = form(1, 2).unwrap();
-    assert!(communicator.progress(&mut Vec::new()).unwrap());
+    made(&mut communicator, &mut Vec::new()).unwrap();
     calls();
     (communicator, lane)
 }
@@ -59,16 +93,17 @@ fn plain() -> Operation {
 }
 
 #[test]
-fn it_forms_without_blocking_and_takes_operations_meanwhile() {
-    say(&[IN_PROGRESS, IN_PROGRESS, SUCCESS]);
+fn it_forms_without_holding_anybody_and_takes_operations_meanwhile() {
+    fake(|fake| fake.alone = true);
     let (mut communicator, lane) = form(1, 2).unwrap();
-    assert_eq!(calls(), ["init 1/2 id 9 blocking 0"]);
+    entered("init 1/2 id 9 blocking 1");
     communicator.submit(Token(1), plain()).unwrap();
     let mut done = Vec::new();
     assert!(!communicator.progress(&mut done).unwrap());
     assert!(!communicator.progress(&mut done).unwrap());
     assert_eq!(calls(), Vec::<String>::new());
-    assert!(communicator.progress(&mut done).unwrap());
+    fake(|fake| fake.alone = false);
+    made(&mut communicator, &mut done).unwrap();
     assert_eq!(calls(), ["{", "allreduce 0x100>0x100 10 of 7 by 0", "}"]);
     assert_eq!((done.len(), communicator.pending()), (0, 1));
     lane.finish(1);
@@ -77,8 +112,32 @@ fn it_forms_without_blocking_and_takes_operations_meanwhile() {
 }
 
 #[test]
+fn all_calls_come_from_one_thread_that_nobody_else_waits_for() {
+    let (mut communicator, lane) = ready();
+    for token in 1..=3 {
+        call(&mut communicator, token, plain());
+    }
+    let callers = fake(|fake| std::mem::take(&mut fake.callers));
+    assert_eq!(callers.len(), 4, "to form it, and three groups");
+    assert!(callers.iter().all(|caller| *caller == callers[0]), "before 2.27 groups are a thread's own");
+    assert_ne!(callers[0], std::thread::current().id());
+    // Another call waits for a member, to connect to it.
+    fake(|fake| fake.alone = true);
+    calls();
+    communicator.submit(Token(4), plain()).unwrap();
+    let mut done = Vec::new();
+    communicator.progress(&mut done).unwrap();
+    entered("}");
+    lane.finish(3);
+    assert!(communicator.progress(&mut done).unwrap());
+    assert_eq!((done, communicator.pending()), (vec![Token(1), Token(2), Token(3)], 1));
+    fake(|fake| fake.alone = false);
+    made(&mut communicator, &mut Vec::new()).unwrap();
+}
+
+#[test]
 fn what_is_on_the_stream_is_told_with_its_event_and_completes_later() {
-    say(&[IN_PROGRESS, SUCCESS]);
+    fake(|fake| fake.alone = true);
     let (mut communicator, lane) = form(0, 1).unwrap();
     let before: Arc<dyn Event> = Arc::new(FakeEvent(Arc::default()));
     communicator.submit_after(Token(4), plain(), vec![before]).unwrap();
@@ -86,8 +145,9 @@ fn what_is_on_the_stream_is_told_with_its_event_and_completes_later() {
     communicator.progress(&mut done).unwrap();
     communicator.launched(&mut launched);
     assert!(launched.is_empty(), "it is not formed");
-    calls();
-    communicator.progress(&mut done).unwrap();
+    entered("init");
+    fake(|fake| fake.alone = false);
+    made(&mut communicator, &mut done).unwrap();
     communicator.launched(&mut launched);
     assert_eq!(calls()[..2], ["stream 0x33 waits", "{"], "the stream waits for what comes before");
     let [(Token(4), event)] = &launched[..] else { panic!("one was launched") };
@@ -103,8 +163,7 @@ fn what_is_on_the_stream_is_told_with_its_event_and_completes_later() {
 #[test]
 fn an_end_in_good_order_waits_for_what_was_launched_and_not_for_ever() {
     let (mut communicator, _lane) = ready();
-    communicator.submit(Token(1), plain()).unwrap();
-    communicator.progress(&mut Vec::new()).unwrap();
+    call(&mut communicator, 1, plain());
     communicator.drain(Duration::from_millis(1));
     assert_eq!(communicator.pending(), 1);
     communicator.abandon();
@@ -113,22 +172,23 @@ fn an_end_in_good_order_waits_for_what_was_launched_and_not_for_ever() {
 
 #[test]
 fn a_refused_beginning_is_told_in_the_librarys_words() {
-    INIT.set(2);
-    let error = form(0, 2).map(drop).unwrap_err();
+    fake(|fake| fake.init = 2);
+    let (mut communicator, _) = form(0, 2).unwrap();
+    let error = made(&mut communicator, &mut Vec::new()).unwrap_err();
     assert_eq!(error.fault(), Fault::Peer);
     assert!(error.to_string().contains("ncclCommInitRankConfig failed: unhandled system error (status 2)"));
-    assert_eq!(calls(), ["init 0/2 id 9 blocking 0", "abort"]);
+    assert_eq!(calls(), ["init 0/2 id 9 blocking 1", "abort"]);
 }
 
 #[test]
 fn members_that_do_not_come_are_waited_for_until_the_deadline_and_no_longer() {
-    say(&[IN_PROGRESS]);
+    fake(|fake| fake.alone = true);
     let (mut communicator, _) = form(0, 2).unwrap();
     communicator.submit(Token(1), plain()).unwrap();
-    AHEAD.set(PATIENCE);
+    entered("init");
+    ahead(PATIENCE);
     assert!(!communicator.progress(&mut Vec::new()).unwrap());
-    calls();
-    AHEAD.set(PATIENCE + Duration::from_millis(1));
+    ahead(PATIENCE + Duration::from_millis(1));
     let error = communicator.progress(&mut Vec::new()).unwrap_err();
     assert!(error.to_string().contains("device 3: forming it took longer than 5s"), "{error}");
     assert_eq!((calls(), communicator.pending()), (vec!["abort".to_owned()], 0));
@@ -137,10 +197,42 @@ fn members_that_do_not_come_are_waited_for_until_the_deadline_and_no_longer() {
 }
 
 #[test]
-fn a_dead_peer_ends_the_kernels_that_wait_for_it() {
+fn a_call_that_waits_for_a_dead_peer_is_aborted_at_the_deadline() {
     let (mut communicator, _lane) = ready();
+    fake(|fake| fake.alone = true);
     communicator.submit(Token(1), plain()).unwrap();
     communicator.progress(&mut Vec::new()).unwrap();
+    entered("}");
+    ahead(PATIENCE + Duration::from_millis(1));
+    let error = communicator.progress(&mut Vec::new()).unwrap_err();
+    assert!(error.to_string().contains("starting an operation took longer than 5s"), "{error}");
+    assert_eq!((calls(), communicator.pending()), (vec!["abort".to_owned()], 0));
+}
+
+#[test]
+fn a_call_under_way_is_over_before_its_communicator_is_aborted() {
+    let (mut communicator, _lane) = ready();
+    fake(|fake| fake.alone = true);
+    communicator.submit(Token(1), plain()).unwrap();
+    communicator.submit(Token(2), plain()).unwrap();
+    communicator.progress(&mut Vec::new()).unwrap();
+    entered("}");
+    let id = fake::name();
+    let comes = std::thread::spawn(move || {
+        fake::adopt(&id);
+        std::thread::sleep(Duration::from_millis(20));
+        fake(|fake| fake.alone = false);
+        calls()
+    });
+    communicator.abandon();
+    assert_eq!(comes.join().unwrap(), Vec::<String>::new(), "it is not aborted meanwhile");
+    assert_eq!(calls(), ["abort"], "and nothing more is called");
+}
+
+#[test]
+fn a_dead_peer_ends_the_kernels_that_wait_for_it() {
+    let (mut communicator, _lane) = ready();
+    call(&mut communicator, 1, plain());
     calls();
     say(&[6]);
     let error = communicator.progress(&mut Vec::new()).unwrap_err();
@@ -156,16 +248,17 @@ fn an_operation_that_hangs_is_aborted_at_the_deadline() {
     communicator.submit(Token(1), plain()).unwrap();
     communicator.submit(Token(2), plain()).unwrap();
     let mut done = Vec::new();
-    communicator.progress(&mut done).unwrap();
+    made(&mut communicator, &mut done).unwrap();
     // Whoever makes progress is not late.
-    AHEAD.set(PATIENCE);
+    ahead(PATIENCE);
     lane.finish(1);
     communicator.progress(&mut done).unwrap();
     assert_eq!(done, [Token(1)]);
-    AHEAD.set(PATIENCE * 2);
-    assert!(!communicator.progress(&mut done).unwrap());
+    // Whoever is given more to do all the time is.
+    ahead(PATIENCE * 2);
+    call(&mut communicator, 3, plain());
     calls();
-    AHEAD.set(PATIENCE * 2 + Duration::from_millis(1));
+    ahead(PATIENCE * 2 + Duration::from_millis(1));
     let error = communicator.progress(&mut done).unwrap_err();
     assert!(error.to_string().contains("an operation took longer than 5s"), "{error}");
     assert_eq!(calls(), ["abort"]);
@@ -174,27 +267,49 @@ fn an_operation_that_hangs_is_aborted_at_the_deadline() {
 #[test]
 fn calls_that_return_late_are_waited_for_before_the_next() {
     let (mut communicator, lane) = ready();
-    GROUP.set(IN_PROGRESS);
-    say(&[IN_PROGRESS, SUCCESS]);
+    fake(|fake| fake.group = IN_PROGRESS);
+    say(&[IN_PROGRESS, IN_PROGRESS, SUCCESS]);
     communicator.submit(Token(1), plain()).unwrap();
     communicator.submit(Token(2), plain()).unwrap();
     let mut done = Vec::new();
-    communicator.progress(&mut done).unwrap();
-    lane.finish(1);
-    assert!(!communicator.progress(&mut done).unwrap(), "the first one's calls are under way");
-    assert_eq!((calls().len(), communicator.pending()), (3, 2));
-    communicator.progress(&mut done).unwrap();
-    assert_eq!(calls().len(), 3, "now the second one's");
+    made(&mut communicator, &mut done).unwrap();
+    assert_eq!((calls().len(), communicator.pending()), (6, 2));
     lane.finish(1);
     communicator.progress(&mut done).unwrap();
     assert_eq!(done, [Token(1)]);
+    say(&[IN_PROGRESS]);
+    communicator.submit(Token(3), plain()).unwrap();
+    communicator.progress(&mut done).unwrap();
+    entered("}");
+    ahead(PATIENCE + Duration::from_millis(1));
+    let error = communicator.progress(&mut done).unwrap_err();
+    assert!(error.to_string().contains("starting an operation took longer than 5s"), "{error}");
+    assert_eq!(calls(), ["abort"]);
+}
+
+#[test]
+fn a_device_has_no_more_to_do_than_it_takes_without_waiting() {
+    let (mut communicator, lane) = ready();
+    for token in 0..300 {
+        communicator.submit(Token(token), plain()).unwrap();
+    }
+    let (mut done, mut launched, began) = (Vec::new(), Vec::new(), Instant::now());
+    while launched.len() < 256 {
+        communicator.progress(&mut done).unwrap();
+        communicator.launched(&mut launched);
+        assert!(began.elapsed() < Duration::from_secs(20));
+    }
+    communicator.progress(&mut done).unwrap();
+    assert_eq!(calls().len(), 256 * 3, "the others wait");
+    lane.finish(256);
+    made(&mut communicator, &mut done).unwrap();
+    assert_eq!((done.len(), calls().len(), communicator.pending()), (256, 44 * 3, 44));
 }
 
 #[test]
 fn what_is_given_up_is_aborted_at_once() {
     let (mut communicator, _lane) = ready();
-    communicator.submit(Token(1), plain()).unwrap();
-    communicator.progress(&mut Vec::new()).unwrap();
+    call(&mut communicator, 1, plain());
     calls();
     communicator.abandon();
     assert_eq!((calls(), communicator.pending()), (vec!["abort".to_owned()], 0));
@@ -203,25 +318,23 @@ fn what_is_given_up_is_aborted_at_once() {
 
 #[test]
 fn tensors_are_free_when_kernels_have_ended_and_not_when_they_were_told_to() {
-    LATE.set(3);
+    fake(|fake| fake.late = 3);
     let (mut communicator, _lane) = ready();
     communicator.abandon();
-    assert_eq!(ENDING.get(), Some(3), "nothing was launched, so nobody looks");
+    assert_eq!(ending(), Some(3), "nothing was launched, so nobody looks");
     let (mut communicator, _lane) = ready();
-    communicator.submit(Token(1), plain()).unwrap();
-    communicator.progress(&mut Vec::new()).unwrap();
+    call(&mut communicator, 1, plain());
     calls();
     communicator.abandon();
-    assert_eq!((calls(), ENDING.get()), (vec!["abort".to_owned()], Some(0)));
+    assert_eq!((calls(), ending()), (vec!["abort".to_owned()], Some(0)));
 }
 
 #[test]
 fn kernels_that_do_not_end_are_not_waited_for_for_ever() {
-    LATE.set(u32::MAX);
+    fake(|fake| fake.late = u32::MAX);
     let (mut communicator, _lane) = ready();
-    communicator.submit(Token(1), plain()).unwrap();
-    communicator.progress(&mut Vec::new()).unwrap();
-    let began = std::time::Instant::now();
+    call(&mut communicator, 1, plain());
+    let began = Instant::now();
     communicator.abandon();
     assert!(began.elapsed() < Duration::from_secs(5) && communicator.pending() == 0);
 }
@@ -232,8 +345,7 @@ fn tensors_of_one_operation_are_one_group() {
     let segments = vec![segment(0x100, 8, 0x200, 8), segment(0x300, 16, 0x400, 16)];
     let (dtype, op) = (DataType::C64, ReduceOp::Average);
     let all = Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments };
-    communicator.submit(Token(1), all).unwrap();
-    communicator.progress(&mut Vec::new()).unwrap();
+    call(&mut communicator, 1, all);
     let expected = ["{", "allreduce 0x100>0x200 2 of 7 by 4", "allreduce 0x300>0x400 4 of 7 by 4", "}"];
     assert_eq!(calls(), expected);
 }
@@ -241,8 +353,7 @@ fn tensors_of_one_operation_are_one_group() {
 #[test]
 fn factors_become_part_of_a_sum() {
     let (mut communicator, _lane) = ready();
-    communicator.submit(Token(1), sum(DataType::F64, ReduceOp::Average, (0.5, 3.0))).unwrap();
-    communicator.progress(&mut Vec::new()).unwrap();
+    call(&mut communicator, 1, sum(DataType::F64, ReduceOp::Average, (0.5, 3.0)));
     let expected = ["factor 0.75 of 8", "{", "allreduce 0x100>0x100 5 of 8 by 42", "}", "no factor 42"];
     assert_eq!(calls(), expected);
 }
@@ -277,8 +388,7 @@ fn uneven_gathers_scatters_and_exchanges_go_by_parts() {
         (broadcast, &["broadcast 0x100>0x200 4 from 1"]),
     ];
     for (number, (operation, expected)) in (1..).zip(cases) {
-        communicator.submit(Token(number), operation).unwrap();
-        communicator.progress(&mut Vec::new()).unwrap();
+        call(&mut communicator, number, operation);
         let calls = calls();
         assert_eq!(calls[1..calls.len() - 1], *expected);
     }
@@ -288,8 +398,7 @@ fn uneven_gathers_scatters_and_exchanges_go_by_parts() {
 fn gathers_of_nothing_call_for_nothing() {
     let (mut communicator, _lane) = ready();
     let segments = vec![segment(0x100, 0, 0x200, 0)];
-    communicator.submit(Token(1), Operation::Allgather { segments, bytes: vec![vec![0, 0]] }).unwrap();
-    communicator.progress(&mut Vec::new()).unwrap();
+    call(&mut communicator, 1, Operation::Allgather { segments, bytes: vec![vec![0, 0]] });
     assert_eq!(calls(), ["{", "}"]);
 }
 
@@ -331,10 +440,10 @@ fn what_nccl_would_do_otherwise_is_refused() {
 
 #[test]
 fn a_version_that_lacks_what_is_needed_is_refused() {
-    VERSION.set(21_705);
+    fake(|fake| fake.version = 21_705);
     let error = nccl().map(drop).unwrap_err();
     assert_eq!(error.to_string(), "libfake.so has version 2.17.5, at least 2.18 is needed");
-    VERSION.set(21_800);
+    fake(|fake| fake.version = 21_800);
     assert_eq!(nccl().unwrap().version(), "2.18.0");
     assert_eq!(size_of::<UniqueId>(), 128);
 }
