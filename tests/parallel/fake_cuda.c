@@ -3,29 +3,34 @@
 
 // A driver of CUDA and an NCCL for tests without a GPU. Memory of a device is the host's; every stream is a thread that
 // does its work in order, late. Communicators pass files around in a folder that the unique id names, so ranks may be
-// processes. What hangs, hangs until it is aborted.
+// processes. What hangs, hangs until it is aborted. Windows of CUDA IPC are memory files, which others open through `/proc`;
+// a compiler makes of any source a module that has our kernels.
 
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
-enum { READY = 0, INVALID = 1, NOT_FOUND = 500, NOT_READY = 600, IN_PROGRESS = 7, RELAXED = 2 };
+enum { READY = 0, INVALID = 1, NOT_FOUND = 500, NOT_READY = 600, IN_PROGRESS = 7, RELAXED = 2, REFUSED = 801 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static long copies, launches, blocked, rooms, names;
+static long copies, launches, blocked, rooms, names, kernels, windows, views;
 
 // What a test asks about: copies between host and device, operations of NCCL, times the host waited for the device,
-// memory of the device that was not given back, communicators that were named.
+// memory of the device that was not given back, communicators that were named, kernels launched, windows of CUDA IPC that
+// were not given back, and those of others that are open.
 long fake_count(const char *what) {
   static const struct {
     const char *what;
     long *count;
-  } counts[] = {{"copies", &copies}, {"launches", &launches}, {"blocked", &blocked}, {"rooms", &rooms}, {"names", &names}};
+  } counts[] = {{"copies", &copies}, {"launches", &launches}, {"blocked", &blocked}, {"rooms", &rooms}, {"names", &names},
+                {"kernels", &kernels}, {"windows", &windows}, {"views", &views}};
   long count = -1;
   pthread_mutex_lock(&lock);
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
@@ -274,16 +279,195 @@ int cuMemFreeAsync(uint64_t address, void *handle) {
   enqueue(handle, (job){.run = give_back, .to = made + 1, .bytes = made->bytes});
   return READY;
 }
-int cuModuleLoadData(void **module, const void *image) { return (void)module, (void)image, NOT_FOUND; }
-int cuModuleUnload(void *module) { return (void)module, NOT_FOUND; }
+// Windows of CUDA IPC.
+
+typedef struct {
+  char bytes[64];
+} offer;
+
+typedef struct {
+  uint64_t address;
+  size_t bytes;
+  int file;
+} window;
+
+static window all_windows[64];
+
+static window *window_at(uint64_t address) {
+  for (size_t i = 0; i < 64; i++)
+    if (all_windows[i].address == address) return &all_windows[i];
+  return NULL;
+}
+
+static uint64_t map(int file, size_t bytes) {
+  void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  return base == MAP_FAILED ? 0 : (uint64_t)(uintptr_t)base;
+}
+
+// One that was taken, or one of another process: both end here.
+static int unmap(uint64_t address, long *counter, int own) {
+  pthread_mutex_lock(&lock);
+  window *found = address ? window_at(address) : NULL;
+  int good = found && (found->file >= 0) == own;
+  if (good) {
+    munmap((void *)(uintptr_t)address, found->bytes);
+    if (own) close(found->file);
+    found->address = 0;
+    --*counter;
+  }
+  pthread_mutex_unlock(&lock);
+  return good ? READY : INVALID;
+}
+
+static int keep(window made, uint64_t *address, long *counter) {
+  if (!made.address) return 2;
+  pthread_mutex_lock(&lock);
+  window *place = window_at(0);
+  if (!place) abort();
+  *place = made;
+  ++*counter;
+  pthread_mutex_unlock(&lock);
+  return *address = made.address, READY;
+}
+
+int cuMemAlloc_v2(uint64_t *address, size_t bytes) {
+  int file = memfd_create("window", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, (off_t)bytes)) return 2;
+  return keep((window){map(file, bytes), bytes, file}, address, &windows);
+}
+int cuMemFree_v2(uint64_t address) { return unmap(address, &windows, 1); }
+int cuIpcGetMemHandle(offer *made, uint64_t address) {
+  if (getenv("FAKE_NO_IPC")) return REFUSED;
+  pthread_mutex_lock(&lock);
+  window *own = window_at(address);
+  int good = own && own->file >= 0;
+  memset(made, 0, sizeof *made);
+  if (good) snprintf(made->bytes, sizeof made->bytes, "%d %d %zu", getpid(), own->file, own->bytes);
+  pthread_mutex_unlock(&lock);
+  return good ? READY : INVALID;
+}
+int cuIpcOpenMemHandle_v2(uint64_t *address, offer made, unsigned flags) {
+  int process, descriptor;
+  size_t bytes;
+  char path[64];
+  if (flags != 1 || sscanf(made.bytes, "%d %d %zu", &process, &descriptor, &bytes) != 3) return INVALID;
+  // As the driver: nobody opens what is its own.
+  if (process == getpid()) return 201;
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", process, descriptor);
+  int file = open(path, O_RDWR | O_CLOEXEC);
+  if (file < 0) return INVALID;
+  uint64_t base = map(file, bytes);
+  close(file);
+  return keep((window){base, bytes, -1}, address, &views);
+}
+int cuIpcCloseMemHandle(uint64_t address) { return unmap(address, &views, 0); }
+
+// Kernels: what they are called with, and what they do.
+
+enum { TENSORS = 160, MEMBERS = 64 };
+
+typedef struct {
+  uint64_t address[TENSORS], count[TENSORS];
+  uint32_t start[TENSORS], tiles[TENSORS], tensors;
+} batch;
+
+typedef struct {
+  uint64_t address[MEMBERS];
+  uint32_t members, op;
+  double prescale, postscale;
+} inputs;
+
+typedef struct {
+  char name[32];
+  batch batch;
+  inputs inputs;
+  uint64_t base, count;
+} kernel;
+
+static size_t size_of(int type);
+static double read_number(const void *from, size_t at, int type);
+static void write_number(void *to, size_t at, int type, double value);
+
+static int type_named(const char *name) {
+  static const char *const known[] = {"i8", "u8", "i32", "u32", "i64", "u64", "f16", "f32", "f64", "bf16", "i16", "u16", "truth"};
+  for (int type = 0; type < 13; type++)
+    if (strcmp(known[type], name) == 0) return type;
+  abort();
+}
+
+static void reduce_all(kernel *own) {
+  inputs *in = &own->inputs;
+  int type = type_named(own->name + strlen("reduce_"));
+  for (size_t at = 0; at < own->count; at++) {
+    double value = 0;
+    for (uint32_t member = 0; member < in->members; member++) {
+      double next = read_number((void *)(uintptr_t)in->address[member], at, type) * in->prescale;
+      if (member == 0) value = next;
+      else if (in->op == 3) value = next < value ? next : value;
+      else if (in->op == 4) value = next > value ? next : value;
+      else value = in->op == 5 ? value * next : value + next;
+    }
+    if (in->op == 0) value /= in->members;
+    write_number((void *)(uintptr_t)own->base, at, type, value * in->postscale);
+  }
+}
+
+static void run_kernel(job *work) {
+  kernel *own = work->group;
+  if (strncmp(own->name, "reduce_", 7) == 0) reduce_all(own);
+  else {
+    int pack = own->name[0] == 'p';
+    size_t size = size_of(type_named(own->name + (pack ? 5 : 7)));
+    for (uint32_t i = 0; i < own->batch.tensors; i++) {
+      void *tensor = (void *)(uintptr_t)own->batch.address[i];
+      void *there = (void *)(uintptr_t)(own->base + 16 * (uint64_t)own->batch.start[i]);
+      memmove(pack ? there : tensor, pack ? tensor : there, own->batch.count[i] * size);
+    }
+  }
+  free(own);
+}
+
+int cuModuleLoadData(void **module, const void *image) {
+  if (strcmp(image, "any code") != 0) return NOT_FOUND;
+  return *module = (void *)image, READY;
+}
+int cuModuleUnload(void *module) { return (void)module, READY; }
 int cuModuleGetFunction(void **function, void *module, const char *name) {
-  return (void)function, (void)module, (void)name, NOT_FOUND;
+  (void)module;
+  return *function = strdup(name), READY;
 }
 int cuLaunchKernel(void *function, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g,
                    void *handle, void **arguments, void **extra) {
-  (void)function, (void)a, (void)b, (void)c, (void)d, (void)e, (void)f, (void)g, (void)handle, (void)arguments;
-  return (void)extra, NOT_FOUND;
+  (void)a, (void)b, (void)c, (void)d, (void)e, (void)f, (void)g, (void)extra;
+  kernel *own = calloc(1, sizeof *own);
+  snprintf(own->name, sizeof own->name, "%s", (char *)function);
+  free(function);
+  if (strncmp(own->name, "reduce_", 7) == 0) {
+    own->inputs = *(inputs *)arguments[0];
+    own->count = *(uint64_t *)arguments[2];
+  } else own->batch = *(batch *)arguments[0];
+  own->base = *(uint64_t *)arguments[1];
+  count(&kernels);
+  enqueue(handle, (job){.run = run_kernel, .group = own, .delay = 200});
+  return READY;
 }
+
+// The compiler.
+
+int nvrtcVersion(int *major, int *minor) { return *major = 13, *minor = 99, READY; }
+int nvrtcCreateProgram(void **program, const char *source, const char *name, int headers, void *a, void *b) {
+  (void)source, (void)name, (void)headers, (void)a, (void)b;
+  return *program = program, READY;
+}
+int nvrtcDestroyProgram(void **program) { return (void)program, READY; }
+int nvrtcCompileProgram(void *program, int options, const char *const *all) {
+  return (void)program, (void)options, (void)all, READY;
+}
+int nvrtcGetCUBINSize(void *program, size_t *bytes) { return (void)program, *bytes = sizeof "any code", READY; }
+int nvrtcGetCUBIN(void *program, char *code) { return (void)program, memcpy(code, "any code", sizeof "any code"), READY; }
+int nvrtcGetProgramLogSize(void *program, size_t *bytes) { return (void)program, *bytes = 0, READY; }
+int nvrtcGetProgramLog(void *program, char *log) { return (void)program, (void)log, READY; }
+
 int cuGetErrorName(int status, const char **name) { return *name = status == NOT_FOUND ? "NOT_FOUND" : "INVALID", 0; }
 int cuGetErrorString(int status, const char **text) { return (void)status, *text = "said by a test", 0; }
 
@@ -313,7 +497,7 @@ static double factors[4096];
 static int made;
 
 static size_t size_of(int type) {
-  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 2, 2, 1};
   return sizes[type];
 }
 
@@ -333,6 +517,9 @@ static double read_number(const void *from, size_t at, int type) {
       memcpy(&value, &bits, sizeof value);
       return value;
     }
+    case 10: return ((const int16_t *)from)[at];
+    case 11: return ((const uint16_t *)from)[at];
+    case 12: return ((const uint8_t *)from)[at] != 0;
     default: abort();
   }
 }
@@ -354,6 +541,9 @@ static void write_number(void *to, size_t at, int type, double value) {
       ((uint16_t *)to)[at] = (uint16_t)(bits >> 16);
       break;
     }
+    case 10: ((int16_t *)to)[at] = (int16_t)value; break;
+    case 11: ((uint16_t *)to)[at] = (uint16_t)value; break;
+    case 12: ((uint8_t *)to)[at] = value != 0; break;
     default: abort();
   }
 }

@@ -34,8 +34,10 @@ def cuda():
         source = Path(__file__).with_name("fake_cuda.c")
         command = ["cc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
         subprocess.run([*command, "-o", library, source], check=True, timeout=60)
-        (Path(folder) / "libnccl.so.2").symlink_to(library)
-        yield {"FARANDOLE_CUDA_LIBRARIES": folder, "FAKE_NCCL": folder, "FARANDOLE_DYNAMIC_PROCESS_SETS": "1"}
+        for name in ("libnccl.so.2", "libnvrtc.so.13"):
+            (Path(folder) / name).symlink_to(library)
+        places = {"FARANDOLE_CUDA_LIBRARIES": folder, "FAKE_NCCL": folder, "XDG_CACHE_HOME": folder}
+        yield {**places, "FARANDOLE_DYNAMIC_PROCESS_SETS": "1"}
 
 
 @pytest.fixture
@@ -97,7 +99,7 @@ def late_sum(share, async_count):
     gpu = Gpu(0 if share else hvd.local_rank())
     tensors = [torch.zeros(1000 + i) for i in range(async_count)]
     hvd.allreduce(torch.zeros(1), name="first")
-    before = {what: gpu.count(what) for what in ("copies", "launches", "blocked")}
+    before = {what: gpu.count(what) for what in ("copies", "launches", "blocked", "kernels")}
     before["names"] = 0
     for i, tensor in enumerate(tensors):
         gpu.fill(tensor, hvd.rank() + i, LATE if i == 0 else 0)
@@ -120,8 +122,8 @@ def test_ranks_with_a_gpu_each_reduce_on_streams_and_the_host_waits_for_none(gpu
         assert (used["copies"], used["blocked"]) == (0, 0)
 
 
-def test_ranks_that_share_a_gpu_meet_in_host_memory(fresh_world, cuda):
-    world = fresh_world(2, env=cuda)
+def test_ranks_that_share_a_gpu_meet_in_host_memory_where_somebody_says_so(fresh_world, cuda):
+    world = fresh_world(2, env={**cuda, "FARANDOLE_GPU_TENSORS": "staged"})
     for _, found, untouched, used in world.run(late_sum, True, 5):
         assert found == [[1.0 + 2 * i] for i in range(5)]
         assert len(untouched) == 5
@@ -130,6 +132,74 @@ def test_ranks_that_share_a_gpu_meet_in_host_memory(fresh_world, cuda):
         assert used["names"] == 0, "a name of NCCL opens a port that nobody would close"
     told = [outcome.stderr_tail for outcome in close(world)]
     assert sum("ranks 0 and 1 use the same GPU" in text for text in told) == 1
+
+
+def test_ranks_that_share_a_gpu_reduce_there_from_each_others_windows(fresh_world, cuda):
+    world = fresh_world(3, env=cuda)
+    for rank, (_, found, untouched, used) in enumerate(world.run(late_sum, True, 5)):
+        assert found == [[3.0 + 3 * i] for i in range(5)]
+        assert untouched == [[float(rank + i)] for i in range(5)]
+        assert used["kernels"] > 0
+        assert (used["launches"], used["copies"], used["blocked"]) == (0, 0, 0)
+    told = [outcome.stderr_tail for outcome in close(world)]
+    assert sum("go by CUDA IPC, the rest through host memory: ranks 0 and 1 use" in text for text in told) == 1
+
+
+def long_sums():
+    """More than the windows hold at a time, one tensor and many, and what comes back where it was."""
+    gpu = Gpu(0)
+    rank, size = hvd.rank(), hvd.size()
+    large = torch.arange(11_000_003, dtype=torch.float32) % 1000
+    right = [torch.equal(gpu.read(hvd.allreduce(large + rank, op=hvd.Sum)), large * size + sum(range(size)))]
+    lengths = [1 + i % 7 * 1000 for i in range(400)]
+    types = [torch.int64, torch.float32] * 200
+    tensors = [(torch.arange(n) % 100 + rank).to(dtype) for n, dtype in zip(lengths, types, strict=True)]
+    results = hvd.grouped_allreduce(tensors, op=hvd.Sum)
+    for tensor, result in zip(tensors, results, strict=True):
+        right.append(torch.equal(gpu.read(result), (tensor - rank) * size + sum(range(size))))
+    # A tensor that is the result's, again and again: what a rank still reads must not be overwritten.
+    own = torch.ones(5_000_000)
+    for _ in range(4):
+        hvd.allreduce_(own, op=hvd.Sum, name="own")
+    right.append(gpu.read(own).unique().tolist() == [float(size) ** 4])
+    return right.count(False), gpu.count("launches"), gpu.count("copies")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_longer_than_a_window_are_right_on_a_shared_gpu(fresh_world, cuda, size):
+    assert fresh_world(size, env=cuda).run(long_sums) == [(0, 0, 0)] * size
+
+
+def windows():
+    gpu = Gpu(0)
+    counts = []
+    for _ in range(2):
+        total = gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum)).tolist()
+        counts.append((total, gpu.count("windows"), gpu.count("views")))
+        hvd.shutdown()
+        counts.append((gpu.count("windows"), gpu.count("views")))
+        hvd.init()
+    return counts
+
+
+def test_windows_on_a_shared_gpu_are_opened_once_and_given_back(fresh_world, cuda):
+    for counts in fresh_world(3, env=cuda).run(windows):
+        assert counts == [([3.0, 3.0], 1, 2), (0, 0)] * 2
+
+
+def one_that_shows_nothing():
+    if hvd.rank() == 1:
+        os.environ["FAKE_NO_IPC"] = "1"
+    gpu = Gpu(0)
+    totals = [gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum)).tolist() for _ in range(2)]
+    return totals, gpu.count("kernels"), gpu.count("copies") > 0
+
+
+def test_where_one_rank_cannot_show_its_memory_all_meet_in_host_memory(fresh_world, cuda):
+    world = fresh_world(3, env=cuda)
+    assert world.run(one_that_shows_nothing) == [([[3.0, 3.0]] * 2, 0, True)] * 3
+    told = [outcome.stderr_tail for outcome in close(world)]
+    assert sum("member 1 cannot use CUDA IPC: cuIpcGetMemHandle failed on device 0" in text for text in told) == 1
 
 
 def close(world):
@@ -355,22 +425,23 @@ def test_gradients_of_a_captured_backward_pass_are_reduced_in_the_step(gpus, as_
     assert gpus.run(captured_backward, as_view) == [(1, False, [[-15.0] * 3])] * 2
 
 
-def process_set():
-    gpu = Gpu(hvd.local_rank())
+def process_set(share):
+    gpu = Gpu(0 if share else hvd.local_rank())
     pair = hvd.add_process_set([0, 2])
     if hvd.rank() == 1:
         hvd.barrier()
         hvd.remove_process_set(pair)
         return None
     total = gpu.read(hvd.allreduce(torch.ones(4) * hvd.rank(), op=hvd.Sum, process_set=pair)).tolist()
-    launches = gpu.count("launches")
+    launches = gpu.count("kernels" if share else "launches")
     hvd.barrier()
     hvd.remove_process_set(pair)
     return total, launches
 
 
-def test_a_process_set_has_a_communicator_of_its_own(fresh_world, cuda):
-    results = fresh_world(3, env=cuda).run(process_set)
+@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
+def test_a_process_set_has_a_communicator_of_its_own(fresh_world, cuda, share):
+    results = fresh_world(3, env=cuda).run(process_set, share)
     assert results == [([2.0] * 4, 1), None, ([2.0] * 4, 1)]
 
 
@@ -386,8 +457,8 @@ def test_a_joined_rank_is_no_matter(gpus):
     assert second == ([[2.0, 2.0]], 0)
 
 
-def survive(victim, forming):
-    gpu = Gpu(hvd.local_rank())
+def survive(victim, forming, share):
+    gpu = Gpu(0 if share else hvd.local_rank())
     if not forming:
         hvd.allreduce(torch.ones(1))
         gpu.library.fake_wait(gpu.stream)
@@ -410,9 +481,10 @@ def survive(victim, forming):
     return None
 
 
+@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("forming", [False, True], ids=["running", "forming"])
-def test_a_killed_peer_ends_what_waits_for_it_on_the_gpu(fresh_world, cuda, forming):
-    survivor, victim = fresh_world(2, env=cuda).run(survive, 1, forming, tolerate=True)
+def test_a_killed_peer_ends_what_waits_for_it_on_the_gpu(fresh_world, cuda, forming, share):
+    survivor, victim = fresh_world(2, env=cuda).run(survive, 1, forming, share, tolerate=True)
     assert repr(victim) == "Died()"
     seconds, message = survivor
     assert seconds < 5

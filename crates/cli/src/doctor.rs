@@ -248,8 +248,13 @@ fn tensors_on_gpus(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static st
         _ if !driver => (false, "none: there is no driver"),
         "copied" => (false, "copied to host memory by torch: FARANDOLE_GPU_TENSORS=copied"),
         "staged" => (false, "through host memory: FARANDOLE_GPU_TENSORS=staged"),
-        _ if !nccl => (false, "through host memory: there is no NCCL"),
-        _ => (true, "by NCCL where every rank has a GPU of its own, else through host memory"),
+        _ if !nccl => {
+            (false, "through host memory, and by CUDA IPC on a GPU that ranks share: there is no NCCL")
+        }
+        _ => (
+            true,
+            "by NCCL where every rank has a GPU of its own, by CUDA IPC on one they share, else through host memory",
+        ),
     }
 }
 

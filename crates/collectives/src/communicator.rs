@@ -120,6 +120,17 @@ pub trait Communicator: Send {
         }
     }
 
+    /// Whether members still find out whether they can have it; it counts as pending. Until then nobody asks what it
+    /// carries, and nobody submits.
+    fn is_forming(&self) -> bool {
+        false
+    }
+
+    /// What a user should know of it and is no failure; once.
+    fn remark(&mut self) -> Option<String> {
+        None
+    }
+
     /// Whether an operation is done as it is defined: the same answer on every member.
     fn carries(&self, _operation: &Operation) -> bool {
         true
@@ -218,6 +229,11 @@ pub trait Fabric: Send + Sync {
     /// Why members with these cards can have no communicator, if so; whether they can follows from the cards alone. This
     /// is the one at `place`.
     fn obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String>;
+
+    /// What a user should know of the communicator that members with these cards have, where nothing is in the way.
+    fn remark(&self, _cards: &[&[u8]], _members: &[Rank], _place: usize) -> Option<String> {
+        None
+    }
 
     /// A name for a new communicator of members with these cards, less than [`CARD`] bytes. Asked of the first member
     /// alone, and only when nothing is in the way: with it a port may be opened, which forming the communicator closes.

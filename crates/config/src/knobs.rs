@@ -215,7 +215,7 @@ knobs! {
     autotune_samples: u64 = "20", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", Some("--autotune-bayes-opt-max-samples"), true;
     /// Accepted and not used: the search has no Gaussian process.
     autotune_noise: String = "0.8", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", Some("--autotune-gaussian-process-noise"), true;
-    /// What becomes of torch's tensors on GPUs: `auto`, NCCL reduces them where every rank has a GPU of its own, and the ranks in host memory elsewhere; `staged`, always in host memory; `copied`, in host memory, to which torch itself copies them.
+    /// What becomes of torch's tensors on GPUs: `auto`, NCCL reduces them where every rank has a GPU of its own, ranks that share one GPU allreduce there by CUDA IPC, and the ranks in host memory elsewhere; `staged`, always in host memory; `copied`, in host memory, to which torch itself copies them.
     gpu_tensors: String = "auto", "GPU_TENSORS", None, true;
     /// Folders with CUDA's libraries, separated by colons, to be looked into before torch's own wheels and the system's.
     cuda_libraries: String = "", "CUDA_LIBRARIES", None, true;

@@ -41,7 +41,7 @@ const MAJOR: i32 = 75;
 const MINOR: i32 = 76;
 /// Memory in the order of streams.
 const POOLS: i32 = 115;
-const NOT_SUPPORTED: i32 = 801;
+pub(crate) const NOT_SUPPORTED: i32 = 801;
 /// What a pool keeps of memory that was given back, in bytes, when somebody waits for a stream: other pools, the
 /// framework's too, cannot have it.
 const KEPT: u64 = 256 << 20;
@@ -106,9 +106,19 @@ table! {
             pool_set = "cuMemPoolSetAttribute"(MemoryPool, i32, *mut c_void);
             pool_destroy = "cuMemPoolDestroy"(MemoryPool);
             allocate_from = "cuMemAllocFromPoolAsync"(*mut u64, usize, MemoryPool, Stream);
+            window = "cuMemAlloc_v2"(*mut u64, usize);
+            window_free = "cuMemFree_v2"(u64);
+            window_offer = "cuIpcGetMemHandle"(*mut Offer, u64);
+            window_open = "cuIpcOpenMemHandle_v2"(*mut u64, Offer, c_uint);
+            window_close = "cuIpcCloseMemHandle"(u64);
         }
     }
 }
+
+/// Names memory of a device to other processes: `CUipcMemHandle`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct Offer(pub [u8; 64]);
 
 /// The driver, initialised.
 #[derive(Clone)]
@@ -228,6 +238,13 @@ impl Driver {
         let asked = |device| unsafe { (self.table.attribute)(&raw mut there, POOLS, device) };
         let asked = self.device(ordinal).map(asked);
         asked == Ok(0) && there != 0 && self.table.allocate.is_some() && self.table.free.is_some()
+    }
+
+    /// Whether memory can be shown to other processes, as far as its functions tell.
+    pub(crate) fn has_windows(&self) -> bool {
+        let table = &self.table;
+        let own = table.window.is_some() && table.window_free.is_some() && table.window_offer.is_some();
+        own && table.window_open.is_some() && table.window_close.is_some()
     }
 
     /// The context that the framework uses, too.

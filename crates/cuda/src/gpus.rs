@@ -11,10 +11,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use farandole_collectives::{CARD, Communicator, Error as CollectiveError, Fabric};
+use farandole_shm::Region;
 use farandole_world::Rank;
 use parking_lot::Mutex;
 
-use crate::{Driver, Error, Gpu, Kind, Nccl, NcclCommunicator, Places, Result, UniqueId};
+use crate::ipc::{self, GpuSite, IpcCommunicator, Mailbox};
+use crate::{Cache, Driver, Error, Gpu, Kind, MEMBERS, Nccl, NcclCommunicator, Places, Result, UniqueId};
 
 /// The GPUs of a process.
 #[derive(Default)]
@@ -23,6 +25,10 @@ pub struct Gpus {
     driver: OnceLock<Result<Driver>>,
     nccl: OnceLock<Result<Nccl>>,
     known: Mutex<BTreeMap<u32, Arc<Gpu>>>,
+    /// Where kernels are kept for ranks that share a GPU; without it they meet in host memory.
+    kernels: Option<Cache>,
+    /// Mailboxes that were named, for communicators to be formed.
+    mailboxes: Mutex<Vec<Region>>,
 }
 
 impl Gpus {
@@ -37,6 +43,12 @@ impl Gpus {
         let tried = "it is not to be used".to_owned();
         let none = OnceLock::from(Err(Error::NotFound { library: Kind::Nccl.name(), tried }));
         Self { nccl: none, ..self }
+    }
+
+    /// Ranks that share a GPU reduce there, by kernels that are kept in this folder.
+    #[must_use]
+    pub fn with_ipc(self, kernels: Cache) -> Self {
+        Self { kernels: Some(kernels), ..self }
     }
 
     /// The GPU of this number among those that the process sees. Wheels of libraries are also looked for in `packages`.
@@ -68,10 +80,35 @@ impl Gpus {
         let gpu = self.open(ordinal, &[])?;
         let uuid = gpu.driver().facts(ordinal)?.uuid;
         let version = self.nccl().map(|nccl| nccl.code()).unwrap_or_default();
-        Ok(Card { uuid, version, rooms: gpu.driver().has_pools(ordinal) })
+        let shares = self.kernels.is_some() && gpu.driver().has_windows();
+        let neighbours = if shares { ipc::neighbourhood() } else { 0 };
+        Ok(Card { uuid, version, rooms: gpu.driver().has_pools(ordinal), neighbours })
     }
 
-    /// Why the members with these cards cannot have a communicator, if so.
+    /// As [`Fabric::form`], where all members have the same GPU.
+    fn form_by_ipc(
+        &self,
+        gpu: &Gpu,
+        name: &[u8],
+        place: (usize, usize),
+        patience: Duration,
+    ) -> Result<Box<dyn Communicator>, CollectiveError> {
+        let lost =
+            |reason: String| CollectiveError::Lost { reason: format!("a mailbox of CUDA IPC {reason}") };
+        let card = ipc::read(name).ok_or_else(|| lost("has no card".to_owned()))?;
+        let mut mailboxes = self.mailboxes.lock();
+        let own = mailboxes.iter().position(|region| *region.card() == card);
+        let region = own.map(|index| mailboxes.swap_remove(index));
+        drop(mailboxes);
+        let region = region.map_or_else(|| Region::open(&card), Ok);
+        let region = region.map_err(|error| lost(format!("was not found: {error}")))?;
+        let mailbox = Mailbox::over(region, place).ok_or_else(|| lost("is too small".to_owned()))?;
+        let kernels = self.kernels.clone().ok_or_else(|| lost("came unasked".to_owned()))?;
+        let site = GpuSite::new(gpu.lane()?, self.places.lock().clone(), kernels)?;
+        Ok(Box::new(IpcCommunicator::form(site, mailbox, patience)))
+    }
+
+    /// Why the members with these cards cannot have a communicator of NCCL, if so.
     fn lacking(&self, cards: &[Option<Card>], members: &[Rank], place: usize) -> Option<String> {
         let rank = |member: usize| members.get(member).copied().unwrap_or_default();
         let mut seen: BTreeMap<[u8; 16], usize> = BTreeMap::new();
@@ -113,10 +150,27 @@ impl Fabric for Gpus {
 
     fn obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String> {
         let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::read(card)).collect();
+        if share(&cards) {
+            return None;
+        }
         self.lacking(&cards, members, place).map(|reason| detour(&reason))
     }
 
+    fn remark(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String> {
+        let cards: Vec<Option<Card>> = cards.iter().map(|card| Card::read(card)).collect();
+        let why = self.lacking(&cards, members, place).filter(|_| share(&cards))?;
+        Some(format!("allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: {why}"))
+    }
+
     fn name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
+        let read: Vec<Option<Card>> = cards.iter().map(|card| Card::read(card)).collect();
+        if share(&read) {
+            let failed = |error: farandole_shm::Error| detour(&format!("no mailbox for CUDA IPC: {error}"));
+            let region = Region::create(Mailbox::bytes(cards.len())).map_err(failed)?;
+            let name = [&[IPC], &ipc::write(region.card())[..]].concat();
+            self.mailboxes.lock().push(region);
+            return Ok(name);
+        }
         let rooms = cards.iter().all(|card| Card::read(card).is_some_and(|card| card.rooms));
         let id = self.nccl().and_then(|nccl| nccl.unique_id());
         id.map(|id| [&[u8::from(rooms)], &id.0[..]].concat()).map_err(|error| detour(&error.to_string()))
@@ -134,6 +188,9 @@ impl Fabric for Gpus {
             return Err(CollectiveError::Lost { reason: "a communicator has no name".to_owned() });
         };
         let gpu = self.open(device, &[])?;
+        if rooms == IPC {
+            return self.form_by_ipc(&gpu, id, place, patience);
+        }
         let (nccl, lane) = (self.nccl()?, gpu.lane()?);
         let formed = NcclCommunicator::form(nccl, lane, UniqueId(*id), place, patience)?;
         Ok(Box::new(if rooms == 1 { formed.with_rooms() } else { formed }))
@@ -144,6 +201,15 @@ fn detour(reason: &str) -> String {
     format!("tensors on GPUs go through host memory: {reason}")
 }
 
+/// Whether members with these cards have one GPU, and find each other there.
+fn share(cards: &[Option<Card>]) -> bool {
+    let [Some(first), others @ ..] = cards else { return false };
+    let alike = |card: &Option<Card>| {
+        card.as_ref().is_some_and(|card| card.uuid == first.uuid && card.neighbours == first.neighbours)
+    };
+    first.neighbours != 0 && (1..MEMBERS).contains(&others.len()) && others.iter().all(alike)
+}
+
 /// What a member brings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Card {
@@ -152,25 +218,33 @@ struct Card {
     version: i32,
     /// Whether its memory is taken and given back in the order of streams.
     rooms: bool,
+    /// Equal for processes that can use each other's windows; 0 where it can use nobody's.
+    neighbours: u64,
 }
 
-/// A mark of there being a card, the GPU, the version and whether it has rooms.
-const WRITTEN: usize = 1 + 16 + 4 + 1;
+/// A mark of there being a card, the GPU, the version, whether it has rooms, and its neighbours.
+const WRITTEN: usize = 1 + 16 + 4 + 1 + 8;
+/// What the name of a communicator by CUDA IPC begins with: one of NCCL says 0 or 1 there.
+const IPC: u8 = 2;
 /// Whether all have rooms, and NCCL's name.
 const NAME: usize = 1 + size_of::<UniqueId>();
 const _: () = assert!(WRITTEN <= CARD && NAME < CARD, "a card has room for it");
+const _: () = assert!(ipc::WRITTEN < NAME, "names are read up to the length of the longest");
 
 impl Card {
     fn write(&self) -> Vec<u8> {
-        [&[1][..], &self.uuid, &self.version.to_le_bytes(), &[u8::from(self.rooms)]].concat()
+        let (version, neighbours) = (self.version.to_le_bytes(), self.neighbours.to_le_bytes());
+        [&[1][..], &self.uuid, &version, &[u8::from(self.rooms)], &neighbours].concat()
     }
 
     fn read(bytes: &[u8]) -> Option<Self> {
         let (mark, rest) = bytes.split_first()?;
         let (uuid, rest) = rest.split_first_chunk::<16>()?;
         let (version, rest) = rest.split_first_chunk::<4>()?;
-        let rooms = *rest.first()? == 1;
-        let card = Self { uuid: *uuid, version: i32::from_le_bytes(*version), rooms };
+        let (rooms, rest) = rest.split_first()?;
+        let neighbours = u64::from_le_bytes(*rest.first_chunk()?);
+        let version = i32::from_le_bytes(*version);
+        let card = Self { uuid: *uuid, version, rooms: *rooms == 1, neighbours };
         (*mark == 1).then_some(card)
     }
 }
@@ -238,6 +312,60 @@ mod tests {
         let same = "ranks 4 and 7 use the same GPU, GPU-01010101-0101-0101-0101-010101010101;";
         assert!(reason.contains(same) && reason.contains("set_device"), "{reason}");
         assert_eq!(calls(), Vec::<String>::new(), "a name opens a port that only its communicator closes");
+    }
+
+    fn padded(name: &[u8]) -> Vec<u8> {
+        let mut name = name.to_vec();
+        name.resize(CARD - 1, 0);
+        name
+    }
+
+    #[test]
+    fn members_that_share_a_gpu_have_a_mailbox_if_they_find_it_and_all_but_one_gpu_is_theirs() {
+        let folder = tempfile::tempdir().unwrap();
+        let gpus = gpus(nccl()).with_ipc(Cache::new(folder.path()));
+        let (own, other) = (gpus.card(1), gpus.card(1));
+        let cards: [&[u8]; 2] = [&own, &other];
+        let ranks = [Rank(4), Rank(7)];
+        assert_eq!(gpus.obstacle(&cards, &ranks, 0), None);
+        let remark = gpus.remark(&cards, &ranks, 0).unwrap();
+        let words =
+            "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: ranks 4 and 7";
+        assert!(remark.starts_with(words), "{remark}");
+        let name = padded(&gpus.name(&cards).unwrap());
+        let card = ipc::read(&name[1..]).unwrap();
+        assert_eq!(gpus.mailboxes.lock().first().map(|region| *region.card()), Some(card));
+        let formed = |place| gpus.form(1, &name, (place, 2), Duration::from_secs(1)).unwrap();
+        let first = formed(0);
+        assert!(gpus.mailboxes.lock().is_empty(), "the communicator has it");
+        assert!(first.is_forming() && formed(1).size() == 2);
+        drop(first);
+        let lost = gpus.form(1, &name, (0, 2), Duration::from_secs(1)).map(drop).unwrap_err();
+        assert!(lost.to_string().contains("a mailbox of CUDA IPC was not found"), "{lost}");
+        assert_eq!(calls(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn who_does_not_find_the_mailbox_or_has_another_gpu_is_no_neighbour() {
+        let folder = tempfile::tempdir().unwrap();
+        let gpus = gpus(nccl()).with_ipc(Cache::new(folder.path()));
+        let own = Card::read(&gpus.card(1)).unwrap();
+        assert_ne!(own.neighbours, 0);
+        let way = |others: &[Card]| {
+            let cards: Vec<Vec<u8>> = [&[own.clone()][..], others].concat().iter().map(Card::write).collect();
+            let cards: Vec<&[u8]> = cards.iter().map(Vec::as_slice).collect();
+            let ranks: Vec<Rank> = (0..).take(cards.len()).map(Rank).collect();
+            assert_eq!(gpus.remark(&cards, &ranks, 0), None);
+            gpus.obstacle(&cards, &ranks, 0)
+        };
+        let stranger = Card { neighbours: own.neighbours ^ 2, ..own.clone() };
+        assert!(way(&[stranger]).unwrap().contains("use the same GPU"));
+        assert!(way(&[Card { neighbours: 0, ..own.clone() }]).unwrap().contains("use the same GPU"));
+        let far = Card { uuid: [9; 16], ..own.clone() };
+        assert!(way(&[own.clone(), far.clone()]).unwrap().contains("use the same GPU"));
+        assert_eq!(way(&[far]), None, "that is for NCCL");
+        assert!(way(&vec![own.clone(); MEMBERS]).is_some(), "more than a kernel reads");
+        assert_eq!(way(&[]), None);
     }
 
     #[test]

@@ -13,6 +13,7 @@
 //!                       │                └────── Kernels      pack, unpack, reduce, Adasum: CUDA C++
 //!                       ├── Nvrtc ── Cache ─────────┘         compiled once for each architecture
 //!                       └── Nccl ── NcclCommunicator          collectives by a thread, aborted at a deadline
+//!   Mailbox, windows ───────────── IpcCommunicator            allreduce among processes that share one GPU
 //! ```
 //!
 //! Invariants:
@@ -31,6 +32,7 @@ mod error;
 mod find;
 mod gpus;
 mod inventory;
+mod ipc;
 mod kernels;
 mod library;
 mod nccl;
@@ -40,7 +42,7 @@ mod staging;
 pub use cache::Cache;
 pub use device::{Gpu, GpuLane};
 pub use driver::{
-    Context, Driver, Facts, Function, Mark, MemoryPool, PoolSettings, Stream, Table as DriverTable,
+    Context, Driver, Facts, Function, Mark, MemoryPool, Offer, PoolSettings, Stream, Table as DriverTable,
 };
 pub use error::{Error, Result};
 pub use find::{Kind, Places};

@@ -6,15 +6,15 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use farandole_config::Config;
-use farandole_cuda::{Gpu, Gpus, Places};
+use farandole_config::{Config, environment};
+use farandole_cuda::{Cache, Gpu, Gpus, Places};
 
 use crate::{Result, Session};
 
 /// What becomes of tensors on GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GpuTensors {
-    /// Reduced by NCCL where it can, else in host memory.
+    /// Reduced by NCCL where it can, on a GPU that ranks share by CUDA IPC, else in host memory.
     Auto,
     /// Reduced in host memory.
     Staged,
@@ -47,7 +47,22 @@ impl GpuTensors {
 /// A knob's value is none.
 pub(crate) fn gpus(config: &Config) -> Result<Gpus, farandole_config::Error> {
     let gpus = Gpus::new(Places::of(&config.cuda_libraries));
-    Ok(if GpuTensors::of(config)? == GpuTensors::Auto { gpus } else { gpus.without_nccl() })
+    if GpuTensors::of(config)? != GpuTensors::Auto {
+        return Ok(gpus.without_nccl());
+    }
+    // Without a home, nobody's kernels are taken for ours.
+    Ok(match kernels(environment) {
+        Some(folder) => gpus.with_ipc(Cache::new(folder)),
+        None => gpus,
+    })
+}
+
+/// Where compiled kernels are kept: in the user's own cache.
+fn kernels(variable: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
+    let home = || variable("HOME").map(|home| PathBuf::from(home).join(".cache"));
+    let cache = variable("XDG_CACHE_HOME").map(PathBuf::from).filter(|folder| folder.is_absolute());
+    let cache = cache.or_else(home).filter(|folder| folder.is_absolute())?;
+    Some(cache.join("farandole/kernels"))
 }
 
 impl Session {
@@ -89,5 +104,18 @@ mod tests {
         assert_eq!(chosen("Staged"), Ok(GpuTensors::Staged));
         assert_eq!(chosen("copied"), Ok(GpuTensors::Copied));
         assert!(chosen("nccl").unwrap_err().contains("auto, staged or copied"));
+    }
+
+    #[test]
+    fn kernels_are_kept_in_the_users_cache_or_nowhere() {
+        let folder = |known: &[(&str, &str)]| {
+            let known: BTreeMap<String, String> =
+                known.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+            kernels(|name| known.get(name).cloned()).map(|folder| folder.display().to_string())
+        };
+        let both = [("XDG_CACHE_HOME", "/cache"), ("HOME", "/home/a")];
+        assert_eq!(folder(&both).unwrap(), "/cache/farandole/kernels");
+        assert_eq!(folder(&both[1..]).unwrap(), "/home/a/.cache/farandole/kernels");
+        assert_eq!(folder(&[("XDG_CACHE_HOME", "here"), ("HOME", "")]), None);
     }
 }

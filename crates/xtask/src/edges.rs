@@ -19,7 +19,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("shm", &["world"]),
     ("transport", &["world", "config", "shm"]),
     ("collectives", &["world", "shm", "transport"]),
-    ("cuda", &["world", "collectives"]),
+    ("cuda", &["world", "shm", "collectives"]),
     ("engine", &["world", "config", "telemetry", "transport", "collectives"]),
     ("registrar", &["world", "config", "telemetry"]),
     ("launcher", &["world", "config", "telemetry", "registrar"]),

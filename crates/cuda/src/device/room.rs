@@ -11,7 +11,7 @@ use farandole_collectives::{Buffer, Error as CollectiveError, Event, Place, Resu
 use parking_lot::Mutex;
 
 use super::Open;
-use crate::driver::Stream;
+use crate::driver::{Context, Stream};
 use crate::nccl::Lane;
 
 /// A stream of a GPU that one communicator works on.
@@ -40,6 +40,23 @@ impl GpuLane {
     pub(super) fn new(open: Arc<Open>) -> crate::Result<Self> {
         let stream = open.context.stream()?;
         Ok(Self(Arc::new(Own { open, stream })))
+    }
+
+    pub(crate) fn context(&self) -> Arc<Context> {
+        Arc::clone(&self.0.open.context)
+    }
+
+    /// Copies memory of the device in the order of the stream, which must be done before either is used otherwise.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub(crate) fn copy(&self, from: u64, to: u64, bytes: usize) -> crate::Result<()> {
+        let stream = self.0.stream;
+        // SAFETY: the caller's ranges have so many bytes, until the stream is done with them.
+        self.0
+            .open
+            .context
+            .call("cuMemcpyDtoDAsync", |table| unsafe { (table.within)(to, from, bytes, stream) })
     }
 }
 

@@ -12,7 +12,7 @@ use farandole_collectives::{Buffer, Device as _, Error as CollectiveError, Memor
 use farandole_testkit::{contents, filled};
 
 use super::*;
-use crate::driver::{MemoryPool, PoolSettings, Table};
+use crate::driver::{MemoryPool, Offer, PoolSettings, Table};
 use crate::nccl::Lane as _;
 
 const NOT_READY: i32 = 600;
@@ -70,8 +70,13 @@ fn within(call: &'static str) -> i32 {
     did(call)
 }
 
-fn log() -> Vec<String> {
+pub(crate) fn log() -> Vec<String> {
     fake(|fake| std::mem::take(&mut fake.log))
+}
+
+/// From here on a function fails.
+pub(crate) fn break_one(function: &'static str) {
+    fake(|fake| fake.broken = Some(function));
 }
 
 /// Carries copies out up to a number.
@@ -283,6 +288,30 @@ unsafe extern "C" fn allocate_from(place: *mut u64, bytes: usize, pool: MemoryPo
     // SAFETY: the caller's place.
     unsafe { allocate(place, bytes, stream) }
 }
+unsafe extern "C" fn window(place: *mut u64, bytes: usize) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *place = 0x5000 };
+    fake(|fake| fake.log.push(format!("window of {bytes} bytes")));
+    within("window")
+}
+unsafe extern "C" fn window_free(start: u64) -> i32 {
+    assert_eq!(start, 0x5000);
+    within("window_free")
+}
+unsafe extern "C" fn window_offer(place: *mut Offer, start: u64) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *place = Offer([u8::try_from(start >> 8).unwrap_or_default(); 64]) };
+    within("window_offer")
+}
+unsafe extern "C" fn window_open(place: *mut u64, offer: Offer, flags: c_uint) -> i32 {
+    assert_eq!(flags, 1, "the driver knows no other way");
+    // SAFETY: the caller's place.
+    unsafe { *place = u64::from(offer.0[63]) << 12 };
+    within("window_open")
+}
+unsafe extern "C" fn window_close(_: u64) -> i32 {
+    within("window_close")
+}
 unsafe extern "C" fn module_load(_: *mut *mut c_void, _: *const c_void) -> i32 {
     within("module_load")
 }
@@ -365,6 +394,11 @@ fn table() -> Table {
         pool_set: Some(pool_set),
         pool_destroy: Some(pool_destroy),
         allocate_from: Some(allocate_from),
+        window: Some(window),
+        window_free: Some(window_free),
+        window_offer: Some(window_offer),
+        window_open: Some(window_open),
+        window_close: Some(window_close),
     }
 }
 

@@ -65,7 +65,7 @@ impl Execution {
 
     /// Whether a device is waited for, which wakes nobody.
     pub(super) fn waits_for_device(&self) -> bool {
-        !self.broken && self.batches.iter().any(Batch::waits_for_device)
+        !self.broken && (self.reach.is_forming() || self.batches.iter().any(Batch::waits_for_device))
     }
 
     /// Lists of which something is left.
@@ -173,6 +173,7 @@ impl Execution {
             match &mut self.reach {
                 Reach::Left(_) | Reach::Not => {}
                 Reach::Asking(_) | Reach::Naming(_) => return Ok(Route::Open),
+                Reach::Among(communicator) if communicator.is_forming() => return Ok(Route::Open),
                 Reach::Among(communicator) => {
                     if communicator.carries(&batch.outline(members, place.0)) {
                         route = Route::Device;
@@ -291,6 +292,9 @@ impl Execution {
         };
         let mut over = Vec::new();
         moved |= communicator.progress(&mut over)?;
+        if let Some(remark) = communicator.remark().filter(|_| me == 0) {
+            shared.observer.note(&remark);
+        }
         let mut launched = std::mem::take(&mut self.launched);
         communicator.launched(&mut launched);
         for (token, event) in launched.drain(..) {

@@ -89,7 +89,12 @@ impl Reach {
         let mut frame = Vec::new();
         if me == 0 {
             match fabric.name(cards) {
-                Ok(name) => frame = [&[NAMED], &name[..]].concat(),
+                Ok(name) => {
+                    frame = [&[NAMED], &name[..]].concat();
+                    if let Some(remark) = fabric.remark(cards, members, me) {
+                        shared.observer.note(&remark);
+                    }
+                }
                 // The others find no name.
                 Err(reason) => shared.observer.note(&reason),
             }
@@ -106,6 +111,11 @@ impl Reach {
             Self::Among(communicator) => Some(communicator),
             _ => None,
         }
+    }
+
+    /// Whether members find out if they can have one, of which nobody is woken.
+    pub(super) fn is_forming(&self) -> bool {
+        matches!(self, Self::Among(communicator) if communicator.is_forming())
     }
 
     /// Whether a device has something under way that somebody must watch.

@@ -28,6 +28,8 @@ struct Loops {
     allowed: bool,
     /// Whether the first member finds no name.
     nameless: bool,
+    /// Whether members find out while forming that nobody may.
+    refused: bool,
     /// How often one was asked for.
     names: AtomicUsize,
     /// Operations they had, and events those came after.
@@ -42,7 +44,7 @@ impl Loops {
         let links = Mutex::new(loopback::mesh(size, 1 << 16).unwrap());
         let (operations, events) = (Arc::default(), Arc::default());
         let (names, ends) = (AtomicUsize::default(), Arc::default());
-        Self { links, allowed, nameless: false, names, operations, events, ends }
+        Self { links, allowed, nameless: false, refused: false, names, operations, events, ends }
     }
 }
 
@@ -55,6 +57,10 @@ impl Fabric for Loops {
         assert_eq!(cards.len(), ranks.len());
         assert!(cards.iter().all(|card| card.len() == CARD && card[..2] == [7, 0]));
         (!self.allowed).then(|| "nobody may".to_owned())
+    }
+
+    fn remark(&self, _: &[&[u8]], ranks: &[Rank], place: usize) -> Option<String> {
+        self.refused.then(|| format!("{} ranks, told by {place}", ranks.len()))
     }
 
     fn name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
@@ -74,7 +80,9 @@ impl Fabric for Loops {
         let links = std::mem::take(&mut self.links.lock()[place]);
         let inner = HostCommunicator::new(Rank(u32::try_from(place).unwrap()), links)?;
         let (operations, events) = (Arc::clone(&self.operations), Arc::clone(&self.events));
-        Ok(Box::new(Among { inner, operations, events, ends: Arc::clone(&self.ends) }))
+        let (forming, remark) = (3 * (place + 1), self.refused.then(|| format!("{place} was refused")));
+        let (refused, ends) = (self.refused, Arc::clone(&self.ends));
+        Ok(Box::new(Among { inner, operations, events, ends, forming, refused, remark }))
     }
 }
 
@@ -83,6 +91,10 @@ struct Among {
     operations: Arc<AtomicUsize>,
     events: Arc<AtomicUsize>,
     ends: Arc<Mutex<Vec<String>>>,
+    /// Looks until it is formed.
+    forming: usize,
+    refused: bool,
+    remark: Option<String>,
 }
 
 impl Drop for Among {
@@ -131,8 +143,9 @@ impl Communicator for Among {
     }
 
     fn carries(&self, operation: &Operation) -> bool {
+        assert!(!self.is_forming(), "it does not know yet");
         let gathers = matches!(operation, Operation::Allgather { .. } | Operation::Alltoall { .. });
-        gathers || matches!(operation, Operation::Allreduce { op: ReduceOp::Sum, .. })
+        !self.refused && (gathers || matches!(operation, Operation::Allreduce { op: ReduceOp::Sum, .. }))
     }
 
     fn room(&mut self, bytes: usize) -> Result<Arc<dyn Room>> {
@@ -161,7 +174,16 @@ impl Communicator for Among {
         self.inner.submit(token, operation)
     }
 
+    fn is_forming(&self) -> bool {
+        self.forming > 0
+    }
+
+    fn remark(&mut self) -> Option<String> {
+        if self.is_forming() { None } else { self.remark.take() }
+    }
+
     fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
+        self.forming = self.forming.saturating_sub(1);
         self.inner.progress(completed)
     }
 
@@ -178,7 +200,7 @@ impl Communicator for Among {
     }
 
     fn pending(&self) -> usize {
-        self.inner.pending()
+        self.inner.pending() + usize::from(self.is_forming())
     }
 }
 
@@ -256,6 +278,15 @@ fn where_the_first_member_finds_no_name_all_go_through_the_host() {
     let notes = Arc::new(Notes::default());
     assert_eq!(work(&fabric, &notes), 2 * 3 * 8);
     assert_eq!(*notes.0.lock(), ["nobody has a name"]);
+}
+
+#[test]
+fn where_members_find_out_while_forming_that_there_is_none_all_go_through_the_host() {
+    let fabric = Arc::new(Loops { refused: true, ..Loops::new(2, true) });
+    let notes = Arc::new(Notes::default());
+    assert_eq!(work(&fabric, &notes), 2 * 3 * 8);
+    assert_eq!(fabric.operations.load(Ordering::Relaxed), 0);
+    assert_eq!(*notes.0.lock(), ["2 ranks, told by 0", "0 was refused"], "only the first rank says it");
 }
 
 /// What a result holds that nobody has brought memory for.

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Allreduce among processes that share one GPU, by CUDA IPC.
+//!
+//! Each member has a window: memory of its own that the others map. A tensor goes there piece by piece, and every member
+//! reduces a piece straight from everybody's windows into its output. What they tell each other is in a [`Mailbox`], a
+//! page or so of shared memory of the host.
+//!
+//! ```text
+//!   tensor --copy--> own window (2 pieces) ..all have filled piece k..> reduce windows --> output
+//!                       ^                                                   |
+//!                       +--------------- all have taken piece k ------------+
+//! ```
+//!
+//! A window is memory of the driver's, not the tensor: frameworks have allocators whose memory cannot be shown to others
+//! (expandable segments, `cudaMallocAsync`), and give a tensor's memory to the next one when they like. Members wait for
+//! each other in the mailbox, by polls with a deadline, and never on the GPU: an event of a process that died would not
+//! come, and nothing could end a stream that waits for it.
+
+mod communicator;
+mod mailbox;
+mod pieces;
+mod site;
+#[cfg(test)]
+mod tests;
+mod window;
+
+use farandole_shm::{Region, RegionCard};
+use sha2::{Digest as _, Sha256};
+
+pub(crate) use communicator::IpcCommunicator;
+pub(crate) use mailbox::Mailbox;
+pub(crate) use site::GpuSite;
+
+/// Bytes of a written [`RegionCard`].
+pub(crate) const WRITTEN: usize = 32;
+
+/// A region's card, for others.
+pub(crate) fn write(card: &RegionCard) -> Vec<u8> {
+    let [first, second] = card.nonce;
+    let numbers = [card.bytes, first, second];
+    let bytes = numbers.iter().flat_map(|number| number.to_le_bytes());
+    card.pid.to_le_bytes().into_iter().chain(card.descriptor.to_le_bytes()).chain(bytes).collect()
+}
+
+/// The inverse of [`write`]; more bytes may follow.
+pub(crate) fn read(bytes: &[u8]) -> Option<RegionCard> {
+    let (pid, rest) = bytes.split_first_chunk::<4>()?;
+    let (descriptor, rest) = rest.split_first_chunk::<4>()?;
+    let (numbers, _) = rest.split_first_chunk::<24>()?;
+    let (bytes, nonce) = numbers.split_first_chunk::<8>()?;
+    let (first, second) = nonce.split_first_chunk::<8>()?;
+    Some(RegionCard {
+        pid: u32::from_le_bytes(*pid),
+        descriptor: u32::from_le_bytes(*descriptor),
+        bytes: u64::from_le_bytes(*bytes),
+        nonce: [u64::from_le_bytes(*first), u64::from_le_bytes(*second.first_chunk::<8>()?)],
+    })
+}
+
+/// Equal for processes that find each other's regions; 0 where nobody finds this one's.
+pub(crate) fn neighbourhood() -> u64 {
+    use std::os::unix::fs::MetadataExt as _;
+    let mut digest = Sha256::new();
+    for kind in ["pid", "user", "ipc"] {
+        let Ok(namespace) = std::fs::read_link(format!("/proc/self/ns/{kind}")) else { return 0 };
+        digest.update(namespace.as_os_str().as_encoded_bytes());
+    }
+    let found = Region::create(1).and_then(|region| Region::open(region.card()));
+    let (Ok(_), Ok(process)) = (found, std::fs::metadata("/proc/self")) else { return 0 };
+    // It is root's where others may not look into the process.
+    digest.update(process.uid().to_le_bytes());
+    let digest = digest.finalize();
+    digest.first_chunk::<8>().map_or(0, |first| u64::from_le_bytes(*first) | 1)
+}

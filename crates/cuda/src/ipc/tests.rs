@@ -1,0 +1,499 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Communicators over windows of host memory, whose work is late and done when a test says so.
+#![expect(unsafe_code, reason = "memory of the host that plays the device's")]
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use farandole_collectives::{
+    Buffer, Communicator, DataType, Error as CollectiveError, Event, Memory, Operation, Place, ReduceOp,
+    Result, Room, Segment, Stream, Token,
+};
+use farandole_shm::{Region, RegionCard};
+use parking_lot::Mutex;
+
+use super::communicator::IpcCommunicator;
+use super::mailbox::Mailbox;
+use super::pieces::Span;
+use super::site::{How, SLOTS, Site};
+use super::{WRITTEN, neighbourhood, read, write};
+use crate::Offer;
+
+const PIECE: usize = 32;
+
+/// Work that was put on a stream, and a point after it.
+type Job = (Box<dyn FnOnce() + Send>, Arc<AtomicBool>);
+
+/// A stream that does its work when it is told to.
+#[derive(Clone, Default)]
+struct Late(Arc<Mutex<VecDeque<Job>>>);
+
+impl Late {
+    fn put(&self, work: impl FnOnce() + Send + 'static) -> Arc<AtomicBool> {
+        let done = Arc::new(AtomicBool::new(false));
+        self.0.lock().push_back((Box::new(work), Arc::clone(&done)));
+        done
+    }
+
+    fn work(&self) {
+        loop {
+            let next = self.0.lock().pop_front();
+            let Some((work, done)) = next else { return };
+            work();
+            done.store(true, Ordering::Release);
+        }
+    }
+}
+
+struct Point(Arc<AtomicBool>);
+
+impl Event for Point {
+    fn is_ready(&self) -> Result<bool> {
+        Ok(self.0.load(Ordering::Acquire))
+    }
+
+    fn ordinal(&self) -> u32 {
+        0
+    }
+
+    fn hold(&self, _: Stream) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[derive(Default)]
+struct Fate {
+    closed: AtomicBool,
+    left: AtomicBool,
+}
+
+/// Windows are host memory of this process, and floats are added.
+struct HostSite {
+    stream: Late,
+    /// Does its work at once where a test does not care.
+    prompt: bool,
+    window: Memory,
+    starts: Vec<usize>,
+    broken: Option<&'static str>,
+    fate: Arc<Fate>,
+}
+
+fn floats(address: usize, count: usize) -> Vec<f32> {
+    let source = std::ptr::with_exposed_provenance::<f32>(address);
+    // SAFETY: tests pass memory of so many floats.
+    (0..count).map(|at| unsafe { source.add(at).read_unaligned() }).collect()
+}
+
+fn put(address: usize, values: &[f32]) {
+    let target = std::ptr::with_exposed_provenance_mut::<f32>(address);
+    for (at, value) in values.iter().enumerate() {
+        // SAFETY: as above.
+        unsafe { target.add(at).write_unaligned(*value) };
+    }
+}
+
+fn exposed(buffer: &Buffer) -> usize {
+    buffer.address().expose_provenance()
+}
+
+impl HostSite {
+    fn job(&self, work: impl FnOnce() + Send + 'static) {
+        self.stream.put(work);
+        if self.prompt {
+            self.stream.work();
+        }
+    }
+}
+
+impl Site for HostSite {
+    fn ordinal(&self) -> u32 {
+        0
+    }
+
+    fn room_of_a_piece(&self) -> usize {
+        PIECE
+    }
+
+    fn offer(&mut self) -> Option<Result<Offer, String>> {
+        match self.broken {
+            Some("never") => return None,
+            Some("offer") => return Some(Err("no memory".to_owned())),
+            _ => {}
+        }
+        let mut offer = Offer([0; 64]);
+        offer.0[..8].copy_from_slice(&self.window.address().expose_provenance().to_ne_bytes());
+        Some(Ok(offer))
+    }
+
+    fn open(&mut self, offers: &[Offer], _: usize) -> Result<(), String> {
+        if self.broken == Some("open") {
+            return Err("another container".to_owned());
+        }
+        let start = |offer: &Offer| usize::from_ne_bytes(*offer.0.first_chunk().unwrap());
+        self.starts = offers.iter().map(start).collect();
+        Ok(())
+    }
+
+    fn hold(&self, _: &[Arc<dyn Event>]) -> Result<()> {
+        Ok(())
+    }
+
+    fn mark(&self) -> Result<Arc<dyn Event>> {
+        let point = self.stream.put(|| {});
+        if self.prompt {
+            self.stream.work();
+        }
+        Ok(Arc::new(Point(point)))
+    }
+
+    fn room(&self, _: usize) -> Result<Arc<dyn Room>> {
+        Err(CollectiveError::Shape { reason: "there is none".to_owned() })
+    }
+
+    fn fill(&self, slot: u64, piece: &[Span], segments: &[Segment], _: DataType) -> Result<()> {
+        let base = self.window.address().expose_provenance() + usize::try_from(slot).unwrap() * PIECE;
+        for span in piece.iter().copied() {
+            let from = exposed(&segments[span.segment].input) + span.at;
+            self.job(move || put(base + span.start, &floats(from, span.bytes / 4)));
+        }
+        Ok(())
+    }
+
+    fn reduce(&self, slot: u64, piece: &[Span], segments: &[Segment], how: How) -> Result<()> {
+        assert_eq!((how.dtype, how.op), (DataType::F32, ReduceOp::Sum));
+        for span in piece.iter().copied() {
+            let to = exposed(&segments[span.segment].output) + span.at;
+            let starts = self.starts.clone();
+            self.job(move || {
+                let mut sum = vec![0.0; span.bytes / 4];
+                for start in starts {
+                    let there = start + usize::try_from(slot).unwrap() * PIECE + span.start;
+                    for (sum, value) in sum.iter_mut().zip(floats(there, span.bytes / 4)) {
+                        *sum += value;
+                    }
+                }
+                put(to, &sum);
+            });
+        }
+        Ok(())
+    }
+
+    fn close(&mut self) {
+        self.fate.closed.store(true, Ordering::Release);
+    }
+
+    fn leave(&mut self) {
+        self.fate.left.store(true, Ordering::Release);
+    }
+}
+
+struct Member {
+    all: IpcCommunicator<HostSite>,
+    stream: Late,
+    fate: Arc<Fate>,
+    done: Vec<Token>,
+}
+
+impl Member {
+    fn step(&mut self) -> Result<bool> {
+        self.all.progress(&mut self.done)
+    }
+}
+
+fn members(broken: &[Option<&'static str>], prompt: bool, patience: Duration) -> Vec<Member> {
+    let size = broken.len();
+    let region = Region::create(Mailbox::bytes(size)).unwrap();
+    let card = *region.card();
+    let mut own = Some(region);
+    let member = |(place, broken): (usize, &Option<&'static str>)| {
+        let region = own.take().unwrap_or_else(|| Region::open(&card).unwrap());
+        let (stream, fate) = (Late::default(), Arc::new(Fate::default()));
+        let window = Memory::new(usize::try_from(SLOTS).unwrap() * PIECE);
+        let site = HostSite {
+            stream: stream.clone(),
+            prompt,
+            window,
+            starts: Vec::new(),
+            broken: *broken,
+            fate: Arc::clone(&fate),
+        };
+        let mailbox = Mailbox::over(region, (place, size)).unwrap();
+        Member { all: IpcCommunicator::form(site, mailbox, patience), stream, fate, done: Vec::new() }
+    };
+    broken.iter().enumerate().map(member).collect()
+}
+
+/// Lets all take steps until nobody moves.
+fn settle(members: &mut [Member]) {
+    while members.iter_mut().map(|member| member.step().unwrap()).fold(false, |any, moved| any | moved) {}
+}
+
+fn formed(size: usize, prompt: bool) -> Vec<Member> {
+    let mut all = members(&vec![None; size], prompt, Duration::from_secs(20));
+    settle(&mut all);
+    assert!(all.iter().all(|member| !member.all.is_forming() && member.all.carries(&allreduce(&[]))));
+    all
+}
+
+/// Tensors on the device.
+struct Tensors(Vec<Memory>);
+
+impl Tensors {
+    fn of(lengths: &[usize], value: impl Fn(usize) -> f32) -> Self {
+        let memory = |count: &usize| {
+            let memory = Memory::new(count * 4);
+            let values: Vec<f32> = (0..*count).map(&value).collect();
+            put(memory.address().expose_provenance(), &values);
+            memory
+        };
+        Self(lengths.iter().map(memory).collect())
+    }
+
+    fn values(&self) -> Vec<Vec<f32>> {
+        let each = self.0.iter();
+        each.map(|memory| floats(memory.address().expose_provenance(), memory.len() / 4)).collect()
+    }
+}
+
+fn on_device(memory: &Memory) -> Buffer {
+    // SAFETY: tests keep the memory for as long as they use the buffer.
+    unsafe { Buffer::from_raw(memory.address(), memory.len(), Place::Device(0)) }
+}
+
+fn allreduce(tensors: &[(&Memory, &Memory)]) -> Operation {
+    let segment =
+        |(input, output): &(&Memory, &Memory)| Segment { input: on_device(input), output: on_device(output) };
+    Operation::Allreduce {
+        dtype: DataType::F32,
+        op: ReduceOp::Sum,
+        prescale: 1.0,
+        postscale: 1.0,
+        segments: tensors.iter().map(segment).collect(),
+    }
+}
+
+fn in_place(tensors: &Tensors) -> Operation {
+    allreduce(&tensors.0.iter().map(|memory| (memory, memory)).collect::<Vec<_>>())
+}
+
+fn number(value: usize) -> f32 {
+    f32::from(u16::try_from(value).unwrap())
+}
+
+#[test]
+fn tensors_of_any_length_are_reduced_piece_by_piece() {
+    for size in [2, 3] {
+        let mut all = formed(size, true);
+        let lengths = [3, 0, 100, 1, 8];
+        let tensors: Vec<Tensors> =
+            (0..size).map(|member| Tensors::of(&lengths, |at| number(at + member))).collect();
+        for round in 0..3 {
+            let inputs: Vec<Tensors> = tensors
+                .iter()
+                .enumerate()
+                .map(|(member, _)| Tensors::of(&lengths, |at| number(at + member + round)))
+                .collect();
+            for (member, (own, out)) in all.iter_mut().zip(inputs.iter().zip(&tensors)) {
+                let pairs: Vec<_> = own.0.iter().zip(&out.0).collect();
+                member.all.submit(Token(round as u64), allreduce(&pairs)).unwrap();
+            }
+            settle(&mut all);
+            let sum = |at: usize| (0..size).map(|member| number(at + member + round)).sum::<f32>();
+            let expected = Tensors::of(&lengths, sum).values();
+            assert!(tensors.iter().all(|out| out.values() == expected));
+        }
+        assert!(all.iter().all(|member| member.done == [0, 1, 2].map(Token) && member.all.pending() == 0));
+    }
+}
+
+#[test]
+fn nothing_is_reduced_before_all_windows_are_filled_nor_overwritten_before_all_have_read() {
+    let mut all = formed(2, false);
+    // Four pieces, twice as many as a window holds.
+    let tensors: Vec<Tensors> = (0..2).map(|member| Tensors::of(&[32], |at| number(at + member))).collect();
+    for (member, own) in all.iter_mut().zip(&tensors) {
+        member.all.submit(Token(5), in_place(own)).unwrap();
+    }
+    settle(&mut all);
+    all[0].stream.work();
+    settle(&mut all);
+    assert_eq!(tensors[0].values()[0][0], 0.0, "the other's part is still on its way");
+    let mut launched = Vec::new();
+    all[0].all.launched(&mut launched);
+    assert!(launched.is_empty());
+    all[1].stream.work();
+    settle(&mut all);
+    // The first reads everything it can; the second is late with it.
+    for _ in 0..10 {
+        all[0].stream.work();
+        settle(&mut all);
+    }
+    assert_eq!(tensors[0].values()[0][15], 31.0, "two pieces are reduced");
+    assert_eq!(tensors[0].values()[0][16], 16.0, "and no more, for the second still reads");
+    for _ in 0..10 {
+        all.iter().for_each(|member| member.stream.work());
+        settle(&mut all);
+    }
+    let expected = Tensors::of(&[32], |at| number(2 * at + 1)).values();
+    assert!(tensors.iter().all(|own| own.values() == expected));
+    assert!(all.iter().all(|member| member.done == [Token(5)]));
+}
+
+#[test]
+fn an_operation_is_told_when_it_is_on_the_stream_and_over_when_that_is_done() {
+    let mut all = formed(2, false);
+    let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
+    for (member, own) in all.iter_mut().zip(&tensors) {
+        member.all.submit(Token(1), in_place(own)).unwrap();
+    }
+    settle(&mut all);
+    all.iter().for_each(|member| member.stream.work());
+    settle(&mut all);
+    let mut launched = Vec::new();
+    all[0].all.launched(&mut launched);
+    let (token, event) = launched.pop().unwrap();
+    assert_eq!((token, event.is_ready().unwrap(), all[0].all.pending()), (Token(1), false, 1));
+    assert!(all[0].done.is_empty());
+    all.iter().for_each(|member| member.stream.work());
+    settle(&mut all);
+    assert!(event.is_ready().unwrap() && all[0].done == [Token(1)]);
+}
+
+#[test]
+fn tensors_without_elements_are_over_at_once() {
+    let mut all = formed(2, true);
+    let tensors = Tensors::of(&[0, 0], |_| 0.0);
+    all[0].all.submit(Token(1), in_place(&tensors)).unwrap();
+    all[0].all.submit(Token(2), in_place(&tensors)).unwrap();
+    settle(&mut all);
+    assert_eq!(all[0].done, [Token(1), Token(2)]);
+}
+
+#[test]
+fn where_one_member_cannot_take_part_nobody_does_and_all_say_who_and_why() {
+    for (broken, why) in [("offer", "no memory"), ("open", "another container")] {
+        let mut all = members(&[None, Some(broken), None], true, Duration::from_secs(20));
+        settle(&mut all);
+        for member in &mut all {
+            assert!(!member.all.is_forming() && member.all.pending() == 0);
+            assert!(!member.all.carries(&allreduce(&[])));
+            assert_eq!(member.all.remark().unwrap(), format!("member 1 cannot use CUDA IPC: {why}"));
+            assert_eq!(member.all.remark(), None);
+        }
+        // One has ended before the last has looked.
+        let mut all = members(&[None, Some(broken), None], true, Duration::from_secs(20));
+        for _ in 0..5 {
+            for member in &mut all[1..] {
+                member.step().unwrap();
+            }
+            if broken == "open" {
+                all[0].step().unwrap();
+            }
+        }
+        drop(all.remove(1));
+        settle(&mut all);
+        assert!(all.iter().all(|member| !member.all.is_forming()));
+    }
+}
+
+#[test]
+fn who_never_comes_is_waited_for_with_a_deadline() {
+    let mut all = members(&[None, Some("never")], true, Duration::from_millis(20));
+    settle(&mut all);
+    std::thread::sleep(Duration::from_millis(30));
+    let error = all[0].step().unwrap_err();
+    assert!(error.to_string().contains("forming it took longer than 20ms"), "{error}");
+    assert!(all[0].step().is_err(), "and stays so");
+    let error = all[1].step().unwrap_err();
+    assert!(error.to_string().contains("member 0 has ended"), "{error}");
+}
+
+#[test]
+fn a_member_that_gives_up_is_an_error_of_those_that_wait_for_it_and_nothing_is_touched_any_more() {
+    let mut all = formed(2, true);
+    let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
+    for (member, own) in all.iter_mut().zip(&tensors) {
+        member.all.submit(Token(1), in_place(own)).unwrap();
+    }
+    settle(&mut all[..1]);
+    all[1].all.abandon();
+    assert!(all[1].fate.closed.load(Ordering::Acquire));
+    let error = all[0].step().unwrap_err();
+    assert!(error.to_string().contains("device 0: member 1 has ended"), "{error}");
+    assert_eq!(error.fault(), farandole_world::Fault::Peer);
+    assert!(all[0].all.submit(Token(2), in_place(&tensors[0])).is_err());
+    assert_eq!(all[0].all.pending(), 0);
+    let fates: Vec<Arc<Fate>> = all.iter().map(|member| Arc::clone(&member.fate)).collect();
+    drop(all);
+    assert!(
+        fates.iter().all(|fate| !fate.left.load(Ordering::Acquire)),
+        "windows go back when all have closed them"
+    );
+}
+
+#[test]
+fn a_window_that_somebody_may_still_read_is_never_given_back() {
+    let mut all = formed(2, true);
+    let fate = Arc::clone(&all[0].fate);
+    drop(all.remove(0));
+    assert!(fate.closed.load(Ordering::Acquire) && fate.left.load(Ordering::Acquire));
+    // Work that does not end keeps even what was opened.
+    let mut all = formed(2, false);
+    let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
+    for (member, own) in all.iter_mut().zip(&tensors) {
+        member.all.submit(Token(1), in_place(own)).unwrap();
+    }
+    settle(&mut all);
+    all[0].all.abandon();
+    assert!(!all[0].fate.closed.load(Ordering::Acquire));
+    let fate = Arc::clone(&all[0].fate);
+    all[1].stream.work();
+    drop(all);
+    assert!(fate.left.load(Ordering::Acquire));
+}
+
+#[test]
+fn an_end_in_good_order_waits_for_nobody() {
+    let mut all = formed(2, true);
+    let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
+    for (member, own) in all.iter_mut().zip(&tensors) {
+        member.all.submit(Token(1), in_place(own)).unwrap();
+    }
+    settle(&mut all);
+    let fates: Vec<Arc<Fate>> = all.iter().map(|member| Arc::clone(&member.fate)).collect();
+    std::thread::scope(|scope| {
+        for member in all {
+            scope.spawn(move || drop(member));
+        }
+    });
+    assert!(fates.iter().all(|fate| !fate.left.load(Ordering::Acquire)));
+}
+
+#[test]
+fn what_no_kernel_reduces_is_not_carried() {
+    let all = formed(2, true);
+    let carried = |dtype, op, prescale| {
+        let segments = Vec::new();
+        all[0].all.carries(&Operation::Allreduce { dtype, op, prescale, postscale: 1.0, segments })
+    };
+    assert!(carried(DataType::F32, ReduceOp::Average, 0.5) && carried(DataType::I16, ReduceOp::Average, 1.0));
+    assert!(carried(DataType::Bool, ReduceOp::Max, 1.0) && !carried(DataType::Bool, ReduceOp::Average, 1.0));
+    assert!(!carried(DataType::Bool, ReduceOp::Sum, 0.5) && !carried(DataType::F32, ReduceOp::Adasum, 1.0));
+    assert!(!carried(DataType::C64, ReduceOp::Sum, 1.0));
+    assert!(!all[0].all.carries(&Operation::Barrier));
+    let mut member = members(&[None, None], true, Duration::from_secs(1)).remove(0);
+    assert!(member.all.submit(Token(1), Operation::Barrier).is_err());
+}
+
+#[test]
+fn a_card_of_a_region_is_read_as_it_was_written() {
+    let card = RegionCard { pid: 1, descriptor: 2, bytes: 3, nonce: [u64::MAX, 5] };
+    let written = write(&card);
+    assert_eq!((written.len(), read(&[&written[..], &[9]].concat())), (WRITTEN, Some(card)));
+    assert_eq!(read(&written[..WRITTEN - 1]), None);
+    assert_eq!(neighbourhood(), neighbourhood());
+}

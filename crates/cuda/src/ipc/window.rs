@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Memory of a device that several processes see.
+#![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
+
+use std::sync::Arc;
+
+use crate::driver::{Context, NOT_SUPPORTED};
+use crate::{Offer, Result};
+
+/// The driver maps a peer's memory of another device when it is first used; the only way there is.
+const LAZY: u32 = 1;
+
+/// This process's, which others may open. They must have closed it before it is dropped.
+pub(crate) struct Window {
+    context: Arc<Context>,
+    start: u64,
+}
+
+impl Window {
+    /// Memory with anything in it, and what opens it elsewhere.
+    ///
+    /// # Errors
+    /// `Driver` when there is none left, or the driver does not share it.
+    pub(crate) fn new(context: Arc<Context>, bytes: usize) -> Result<(Self, Offer)> {
+        let mut start = 0;
+        context.call("cuMemAlloc", |table| match table.window {
+            // SAFETY: the place lives across the call.
+            Some(take) => unsafe { take(&raw mut start, bytes) },
+            None => NOT_SUPPORTED,
+        })?;
+        let window = Self { context, start };
+        let mut offer = Offer([0; 64]);
+        window.context.call("cuIpcGetMemHandle", |table| match table.window_offer {
+            // SAFETY: the place lives across the call, and the memory is ours.
+            Some(tell) => unsafe { tell(&raw mut offer, start) },
+            None => NOT_SUPPORTED,
+        })?;
+        Ok((window, offer))
+    }
+
+    pub(crate) fn start(&self) -> u64 {
+        self.start
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        let start = self.start;
+        // There is nothing to do about a failure.
+        drop(self.context.call("cuMemFree", |table| match table.window_free {
+            // SAFETY: the memory is ours and is given back once.
+            Some(free) => unsafe { free(start) },
+            None => NOT_SUPPORTED,
+        }));
+    }
+}
+
+/// Another process's window. Nothing on the device uses it when it is dropped.
+pub(crate) struct View {
+    context: Arc<Context>,
+    start: u64,
+}
+
+impl View {
+    /// # Errors
+    /// `Driver` when it is this process's own, or this one may not see it.
+    pub(crate) fn open(context: Arc<Context>, offer: Offer) -> Result<Self> {
+        let mut start = 0;
+        context.call("cuIpcOpenMemHandle", |table| match table.window_open {
+            // SAFETY: the place lives across the call.
+            Some(open) => unsafe { open(&raw mut start, offer, LAZY) },
+            None => NOT_SUPPORTED,
+        })?;
+        Ok(Self { context, start })
+    }
+
+    pub(crate) fn start(&self) -> u64 {
+        self.start
+    }
+}
+
+impl Drop for View {
+    fn drop(&mut self) {
+        let start = self.start;
+        // There is nothing to do about a failure.
+        drop(self.context.call("cuIpcCloseMemHandle", |table| match table.window_close {
+            // SAFETY: opened once and closed once.
+            Some(close) => unsafe { close(start) },
+            None => NOT_SUPPORTED,
+        }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::tests::{break_one, driver, log};
+
+    fn context() -> Arc<Context> {
+        let context = Arc::new(driver().context(1).unwrap());
+        log();
+        context
+    }
+
+    #[test]
+    fn a_window_is_offered_opened_closed_and_given_back() {
+        let context = context();
+        let (window, offer) = Window::new(Arc::clone(&context), 100).unwrap();
+        assert_eq!((window.start(), offer), (0x5000, Offer([0x50; 64])));
+        let view = View::open(context, offer).unwrap();
+        assert_eq!(view.start(), 0x50_000);
+        drop(view);
+        drop(window);
+        let steps = ["window of 100 bytes", "window", "window_offer", "window_open", "window_close"];
+        assert_eq!(log()[..5], steps);
+    }
+
+    #[test]
+    fn memory_that_cannot_be_shown_is_given_back_and_the_function_named() {
+        let context = context();
+        break_one("window_offer");
+        let error = Window::new(Arc::clone(&context), 100).map(drop).unwrap_err();
+        assert!(error.to_string().starts_with("cuIpcGetMemHandle failed on device 1: "), "{error}");
+        assert_eq!(log().last().map(String::as_str), Some("window_free"));
+        break_one("window_open");
+        let error = View::open(context, Offer([1; 64])).map(drop).unwrap_err();
+        assert!(error.to_string().starts_with("cuIpcOpenMemHandle failed on device 1: "), "{error}");
+        assert!(!log().contains(&"window_close".to_owned()), "nothing was opened");
+    }
+}
