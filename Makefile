@@ -64,7 +64,8 @@ SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py 
 # back (a short session: 24 s of processor time with it, 14 without, one run each).
 test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
 test-spark: install .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
-	$(MAKE) -j2 --output-sync=line spark-slow spark-older
+	@echo "test-spark: two halves side by side, for about half an hour; the output of each comes when it has ended"
+	$(MAKE) -j2 --output-sync=target spark-slow spark-older
 
 spark-slow:
 	$(BIN)/python -m pytest tests/spark -m slow --durations=30
