@@ -6,7 +6,8 @@
 
 Operations take turns in the same processes. The training rows run one after the other, each in processes of its own,
 twice: `alone` and `whole` are one process, with one thread on a rank's share of the batch and with a thread for every
-rank on all of it; `fit` and `loop` are Farandole's, `groups` is `fit` with gradients in four groups, of which the first
+rank on all of it; `apart` is as many processes as ranks, each as `alone`, at the same time: no reduction at all, which
+nobody's can beat; `fit` and `loop` are Farandole's, `groups` is `fit` with gradients in four groups, of which the first
 travel while the backward pass computes the last; `mirrored` is tf.distribute's MultiWorkerMirroredStrategy with
 strategy.run, which Keras 3 refuses in `fit`. Writes bench/results/tensorflow.json.
 """
@@ -238,6 +239,7 @@ def worker(what: str, batch: int, steps: int, threads: int) -> None:
         mirror(rank, size)
     rows: dict[str, Callable[[], float]] = {
         "alone": lambda: fit(batch, steps, 1, distributed=False),
+        "apart": lambda: fit(batch, steps, 1, distributed=False),
         "whole": lambda: fit(batch, steps, threads, distributed=False),
         "fit": lambda: fit(batch, steps, 1, distributed=True),
         "groups": lambda: fit(batch, steps, 1, distributed=True, groups=4),
@@ -295,6 +297,7 @@ def main() -> None:
         for what, processes, rows_of_batch, threads in (
             ("alone", 1, batch, 1),
             ("whole", 1, batch * ranks, ranks),
+            ("apart", ranks, batch, 1),
             ("fit", ranks, batch, 1),
             ("groups", ranks, batch, 1),
             ("loop", ranks, batch, 1),
