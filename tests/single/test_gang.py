@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from farandole.spark import gang
+from farandole.spark import gang, meeting
 from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.gang import Agents, Output, conduct
 from farandole.spark.outcome import Ending, results
@@ -121,6 +121,94 @@ class Clock:
             return batch(timeout)
 
         script.events = events
+
+
+def well(*tasks: int) -> list[SimpleNamespace]:
+    return [event("exit", task=task, rank=task, exit_code=0) for task in tasks]
+
+
+def answer(task: int, value: str) -> SimpleNamespace:
+    return event("result", task=task, rank=task, data=pickle.dumps(("ok", value)))
+
+
+def test_a_task_that_is_started_again_before_its_loss_is_noticed_gives_the_new_gang_no_time_limit(monkeypatch):
+    script = Script(
+        STARTED,
+        # The verdict on the old generation comes behind the registration that it follows from.
+        [event("registered", task=1), event("aborted", text="task 1 was started again, as attempt 2")],
+        [event("registered", task=0), event("assigned")],
+        [],
+        well(0, 1),
+        endings=[],
+    )
+    Clock(monkeypatch).passes(script, 1, 7200, 5, 601, 1)
+    assert play(script, start_timeout=600.0) == []
+
+
+def test_a_worker_of_the_old_gang_that_ends_late_does_not_end_the_new_one(monkeypatch):
+    script = Script(
+        STARTED,
+        [event("lost", task=1, rank=1, text="gone"), event("aborted", task=1, rank=1, text="rank 1 was lost")],
+        [event("registered", task=1)],
+        [event("exit", task=0, rank=0, signal=9)],
+        [event("registered", task=0), event("assigned")],
+        [],
+        [],
+        well(0, 1),
+        endings=[],
+    )
+    Clock(monkeypatch).passes(script, 1, 7200, 1, 1, 4, 60, 60, 1)
+    assert play(script) == []
+
+
+def test_results_of_the_old_gang_are_none_of_the_new_one(monkeypatch):
+    script = Script(
+        STARTED,
+        [event("registered", task=1), event("aborted", text="task 1 was started again, as attempt 2")],
+        [answer(0, "old"), *well(0)],
+        [event("registered", task=0), event("assigned")],
+        [answer(1, "new"), *well(1)],
+        *([] for _ in range(30)),
+        [answer(0, "new"), *well(0)],
+        [],
+        endings=[Ending(0, "host-0", refused="the job is done"), Ending(1, "host-1", refused="the job is done")],
+    )
+    Clock(monkeypatch).passes(script, *([1] * 40))
+    assert results(play(script), 2) == ["new", "new"]
+
+
+def test_results_that_only_rows_would_bring_are_given_up_when_no_rows_come(monkeypatch):
+    script = Script(STARTED, well(0, 1), *([] for _ in range(100)), endings=[])
+    Clock(monkeypatch).passes(script, *([1] * 102))
+    with pytest.raises(FarandoleJobError, match=r"all workers ended well, and Spark has not .* for 60 s.*store="):
+        play(script, start_timeout=60.0)
+
+
+class Spilled:
+    """A store in which the host of a gang has written down what happens."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
+        self.away = False
+
+    def names(self, _folder: str) -> list[str]:
+        return sorted(self.files)
+
+    def read(self, name: str) -> bytes:
+        if self.away:
+            raise OSError("the store is away")
+        return json.dumps({"kind": self.files[name]}).encode()
+
+
+def test_what_is_written_down_is_read_once_the_store_is_back(monkeypatch):
+    monkeypatch.setattr(meeting, "_EVERY", 0.0)
+    spilled = Spilled()
+    tail = meeting.Tail(spilled)
+    spilled.files["events/1-1.jsonl"], spilled.away = "registered", True
+    assert list(tail.events()) == []
+    spilled.away = False
+    assert [event.kind for event in tail.events()] == ["registered"]
+    assert list(tail.events()) == []
 
 
 def test_a_job_older_than_its_start_timeout_is_given_that_time_again_when_an_executor_is_lost(monkeypatch):

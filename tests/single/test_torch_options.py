@@ -206,6 +206,28 @@ def test_the_learning_rate_follows_its_scheduler_on_fresh_and_resumed_runs(data)
     assert parts.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.001)
 
 
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize("kind", ["LinearLR", "LambdaLR", "OneCycleLR"])
+def test_a_scheduler_that_is_made_on_the_spot_goes_on_where_it_was_in_a_resumed_run(data, kind, interval):
+    def make(optimizer):
+        schedulers = torch.optim.lr_scheduler
+        if kind == "LinearLR":
+            return schedulers.LinearLR(optimizer, 0.25, total_iters=10)
+        if kind == "LambdaLR":
+            return schedulers.LambdaLR(optimizer, lambda step: 0.9**step)
+        return schedulers.OneCycleLR(optimizer, 0.05, total_steps=50)
+
+    def scheduled(**params):
+        torch.manual_seed(0)
+        return fit(data, linear(), lr_scheduler=make, lr_scheduler_interval=interval, **params)
+
+    whole = scheduled(epochs=4, run_id="whole")
+    scheduled(epochs=2, run_id="parts")
+    parts = scheduled(epochs=4, run_id="parts")
+    assert parts.getOptimizer().param_groups[0]["lr"] == pytest.approx(whole.getOptimizer().param_groups[0]["lr"])
+    assert torch.allclose(weights(parts), weights(whole), atol=1e-6)
+
+
 def test_a_scheduler_may_be_made_on_the_spot_and_step_with_every_batch(data):
     def make(optimizer):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)

@@ -8,6 +8,7 @@ closed and every agent it could reach has reported its worker's end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -144,7 +145,7 @@ class _Seen:
     verdict: Event | None = None
     give_up_at: float = float("inf")
     results: dict[int, bytes] = field(default_factory=dict)
-    whole_since: float | None = None
+    well_since: float | None = None
     tails: dict[int, list[str]] = field(default_factory=dict)
 
     @property
@@ -244,13 +245,8 @@ class _Gang:
             now = time.monotonic()
             if now > self.seen.give_up_at:
                 raise self.seen_failure()
-            if self.has_results():
-                self.seen.whole_since = self.seen.whole_since or now
-                if now - self.seen.whole_since > _ROWS_WITHIN:
-                    # Spark may never run a stage again whose executor was lost while another's task was ending well.
-                    self.agents.cancel()
-                    self.wait(_GRACE_AFTER_CANCEL, self.agents.done)
-                    break
+            if self.all_ended_well() and not self.waits_for_rows(now):
+                break
             if not self.seen.assigned:
                 if now >= look_at:
                     look_at = now + _LOOK_EVERY
@@ -270,6 +266,28 @@ class _Gang:
         self.pump(0.0)
         return self.endings()
 
+    def waits_for_rows(self, now: float) -> bool:
+        """Whether rows are still worth waiting for, now that all workers have ended well.
+
+        Spark may never run a stage again whose executor was lost while another's task was ending.
+
+        Raises:
+            FarandoleJobError: They did not come in time, and nobody else has the results.
+        """
+        since = self.seen.well_since = self.seen.well_since or now
+        if self.has_results():
+            if now - since <= _ROWS_WITHIN:
+                return True
+            self.output.say(f"Spark has returned no rows for {_ROWS_WITHIN:g} s after all workers ended well")
+            self.cancel()
+            return False
+        if now - since > self.start_timeout:
+            raise FarandoleJobError(
+                f"all workers ended well, and Spark has not returned their results for {self.start_timeout:g} s; with "
+                "store= they do not depend on it"
+            )
+        return True
+
     def endings(self) -> list[Ending]:
         """How every task ended: as the agents say, or as this generation published when Spark lost their rows."""
         told: list[Ending] = []
@@ -287,11 +305,13 @@ class _Gang:
             raise lost
         return told
 
+    def all_ended_well(self) -> bool:
+        ended = self.seen.ended
+        return len(ended) == self.size and all(event.exit_code == 0 for event in ended.values())
+
     def has_results(self) -> bool:
         """Whether all workers ended well, and what each has published is known."""
-        ended, results = self.seen.ended, self.seen.results
-        whole = len(ended) == self.size == len(results)
-        return whole and all(event.exit_code == 0 for event in ended.values())
+        return self.all_ended_well() and len(self.seen.results) == self.size
 
     def ending(self, event: Event) -> Ending:
         """What the registrar alone knows of a worker's end; results up to 16 MiB pass through it, too."""
@@ -333,7 +353,8 @@ class _Gang:
             case "aborted":
                 self.aborted(event)
             case "result":
-                self.seen.results[event.task or 0] = event.data or b""
+                if self.seen.assigned:
+                    self.seen.results[event.task or 0] = event.data or b""
 
     def metric(self, event: Event) -> None:
         if event.text == PROGRESS and self.on_progress is not None and event.data is not None:
@@ -348,19 +369,24 @@ class _Gang:
         self.seen.registered.add(task)
 
     def assigned(self, event: Event) -> None:
-        self.seen.assigned = True
+        # What came since the tasks began to register was about the generation before, its verdict too.
+        self.seen = _Seen(time.monotonic(), set(range(self.size)), assigned=True)
         self.seen.seats = list(getattr(event, "seats", None) or self.registrar.assignment() or [])
         for seat in self.seen.seats:
             self.output.say(f"rank {seat['rank']} is task {seat['task']} on {seat['host']}", level=2)
 
     def exited(self, event: Event) -> None:
+        if not self.seen.assigned:
+            return  # a late one of the generation before
         if event.task is not None:
             self.seen.ended[event.task] = event
         if self.seen.verdict is not None:
             return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):
             # It may be a survivor that lost its peer: the verdict knows better, if one comes.
-            self.seen.failed, self.seen.give_up_at = event, time.monotonic() + _GRACE_AFTER_EXIT
+            # Where the gang meets among itself, none comes from a lost host, and Spark starts them all again.
+            grace = self.start_timeout if self.agents.meets_elsewhere() else _GRACE_AFTER_EXIT
+            self.seen.failed, self.seen.give_up_at = event, time.monotonic() + grace
 
     def lost(self, event: Event) -> None:
         who = "" if event.rank is None else f" (rank {event.rank} on {self.host(event.task)})"
@@ -412,9 +438,14 @@ class _Gang:
         self.registrar.abort(reason)
         self.wait(_GRACE_AFTER_ABORT, self.workers_ended)
         self.wait(_GRACE_FOR_ROWS if self.seen.registered else 0.0, self.agents.done)
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Ends what runs the agents, as far as it can be reached."""
         deadline = time.monotonic() + _GRACE_AFTER_CANCEL
         while not self.agents.done() and time.monotonic() < deadline:
-            self.agents.cancel()
+            with contextlib.suppress(Exception):  # a session that is gone has no jobs
+                self.agents.cancel()
             self.wait(0.5, self.agents.done)
 
     def workers_ended(self) -> bool:

@@ -66,6 +66,8 @@ class Host:
         self._registrar.close()
 
     def _keep(self) -> None:
+        # Spark may start the gang again, with another host: what that one writes down is new, and comes later.
+        self._name = f"{time.time_ns():020d}"
         number, waiting, written = 0, [], time.monotonic()
         while len(self._ended) < self._meeting.size and time.monotonic() < self._over_at:
             waiting += [self._line(event) for event in self._registrar.events(_EVERY)]
@@ -91,7 +93,7 @@ class Host:
         if lines and self._meeting.spill is not None:
             # A store that is away for a moment costs a piece of the story, not the job.
             with contextlib.suppress(OSError):
-                self._meeting.spill.write(f"events/{number:08d}.jsonl", "\n".join(lines).encode())
+                self._meeting.spill.write(f"events/{self._name}-{number:08d}.jsonl", "\n".join(lines).encode())
         return time.monotonic()
 
 
@@ -114,8 +116,12 @@ class Tail:
             return
         for name in names:
             if name not in self._seen:
+                try:
+                    told = self._spill.read(name).decode()
+                except OSError:
+                    return  # the store is away for a moment
                 self._seen.add(name)
-                for line in self._spill.read(name).decode().splitlines():
+                for line in told.splitlines():
                     yield _event(json.loads(line))
 
 

@@ -144,7 +144,7 @@ def failure(ending: Ending) -> tuple[FarandoleJobError, BaseException | None]:
     who = f"task {ending.task} on {ending.host}" if ending.rank is None else f"rank {ending.rank} on {ending.host}"
     remote: tuple[str, str, str, bytes | None] | None = None
     if ending.result is not None and ending.exit_code != 0:
-        tag, *told = pickle.loads(ending.result)  # noqa: S301 - bytes of this job's own worker, out of Spark's rows
+        tag, *told = pickle.loads(ending.result)  # noqa: S301 - bytes of this job's own worker, from Spark or its own link
         remote = tuple(told) if tag == "error" else None  # pyright: ignore[reportAssignmentType]
     if ending.refused is not None:
         reason = f"{who} could not start its worker: {ending.refused}"

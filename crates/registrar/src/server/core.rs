@@ -180,9 +180,10 @@ impl Core {
         self.apply(decisions);
     }
 
-    /// Takes in what a worker returned.
+    /// Takes in what a worker of the present generation returned.
     pub(super) fn returned(&self, task: TaskId, generation: Generation, data: Vec<u8>) {
-        if self.told.lock().enter(generation).results.insert(task) {
+        let membership = self.membership.lock();
+        if membership.generation() == generation && self.told.lock().enter(generation).results.insert(task) {
             let rank = self.board.borrow().rank(task).unwrap_or_default();
             self.events.push(Event::Result { task, rank, data });
         }
@@ -366,5 +367,16 @@ mod tests {
         core.events(Instant::now());
         fill();
         assert!(waited() >= PATIENCE);
+    }
+
+    #[test]
+    fn what_a_worker_of_another_generation_returns_is_no_result() {
+        let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+        let core = Core::new(JobId("job".to_owned()), &Options::from_config(2, &config));
+        for (task, generation) in [(0, 0), (1, 3), (0, 0), (1, 0)] {
+            core.returned(TaskId(task), Generation(generation), vec![0]);
+        }
+        let told = core.events(Instant::now());
+        assert_eq!(told.records.len(), 2, "one of each task");
     }
 }

@@ -40,6 +40,9 @@ class Stepper:
         self._dtype = PRECISIONS[loop.precision]
         # bfloat16 has the exponents of float32 and needs no scaling.
         self._scaler = torch.amp.GradScaler(device.type) if loop.precision == "fp16" else None
+        self._groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
         self.scheduler: Any = None
         if scheduler is not None:
             with self._unscaled():
@@ -113,6 +116,9 @@ class Stepper:
         """
         if self.scheduler is not None and "scheduler" in state:
             self.scheduler.load_state_dict(state["scheduler"])
+            # One that was made on the spot has set its first rate, where the checkpoint's optimizer had a later one.
+            for group, kept in zip(self.optimizer.param_groups, self._groups, strict=True):
+                group.update(kept)
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
 
