@@ -21,6 +21,12 @@ def commit() -> str:
     return (name.stdout.strip() or "unknown") + ("-dirty" if dirty.stdout.strip() else "")
 
 
+def processor() -> str:
+    """Its name, as the kernel has it: two kinds of machine differ in every ratio that memory decides."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
 def save(name: str, results: dict[str, Any], **extra: Any) -> None:
     """Writes one file.
 
@@ -29,6 +35,11 @@ def save(name: str, results: dict[str, Any], **extra: Any) -> None:
         results: What was measured.
         **extra: More about the run, e.g. when it began.
     """
-    machine = {"cores": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+    machine = {
+        "cores": os.cpu_count(),
+        "processor": processor(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+    }
     told = {"commit": commit(), "machine": machine, **extra, **results}
     (RESULTS / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n")

@@ -128,7 +128,7 @@ class _Trial:
         limit = 20 + 2 * self.peer_timeout
         told = self.job.until({"failed", "unharmed"}, others, limit)
         if self.fault.inside:
-            began = self.job.until({"began"}, [victim], 5)[victim]["at"]
+            began = self.job.began()
         missing = [rank for rank in others if told.get(rank, {}).get("what") != "failed"]
         if self.fault.name == "stop":
             time.sleep(max(0.0, began + stopped_for - time.monotonic()))

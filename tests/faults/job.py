@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from tests.faults.sabotage import listening
-from tests.faults.worker import DOOR
+from tests.faults.worker import BEGAN, DOOR
 
 from farandole._native.launcher import run_agent
 from farandole._native.registrar import Registrar
@@ -126,6 +126,10 @@ class Job:
                 return told
             for key, _ in self._selector.select(left):
                 self._hear(key.data)
+
+    def began(self) -> float:
+        """When the victim did what it was to do to itself."""
+        return float((self.folder / BEGAN).read_text())
 
     def _hear(self, rank: int) -> None:
         try:

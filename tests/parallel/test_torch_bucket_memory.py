@@ -89,7 +89,8 @@ def both_ways():
     for one, other, third, fourth in zip(plain, viewed, past, shared, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, third)
-        assert torch.allclose(one, fourth), "threads of torch may sum in another order"
+        # On some processors two threads of torch sum in another order; a step moves these numbers a thousand times further.
+        assert torch.allclose(one, fourth, rtol=0, atol=1e-6), (one - fourth).abs().max()
     del viewed, past, shared
     gc.collect()
     assert regions("fd") == before

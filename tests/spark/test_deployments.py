@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.spark.deployments import MAJOR, PATIENCE, connect_server, drive, driver, standalone
+from tests.spark.deployments import KILLS, MAJOR, PATIENCE, connect_server, drive, driver, standalone
 
 pytestmark = pytest.mark.timeout(280 * PATIENCE)
 
@@ -199,6 +199,50 @@ spark.stop()
     assert "all well" in done.stdout
     assert "fitted" in done.stdout
     assert "3 task slots at once, Spark has 2" in done.stdout
+
+
+@pytest.mark.newest
+@pytest.mark.slow
+def test_a_spare_slot_takes_over_for_a_lost_executor_within_a_time_to_start_that_the_job_has_outlived(tmp_path):
+    body = """
+def trains(folder):
+    import os, pathlib, time
+    from farandole.runner.warm import executor
+    mine, deadline = executor(), time.monotonic() + 60
+    pathlib.Path(folder, f"rank-{mine}").touch()
+    # The one whose executor is lost never returns: it could be faster than its end.
+    while not (lost := list(pathlib.Path(folder).glob("lost-*"))) or lost[0].name == f"lost-{mine}":
+        assert time.monotonic() < deadline, "no executor was lost"
+        time.sleep(0.05)
+    return mine
+
+def ranks(folder):
+    return {int(entry.name.partition("-")[2]) for entry in folder.glob("rank-*")}
+
+def lose(folder, seconds):
+    deadline = time.monotonic() + 60
+    while len(ranks(folder)) < 2:
+        assert time.monotonic() < deadline, "no two ranks"
+        time.sleep(0.05)
+    time.sleep(seconds)  # the job grows older than it may take to start
+    victim = min(ranks(folder))
+    (folder / f"lost-{victim}").touch()
+    os.kill(victim, signal.SIGKILL)
+
+spark = session("local-cluster[3,1,1024]", executor_cores="1")
+until_executors(3, 60)
+farandole.spark.run(work, args=(1,), num_proc=3)
+folder, limit = pathlib.Path("ranks").absolute(), 8
+folder.mkdir()
+saboteur = threading.Thread(target=lose, args=(folder, limit + 2), daemon=True)
+saboteur.start()
+owners = farandole.spark.run(trains, args=(str(folder),), num_proc=2, start_timeout=limit)
+saboteur.join()
+print("on the dead", set(owners) - set(executors()), "on", len(set(owners)))
+spark.stop()
+"""
+    done = drive(KILLS + PROGRAM + body, tmp_path, 150)
+    assert "on the dead set() on 2" in done.stdout, done.stdout + done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
