@@ -260,6 +260,21 @@ def training(page: Page, device: str) -> None:
     _, pair = launch(2, "alike", device)
     worst = max((note["difference"] for note in pair), default=float("inf"))
     page.check(worst < 1e-4, "2 ranks are 1 rank with the double batch", f"largest difference {worst:.1e}")
+    registered(page, device)
+
+
+def registered(page: Page, device: str) -> None:
+    """Gradients as views of memory that NCCL registers, next to torch's own memory."""
+    name = "gradients in memory that NCCL registers"
+    _, plain = launch(1, "views", device)
+    _, given = launch(1, "views", device, more={"FARANDOLE_NCCL_MEMORY": "1"})
+    if not plain or not given:
+        page.check(False, name, "the rank ended without a result")
+        return
+    same = max(abs(one / other - 1) for one in plain[0]["learnt"] for other in given[0]["learnt"])
+    wanted = 2 if device == "cuda" else 0
+    detail = f"{given[0]['ms']:.1f} ms, torch's {plain[0]['ms']:.1f} ms; parameters differ by {same:.1e}"
+    page.check(given[0]["given"] == wanted and plain[0]["given"] == 0 and same < 1e-6, name, detail)
 
 
 def estimator(page: Page, device: str) -> None:

@@ -191,6 +191,39 @@ def train(device: str, folder: Path) -> dict[str, Any]:
     return times
 
 
+def views(device: str, folder: Path) -> dict[str, Any]:
+    """Milliseconds of a step whose gradients are views of buckets, how many of them NCCL gave, and what was learnt.
+
+    The memory of half of it is given back and taken anew on the way, while the device is at work.
+    """
+    del folder
+    from farandole._native import engine as native  # noqa: PLC0415
+
+    torch.backends.cudnn.deterministic = True
+    hvd.init()
+    width, count = (64, 32) if device == "cuda" else (8, 2)
+    torch.manual_seed(5)
+    batch = torch.randn(count, 3, 64, 64, device=device)
+    times: list[float] = []
+    learnt: list[float] = []
+    given = 0
+    for _ in range(2):
+        network = model(device, width)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(network.parameters(), lr=0.01),
+            named_parameters=network.named_parameters(),
+            gradient_as_bucket_view=True,
+        )
+        given += device == "cuda" and native.device_memory(0, 1024) is not None
+        step = step_of(network, optimizer, batch)
+        times.append(median(step, device, 10 if device == "cuda" else 3))
+        step()
+        learnt.append(float(sum(parameter.detach().double().abs().sum() for parameter in network.parameters())))
+        del network, optimizer, step
+    hvd.shutdown()
+    return {"ms": min(times), "given": given, "learnt": learnt}
+
+
 def alike(device: str, folder: Path) -> dict[str, Any]:
     """The largest difference of parameters between two ranks' training and one rank's with all batches."""
     del folder
@@ -236,6 +269,7 @@ ROLES: dict[str, Callable[[str, Path], dict[str, Any] | None]] = {
     "engine": engine,
     "gloo": gloo,
     "train": train,
+    "views": views,
     "alike": alike,
     "die": die,
 }

@@ -8,8 +8,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use farandole::collectives::{Event, Place, Stream};
+use farandole::cuda::NcclMemory;
 use farandole::session::{self, Session};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::error::raise;
 use crate::tensor::Gathered;
@@ -66,6 +68,33 @@ pub(crate) fn open_device(py: Python<'_>, ordinal: u32, packages: Vec<PathBuf>) 
     }
     py.detach(|| session.gpu(ordinal, &packages)).map_err(|error| raise(error.fault(), &error))?;
     Ok(true)
+}
+
+/// Memory of a GPU that communicators of NCCL register.
+#[pyclass(frozen, module = "farandole._native.engine")]
+pub(crate) struct DeviceMemory(NcclMemory);
+
+#[pymethods]
+impl DeviceMemory {
+    /// The memory as bytes, by the CUDA array interface, version 2: whoever uses it keeps this object.
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let described = PyDict::new(py);
+        described.set_item("version", 2)?;
+        described.set_item("shape", (self.0.len(),))?;
+        described.set_item("typestr", "|u1")?;
+        described.set_item("data", (self.0.address(), false))?;
+        Ok(described)
+    }
+}
+
+/// Memory of a GPU that communicators of NCCL register; `None` when none is asked for, or this version gives none.
+#[pyfunction]
+#[pyo3(signature = (ordinal, bytes, /))]
+pub(crate) fn device_memory(py: Python<'_>, ordinal: u32, bytes: usize) -> PyResult<Option<DeviceMemory>> {
+    let session = session()?;
+    let memory = py.detach(|| session.device_memory(ordinal, bytes));
+    memory.map(|memory| memory.map(DeviceMemory)).map_err(|error| raise(error.fault(), &error))
 }
 
 /// A result that a GPU is still at work on.

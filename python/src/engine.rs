@@ -14,7 +14,7 @@ use farandole::world::{self, ProcessSetId, Rank};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::device::{Given, Reached, Spot, Spots, open_device};
+use crate::device::{DeviceMemory, Given, Reached, Spot, Spots, device_memory, open_device};
 use crate::error::raise;
 use crate::runtime;
 use crate::tensor::{Gathered, Mapped, buffer, dtype, reduce_op};
@@ -25,6 +25,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Gathered>()?;
     module.add_class::<Mapped>()?;
     module.add_class::<Reached>()?;
+    module.add_class::<DeviceMemory>()?;
     module.add_function(wrap_pyfunction!(open_device, module)?)?;
     module.add_function(wrap_pyfunction!(init, module)?)?;
     module.add_function(wrap_pyfunction!(shutdown, module)?)?;
@@ -44,6 +45,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(add_process_set, module)?)?;
     module.add_function(wrap_pyfunction!(remove_process_set, module)?)?;
     module.add_function(wrap_pyfunction!(mapped, module)?)?;
+    module.add_function(wrap_pyfunction!(device_memory, module)?)?;
     module.add_function(wrap_pyfunction!(is_pending, module)?)?;
     module.add_function(wrap_pyfunction!(poll, module)?)?;
     module.add_function(wrap_pyfunction!(wait, module)?)

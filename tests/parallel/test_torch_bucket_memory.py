@@ -89,7 +89,7 @@ def both_ways():
     for one, other, third, fourth in zip(plain, viewed, past, shared, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, third)
-        # On some processors two threads of torch sum in another order; a step moves these numbers a thousand times further.
+        # On some processors two threads of torch sum in another order; a step moves these numbers much further.
         assert torch.allclose(one, fourth, rtol=0, atol=1e-6), (one - fourth).abs().max()
     del viewed, past, shared
     gc.collect()

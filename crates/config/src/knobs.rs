@@ -217,6 +217,8 @@ knobs! {
     autotune_noise: String = "0.8", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", Some("--autotune-gaussian-process-noise"), true;
     /// What becomes of torch's tensors on GPUs: `auto`, NCCL reduces them where every rank has a GPU of its own, ranks that share one GPU allreduce there by CUDA IPC, and the ranks in host memory elsewhere; `staged`, always in host memory; `copied`, in host memory, to which torch itself copies them.
     gpu_tensors: String = "auto", "GPU_TENSORS", None, true;
+    /// With `gradient_as_bucket_view`, gradients on GPUs lie in memory that NCCL gives (`ncclMemAlloc`) and its communicators register, which spares it copies where the GPUs' links allow that; the same on all ranks.
+    nccl_memory: bool = "0", "NCCL_MEMORY", None, true;
     /// Folders with CUDA's libraries, separated by colons, to be looked into before torch's own wheels and the system's.
     cuda_libraries: String = "", "CUDA_LIBRARIES", None, true;
     /// TensorFlow: collectives inside functions that XLA compiles for the CPU are calls of XLA's. Off: such functions are split around them, as where XLA cannot call.

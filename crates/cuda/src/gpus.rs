@@ -16,7 +16,9 @@ use farandole_world::Rank;
 use parking_lot::Mutex;
 
 use crate::ipc::{self, GpuSite, IpcCommunicator, Mailbox};
-use crate::{Cache, Driver, Error, Gpu, Kind, MEMBERS, Nccl, NcclCommunicator, Places, Result, UniqueId};
+use crate::{
+    Cache, Driver, Error, Gpu, Kind, MEMBERS, Nccl, NcclCommunicator, NcclMemory, Places, Result, UniqueId,
+};
 
 /// The GPUs of a process.
 #[derive(Default)]
@@ -29,6 +31,8 @@ pub struct Gpus {
     kernels: Option<Cache>,
     /// Mailboxes that were named, for communicators to be formed.
     mailboxes: Mutex<Vec<Region>>,
+    /// Memory is asked of NCCL, and registered.
+    registers: bool,
 }
 
 impl Gpus {
@@ -49,6 +53,25 @@ impl Gpus {
     #[must_use]
     pub fn with_ipc(self, kernels: Cache) -> Self {
         Self { kernels: Some(kernels), ..self }
+    }
+
+    /// Communicators of NCCL register the memory that [`Gpus::memory`] gives, where all members do.
+    #[must_use]
+    pub fn with_registration(self) -> Self {
+        Self { registers: true, ..self }
+    }
+
+    /// Memory of a GPU that communicators register; nothing where none is to be, or this version of NCCL has none.
+    ///
+    /// # Errors
+    /// `Nccl` when there is none left; as [`Gpus::open`].
+    pub fn memory(&self, ordinal: u32, bytes: usize) -> Result<Option<NcclMemory>> {
+        let Some(nccl) = self.registering() else { return Ok(None) };
+        nccl.memory(self.open(ordinal, &[])?.lane()?, bytes).map(Some)
+    }
+
+    fn registering(&self) -> Option<Nccl> {
+        self.registers.then(|| self.nccl().ok()).flatten().filter(Nccl::registers)
     }
 
     /// The GPU of this number among those that the process sees. Wheels of libraries are also looked for in `packages`.
@@ -82,7 +105,9 @@ impl Gpus {
         let version = self.nccl().map(|nccl| nccl.code()).unwrap_or_default();
         let shares = self.kernels.is_some() && gpu.driver().has_windows();
         let neighbours = if shares { ipc::neighbourhood() } else { 0 };
-        Ok(Card { uuid, version, rooms: gpu.driver().has_pools(ordinal), neighbours })
+        let rooms = if gpu.driver().has_pools(ordinal) { ROOMS } else { 0 };
+        let registers = if self.registering().is_some() { REGISTERS } else { 0 };
+        Ok(Card { uuid, version, abilities: rooms | registers, neighbours })
     }
 
     /// As [`Fabric::form`], where all members have the same GPU.
@@ -171,9 +196,10 @@ impl Fabric for Gpus {
             self.mailboxes.lock().push(region);
             return Ok(name);
         }
-        let rooms = cards.iter().all(|card| Card::read(card).is_some_and(|card| card.rooms));
+        let abilities = |card: &Option<Card>| card.as_ref().map_or(0, |card| card.abilities);
+        let common = read.iter().map(abilities).fold(ROOMS | REGISTERS, |all, own| all & own);
         let id = self.nccl().and_then(|nccl| nccl.unique_id());
-        id.map(|id| [&[u8::from(rooms)], &id.0[..]].concat()).map_err(|error| detour(&error.to_string()))
+        id.map(|id| [&[common], &id.0[..]].concat()).map_err(|error| detour(&error.to_string()))
     }
 
     fn form(
@@ -183,17 +209,18 @@ impl Fabric for Gpus {
         place: (usize, usize),
         patience: Duration,
     ) -> Result<Box<dyn Communicator>, CollectiveError> {
-        let named = name.split_first().and_then(|(rooms, rest)| Some((*rooms, rest.first_chunk::<128>()?)));
-        let Some((rooms, id)) = named else {
+        let named = name.split_first().and_then(|(common, rest)| Some((*common, rest.first_chunk::<128>()?)));
+        let Some((common, id)) = named else {
             return Err(CollectiveError::Lost { reason: "a communicator has no name".to_owned() });
         };
         let gpu = self.open(device, &[])?;
-        if rooms == IPC {
+        if common == IPC {
             return self.form_by_ipc(&gpu, id, place, patience);
         }
         let (nccl, lane) = (self.nccl()?, gpu.lane()?);
         let formed = NcclCommunicator::form(nccl, lane, UniqueId(*id), place, patience)?;
-        Ok(Box::new(if rooms == 1 { formed.with_rooms() } else { formed }))
+        let formed = if common & ROOMS == 0 { formed } else { formed.with_rooms() };
+        Ok(Box::new(if common & REGISTERS == 0 { formed } else { formed.with_registration() }))
     }
 }
 
@@ -216,17 +243,22 @@ struct Card {
     uuid: [u8; 16],
     /// Of NCCL; 0 where there is none.
     version: i32,
-    /// Whether its memory is taken and given back in the order of streams.
-    rooms: bool,
+    /// What counts where all have it: [`ROOMS`], [`REGISTERS`].
+    abilities: u8,
     /// Equal for processes that can use each other's windows; 0 where it can use nobody's.
     neighbours: u64,
 }
 
-/// A mark of there being a card, the GPU, the version, whether it has rooms, and its neighbours.
+/// Memory is taken and given back in the order of streams.
+const ROOMS: u8 = 1;
+/// Memory that NCCL has given is registered.
+const REGISTERS: u8 = 2;
+/// What the name of a communicator by CUDA IPC begins with: one of NCCL says there what all members are able to.
+const IPC: u8 = 0x80;
+
+/// A mark of there being a card, the GPU, the version, what it is able to, and its neighbours.
 const WRITTEN: usize = 1 + 16 + 4 + 1 + 8;
-/// What the name of a communicator by CUDA IPC begins with: one of NCCL says 0 or 1 there.
-const IPC: u8 = 2;
-/// Whether all have rooms, and NCCL's name.
+/// What all are able to, and NCCL's name.
 const NAME: usize = 1 + size_of::<UniqueId>();
 const _: () = assert!(WRITTEN <= CARD && NAME < CARD, "a card has room for it");
 const _: () = assert!(ipc::WRITTEN < NAME, "names are read up to the length of the longest");
@@ -234,17 +266,17 @@ const _: () = assert!(ipc::WRITTEN < NAME, "names are read up to the length of t
 impl Card {
     fn write(&self) -> Vec<u8> {
         let (version, neighbours) = (self.version.to_le_bytes(), self.neighbours.to_le_bytes());
-        [&[1][..], &self.uuid, &version, &[u8::from(self.rooms)], &neighbours].concat()
+        [&[1][..], &self.uuid, &version, &[self.abilities], &neighbours].concat()
     }
 
     fn read(bytes: &[u8]) -> Option<Self> {
         let (mark, rest) = bytes.split_first()?;
         let (uuid, rest) = rest.split_first_chunk::<16>()?;
         let (version, rest) = rest.split_first_chunk::<4>()?;
-        let (rooms, rest) = rest.split_first()?;
+        let (abilities, rest) = rest.split_first()?;
         let neighbours = u64::from_le_bytes(*rest.first_chunk()?);
         let version = i32::from_le_bytes(*version);
-        let card = Self { uuid: *uuid, version, rooms: *rooms == 1, neighbours };
+        let card = Self { uuid: *uuid, version, abilities: *abilities, neighbours };
         (*mark == 1).then_some(card)
     }
 }
@@ -295,7 +327,7 @@ mod tests {
     #[test]
     fn gathers_go_by_nccl_where_all_members_have_rooms_for_what_comes() {
         let gpus = gpus(nccl());
-        let (roomy, small) = (gpus.card(0), Card { rooms: false, ..Card::read(&gpus.card(1)).unwrap() });
+        let (roomy, small) = (gpus.card(0), Card { abilities: 0, ..Card::read(&gpus.card(1)).unwrap() });
         let gathers = |other: Vec<u8>| {
             let name = gpus.name(&[&roomy, &other]).unwrap();
             let formed = gpus.form(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
@@ -303,6 +335,17 @@ mod tests {
         };
         assert!(gathers(gpus.card(1)));
         assert!(!gathers(small.write()));
+    }
+
+    #[test]
+    fn memory_is_registered_where_all_members_register_theirs() {
+        let (gpus, unwilling) = (gpus(nccl()).with_registration(), super::tests::gpus(nccl()));
+        assert!(unwilling.memory(1, 64).unwrap().is_none(), "nobody has asked for it");
+        let memory = gpus.memory(1, 64).unwrap().unwrap();
+        assert_eq!(calls(), [format!("memory of 64 at {:#x}", memory.address())]);
+        let common = |other: Vec<u8>| gpus.name(&[&gpus.card(0), &other]).unwrap()[0];
+        assert_eq!(common(gpus.card(1)), ROOMS | REGISTERS);
+        assert_eq!(common(unwilling.card(1)), ROOMS);
     }
 
     #[test]

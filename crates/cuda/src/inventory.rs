@@ -47,8 +47,7 @@ pub fn inventory(places: &Places) -> Vec<Finding> {
     });
     all.push(finding(Kind::Nvrtc.name(), compiler));
     let nccl = Nccl::load(places).map(|nccl| {
-        let extras = nccl.extras();
-        let with = if extras.is_empty() { String::new() } else { format!(" with {}", extras.join(" and ")) };
+        let with = if nccl.registers() { " with registration" } else { "" };
         format!("{}{with}, {}", nccl.version(), nccl.path())
     });
     all.push(finding(Kind::Nccl.name(), nccl));

@@ -28,6 +28,7 @@
 mod cache;
 mod device;
 mod driver;
+mod ending;
 mod error;
 mod find;
 mod gpus;
@@ -52,6 +53,6 @@ pub use kernels::{
     Batch, Inputs, Kernels, MEMBERS, SOURCE, TENSORS, TILE, blocks_for, move_name, plan, reduce_name,
 };
 pub use library::Library;
-pub use nccl::{Lane, Nccl, NcclCommunicator, Table as NcclTable, UniqueId, carries};
+pub use nccl::{Lane, Nccl, NcclCommunicator, NcclMemory, Table as NcclTable, UniqueId, carries};
 pub use nvrtc::{Nvrtc, Table as NvrtcTable};
 pub use staging::{Locks, Pool};

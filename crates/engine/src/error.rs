@@ -245,8 +245,8 @@ pub enum Cause {
         /// Ranks that did not come, as far as this rank knows; `None` when all came and the transfer was slow.
         missing: Option<Vec<Rank>>,
     },
-    /// A bug: the thread that drives while nobody waits has panicked, and said where on stderr.
-    #[error("the engine's own thread panicked")]
+    /// A bug: whoever drove has panicked, and said where on stderr.
+    #[error("the engine panicked, and said where on stderr: this is a bug")]
     Panicked,
     /// A peer sent what it may not.
     #[error("bad control message from rank {rank}: {reason}")]

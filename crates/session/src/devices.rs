@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use farandole_config::{Config, environment};
-use farandole_cuda::{Cache, Gpu, Gpus, Places};
+use farandole_cuda::{Cache, Gpu, Gpus, NcclMemory, Places};
 
 use crate::{Result, Session};
 
@@ -50,6 +50,7 @@ pub(crate) fn gpus(config: &Config) -> Result<Gpus, farandole_config::Error> {
     if GpuTensors::of(config)? != GpuTensors::Auto {
         return Ok(gpus.without_nccl());
     }
+    let gpus = if config.nccl_memory { gpus.with_registration() } else { gpus };
     // Without a home, nobody's kernels are taken for ours.
     Ok(match kernels(environment) {
         Some(folder) => gpus.with_ipc(Cache::new(folder)),
@@ -83,6 +84,15 @@ impl Session {
             self.engine().add_device(Arc::clone(&gpu) as _);
         }
         Ok(gpu)
+    }
+
+    /// Memory of a GPU that communicators of NCCL register; nothing where none is to be, or there is none.
+    ///
+    /// # Errors
+    /// `Forked`; `Cuda` when there is none left.
+    pub fn device_memory(&self, ordinal: u32, bytes: usize) -> Result<Option<NcclMemory>> {
+        self.check_process()?;
+        Ok(self.gpus.memory(ordinal, bytes)?)
     }
 }
 

@@ -70,6 +70,13 @@ class Mapped:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
+class DeviceMemory:
+    """Memory of a GPU that NCCL has given and its communicators register, as bytes by the CUDA array interface."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]: ...
+
+@final
 class Reached:
     """A result that a GPU is still at work on."""
 
@@ -179,6 +186,9 @@ def remove_process_set(id: int, /) -> bool: ...  # noqa: A002 - positional only
 def mapped(bytes: int, /) -> Mapped: ...  # noqa: A002 - positional only
 def open_device(ordinal: int, packages: Sequence[str], /) -> bool:
     """Takes up a GPU, so that operations may name its memory; false when the configuration says not to."""
+
+def device_memory(ordinal: int, bytes: int, /) -> DeviceMemory | None:  # noqa: A002 - positional only
+    """Memory that communicators of NCCL register; `None` when none is asked for, or NCCL gives none."""
 
 def is_pending(handle: int, /) -> bool: ...
 def poll(handle: int, /) -> bool: ...

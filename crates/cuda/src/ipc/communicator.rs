@@ -21,14 +21,10 @@ use farandole_collectives::{
 use super::mailbox::{Mailbox, Outcome, Phase};
 use super::pieces::{Span, pieces};
 use super::site::{How, SLOTS, Site};
+use crate::ending::{drain, wait_for};
 
 /// An operation that was not started, and what it comes after.
 type Queued = (Token, Operation, Vec<Arc<dyn Event>>);
-
-/// Between two looks at what comes to its end.
-const LOOK: Duration = Duration::from_micros(50);
-/// The longest that work is waited for which was put on the stream, and peers that end at the same time.
-const ENDING: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -358,18 +354,6 @@ fn first_ready(events: &VecDeque<Arc<dyn Event>>) -> Result<usize> {
     ready(events.iter())
 }
 
-/// Looks now and then, but not for long; whether it came true.
-fn wait_for(mut come: impl FnMut() -> bool) -> bool {
-    let began = Instant::now();
-    while !come() {
-        if began.elapsed() > ENDING {
-            return false;
-        }
-        std::thread::sleep(LOOK);
-    }
-    true
-}
-
 impl<S: Site> Communicator for IpcCommunicator<S> {
     fn size(&self) -> usize {
         self.mailbox.size()
@@ -427,14 +411,7 @@ impl<S: Site> Communicator for IpcCommunicator<S> {
     }
 
     fn drain(&mut self, limit: Duration) {
-        let (began, mut over) = (Instant::now(), Vec::new());
-        while self.pending() > 0 && began.elapsed() < limit {
-            match self.progress(&mut over) {
-                Ok(true) => {}
-                Ok(false) => std::thread::sleep(LOOK),
-                Err(_) => return,
-            }
-        }
+        drain(self, limit);
     }
 
     fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool> {

@@ -21,6 +21,7 @@ use farandole_collectives::{Event, Operation, Result, Stream as Theirs, Token};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::calls::Calls;
+use super::memory::Registry;
 use super::{Comm, IN_PROGRESS, Lane, Nccl, SUCCESS, Settings, UniqueId};
 
 /// An operation that was not started, and what it comes after.
@@ -30,6 +31,8 @@ pub(super) type Made = (Token, Arc<dyn Event>, Operation);
 
 /// Between two looks at calls that return before they are done: who sets `NCCL_COMM_BLOCKING` to 0 has such.
 const LOOK: Duration = Duration::from_micros(50);
+/// Between two looks at registered memory whose owner may have let go of it, when nothing else is to be done.
+const ROUND: Duration = Duration::from_secs(1);
 /// How long the thread looks for more before it sleeps, where cores are left for that: to be woken takes longer than a call.
 const REST: Duration = Duration::from_micros(50);
 /// So many leave some.
@@ -61,6 +64,10 @@ struct Desk {
     wanted: AtomicBool,
     /// The communicator, as soon as NCCL has it: before its members have met.
     comm: AtomicPtr<c_void>,
+    /// All members register memory.
+    registers: AtomicBool,
+    /// What is registered: kept until the communicator is no more, so not by the thread, which ends before.
+    registry: Mutex<Registry>,
 }
 
 /// The owner's end.
@@ -86,10 +93,17 @@ impl Caller {
             changed: Condvar::new(),
             wanted: AtomicBool::new(false),
             comm: AtomicPtr::new(null_mut()),
+            registers: AtomicBool::new(false),
+            registry: Mutex::default(),
         });
         let work = Work { desk: Arc::clone(&desk), nccl, lane, id, place };
         let thread = std::thread::Builder::new().name("farandole-nccl".to_owned());
         Ok(Self { desk, thread: Some(thread.spawn(move || work.run())?) })
+    }
+
+    /// Has memory of NCCL's registered that operations are about.
+    pub(super) fn register(&self) {
+        self.desk.registers.store(true, Ordering::Release);
     }
 
     /// Hands operations over, to be called in this order.
@@ -141,7 +155,11 @@ impl Desk {
             }
         });
         if papers.queue.is_empty() && !papers.over {
-            self.changed.wait(papers);
+            if self.registry.lock().is_empty() {
+                self.changed.wait(papers);
+            } else {
+                self.changed.wait_for(papers, ROUND);
+            }
         }
     }
 
@@ -171,17 +189,20 @@ impl<L: Lane> Work<L> {
         papers.inside = false;
         self.desk.changed.notify_all();
         while !papers.over && papers.news.failure.is_none() {
-            let Some(queued) = papers.queue.pop_front() else {
+            let queued = papers.queue.pop_front();
+            if queued.is_none() {
                 self.desk.rest(&mut papers, looks);
-                continue;
-            };
+                if papers.over || !papers.queue.is_empty() || self.desk.registry.lock().is_empty() {
+                    continue;
+                }
+            }
             papers.inside = true;
             drop(papers);
-            let made = self.call(queued);
+            let made = self.sweep().and_then(|()| queued.map(|queued| self.call(queued)).transpose());
             papers = self.desk.papers.lock();
             papers.inside = false;
             match made {
-                Ok(made) => papers.news.made.push(made),
+                Ok(made) => papers.news.made.extend(made),
                 Err(reason) => papers.news.failure = Some(reason),
             }
             self.desk.changed.notify_all();
@@ -226,14 +247,29 @@ impl<L: Lane> Work<L> {
         let comm = self.desk.comm.load(Ordering::Acquire);
         let calls = Calls { nccl: &self.nccl, comm, stream, size, member };
         self.within(&mut || {
-            // SAFETY: `submit` took buffers of this device, which their owners keep until the token completes.
-            late = unsafe { calls.start(&operation) };
+            if self.desk.registers.load(Ordering::Acquire) {
+                late = self.desk.registry.lock().take_up(&self.nccl, comm, &operation).map(|()| false);
+            }
+            if late.is_ok() {
+                // SAFETY: `submit` took buffers of this device, which their owners keep until the token completes.
+                late = unsafe { calls.start(&operation) };
+            }
         })?;
         if late.map_err(|error| error.to_string())? {
             self.wait("ncclGroupEnd", IN_PROGRESS)?;
         }
         let event = self.lane.mark().map_err(|error| error.to_string())?;
         Ok((token, event, operation))
+    }
+
+    /// Deregisters memory whose owner has let go of it.
+    fn sweep(&self) -> Result<(), String> {
+        let mut registry = self.desk.registry.lock();
+        if registry.is_empty() {
+            return Ok(());
+        }
+        let comm = self.desk.comm.load(Ordering::Acquire);
+        self.within(&mut || registry.let_go(&self.nccl, comm, || self.lane.mark()))
     }
 
     fn within(&self, work: &mut dyn FnMut()) -> Result<(), String> {

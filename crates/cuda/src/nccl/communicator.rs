@@ -23,6 +23,7 @@ use super::caller::{Caller, Made, Queued};
 use super::calls::carries;
 use super::{Nccl, Stream, UniqueId};
 use crate::Error;
+use crate::ending::{ENDING, drain, wait_for};
 
 /// The device's side of a communicator.
 pub trait Lane: Send + Sync + 'static {
@@ -49,13 +50,14 @@ pub trait Lane: Send + Sync + 'static {
     /// # Errors
     /// `Device`.
     fn with(&self, work: &mut dyn FnMut()) -> Result<()>;
+
+    /// Waits until the device has done everything it was given.
+    ///
+    /// # Errors
+    /// `Device`.
+    fn settle(&self) -> Result<()>;
 }
 
-/// Between two looks at what comes to its end.
-const LOOK: Duration = Duration::from_micros(50);
-/// The longest that a call is waited for whose communicator ends, and that kernels are waited for which were told to end.
-/// They take milliseconds, unless work of the framework that they come after is not done yet.
-const ENDING: Duration = Duration::from_secs(1);
 /// Operations on the device at a time. The driver has room for some more; where it had none, calls would wait for kernels.
 const MOST: usize = 256;
 
@@ -146,6 +148,13 @@ impl<L: Lane> NcclCommunicator<L> {
         self
     }
 
+    /// As one of which all members register their [`super::NcclMemory`].
+    #[must_use]
+    pub fn with_registration(self) -> Self {
+        self.caller.register();
+        self
+    }
+
     /// Ends everything, also kernels under way, and remembers why.
     fn fail(&mut self, reason: &str) -> CollectiveError {
         self.end();
@@ -181,11 +190,8 @@ impl<L: Lane> NcclCommunicator<L> {
     /// `ncclCommAbort` may return before they have.
     fn quieten(&self) {
         let Ok(last) = self.lane.mark() else { return };
-        let began = Instant::now();
         // What failed touches nothing any more.
-        while !last.is_ready().unwrap_or(true) && began.elapsed() < ENDING {
-            std::thread::sleep(LOOK);
-        }
+        wait_for(|| last.is_ready().unwrap_or(true));
     }
 
     /// Looks after what NCCL does; true when it has done something.
@@ -293,14 +299,7 @@ impl<L: Lane> Communicator for NcclCommunicator<L> {
     }
 
     fn drain(&mut self, limit: Duration) {
-        let (began, mut over) = (Instant::now(), Vec::new());
-        while self.pending() > 0 && began.elapsed() < limit {
-            match self.progress(&mut over) {
-                Ok(true) => {}
-                Ok(false) => std::thread::sleep(LOOK),
-                Err(_) => return,
-            }
-        }
+        drain(self, limit);
     }
 
     fn submit_after(

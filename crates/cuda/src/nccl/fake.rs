@@ -39,6 +39,13 @@ pub(crate) struct State {
     pub(super) ending: Option<u32>,
     /// The same, for the next time.
     pub(super) late: u32,
+    /// How often memory was given.
+    given: usize,
+    /// What `ncclMemAlloc` answers.
+    pub(super) memory: i32,
+    /// What `ncclCommRegister` answers, and under which number.
+    pub(super) registering: i32,
+    pub(super) handle: usize,
 }
 
 /// All there are: the place of one is in the names that it gives.
@@ -58,6 +65,10 @@ thread_local! {
             version: 23_007,
             ending: None,
             late: 0,
+            given: 0,
+            memory: SUCCESS,
+            registering: SUCCESS,
+            handle: 0x55,
         };
         let (state, mut all) = (Arc::new(Mutex::new(state)), ALL.lock());
         all.push(Arc::clone(&state));
@@ -247,6 +258,40 @@ unsafe extern "C" fn scaled_sum_destroy(op: i32, _: Comm) -> i32 {
     note(format!("no factor {op}"))
 }
 
+/// Memory of a test lies where its number says, so that whoever gives it back finds the test.
+const AREA: usize = 1 << 32;
+
+unsafe extern "C" fn allocate(start: *mut Write, bytes: usize) -> i32 {
+    let number = OWN.with_borrow(|(number, _)| *number);
+    let at = fake(|fake| {
+        fake.given += 1;
+        (number + 1) * AREA + fake.given * 0x10_0000
+    });
+    // SAFETY: the caller's place.
+    unsafe { *start = std::ptr::with_exposed_provenance_mut(at) };
+    note(format!("memory of {bytes} at {at:#x}"));
+    fake(|fake| fake.memory)
+}
+
+unsafe extern "C" fn free(start: Write) -> i32 {
+    let state = ALL.lock().get(start.addr() / AREA - 1).map(Arc::clone);
+    if let Some(state) = state {
+        state.lock().calls.push(format!("free {:#x}", start.addr()));
+    }
+    SUCCESS
+}
+
+unsafe extern "C" fn register(_: Comm, start: Write, bytes: usize, handle: *mut Write) -> i32 {
+    // SAFETY: the caller's place.
+    unsafe { *handle = fake(|fake| std::ptr::with_exposed_provenance_mut(fake.handle)) };
+    note(format!("register {bytes} at {}", at(start)));
+    fake(|fake| fake.registering)
+}
+
+unsafe extern "C" fn deregister(_: Comm, handle: Write) -> i32 {
+    note(format!("deregister {}", at(handle)))
+}
+
 unsafe extern "C" fn words(status: i32) -> *const c_char {
     let text: &CStr = match status {
         2 => c"unhandled system error",
@@ -274,8 +319,10 @@ pub(crate) fn nccl() -> crate::Result<Nccl> {
         receive,
         scaled_sum,
         scaled_sum_destroy,
-        shrink: None,
-        register: None,
+        allocate: Some(allocate),
+        free: Some(free),
+        register: Some(register),
+        deregister: Some(deregister),
     };
     Nccl::over(table, Some(words), "libfake.so".to_owned())
 }
@@ -353,6 +400,10 @@ impl Lane for FakeLane {
 
     fn with(&self, work: &mut dyn FnMut()) -> Result<()> {
         work();
+        Ok(())
+    }
+
+    fn settle(&self) -> Result<()> {
         Ok(())
     }
 }

@@ -9,6 +9,7 @@ mod calls;
 mod communicator;
 #[cfg(test)]
 pub(crate) mod fake;
+mod memory;
 #[cfg(test)]
 mod tests;
 
@@ -20,6 +21,7 @@ use crate::{Error, Kind, Places, Result};
 
 pub use calls::carries;
 pub use communicator::{Lane, NcclCommunicator};
+pub use memory::NcclMemory;
 
 /// A communicator of NCCL.
 pub(crate) type Comm = *mut c_void;
@@ -27,6 +29,7 @@ type Stream = *mut c_void;
 
 pub(crate) const SUCCESS: i32 = 0;
 pub(crate) const IN_PROGRESS: i32 = 7;
+const INVALID_USAGE: i32 = 5;
 /// The oldest version whose configuration has all that is used: 2.18.
 const LEAST: i32 = 21_800;
 const MAGIC: u32 = 0xcafe_beef;
@@ -94,8 +97,10 @@ table! {
             scaled_sum_destroy = "ncclRedOpDestroy"(i32, Comm);
         }
         optional {
-            shrink = "ncclCommShrink"(Comm, *mut i32, i32, *mut Comm, *mut Settings, i32);
+            allocate = "ncclMemAlloc"(*mut *mut c_void, usize);
+            free = "ncclMemFree"(*mut c_void);
             register = "ncclCommRegister"(Comm, *mut c_void, usize, *mut *mut c_void);
+            deregister = "ncclCommDeregister"(Comm, *mut c_void);
         }
     }
 }
@@ -154,13 +159,6 @@ impl Nccl {
     /// The file it was loaded from.
     pub fn path(&self) -> &str {
         &self.path
-    }
-
-    /// What this version has besides.
-    pub fn extras(&self) -> Vec<&'static str> {
-        let extras =
-            [("shrink", self.table.shrink.is_some()), ("registration", self.table.register.is_some())];
-        extras.into_iter().filter_map(|(name, there)| there.then_some(name)).collect()
     }
 
     /// A name for a new communicator.

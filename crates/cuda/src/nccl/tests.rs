@@ -12,7 +12,7 @@ use farandole_collectives::{
 use farandole_world::Fault;
 
 use super::fake::{self, FakeEvent, FakeLane, calls, fake, nccl};
-use super::{IN_PROGRESS, NcclCommunicator, SUCCESS, UniqueId, carries};
+use super::{IN_PROGRESS, Nccl, NcclCommunicator, SUCCESS, UniqueId, carries};
 
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -28,15 +28,21 @@ fn ending() -> Option<u32> {
     fake(|fake| fake.ending)
 }
 
-fn form(member: usize, size: usize) -> Result<(NcclCommunicator<FakeLane>, FakeLane), Error> {
+type Formed = Result<(NcclCommunicator<FakeLane>, FakeLane), Error>;
+
+/// Begins to form one of this library.
+pub(super) fn form(library: &Nccl, member: usize, size: usize) -> Formed {
     let lane = FakeLane::default();
     let (id, place) = (fake::name(), (member, size));
-    NcclCommunicator::form_by(nccl().unwrap(), lane.clone(), id, place, PATIENCE, fake::clock)
+    NcclCommunicator::form_by(library.clone(), lane.clone(), id, place, PATIENCE, fake::clock)
         .map(|communicator| (communicator, lane))
 }
 
 /// Looks after it until its calls are made, or one has failed.
-fn made(communicator: &mut NcclCommunicator<FakeLane>, done: &mut Vec<Token>) -> Result<(), Error> {
+pub(super) fn made(
+    communicator: &mut NcclCommunicator<FakeLane>,
+    done: &mut Vec<Token>,
+) -> Result<(), Error> {
     let began = Instant::now();
     loop {
         communicator.progress(done)?;
@@ -49,7 +55,7 @@ fn made(communicator: &mut NcclCommunicator<FakeLane>, done: &mut Vec<Token>) ->
 }
 
 /// Submits it, and has it called.
-fn call(communicator: &mut NcclCommunicator<FakeLane>, token: u64, operation: Operation) {
+pub(super) fn call(communicator: &mut NcclCommunicator<FakeLane>, token: u64, operation: Operation) {
     communicator.submit(Token(token), operation).unwrap();
     made(communicator, &mut Vec::new()).unwrap();
 }
@@ -67,7 +73,7 @@ fn entered(call: &str) {
 /// One that is ready, of two members, this one the second.
 fn ready() -> (NcclCommunicator<FakeLane>, FakeLane) {
     say(&[SUCCESS]);
-    let (mut communicator, lane) = form(1, 2).unwrap();
+    let (mut communicator, lane) = form(&nccl().unwrap(), 1, 2).unwrap();
     made(&mut communicator, &mut Vec::new()).unwrap();
     calls();
     (communicator, lane)
@@ -79,7 +85,7 @@ fn buffer(address: usize, bytes: usize) -> Buffer {
     unsafe { Buffer::from_raw(address, bytes, Place::Device(3)) }
 }
 
-fn segment(input: usize, read: usize, output: usize, written: usize) -> Segment {
+pub(super) fn segment(input: usize, read: usize, output: usize, written: usize) -> Segment {
     Segment { input: buffer(input, read), output: buffer(output, written) }
 }
 
@@ -95,7 +101,7 @@ fn plain() -> Operation {
 #[test]
 fn it_forms_without_holding_anybody_and_takes_operations_meanwhile() {
     fake(|fake| fake.alone = true);
-    let (mut communicator, lane) = form(1, 2).unwrap();
+    let (mut communicator, lane) = form(&nccl().unwrap(), 1, 2).unwrap();
     entered("init 1/2 id 9 blocking 1");
     communicator.submit(Token(1), plain()).unwrap();
     let mut done = Vec::new();
@@ -138,7 +144,7 @@ fn all_calls_come_from_one_thread_that_nobody_else_waits_for() {
 #[test]
 fn what_is_on_the_stream_is_told_with_its_event_and_completes_later() {
     fake(|fake| fake.alone = true);
-    let (mut communicator, lane) = form(0, 1).unwrap();
+    let (mut communicator, lane) = form(&nccl().unwrap(), 0, 1).unwrap();
     let before: Arc<dyn Event> = Arc::new(FakeEvent(Arc::default()));
     communicator.submit_after(Token(4), plain(), vec![before]).unwrap();
     let (mut done, mut launched) = (Vec::new(), Vec::new());
@@ -173,7 +179,7 @@ fn an_end_in_good_order_waits_for_what_was_launched_and_not_for_ever() {
 #[test]
 fn a_refused_beginning_is_told_in_the_librarys_words() {
     fake(|fake| fake.init = 2);
-    let (mut communicator, _) = form(0, 2).unwrap();
+    let (mut communicator, _) = form(&nccl().unwrap(), 0, 2).unwrap();
     let error = made(&mut communicator, &mut Vec::new()).unwrap_err();
     assert_eq!(error.fault(), Fault::Peer);
     assert!(error.to_string().contains("ncclCommInitRankConfig failed: unhandled system error (status 2)"));
@@ -183,7 +189,7 @@ fn a_refused_beginning_is_told_in_the_librarys_words() {
 #[test]
 fn members_that_do_not_come_are_waited_for_until_the_deadline_and_no_longer() {
     fake(|fake| fake.alone = true);
-    let (mut communicator, _) = form(0, 2).unwrap();
+    let (mut communicator, _) = form(&nccl().unwrap(), 0, 2).unwrap();
     communicator.submit(Token(1), plain()).unwrap();
     entered("init");
     ahead(PATIENCE);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-use farandole_collectives::HostCommunicator;
+use farandole_collectives::{Communicator, HostCommunicator, Operation, Token};
 use farandole_world::{Fault, HostHash};
 
 use super::*;
@@ -114,4 +114,58 @@ fn an_engine_needs_the_set_of_all_ranks_and_links_to_its_neighbours() {
     foreign.sets[0].members = vec![Rank(3)];
     let error = Engine::start(foreign).unwrap_err();
     assert_eq!(error.to_string(), "cannot start the engine: rank 0 is not in process set 0");
+}
+
+/// Takes one operation, and panics when it is to be moved.
+#[derive(Default)]
+struct Panicking {
+    pending: usize,
+}
+
+impl Communicator for Panicking {
+    fn size(&self) -> usize {
+        1
+    }
+    fn member(&self) -> usize {
+        0
+    }
+    fn submit(&mut self, _: Token, _: Operation) -> farandole_collectives::Result<()> {
+        self.pending = 1;
+        Ok(())
+    }
+    fn progress(&mut self, _: &mut Vec<Token>) -> farandole_collectives::Result<bool> {
+        assert_eq!(self.pending, 0, "as the test wants it");
+        Ok(false)
+    }
+    fn abandon(&mut self) {
+        self.pending = 0;
+    }
+    fn pending(&self) -> usize {
+        self.pending
+    }
+}
+
+#[test]
+fn a_panic_ends_the_engine_whoever_drives() {
+    let start = || {
+        let mut options = options(0);
+        options.sets[0].communicator = Box::new(Panicking::default());
+        Engine::start(options).unwrap()
+    };
+    let barrier = || Request::barrier("b", ProcessSetId::GLOBAL);
+    let ended = |engine: &Engine, result: Result<Completion>| {
+        let error = result.unwrap_err();
+        assert!(error.to_string().contains("the engine panicked, and said where on stderr"), "{error}");
+        assert_eq!(error.fault(), Fault::Bug);
+        assert!(engine.submit(barrier()).is_err(), "it is over");
+    };
+    // Who waits drives.
+    let engine = start();
+    let handle = engine.submit_attended(barrier()).unwrap();
+    ended(&engine, engine.wait(handle, Duration::from_secs(20)).transpose().unwrap());
+    // Nobody waits.
+    let engine = start();
+    let (sender, results) = std::sync::mpsc::channel();
+    engine.submit_with(barrier(), Box::new(move |result| sender.send(result).unwrap())).unwrap();
+    ended(&engine, results.recv_timeout(Duration::from_secs(20)).unwrap());
 }

@@ -3,6 +3,7 @@
 
 //! What the holder of the progress lock does.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -137,7 +138,7 @@ impl Inner {
         if driver.stopped {
             return false;
         }
-        match self.try_step(driver, now) {
+        match guarded(|| self.try_step(driver, now)) {
             Ok(moved) => moved,
             Err(cause) => {
                 self.stop(driver, cause);
@@ -167,7 +168,7 @@ impl Inner {
     /// As a step, but for callers that must be back soon: moves no data.
     pub(super) fn hand_in(&self, driver: &mut Driver) {
         if !driver.stopped
-            && let Err(cause) = self.take_in(driver)
+            && let Err(cause) = guarded(|| self.take_in(driver))
         {
             self.stop(driver, cause);
         }
@@ -249,4 +250,9 @@ impl Inner {
         drop(desk);
         self.callbacks.send(&mut driver.calls);
     }
+}
+
+/// What panics is a bug, and the end of the engine, whoever drives: peers would wait for one that is half gone.
+fn guarded(step: impl FnOnce() -> Step<bool>) -> Step<bool> {
+    catch_unwind(AssertUnwindSafe(step)).unwrap_or(Err(Cause::Panicked))
 }

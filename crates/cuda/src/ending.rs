@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! How communicators come to their end: they wait, but not for long.
+
+use std::time::{Duration, Instant};
+
+use farandole_collectives::Communicator;
+
+/// Between two looks at what comes to its end.
+const LOOK: Duration = Duration::from_micros(50);
+/// The longest that work is waited for which was put on a stream or told to end, and peers that end at the same time. It
+/// takes milliseconds, unless work of the framework that it comes after is not done yet.
+pub(crate) const ENDING: Duration = Duration::from_secs(1);
+
+/// Looks now and then, for as long as an end may take; whether it came true.
+pub(crate) fn wait_for(mut come: impl FnMut() -> bool) -> bool {
+    let began = Instant::now();
+    while !come() {
+        if began.elapsed() > ENDING {
+            return false;
+        }
+        std::thread::sleep(LOOK);
+    }
+    true
+}
+
+/// Waits for what was launched, at most so long; what fails meanwhile is told elsewhere.
+pub(crate) fn drain(communicator: &mut dyn Communicator, limit: Duration) {
+    let (began, mut over) = (Instant::now(), Vec::new());
+    while communicator.pending() > 0 && began.elapsed() < limit {
+        match communicator.progress(&mut over) {
+            Ok(true) => {}
+            Ok(false) => std::thread::sleep(LOOK),
+            Err(_) => return,
+        }
+    }
+}
