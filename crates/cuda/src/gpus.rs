@@ -16,6 +16,7 @@ use farandole_world::Rank;
 use parking_lot::Mutex;
 
 use crate::ipc::{self, GpuSite, IpcCommunicator, Mailbox};
+use crate::nccl::{ARCH_FOR_FLOAT8, LEAST_FOR_FLOAT8};
 use crate::{Cache, Driver, Error, Gpu, Kind, MEMBERS, Nccl, NcclCommunicator, Places, Result, UniqueId};
 
 /// The GPUs of a process.
@@ -78,11 +79,13 @@ impl Gpus {
 
     fn own_card(&self, ordinal: u32) -> Result<Card> {
         let gpu = self.open(ordinal, &[])?;
-        let uuid = gpu.driver().facts(ordinal)?.uuid;
+        let facts = gpu.driver().facts(ordinal)?;
         let version = self.nccl().map(|nccl| nccl.code()).unwrap_or_default();
+        let float8 = version >= LEAST_FOR_FLOAT8 && facts.arch >= ARCH_FOR_FLOAT8;
         let shares = self.kernels.is_some() && gpu.driver().has_windows();
         let neighbours = if shares { ipc::neighbourhood() } else { 0 };
-        Ok(Card { uuid, version, rooms: gpu.driver().has_pools(ordinal), neighbours })
+        let rooms = gpu.driver().has_pools(ordinal);
+        Ok(Card { uuid: facts.uuid, version, rooms, float8, neighbours })
     }
 
     /// As [`Fabric::form`], where all members have the same GPU.
@@ -171,9 +174,11 @@ impl Fabric for Gpus {
             self.mailboxes.lock().push(region);
             return Ok(name);
         }
-        let rooms = cards.iter().all(|card| Card::read(card).is_some_and(|card| card.rooms));
+        let all = |has: fn(&Card) -> bool| read.iter().all(|card| card.as_ref().is_some_and(has));
+        let rooms = if all(|card| card.rooms) { ROOMS } else { 0 };
+        let float8 = if all(|card| card.float8) { FLOAT8 } else { 0 };
         let id = self.nccl().and_then(|nccl| nccl.unique_id());
-        id.map(|id| [&[u8::from(rooms)], &id.0[..]].concat()).map_err(|error| detour(&error.to_string()))
+        id.map(|id| [&[rooms | float8], &id.0[..]].concat()).map_err(|error| detour(&error.to_string()))
     }
 
     fn form(
@@ -183,17 +188,18 @@ impl Fabric for Gpus {
         place: (usize, usize),
         patience: Duration,
     ) -> Result<Box<dyn Communicator>, CollectiveError> {
-        let named = name.split_first().and_then(|(rooms, rest)| Some((*rooms, rest.first_chunk::<128>()?)));
-        let Some((rooms, id)) = named else {
+        let named = name.split_first().and_then(|(kind, rest)| Some((*kind, rest.first_chunk::<128>()?)));
+        let Some((kind, id)) = named else {
             return Err(CollectiveError::Lost { reason: "a communicator has no name".to_owned() });
         };
         let gpu = self.open(device, &[])?;
-        if rooms == IPC {
+        if kind == IPC {
             return self.form_by_ipc(&gpu, id, place, patience);
         }
         let (nccl, lane) = (self.nccl()?, gpu.lane()?);
         let formed = NcclCommunicator::form(nccl, lane, UniqueId(*id), place, patience)?;
-        Ok(Box::new(if rooms == 1 { formed.with_rooms() } else { formed }))
+        let formed = if kind & ROOMS != 0 { formed.with_rooms() } else { formed };
+        Ok(Box::new(if kind & FLOAT8 != 0 { formed.with_float8() } else { formed }))
     }
 }
 
@@ -218,15 +224,21 @@ struct Card {
     version: i32,
     /// Whether its memory is taken and given back in the order of streams.
     rooms: bool,
+    /// Whether its NCCL reduces floats of eight bits on it.
+    float8: bool,
     /// Equal for processes that can use each other's windows; 0 where it can use nobody's.
     neighbours: u64,
 }
 
-/// A mark of there being a card, the GPU, the version, whether it has rooms, and its neighbours.
-const WRITTEN: usize = 1 + 16 + 4 + 1 + 8;
-/// What the name of a communicator by CUDA IPC begins with: one of NCCL says 0 or 1 there.
-const IPC: u8 = 2;
-/// Whether all have rooms, and NCCL's name.
+/// A mark of there being a card, the GPU, the version, whether it has rooms and reduces floats of eight bits, and its
+/// neighbours.
+const WRITTEN: usize = 1 + 16 + 4 + 1 + 1 + 8;
+/// What the name of a communicator of NCCL begins with, added up: what all members have.
+const ROOMS: u8 = 1;
+const FLOAT8: u8 = 2;
+/// What the name of a communicator by CUDA IPC begins with.
+const IPC: u8 = 4;
+/// What all have, and NCCL's name.
 const NAME: usize = 1 + size_of::<UniqueId>();
 const _: () = assert!(WRITTEN <= CARD && NAME < CARD, "a card has room for it");
 const _: () = assert!(ipc::WRITTEN < NAME, "names are read up to the length of the longest");
@@ -234,17 +246,18 @@ const _: () = assert!(ipc::WRITTEN < NAME, "names are read up to the length of t
 impl Card {
     fn write(&self) -> Vec<u8> {
         let (version, neighbours) = (self.version.to_le_bytes(), self.neighbours.to_le_bytes());
-        [&[1][..], &self.uuid, &version, &[u8::from(self.rooms)], &neighbours].concat()
+        let able = [u8::from(self.rooms), u8::from(self.float8)];
+        [&[1][..], &self.uuid, &version, &able, &neighbours].concat()
     }
 
     fn read(bytes: &[u8]) -> Option<Self> {
         let (mark, rest) = bytes.split_first()?;
         let (uuid, rest) = rest.split_first_chunk::<16>()?;
         let (version, rest) = rest.split_first_chunk::<4>()?;
-        let (rooms, rest) = rest.split_first()?;
+        let ([rooms, float8], rest) = rest.split_first_chunk::<2>()?;
         let neighbours = u64::from_le_bytes(*rest.first_chunk()?);
         let version = i32::from_le_bytes(*version);
-        let card = Self { uuid: *uuid, version, rooms: *rooms == 1, neighbours };
+        let card = Self { uuid: *uuid, version, rooms: *rooms == 1, float8: *float8 == 1, neighbours };
         (*mark == 1).then_some(card)
     }
 }
@@ -258,7 +271,7 @@ fn spelled(uuid: &[u8; 16]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use farandole_collectives::Operation;
+    use farandole_collectives::{DataType, Operation, ReduceOp};
 
     use super::*;
     use crate::device::tests::driver;
@@ -303,6 +316,33 @@ mod tests {
         };
         assert!(gathers(gpus.card(1)));
         assert!(!gathers(small.write()));
+    }
+
+    #[test]
+    fn floats_of_eight_bits_go_by_nccl_where_all_members_can() {
+        let carried = |gpus: &Gpus, others: [Card; 2]| {
+            let cards = others.map(|card| card.write());
+            let name = padded(&gpus.name(&[&cards[0], &cards[1]]).unwrap());
+            let formed = gpus.form(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
+            let (dtype, op, segments) = (DataType::F8E5M2, ReduceOp::Sum, Vec::new());
+            formed.carries(&Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments })
+        };
+        let own = |gpus: &Gpus| [gpus.card(0), gpus.card(1)].map(|card| Card::read(&card).unwrap());
+        let gpus_of = |version: i32| {
+            fake(|fake| fake.version = version);
+            gpus(nccl())
+        };
+        let newer = gpus_of(22_403);
+        let [first, second] = own(&newer);
+        assert!(first.float8, "the GPU of tests is an sm_90");
+        assert!(carried(&newer, [first.clone(), second.clone()]));
+        for rooms in [true, false] {
+            let older_gpu = Card { float8: false, rooms, ..second.clone() };
+            assert!(!carried(&newer, [first.clone(), older_gpu.clone()]));
+            assert!(!carried(&newer, [older_gpu, first.clone()]));
+        }
+        let older = gpus_of(22_304);
+        assert!(!carried(&older, own(&older)));
     }
 
     #[test]
