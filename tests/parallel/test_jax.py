@@ -50,6 +50,11 @@ def operations_work_at_once_and_under_jit():
     assert np.allclose(large, (size - 1) / 2)
     halves = hvd.allreduce(jnp.ones(3, jnp.bfloat16), op=hvd.Sum)
     assert halves.dtype == jnp.bfloat16
+    for kind in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        for run in (hvd.allreduce, jax.jit(hvd.allreduce)):
+            eighths = run(jnp.full(3, 1.0 + (rank == 0), kind))
+            assert eighths.dtype == kind
+            assert jnp.array_equal(eighths, jnp.full(3, (size + 1) / size).astype(kind))
     # jit runs on while this thread goes on with operations of its own.
     later = jax.jit(lambda x: hvd.allreduce(jnp.sin(x @ x), op=hvd.Sum))(jnp.ones((300, 300)))
     assert hvd.allreduce(1.0, op=hvd.Sum) == size

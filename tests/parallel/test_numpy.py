@@ -12,14 +12,15 @@ import farandole.numpy as hvd
 from farandole.numpy._arrays import table
 
 NUMBERS = ["uint8", "int8", "uint16", "int16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+SMALL = ["bfloat16", "float8_e4m3fn", "float8_e5m2"]
 SHAPES = [(), (0,), (1,), (3, 7), (1025,)]
 
 
 def dtype_of(name):
-    if name == "bfloat16":
+    if name in SMALL:
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)
 
 
@@ -57,7 +58,7 @@ def reductions_equal_one_process(names):
 
 def test_reductions_equal_one_process(trio):
     pytest.importorskip("ml_dtypes")
-    trio.run(reductions_equal_one_process, [*NUMBERS, "bfloat16"])
+    trio.run(reductions_equal_one_process, [*NUMBERS, *SMALL])
 
 
 def movements_equal_one_process(names):
@@ -81,7 +82,7 @@ def movements_equal_one_process(names):
 
 def test_movements_equal_one_process(trio):
     pytest.importorskip("ml_dtypes")
-    trio.run(movements_equal_one_process, [*NUMBERS, "bfloat16", "bool", "complex64", "complex128"])
+    trio.run(movements_equal_one_process, [*NUMBERS, *SMALL, "bool", "complex64", "complex128"])
 
 
 def arrays_of_any_layout_have_defined_results():

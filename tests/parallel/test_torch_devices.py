@@ -266,6 +266,65 @@ def test_every_operation_and_type_has_the_hosts_result(shared_world, cuda, share
     assert all((launches == 0) == share and rooms == 0 for _, launches, rooms in results)
 
 
+def eight_bits(share, old):
+    """Wrong results, and what the fake counted meanwhile: for reductions, for scaled ones, for a broadcast."""
+    if old and hvd.rank() == 1:
+        os.environ["FAKE_OLD_GPU"] = "1"
+    gpu = Gpu(0 if share else hvd.local_rank())
+    hvd.allreduce(torch.zeros(1), name="first")
+    wrong, used = [], []
+
+    def check(what, result, expected):
+        found = gpu.read(result).float().tolist()
+        if found != expected:
+            wrong.append(f"{what}: {found}")
+
+    def reduced(dtype, mine):
+        check(f"sum of {dtype}", hvd.allreduce(mine, op=hvd.Sum), [3, 4, 8, 1])
+        check(f"average of {dtype}", hvd.allreduce(mine, op=hvd.Average), [1.5, 2, 4, 0.5])
+        check(f"min of {dtype}", hvd.allreduce(mine, op=hvd.Min), [1, 2, 4, 0.5])
+        check(f"max of {dtype}", hvd.allreduce(mine, op=hvd.Max), [2, 2, 4, 0.5])
+        check(f"product of {dtype}", hvd.allreduce(mine, op=hvd.Product), [2, 4, 16, 0.25])
+
+    def scaled(dtype, mine):
+        factors = {"prescale_factor": 0.5, "postscale_factor": 4.0}
+        check(f"scaled sum of {dtype}", hvd.allreduce(mine, op=hvd.Sum, **factors), [6, 8, 16, 2])
+
+    def moved(dtype, mine):
+        check(f"broadcast of {dtype}", hvd.broadcast(mine, root_rank=1), [2, 2, 4, 0.5])
+
+    for run in (reduced, scaled, moved):
+        before = {what: gpu.count(what) for what in ("launches", "copies", "kernels")}
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            run(dtype, torch.tensor([hvd.rank() + 1.0, 2.0, 4.0, 0.5]).to(dtype))
+        used.append({what: gpu.count(what) - count for what, count in before.items()})
+    os.environ.pop("FAKE_OLD_GPU", None)
+    return wrong, used
+
+
+def test_floats_of_eight_bits_are_reduced_by_nccl_where_all_gpus_can(gpus):
+    for wrong, (reduced, scaled, moved) in gpus.run(eight_bits, False, False):
+        assert wrong == []
+        assert (reduced["launches"], reduced["copies"]) == (10, 0)
+        assert scaled["launches"] == 0
+        assert scaled["copies"] > 0
+        assert moved["launches"] == 2
+
+
+def test_floats_of_eight_bits_go_through_the_host_where_a_gpu_is_too_old(fresh_world, cuda):
+    for wrong, (reduced, scaled, moved) in fresh_world(2, env=cuda).run(eight_bits, False, True):
+        assert wrong == []
+        assert (reduced["launches"], scaled["launches"], moved["launches"]) == (0, 0, 2)
+        assert reduced["copies"] > 0
+
+
+def test_floats_of_eight_bits_are_reduced_from_windows_on_a_shared_gpu(shared_world, cuda):
+    for wrong, (reduced, scaled, _) in shared_world(2, "cuda True", cuda).run(eight_bits, True, False):
+        assert wrong == []
+        assert reduced["kernels"] > scaled["kernels"] > 0
+        assert (reduced["launches"], reduced["copies"], scaled["copies"]) == (0, 0, 0)
+
+
 def late_gathers():
     """Gathers and exchanges of a tensor that is late, whose size the other rank does not know."""
     gpu = Gpu(hvd.local_rank())

@@ -47,7 +47,7 @@ def test_alltoall_equals_one_process(world):
 
 def eight_bit_floats():
     rank, size = hvd.rank(), hvd.size()
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz):
         mine = torch.tensor([[rank + 1.0, 0.5]]).repeat(size, 1).to(dtype)
         gathered, exchanged = hvd.allgather(mine[: rank + 1]), hvd.alltoall(mine)
         sent, pair = hvd.broadcast(mine, root_rank=1), hvd.grouped_allgather([mine[:1], mine[:0]])
@@ -66,8 +66,8 @@ def eight_bit_floats():
     return None
 
 
-def test_floats_of_eight_bits_are_moved_and_not_added(world):
-    message = "dtype is not supported: torch.float8_e5m2; it can be broadcast, gathered and exchanged"
+def test_floats_of_eight_bits_are_moved_and_some_not_added(world):
+    message = "dtype is not supported: torch.float8_e4m3fnuz; it can be broadcast, gathered and exchanged"
     assert set(world.run(eight_bit_floats)) == {message}
 
 

@@ -22,7 +22,18 @@ const WORKER: [&str; 2] = ["-m", "farandole.runner.bench"];
 const ROW: &str = "bench-row ";
 
 const OPERATIONS: [&str; 5] = ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"];
-const DTYPES: [&str; 8] = ["uint8", "int8", "int32", "int64", "float16", "float32", "float64", "bfloat16"];
+const DTYPES: [&str; 10] = [
+    "uint8",
+    "int8",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+];
 const SIZES: &str = "4,1K,64K,256K,4M,64M";
 
 /// The command line.

@@ -39,11 +39,15 @@ pub enum DataType {
     C64 = 13,
     /// Two doubles.
     C128 = 14,
+    /// One byte: 4 bits of exponent, 3 of mantissa, no infinities.
+    F8E4M3 = 15,
+    /// One byte: 5 bits of exponent, 2 of mantissa.
+    F8E5M2 = 16,
 }
 
 impl DataType {
     /// All of them.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 17] = [
         Self::U8,
         Self::I8,
         Self::U16,
@@ -59,6 +63,8 @@ impl DataType {
         Self::U64,
         Self::C64,
         Self::C128,
+        Self::F8E4M3,
+        Self::F8E5M2,
     ];
 
     /// The type with this wire number.
@@ -69,7 +75,7 @@ impl DataType {
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
-            Self::U8 | Self::I8 | Self::Bool => 1,
+            Self::U8 | Self::I8 | Self::Bool | Self::F8E4M3 | Self::F8E5M2 => 1,
             Self::U16 | Self::I16 | Self::F16 | Self::Bf16 => 2,
             Self::I32 | Self::U32 | Self::F32 => 4,
             Self::I64 | Self::U64 | Self::F64 | Self::C64 => 8,
@@ -77,7 +83,7 @@ impl DataType {
         }
     }
 
-    /// NumPy's and torch's name.
+    /// The name that NumPy, `ml_dtypes` and torch have for it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::U8 => "uint8",
@@ -95,6 +101,8 @@ impl DataType {
             Self::U64 => "uint64",
             Self::C64 => "complex64",
             Self::C128 => "complex128",
+            Self::F8E4M3 => "float8_e4m3fn",
+            Self::F8E5M2 => "float8_e5m2",
         }
     }
 }
@@ -141,7 +149,7 @@ mod tests {
         for dtype in DataType::ALL {
             assert_eq!(DataType::from_wire(dtype as u8), Some(dtype));
         }
-        assert_eq!(DataType::from_wire(15), None);
+        assert_eq!(DataType::from_wire(17), None);
         assert_eq!(ReduceOp::from_wire(5), Some(ReduceOp::Product));
     }
 }

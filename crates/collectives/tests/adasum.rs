@@ -123,7 +123,7 @@ fn a_rank_with_zeros_changes_nothing() {
 fn what_is_no_vector_of_floats_is_refused_by_name() {
     use farandole_collectives::{Communicator, Token};
     run_world(2, |_, mut communicator| {
-        for dtype in [DataType::I32, DataType::Bool, DataType::C64] {
+        for dtype in [DataType::I32, DataType::Bool, DataType::C64, DataType::F8E4M3, DataType::F8E5M2] {
             let refused = communicator.submit(Token(1), allreduce(dtype, ReduceOp::Adasum, &[])).unwrap_err();
             assert_eq!(refused.to_string(), format!("Adasum is not defined for {dtype}"));
         }

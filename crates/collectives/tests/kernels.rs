@@ -173,6 +173,26 @@ fn every_half_survives_the_way_through_single_precision() {
 }
 
 #[test]
+fn sums_of_all_pairs_of_eight_bits_are_rounded_as_the_oracle_rounds_them() {
+    let pair = |which: u32| (0..=u16::MAX).map(|pair| (pair >> which).to_le_bytes()[0]).collect::<Vec<u8>>();
+    let inputs = [pair(0), pair(8)];
+    for dtype in [DataType::F8E4M3, DataType::F8E5M2] {
+        for op in OPS {
+            // Factors that leave few sums on the grid, some subnormal and some beyond it.
+            for (prescale, postscale) in [(1.0, 1.0), (1.0, 0.3), (0.7, 1e-3), (900.0, 1.0), (-1e30, 1e30)] {
+                let reduction = Reduction { dtype, op, members: 2, prescale, postscale };
+                let call = oracle::Allreduce { dtype, op, prescale, postscale };
+                let expected = oracle::allreduce(call, &inputs);
+                for path in Path::ALL.into_iter().filter(|path| path.is_available()) {
+                    oracle::compare(dtype, &run(reduction, path, &inputs, 0), &expected)
+                        .unwrap_or_else(|how| panic!("{path:?} {reduction:?}: {how}"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn halves_are_rounded_once_after_all_members() {
     // In halves 2048 + 1 is 2048 again; rounded once, 2048 + 1 + 1 is 2050.
     let inputs = [0x6800_u16, 0x3c00, 0x3c00].map(|half| half.to_ne_bytes().to_vec());
@@ -180,6 +200,10 @@ fn halves_are_rounded_once_after_all_members() {
     let mut out = [0; 2];
     reduce(DataType::F16, ReduceOp::Sum, &slices, &mut out, 1.0, 1.0).unwrap();
     assert_eq!(u16::from_ne_bytes(out), 0x6801);
+    // In eight bits 16 + 1 is 16 again; rounded once, 16 + 1 + 1 is 18.
+    let mut out = [0];
+    reduce(DataType::F8E4M3, ReduceOp::Sum, &[&[0x58], &[0x38], &[0x38]], &mut out, 1.0, 1.0).unwrap();
+    assert_eq!(out, [0x59]);
 }
 
 #[test]
@@ -229,6 +253,8 @@ fn what_is_not_defined_is_refused_by_name() {
     );
     assert!(matches!(refused(DataType::C64, ReduceOp::Min, 1.0), Error::Unsupported { .. }));
     assert!(matches!(refused(DataType::F32, ReduceOp::Adasum, 1.0), Error::Unsupported { .. }));
+    assert!(matches!(refused(DataType::F8E5M2, ReduceOp::Adasum, 1.0), Error::Unsupported { .. }));
+    assert!(neutral(DataType::F8E4M3, ReduceOp::Adasum).is_err());
     assert!(matches!(refused(DataType::Bool, ReduceOp::Sum, 2.0), Error::Shape { .. }));
     let odd = reduce(DataType::F32, ReduceOp::Sum, &[&input[..3]], &mut out[..3], 1.0, 1.0);
     assert!(matches!(odd, Err(Error::Shape { .. })));

@@ -22,7 +22,7 @@ enum Op {
     PRODUCT = 5,
 };
 
-// Calculates with T: floats as they are, halves in singles.
+// Calculates with T: floats as they are, those of 16 and 8 bits in singles.
 template <class T>
 struct Floats {
     typedef typename Wide<T>::type Value;
@@ -176,6 +176,8 @@ REDUCE(f32, Floats<f32>)
 REDUCE(f64, Floats<f64>)
 REDUCE(f16, Floats<f16>)
 REDUCE(bf16, Floats<bf16>)
+REDUCE(f8e4m3, Floats<f8e4m3>)
+REDUCE(f8e5m2, Floats<f8e5m2>)
 REDUCE(i8, Integers<i8, u8, i64, true>)
 REDUCE(u8, Integers<u8, u8, i64, false>)
 REDUCE(i16, Integers<i16, u16, i64, true>)

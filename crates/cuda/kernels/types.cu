@@ -20,6 +20,14 @@ struct bf16 {
     u16 bits;
 };
 
+struct f8e4m3 {
+    u8 bits;
+};
+
+struct f8e5m2 {
+    u8 bits;
+};
+
 // One byte that is 0 or 1.
 struct truth {
     u8 byte;
@@ -60,6 +68,41 @@ __device__ inline u16 bfloat_of_float(float value) {
     return (u16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
+// 8-bit floats: what `kernel/float8.rs` of the host says of them holds here. LAST is what too large numbers become.
+template <u32 MANTISSA, u32 BIAS, u32 LAST>
+struct Eight {
+    __device__ static float widen(u8 code) {
+        u32 sign = (u32)(code & 0x80u) << 24, magnitude = code & 0x7fu;
+        u32 bits = (magnitude << (23u - MANTISSA)) + ((127u - BIAS) << 23);
+        if (magnitude >> MANTISSA == 0) {
+            bits = bits_of_float((float)magnitude * float_of_bits((128u - BIAS - MANTISSA) << 23));
+        } else if (magnitude > LAST) {
+            bits = 0x7fc00000u;
+        } else if (magnitude == LAST && LAST % (1u << MANTISSA) == 0) {
+            bits = 0x7f800000u;
+        }
+        return float_of_bits(bits | sign);
+    }
+
+    __device__ static u8 narrow(float value) {
+        const u32 dropped = 23u - MANTISSA, large = (128u - BIAS + dropped) << 23;
+        u32 bits = bits_of_float(value);
+        u32 sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu, code;
+        if (magnitude > 0x7f800000u) {
+            code = 0x7fu;
+        } else if (magnitude >= (128u - BIAS) << 23) {
+            u32 half = (1u << (dropped - 1u)) - 1u + (magnitude >> dropped & 1u);
+            code = (magnitude - ((127u - BIAS) << 23) + half) >> dropped;
+            code = code < LAST ? code : LAST;
+        } else {
+            code = bits_of_float(float_of_bits(magnitude) + float_of_bits(large)) - large;
+        }
+        return (u8)(code | sign);
+    }
+};
+typedef Eight<3, 7, 0x7e> E4M3;
+typedef Eight<2, 15, 0x7c> E5M2;
+
 // What a type is calculated in.
 template <class T>
 struct Wide {
@@ -71,6 +114,14 @@ struct Wide<f16> {
 };
 template <>
 struct Wide<bf16> {
+    typedef float type;
+};
+template <>
+struct Wide<f8e4m3> {
+    typedef float type;
+};
+template <>
+struct Wide<f8e5m2> {
     typedef float type;
 };
 
@@ -85,6 +136,14 @@ __device__ inline float widen<f16>(f16 value) {
 template <>
 __device__ inline float widen<bf16>(bf16 value) {
     return float_of_bfloat(value.bits);
+}
+template <>
+__device__ inline float widen<f8e4m3>(f8e4m3 value) {
+    return E4M3::widen(value.bits);
+}
+template <>
+__device__ inline float widen<f8e5m2>(f8e5m2 value) {
+    return E5M2::widen(value.bits);
 }
 
 template <class T>
@@ -107,6 +166,22 @@ struct Narrow<bf16> {
     __device__ static bf16 of(float value) {
         bf16 made;
         made.bits = bfloat_of_float(value);
+        return made;
+    }
+};
+template <>
+struct Narrow<f8e4m3> {
+    __device__ static f8e4m3 of(float value) {
+        f8e4m3 made;
+        made.bits = E4M3::narrow(value);
+        return made;
+    }
+};
+template <>
+struct Narrow<f8e5m2> {
+    __device__ static f8e5m2 of(float value) {
+        f8e5m2 made;
+        made.bits = E5M2::narrow(value);
         return made;
     }
 };

@@ -16,6 +16,7 @@ use farandole_world::Rank;
 use parking_lot::Mutex;
 
 use crate::ipc::{self, GpuSite, IpcCommunicator, Mailbox};
+use crate::nccl::{ARCH_FOR_FLOAT8, LEAST_FOR_FLOAT8};
 use crate::{
     Cache, Driver, Error, Gpu, Kind, MEMBERS, Nccl, NcclCommunicator, NcclMemory, Places, Result, UniqueId,
 };
@@ -101,13 +102,17 @@ impl Gpus {
 
     fn own_card(&self, ordinal: u32) -> Result<Card> {
         let gpu = self.open(ordinal, &[])?;
-        let uuid = gpu.driver().facts(ordinal)?.uuid;
+        let facts = gpu.driver().facts(ordinal)?;
         let version = self.nccl().map(|nccl| nccl.code()).unwrap_or_default();
         let shares = self.kernels.is_some() && gpu.driver().has_windows();
         let neighbours = if shares { ipc::neighbourhood() } else { 0 };
-        let rooms = if gpu.driver().has_pools(ordinal) { ROOMS } else { 0 };
-        let registers = if self.registering().is_some() { REGISTERS } else { 0 };
-        Ok(Card { uuid, version, abilities: rooms | registers, neighbours })
+        let abilities = [
+            (gpu.driver().has_pools(ordinal), ROOMS),
+            (self.registering().is_some(), REGISTERS),
+            (version >= LEAST_FOR_FLOAT8 && facts.arch >= ARCH_FOR_FLOAT8, FLOAT8),
+        ];
+        let abilities = abilities.iter().filter(|(there, _)| *there).map(|(_, ability)| ability).sum();
+        Ok(Card { uuid: facts.uuid, version, abilities, neighbours })
     }
 
     /// As [`Fabric::form`], where all members have the same GPU.
@@ -197,7 +202,7 @@ impl Fabric for Gpus {
             return Ok(name);
         }
         let abilities = |card: &Option<Card>| card.as_ref().map_or(0, |card| card.abilities);
-        let common = read.iter().map(abilities).fold(ROOMS | REGISTERS, |all, own| all & own);
+        let common = read.iter().map(abilities).fold(ROOMS | REGISTERS | FLOAT8, |all, own| all & own);
         let id = self.nccl().and_then(|nccl| nccl.unique_id());
         id.map(|id| [&[common], &id.0[..]].concat()).map_err(|error| detour(&error.to_string()))
     }
@@ -220,7 +225,8 @@ impl Fabric for Gpus {
         let (nccl, lane) = (self.nccl()?, gpu.lane()?);
         let formed = NcclCommunicator::form(nccl, lane, UniqueId(*id), place, patience)?;
         let formed = if common & ROOMS == 0 { formed } else { formed.with_rooms() };
-        Ok(Box::new(if common & REGISTERS == 0 { formed } else { formed.with_registration() }))
+        let formed = if common & REGISTERS == 0 { formed } else { formed.with_registration() };
+        Ok(Box::new(if common & FLOAT8 == 0 { formed } else { formed.with_float8() }))
     }
 }
 
@@ -243,7 +249,7 @@ struct Card {
     uuid: [u8; 16],
     /// Of NCCL; 0 where there is none.
     version: i32,
-    /// What counts where all have it: [`ROOMS`], [`REGISTERS`].
+    /// What counts where all have it: [`ROOMS`], [`REGISTERS`], [`FLOAT8`].
     abilities: u8,
     /// Equal for processes that can use each other's windows; 0 where it can use nobody's.
     neighbours: u64,
@@ -253,6 +259,8 @@ struct Card {
 const ROOMS: u8 = 1;
 /// Memory that NCCL has given is registered.
 const REGISTERS: u8 = 2;
+/// NCCL reduces floats of eight bits.
+const FLOAT8: u8 = 4;
 /// What the name of a communicator by CUDA IPC begins with: one of NCCL says there what all members are able to.
 const IPC: u8 = 0x80;
 
@@ -290,7 +298,7 @@ fn spelled(uuid: &[u8; 16]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use farandole_collectives::Operation;
+    use farandole_collectives::{DataType, Operation, ReduceOp};
 
     use super::*;
     use crate::device::tests::driver;
@@ -344,8 +352,35 @@ mod tests {
         let memory = gpus.memory(1, 64).unwrap().unwrap();
         assert_eq!(calls(), [format!("memory of 64 at {:#x}", memory.address())]);
         let common = |other: Vec<u8>| gpus.name(&[&gpus.card(0), &other]).unwrap()[0];
-        assert_eq!(common(gpus.card(1)), ROOMS | REGISTERS);
-        assert_eq!(common(unwilling.card(1)), ROOMS);
+        assert_eq!(common(gpus.card(1)), ROOMS | REGISTERS | FLOAT8);
+        assert_eq!(common(unwilling.card(1)), ROOMS | FLOAT8);
+    }
+
+    #[test]
+    fn floats_of_eight_bits_go_by_nccl_where_all_members_can() {
+        let carried = |gpus: &Gpus, others: [Card; 2]| {
+            let cards = others.map(|card| card.write());
+            let name = padded(&gpus.name(&[&cards[0], &cards[1]]).unwrap());
+            let formed = gpus.form(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
+            let (dtype, op, segments) = (DataType::F8E5M2, ReduceOp::Sum, Vec::new());
+            formed.carries(&Operation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments })
+        };
+        let own = |gpus: &Gpus| [gpus.card(0), gpus.card(1)].map(|card| Card::read(&card).unwrap());
+        let gpus_of = |version: i32| {
+            fake(|fake| fake.version = version);
+            gpus(nccl())
+        };
+        let newer = gpus_of(22_403);
+        let [first, second] = own(&newer);
+        assert_eq!(first.abilities, ROOMS | FLOAT8, "the GPU of tests is an sm_90");
+        assert!(carried(&newer, [first.clone(), second.clone()]));
+        for abilities in [ROOMS, 0] {
+            let older_gpu = Card { abilities, ..second.clone() };
+            assert!(!carried(&newer, [first.clone(), older_gpu.clone()]));
+            assert!(!carried(&newer, [older_gpu, first.clone()]));
+        }
+        let older = gpus_of(22_304);
+        assert!(!carried(&older, own(&older)));
     }
 
     #[test]

@@ -152,6 +152,8 @@ fn name_of(dtype: DataType) -> Option<&'static str> {
         DataType::U64 => "u64",
         DataType::F16 => "f16",
         DataType::Bf16 => "bf16",
+        DataType::F8E4M3 => "f8e4m3",
+        DataType::F8E5M2 => "f8e5m2",
         DataType::F32 => "f32",
         DataType::F64 => "f64",
         DataType::Bool => "truth",
@@ -384,10 +386,13 @@ mod tests {
     fn what_no_kernel_does_is_refused_by_name() {
         assert_eq!(move_name(DataType::F32, DataType::Bf16, 0.5).unwrap(), "f32_bf16");
         assert_eq!(move_name(DataType::C64, DataType::C64, 1.0).unwrap(), "u64");
+        assert_eq!(move_name(DataType::F8E4M3, DataType::F8E4M3, 1.0).unwrap(), "u8");
         for (tensor, buffer, factor) in [
             (DataType::I32, DataType::I32, 0.5),
             (DataType::F16, DataType::F32, 1.0),
             (DataType::C128, DataType::C128, 1.0),
+            (DataType::F8E5M2, DataType::F8E5M2, 0.5),
+            (DataType::F32, DataType::F8E4M3, 1.0),
         ] {
             assert!(move_name(tensor, buffer, factor).is_err(), "{tensor} {buffer} {factor}");
         }

@@ -251,6 +251,21 @@ fn reductions_give_the_bits_of_the_hosts_kernels() {
     }
 }
 
+#[test]
+fn all_pairs_of_eight_bits_give_the_bits_of_the_hosts_kernels() {
+    let [a, b]: [Vec<u8>; 2] =
+        [0, 8].map(|from| (0..=u16::MAX).map(|pair| (pair >> from).to_le_bytes()[0]).collect());
+    for dtype in [DataType::F8E4M3, DataType::F8E5M2] {
+        for factors in [(1.0, 1.0), (0.7, 1e-3), (900.0, 1.0), (-1e30, 1e30)] {
+            let mut inputs = [Tensor::new(0, &a), Tensor::new(0, &b)];
+            let got = reduced(dtype, ReduceOp::Sum, factors, &mut inputs, 0);
+            let mut expected = vec![0; got.len()];
+            kernel::reduce(dtype, ReduceOp::Sum, &[&a, &b], &mut expected, factors.0, factors.1).unwrap();
+            assert!(same(dtype, &got, &expected), "{dtype} by {factors:?}");
+        }
+    }
+}
+
 /// Equal bits, or no numbers both.
 fn same(dtype: DataType, a: &[u8], b: &[u8]) -> bool {
     let is_nan = |bytes: &[u8]| match dtype {
@@ -258,6 +273,8 @@ fn same(dtype: DataType, a: &[u8], b: &[u8]) -> bool {
         DataType::F64 => f64::from_ne_bytes(bytes.try_into().unwrap()).is_nan(),
         DataType::F16 => half::f16::from_ne_bytes(bytes.try_into().unwrap()).is_nan(),
         DataType::Bf16 => half::bf16::from_ne_bytes(bytes.try_into().unwrap()).is_nan(),
+        DataType::F8E4M3 => bytes[0] & 0x7f == 0x7f,
+        DataType::F8E5M2 => bytes[0] & 0x7f > 0x7c,
         _ => false,
     };
     let size = dtype.size();

@@ -13,7 +13,8 @@ use crate::api::{Api, Compute, ComputeAsync, Create, Infer, api};
 use crate::context::Status;
 use crate::{kernel, probe, shapes, world};
 
-/// Every element type that crosses the door.
+/// Every element type that crosses the door, but floats of eight bits: in lists of types, names have letters and digits
+/// only, and theirs an underscore.
 macro_rules! types {
     ($prefix:literal) => {
         concat!(

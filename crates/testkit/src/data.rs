@@ -8,6 +8,8 @@ use half::{bf16, f16};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::float8;
+
 /// What data is made from: equal seeds give equal bytes, everywhere and always.
 pub type Seed = u64;
 
@@ -45,6 +47,7 @@ fn element(dtype: DataType, random: &mut StdRng, bytes: &mut Vec<u8>) {
     match dtype {
         DataType::F16 => bytes.extend(f16::from_f64(float(random)).to_ne_bytes()),
         DataType::Bf16 => bytes.extend(bf16::from_f64(float(random)).to_ne_bytes()),
+        DataType::F8E4M3 | DataType::F8E5M2 => bytes.push(float8::encode(dtype, single(float(random)))),
         DataType::F32 => bytes.extend(single(float(random)).to_ne_bytes()),
         DataType::F64 => bytes.extend(float(random).to_ne_bytes()),
         DataType::C64 => {
@@ -81,12 +84,14 @@ fn special(dtype: DataType, random: &mut StdRng, bytes: &mut Vec<u8>) {
         DataType::Bf16 => bytes.extend(bf16::from_f64(value()).to_ne_bytes()),
         DataType::F32 => bytes.extend(single(value()).to_ne_bytes()),
         DataType::F64 => bytes.extend(value().to_ne_bytes()),
+        // As it happens: few codes are not special.
+        DataType::F8E4M3 | DataType::F8E5M2 => bytes.push(random.random()),
         _ => element(dtype, random, bytes),
     }
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "a float of another width is what is asked for")]
-fn single(value: f64) -> f32 {
+pub(crate) fn single(value: f64) -> f32 {
     value as f32
 }
 

@@ -18,6 +18,7 @@
 mod data;
 mod device;
 mod faulty;
+mod float8;
 mod harness;
 mod memory;
 pub mod oracle;

@@ -8,6 +8,9 @@ use std::convert::identity;
 use farandole_collectives::{DataType, ReduceOp};
 use half::{bf16, f16};
 
+use crate::data::single;
+use crate::float8;
+
 /// The parameters of an allreduce.
 #[derive(Clone, Copy, Debug)]
 pub struct Allreduce {
@@ -164,6 +167,10 @@ fn reduce_element(call: Allreduce, hosts: &[usize], element: &[&[u8]]) -> Vec<u8
                 bf16::from_f32(value).to_ne_bytes()
             })
         }
+        DataType::F8E4M3 | DataType::F8E5M2 => {
+            let read = |bytes: [u8; 1]| float8::decode(call.dtype, bytes[0]);
+            float!(f32, single, call, hosts, element, read, |value| [float8::encode(call.dtype, value)])
+        }
         DataType::F32 | DataType::C64 => {
             float!(f32, single, call, hosts, element, f32::from_ne_bytes, f32::to_ne_bytes)
         }
@@ -177,11 +184,6 @@ fn reduce_element(call: Allreduce, hosts: &[usize], element: &[&[u8]]) -> Vec<u8
             vec![u8::from(if or { any } else { all })]
         }
     }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "factors take the type of what they scale")]
-fn single(value: f64) -> f32 {
-    value as f32
 }
 
 /// The bytes of one element.
@@ -219,6 +221,7 @@ pub fn floats(dtype: DataType, bytes: &[u8]) -> Vec<f64> {
     let of = |bytes: &[u8]| match dtype {
         DataType::F16 => f16::from_ne_bytes(array(bytes)).to_f64(),
         DataType::Bf16 => bf16::from_ne_bytes(array(bytes)).to_f64(),
+        DataType::F8E4M3 | DataType::F8E5M2 => float8::decode(dtype, bytes[0]).into(),
         DataType::F32 => f64::from(f32::from_ne_bytes(array(bytes))),
         _ => f64::from_ne_bytes(array(bytes)),
     };
@@ -267,6 +270,7 @@ fn is_nan(dtype: DataType, bytes: &[u8]) -> bool {
     match dtype {
         DataType::F16 => f16::from_ne_bytes(array(bytes)).is_nan(),
         DataType::Bf16 => bf16::from_ne_bytes(array(bytes)).is_nan(),
+        DataType::F8E4M3 | DataType::F8E5M2 => float8::decode(dtype, bytes[0]).is_nan(),
         DataType::F32 | DataType::C64 => f32::from_ne_bytes(array(bytes)).is_nan(),
         DataType::F64 | DataType::C128 => f64::from_ne_bytes(array(bytes)).is_nan(),
         _ => false,

@@ -4,8 +4,8 @@
 
 Names and signatures are those of `farandole.torch`. Any array that is contiguous, aligned and in native byte order is
 used where it lies; others are copied, in-place operations write them back. Results are contiguous and in native byte
-order. Read-only arrays may be sent, not overwritten. Arrays of ml_dtypes' bfloat16 are taken; masked arrays, objects,
-strings and dates are refused.
+order. Read-only arrays may be sent, not overwritten. Arrays of ml_dtypes' bfloat16, float8_e4m3fn and float8_e5m2 are
+taken; masked arrays, objects, strings and dates are refused.
 
 Example:
     import numpy as np

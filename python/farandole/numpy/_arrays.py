@@ -31,8 +31,10 @@ DTYPES: dict[str, int] = {
     "uint64": 12,
     "complex64": 13,
     "complex128": 14,
+    "float8_e4m3fn": 15,
+    "float8_e5m2": 16,
 }
-"""The engine's number of every dtype it knows, by NumPy's name; NumPy itself has no bfloat16, ml_dtypes brings it."""
+"""The engine's number of every dtype it knows, by NumPy's name; those NumPy itself lacks come with ml_dtypes."""
 
 table = HandleTable("numpy")
 """The operations of this module under way."""

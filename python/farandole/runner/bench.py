@@ -29,6 +29,8 @@ DTYPES: Final = {
     "float32": (7, 4),
     "float64": (8, 8),
     "bfloat16": (10, 2),
+    "float8_e4m3fn": (15, 1),
+    "float8_e5m2": (16, 1),
 }
 """Number and bytes of the element types."""
 SUM: Final = 1

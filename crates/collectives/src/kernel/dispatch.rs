@@ -5,7 +5,7 @@
 
 use super::native::{And, Direct, Join, Max, Min, Native, Or, Product, Sum};
 use super::wide::{Factors, Format, Same, Staged, Stages, Truth, Wider};
-use super::{Form, Order, Path, Reduction, half};
+use super::{Form, Order, Path, Reduction, float8, half};
 use crate::{DataType, ReduceOp};
 
 type Run = unsafe fn(&[&[u8]], &mut [u8], f64);
@@ -117,6 +117,8 @@ pub(super) fn choose(reduction: &Reduction, path: Path, in_line: bool) -> Option
         DataType::I64 => integer::<i64, u64, i128>(reduction, kind),
         DataType::F16 => f16(reduction, kind),
         DataType::Bf16 => float::<half::Bf16>(reduction, kind),
+        DataType::F8E4M3 => float::<float8::E4M3>(reduction, kind),
+        DataType::F8E5M2 => float::<float8::E5M2>(reduction, kind),
         DataType::F32 => native_float::<f32>(reduction, kind),
         DataType::F64 => native_float::<f64>(reduction, kind),
         DataType::Bool => match reduction.op {

@@ -47,6 +47,10 @@ pub fn neutral(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
         DataType::I64 => integer!(i64),
         DataType::F16 => float!(0x8000_u16, 0x3c00_u16, 0x7c00_u16, 0xfc00_u16),
         DataType::Bf16 => float!(0x8000_u16, 0x3f80_u16, 0x7f80_u16, 0xff80_u16),
+        DataType::F8E4M3 | DataType::F8E5M2 if op == ReduceOp::Adasum => return unsupported,
+        // The largest numbers, where there are no infinities.
+        DataType::F8E4M3 => float!(0x80_u8, 0x38_u8, 0x7e_u8, 0xfe_u8),
+        DataType::F8E5M2 => float!(0x80_u8, 0x3c_u8, 0x7c_u8, 0xfc_u8),
         DataType::F32 => float!(-0.0_f32, 1.0_f32, f32::INFINITY, f32::NEG_INFINITY),
         DataType::F64 => float!(-0.0_f64, 1.0_f64, f64::INFINITY, f64::NEG_INFINITY),
         DataType::Bool => match op {

@@ -484,6 +484,8 @@ fn what_no_kernel_reduces_is_not_carried() {
     assert!(carried(DataType::Bool, ReduceOp::Max, 1.0) && !carried(DataType::Bool, ReduceOp::Average, 1.0));
     assert!(!carried(DataType::Bool, ReduceOp::Sum, 0.5) && !carried(DataType::F32, ReduceOp::Adasum, 1.0));
     assert!(!carried(DataType::C64, ReduceOp::Sum, 1.0));
+    assert!(carried(DataType::F8E4M3, ReduceOp::Average, 0.5));
+    assert!(!carried(DataType::F8E5M2, ReduceOp::Adasum, 1.0));
     assert!(!all[0].all.carries(&Operation::Barrier));
     let mut member = members(&[None, None], true, Duration::from_secs(1)).remove(0);
     assert!(member.all.submit(Token(1), Operation::Barrier).is_err());

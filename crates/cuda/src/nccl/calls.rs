@@ -30,6 +30,8 @@ fn kind(dtype: DataType) -> Option<(i32, usize)> {
         DataType::F32 => (7, 1),
         DataType::F64 => (8, 1),
         DataType::Bf16 => (9, 1),
+        DataType::F8E4M3 => (10, 1),
+        DataType::F8E5M2 => (11, 1),
         DataType::C64 => (7, 2),
         DataType::C128 => (8, 2),
         DataType::I16 | DataType::U16 | DataType::Bool => return None,
@@ -37,8 +39,8 @@ fn kind(dtype: DataType) -> Option<(i32, usize)> {
 }
 
 fn is_float(dtype: DataType) -> bool {
-    use DataType::{Bf16, C64, C128, F16, F32, F64};
-    matches!(dtype, F16 | Bf16 | F32 | F64 | C64 | C128)
+    use DataType::{Bf16, C64, C128, F8E4M3, F8E5M2, F16, F32, F64};
+    matches!(dtype, F8E4M3 | F8E5M2 | F16 | Bf16 | F32 | F64 | C64 | C128)
 }
 
 fn number(op: ReduceOp) -> Option<i32> {
@@ -52,7 +54,8 @@ fn number(op: ReduceOp) -> Option<i32> {
     })
 }
 
-/// Whether NCCL does an operation as we define it; others go through the host. The same on all members.
+/// Whether NCCL does an operation as we define it; others go through the host. The same on all members. Floats of eight
+/// bits are a communicator's own matter, too: not all members' GPUs reduce them, nor averages of any number of members.
 pub fn carries(operation: &Operation) -> bool {
     match operation {
         Operation::Allreduce { dtype, op, prescale, postscale, .. }
@@ -70,6 +73,26 @@ pub fn carries(operation: &Operation) -> bool {
         }
         Operation::Broadcast { .. } | Operation::Allgather { .. } | Operation::Alltoall { .. } => true,
         Operation::Barrier => false,
+    }
+}
+
+/// The first version that has floats of eight bits: 2.24.
+pub(crate) const LEAST_FOR_FLOAT8: i32 = 22_400;
+/// The architecture from which on it reduces them, on all members' GPUs.
+pub(crate) const ARCH_FOR_FLOAT8: u32 = 90;
+
+/// How many members a reduction of floats of eight bits may have; nothing for other operations. NCCL multiplies what it
+/// averages by the inverse of their number, in the tensor's type: beyond, that is subnormal and loses what it multiplies.
+pub(super) fn most_of_float8(operation: &Operation) -> Option<usize> {
+    let (Operation::Allreduce { dtype, op, .. } | Operation::Reducescatter { dtype, op, .. }) = operation
+    else {
+        return None;
+    };
+    match (dtype, op) {
+        (DataType::F8E4M3, ReduceOp::Average) => Some(1 << 6),
+        (DataType::F8E5M2, ReduceOp::Average) => Some(1 << 14),
+        (DataType::F8E4M3 | DataType::F8E5M2, _) => Some(usize::MAX),
+        _ => None,
     }
 }
 

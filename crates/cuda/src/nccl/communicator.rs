@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use farandole_collectives::{Communicator, Error as CollectiveError, Event, Operation, Result, Room, Token};
 
 use super::caller::{Caller, Made, Queued};
-use super::calls::carries;
+use super::calls::{carries, most_of_float8};
 use super::{Nccl, Stream, UniqueId};
 use crate::Error;
 use crate::ending::{ENDING, drain, wait_for};
@@ -77,6 +77,8 @@ pub struct NcclCommunicator<L: Lane> {
     member: usize,
     /// All members' devices have room for results whose size nobody knew before.
     roomy: bool,
+    /// All members' devices reduce floats of eight bits.
+    float8: bool,
     state: State,
     /// Since when it is formed, called or waited for.
     since: Instant,
@@ -129,6 +131,7 @@ impl<L: Lane> NcclCommunicator<L> {
             size,
             member,
             roomy: false,
+            float8: false,
             state: State::Forming,
             since: clock(),
             patience,
@@ -153,6 +156,19 @@ impl<L: Lane> NcclCommunicator<L> {
     pub fn with_registration(self) -> Self {
         self.caller.register();
         self
+    }
+
+    /// As one all of whose members' NCCL and GPUs reduce floats of eight bits.
+    #[must_use]
+    pub fn with_float8(mut self) -> Self {
+        self.float8 = true;
+        self
+    }
+
+    /// Whether NCCL does an operation among these members, if there is room for what it brings.
+    fn does(&self, operation: &Operation) -> bool {
+        let among = most_of_float8(operation).is_none_or(|most| self.float8 && self.size <= most);
+        among && carries(operation)
     }
 
     /// Ends everything, also kernels under way, and remembers why.
@@ -284,7 +300,7 @@ impl<L: Lane> Communicator for NcclCommunicator<L> {
 
     fn carries(&self, operation: &Operation) -> bool {
         let gathers = matches!(operation, Operation::Allgather { .. } | Operation::Alltoall { .. });
-        carries(operation) && (self.roomy || !gathers)
+        self.does(operation) && (self.roomy || !gathers)
     }
 
     fn room(&mut self, bytes: usize) -> Result<Arc<dyn Room>> {
@@ -311,7 +327,7 @@ impl<L: Lane> Communicator for NcclCommunicator<L> {
         if self.state == State::Over {
             return Err(self.over());
         }
-        if !carries(&operation) {
+        if !self.does(&operation) {
             let reason = "NCCL does not do this operation as it is defined".to_owned();
             return Err(CollectiveError::Shape { reason });
         }

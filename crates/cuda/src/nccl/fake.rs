@@ -34,7 +34,7 @@ pub(crate) struct State {
     pub(super) alone: bool,
     /// How far the clock is ahead.
     pub(super) ahead: Duration,
-    pub(super) version: i32,
+    pub(crate) version: i32,
     /// How many looks at the device kernels go on for after they were told to end; nothing while they were not.
     pub(super) ending: Option<u32>,
     /// The same, for the next time.

@@ -20,6 +20,7 @@ use crate::library::table;
 use crate::{Error, Kind, Places, Result};
 
 pub use calls::carries;
+pub(crate) use calls::{ARCH_FOR_FLOAT8, LEAST_FOR_FLOAT8};
 pub use communicator::{Lane, NcclCommunicator};
 pub use memory::NcclMemory;
 

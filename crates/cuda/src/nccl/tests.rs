@@ -445,6 +445,37 @@ fn what_nccl_would_do_otherwise_is_refused() {
 }
 
 #[test]
+fn floats_of_eight_bits_are_reduced_where_all_members_can() {
+    let of = |dtype, op| sum(dtype, op, (1.0, 1.0));
+    let ops = [ReduceOp::Sum, ReduceOp::Average, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
+    for dtype in [DataType::F8E4M3, DataType::F8E5M2] {
+        let (mut communicator, _lane) = ready();
+        assert!(!ops.into_iter().any(|op| communicator.carries(&of(dtype, op))));
+        assert!(communicator.submit(Token(1), of(dtype, ReduceOp::Sum)).is_err());
+        let communicator = communicator.with_float8();
+        assert!(ops.into_iter().all(|op| communicator.carries(&of(dtype, op))));
+        assert!(!communicator.carries(&sum(dtype, ReduceOp::Sum, (0.5, 1.0))), "its factor would be rounded");
+        assert!(!communicator.carries(&of(dtype, ReduceOp::Adasum)));
+    }
+    let (communicator, _lane) = ready();
+    let mut communicator = communicator.with_float8();
+    call(&mut communicator, 1, of(DataType::F8E4M3, ReduceOp::Average));
+    call(&mut communicator, 2, of(DataType::F8E5M2, ReduceOp::Max));
+    let averaged = ["{", "allreduce 0x100>0x100 40 of 10 by 4", "}"];
+    assert_eq!(calls(), [averaged, ["{", "allreduce 0x100>0x100 40 of 11 by 2", "}"]].concat());
+}
+
+#[test]
+fn averages_of_eight_bits_are_for_as_many_members_as_have_a_normal_inverse() {
+    let averages = |dtype, size| {
+        let (communicator, _lane) = form(&nccl().unwrap(), 1, size).unwrap();
+        communicator.with_float8().carries(&sum(dtype, ReduceOp::Average, (1.0, 1.0)))
+    };
+    assert!(averages(DataType::F8E4M3, 64) && !averages(DataType::F8E4M3, 65));
+    assert!(averages(DataType::F8E5M2, 1 << 14) && !averages(DataType::F8E5M2, (1 << 14) + 1));
+}
+
+#[test]
 fn a_version_that_lacks_what_is_needed_is_refused() {
     fake(|fake| fake.version = 21_705);
     let error = nccl().map(drop).unwrap_err();

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! 8-bit floats to `f32` and back.
+
+use super::wide::{Float, Format};
+
+/// 8-bit floats of the OCP 8-bit Floating Point Specification (OFP8, revision 1.0, 2023): a sign, an exponent with this
+/// bias, and so many bits of mantissa; exponents of zero are subnormal. `LAST` is the code, without a sign, that what is
+/// too large becomes: infinity, whose mantissa is 0, or the largest number. The codes after it are no numbers.
+///
+/// An `f32` is rounded to the nearest of them, of two that are as near to the even one, as though there were no largest;
+/// what comes out beyond `LAST` is `LAST`. For E4M3 that is the specification's saturating conversion, in which an
+/// infinity becomes 448, for E5M2 the other one: both as torch 2.15 converts on the CPU (2.6 made NaN of
+/// what E4M3 has no number for, as `ml_dtypes` does). A NaN becomes `0x7f` with its sign.
+pub(super) struct Float8<const MANTISSA: u32, const BIAS: u32, const LAST: u32>;
+
+/// `float8_e4m3fn`.
+pub(super) type E4M3 = Float8<3, 7, 0x7e>;
+
+/// `float8_e5m2`.
+pub(super) type E5M2 = Float8<2, 15, 0x7c>;
+
+impl<const MANTISSA: u32, const BIAS: u32, const LAST: u32> Float8<MANTISSA, BIAS, LAST> {
+    /// What each code stands for.
+    const VALUES: &'static [f32; 256] = &{
+        let mut values = [0.0; 256];
+        let mut code = 0;
+        while code < 256 {
+            values[code as usize] = Self::value(code);
+            code += 1;
+        }
+        values
+    };
+
+    const fn value(code: u32) -> f32 {
+        let (sign, magnitude) = ((code & 0x80) << 24, code & 0x7f);
+        let bits = if magnitude > LAST {
+            f32::NAN.to_bits()
+        } else if magnitude == LAST && LAST.trailing_zeros() >= MANTISSA {
+            f32::INFINITY.to_bits()
+        } else if magnitude >> MANTISSA == 0 {
+            (magnitude as f32 * f32::from_bits((128 - BIAS - MANTISSA) << 23)).to_bits()
+        } else {
+            (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)
+        };
+        f32::from_bits(bits | sign)
+    }
+
+    #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "every branch fits 8 bits")]
+    fn code(value: f32) -> u8 {
+        let dropped = 23 - MANTISSA;
+        let normal_from = (128 - BIAS) << 23;
+        // Its unit in the last place is the subnormal step.
+        let large = f32::from_bits((128 - BIAS + dropped) << 23);
+        let bits = value.to_bits();
+        let (sign, magnitude) = ((bits >> 24) & 0x80, bits & 0x7fff_ffff);
+        let half = (1 << (dropped - 1)) - 1 + ((magnitude >> dropped) & 1);
+        let normal = magnitude.wrapping_sub((127 - BIAS) << 23).wrapping_add(half) >> dropped;
+        let subnormal = (f32::from_bits(magnitude) + large).to_bits().wrapping_sub(large.to_bits());
+        let code = if value.is_nan() {
+            0x7f
+        } else if magnitude >= normal_from {
+            normal.min(LAST)
+        } else {
+            subnormal
+        };
+        (code | sign) as u8
+    }
+}
+
+impl<const MANTISSA: u32, const BIAS: u32, const LAST: u32> Format for Float8<MANTISSA, BIAS, LAST> {
+    const SIZE: usize = 1;
+    type Acc = f32;
+
+    #[inline(always)]
+    fn widen(bytes: &[u8], acc: &mut [f32]) {
+        for (a, b) in acc.iter_mut().zip(bytes) {
+            *a = Self::VALUES[usize::from(*b)];
+        }
+    }
+
+    #[inline(always)]
+    fn narrow(acc: &[f32], bytes: &mut [u8]) {
+        for (a, b) in acc.iter().zip(bytes) {
+            *b = Self::code(*a);
+        }
+    }
+
+    #[inline(always)]
+    fn scale(acc: &mut [f32], factor: f64) {
+        f32::scale(acc, factor);
+    }
+
+    #[inline(always)]
+    fn mean(acc: &mut [f32], members: usize) {
+        f32::mean(acc, members);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values<const M: u32, const B: u32, const L: u32>(codes: &[u8]) -> Vec<f32> {
+        let mut values = vec![0.0; codes.len()];
+        Float8::<M, B, L>::widen(codes, &mut values);
+        values
+    }
+
+    #[test]
+    fn codes_stand_for_the_numbers_of_the_specification() {
+        // Smallest subnormal, largest subnormal, smallest normal, one, largest.
+        let e4m3 = values::<3, 7, 0x7e>(&[0x00, 0x01, 0x07, 0x08, 0x38, 0x7e, 0xfe]);
+        assert_eq!(e4m3, [0.0, 0.001_953_125, 0.875 / 64.0, 1.0 / 64.0, 1.0, 448.0, -448.0]);
+        let e5m2 = values::<2, 15, 0x7c>(&[0x80, 0x01, 0x03, 0x04, 0x3c, 0x7b, 0x7c, 0xfc]);
+        let (step, infinite) = (1.0 / 65536.0, f32::INFINITY);
+        assert_eq!(e5m2, [0.0, step, 3.0 * step, 4.0 * step, 1.0, 57344.0, infinite, -infinite]);
+        assert!(E4M3::VALUES[0x7f].is_nan() && E4M3::VALUES[0xff].is_nan());
+        assert!((0x7d..=0x7f).chain(0xfd..=0xff).all(|code: usize| E5M2::VALUES[code].is_nan()));
+        assert!(E4M3::VALUES[0x80].is_sign_negative() && E5M2::VALUES[0x80].is_sign_negative());
+    }
+
+    #[test]
+    fn every_code_comes_back() {
+        for code in 0..=u8::MAX {
+            let nan = 0x7f | (code & 0x80);
+            let (e4m3, e5m2) = (E4M3::VALUES[usize::from(code)], E5M2::VALUES[usize::from(code)]);
+            assert_eq!(E4M3::code(e4m3), if e4m3.is_nan() { nan } else { code });
+            assert_eq!(E5M2::code(e5m2), if e5m2.is_nan() { nan } else { code });
+        }
+    }
+
+    #[test]
+    fn what_lies_between_goes_to_the_nearer_or_the_even_one_and_what_is_too_large_to_the_last() {
+        let e4m3 = [(1.0625, 0x38), (1.0626, 0x39), (1.1875, 0x3a), (0.000_976_562_5, 0x00)];
+        let e4m3_large = [(464.0, 0x7e), (480.0, 0x7e), (1e30, 0x7e), (f32::INFINITY, 0x7e)];
+        for (value, code) in e4m3.into_iter().chain(e4m3_large) {
+            assert_eq!((E4M3::code(value), E4M3::code(-value)), (code, code | 0x80), "{value}");
+        }
+        let e5m2 = [(1.125, 0x3c), (1.126, 0x3d), (1.375, 0x3e), (1e-40, 0x00)];
+        let e5m2_large = [(61_439.0, 0x7b), (61_440.0, 0x7c), (1e30, 0x7c), (f32::INFINITY, 0x7c)];
+        for (value, code) in e5m2.into_iter().chain(e5m2_large) {
+            assert_eq!((E5M2::code(value), E5M2::code(-value)), (code, code | 0x80), "{value}");
+        }
+    }
+}
