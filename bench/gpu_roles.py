@@ -201,7 +201,7 @@ def train(device: str, folder: Path) -> dict[str, Any]:
 def views(device: str, folder: Path) -> dict[str, Any]:
     """Milliseconds of a step whose gradients are views of buckets, how many of them NCCL gave, and what was learnt.
 
-    The memory of half of it is given back and taken anew on the way, while the device is at work.
+    The second optimizer takes the memory of the first, while the device may still be at work on it.
     """
     del folder
     from farandole._native import engine as native  # noqa: PLC0415
@@ -221,7 +221,7 @@ def views(device: str, folder: Path) -> dict[str, Any]:
             named_parameters=network.named_parameters(),
             gradient_as_bucket_view=True,
         )
-        given += device == "cuda" and native.device_memory(0, 1024) is not None
+        given += device == "cuda" and native.device_memory(0, 0, 1024) is not None
         step = step_of(network, optimizer, batch)
         times.append(median(step, device, 10 if device == "cuda" else 3))
         step()

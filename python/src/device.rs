@@ -88,12 +88,17 @@ impl DeviceMemory {
     }
 }
 
-/// Memory of a GPU that communicators of NCCL register; `None` when none is asked for, or this version gives none.
+/// Memory of a GPU that communicators of NCCL register, for work in the order of a stream; `None` when none is asked for, or this version gives none.
 #[pyfunction]
-#[pyo3(signature = (ordinal, bytes, /))]
-pub(crate) fn device_memory(py: Python<'_>, ordinal: u32, bytes: usize) -> PyResult<Option<DeviceMemory>> {
+#[pyo3(signature = (ordinal, stream, bytes, /))]
+pub(crate) fn device_memory(
+    py: Python<'_>,
+    ordinal: u32,
+    stream: usize,
+    bytes: usize,
+) -> PyResult<Option<DeviceMemory>> {
     let session = session()?;
-    let memory = py.detach(|| session.device_memory(ordinal, bytes));
+    let memory = py.detach(|| session.device_memory(ordinal, stream, bytes));
     memory.map(|memory| memory.map(DeviceMemory)).map_err(|error| raise(error.fault(), &error))
 }
 

@@ -20,17 +20,17 @@ enum { READY = 0, INVALID = 1, NOT_FOUND = 500, NOT_READY = 600, IN_PROGRESS = 7
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static long copies, launches, blocked, rooms, names, kernels, windows, views;
+static long copies, launches, blocked, rooms, names, kernels, windows, views, registered;
 
 // What a test asks about: copies between host and device, operations of NCCL, times the host waited for the device,
 // memory of the device that was not given back, communicators that were named, kernels launched, windows of CUDA IPC that
-// were not given back, and those of others that are open.
+// were not given back, those of others that are open, and memory that was registered.
 long fake_count(const char *what) {
   static const struct {
     const char *what;
     long *count;
   } counts[] = {{"copies", &copies}, {"launches", &launches}, {"blocked", &blocked}, {"rooms", &rooms}, {"names", &names},
-                {"kernels", &kernels}, {"windows", &windows}, {"views", &views}};
+                {"kernels", &kernels}, {"windows", &windows}, {"views", &views}, {"registered", &registered}};
   long count = -1;
   pthread_mutex_lock(&lock);
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
@@ -745,6 +745,14 @@ int ncclCommGetAsyncError(comm *own, int *status) {
   *status = own->status;
   pthread_mutex_unlock(&lock);
   return READY;
+}
+
+int ncclMemAlloc(void **address, size_t bytes) { return (*address = malloc(bytes)) ? READY : 2; }
+
+int ncclCommRegister(comm *own, void *address, size_t bytes, void **handle) {
+  count(&registered);
+  *handle = address;
+  return own && bytes ? READY : 5;
 }
 
 int ncclGroupStart(void) { return READY; }

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import farandole.torch as hvd
+from farandole._native import engine
 from farandole.common.handles import HandleTable
 from farandole.torch import _device, _handles, _reducer
 
@@ -562,6 +563,48 @@ def again():
 
 def test_a_new_world_forms_a_new_communicator(gpus):
     assert gpus.run(again) == [[[2.0, 2.0]] * 2] * 2
+
+
+def in_memory_of_nccl():
+    gpu = Gpu(hvd.local_rank())
+    gpu.read(hvd.allreduce(torch.zeros(1), name="first"))
+    count = 1000
+
+    def given():
+        return engine.device_memory(hvd.local_rank(), gpu.stream.value, 4 * count)
+
+    memory = given()
+    if memory is None:
+        return None
+    described = memory.__cuda_array_interface__
+    address, read_only = described.pop("data")
+    assert (described, read_only) == ({"version": 2, "shape": (4 * count,), "typestr": "|u1"}, False)
+    tensor = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+    found, registered = [], []
+    for world in range(2):
+        for step in range(2):
+            gpu.fill(tensor, hvd.rank() + step)
+            hvd.allreduce_(tensor, op=hvd.Sum, name=f"bucket {step}")
+            found.append(gpu.read(tensor).unique().tolist())
+            registered.append(gpu.count("registered"))
+        if world == 0:
+            hvd.shutdown()
+            hvd.init()
+            # The first tensor of the new world on a GPU.
+            gpu.read(hvd.allreduce(torch.zeros(1), name="first"))
+    other = given()
+    del memory
+    kept = given().__cuda_array_interface__["data"][0] == address
+    return found, registered, kept and other.__cuda_array_interface__["data"][0] != address
+
+
+def test_memory_that_nccl_gives_is_registered_once_with_every_communicator(fresh_world, cuda):
+    world = fresh_world(2, env={**cuda, "FARANDOLE_NCCL_MEMORY": "1"})
+    assert world.run(in_memory_of_nccl) == [([[1.0], [3.0]] * 2, [1, 1, 2, 2], True)] * 2
+
+
+def test_nccl_gives_no_memory_unless_it_is_asked_to(gpus):
+    assert gpus.run(in_memory_of_nccl) == [None, None]
 
 
 def staged_by_choice():

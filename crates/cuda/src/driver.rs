@@ -72,7 +72,6 @@ table! {
             release = "cuDevicePrimaryCtxRelease_v2"(i32);
             push = "cuCtxPushCurrent_v2"(*mut c_void);
             pop = "cuCtxPopCurrent_v2"(*mut *mut c_void);
-            synchronize = "cuCtxSynchronize"();
             priorities = "cuCtxGetStreamPriorityRange"(*mut i32, *mut i32);
             stream_create = "cuStreamCreateWithPriority"(*mut Stream, c_uint, i32);
             stream_destroy = "cuStreamDestroy_v2"(Stream);

@@ -62,13 +62,14 @@ impl Gpus {
         Self { registers: true, ..self }
     }
 
-    /// Memory of a GPU that communicators register; nothing where none is to be, or this version of NCCL has none.
+    /// Memory of a GPU that communicators register, for work in the order of this stream; nothing where none is to be, or
+    /// this version of NCCL has none.
     ///
     /// # Errors
     /// `Nccl` when there is none left; as [`Gpus::open`].
-    pub fn memory(&self, ordinal: u32, bytes: usize) -> Result<Option<NcclMemory>> {
+    pub fn memory(&self, ordinal: u32, stream: usize, bytes: usize) -> Result<Option<NcclMemory>> {
         let Some(nccl) = self.registering() else { return Ok(None) };
-        nccl.memory(self.open(ordinal, &[])?.lane()?, bytes).map(Some)
+        nccl.memory(&self.open(ordinal, &[])?.lane()?, stream, bytes).map(Some)
     }
 
     fn registering(&self) -> Option<Nccl> {
@@ -348,8 +349,8 @@ mod tests {
     #[test]
     fn memory_is_registered_where_all_members_register_theirs() {
         let (gpus, unwilling) = (gpus(nccl()).with_registration(), super::tests::gpus(nccl()));
-        assert!(unwilling.memory(1, 64).unwrap().is_none(), "nobody has asked for it");
-        let memory = gpus.memory(1, 64).unwrap().unwrap();
+        assert!(unwilling.memory(1, 0, 64).unwrap().is_none(), "nobody has asked for it");
+        let memory = gpus.memory(1, 0, 64).unwrap().unwrap();
         assert_eq!(calls(), [format!("memory of 64 at {:#x}", memory.address())]);
         let common = |other: Vec<u8>| gpus.name(&[&gpus.card(0), &other]).unwrap()[0];
         assert_eq!(common(gpus.card(1)), ROOMS | REGISTERS | FLOAT8);

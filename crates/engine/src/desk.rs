@@ -175,6 +175,15 @@ impl Desk {
         }
     }
 
+    /// Ends what nobody has any more, of whom the last panicked with it.
+    pub(crate) fn end(&mut self, cause: &Arc<Cause>, calls: &mut Vec<Call>) {
+        let open = |(number, state): (&u64, &State)| (!matches!(state, State::Done(_))).then_some(*number);
+        let lost: Vec<u64> = self.handles.iter().filter_map(open).collect();
+        for number in lost {
+            self.finish(Handle(number), Err(Error::Stopped { cause: Arc::clone(cause) }), calls);
+        }
+    }
+
     pub(crate) fn stopped(&self) -> Option<&Arc<Cause>> {
         self.stopped.as_ref()
     }

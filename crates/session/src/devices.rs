@@ -86,13 +86,14 @@ impl Session {
         Ok(gpu)
     }
 
-    /// Memory of a GPU that communicators of NCCL register; nothing where none is to be, or there is none.
+    /// Memory of a GPU that communicators of NCCL register, for work in the order of this stream; nothing where none is to
+    /// be, or there is none.
     ///
     /// # Errors
     /// `Forked`; `Cuda` when there is none left.
-    pub fn device_memory(&self, ordinal: u32, bytes: usize) -> Result<Option<NcclMemory>> {
+    pub fn device_memory(&self, ordinal: u32, stream: usize, bytes: usize) -> Result<Option<NcclMemory>> {
         self.check_process()?;
-        Ok(self.gpus.memory(ordinal, bytes)?)
+        Ok(self.gpus.memory(ordinal, stream, bytes)?)
     }
 }
 

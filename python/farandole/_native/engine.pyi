@@ -187,8 +187,11 @@ def mapped(bytes: int, /) -> Mapped: ...  # noqa: A002 - positional only
 def open_device(ordinal: int, packages: Sequence[str], /) -> bool:
     """Takes up a GPU, so that operations may name its memory; false when the configuration says not to."""
 
-def device_memory(ordinal: int, bytes: int, /) -> DeviceMemory | None:  # noqa: A002 - positional only
-    """Memory that communicators of NCCL register; `None` when none is asked for, or NCCL gives none."""
+def device_memory(ordinal: int, stream: int, bytes: int, /) -> DeviceMemory | None:  # noqa: A002 - positional only
+    """Memory that communicators of NCCL register, for work in the order of a stream.
+
+    `None` when none is asked for, or NCCL gives none; `FarandoleInternalError` when there is none left.
+    """
 
 def is_pending(handle: int, /) -> bool: ...
 def poll(handle: int, /) -> bool: ...

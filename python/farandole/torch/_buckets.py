@@ -374,9 +374,10 @@ def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
 def _memory(count: int, like: torch.Tensor) -> tuple[torch.Tensor, engine.Mapped | None]:
     """Zeros for `count` numbers; on the host in memory that the other ranks there can work in, which comes as well."""
     if like.device.type != "cpu":
-        registered = engine.device_memory(like.get_device(), count * like.element_size()) if is_usable(like) else None
-        if registered is None:
+        place = spot(like) if is_usable(like) else None
+        given = None if place is None else engine.device_memory(*place, count * like.element_size())
+        if given is None:
             return torch.zeros(count, dtype=like.dtype, device=like.device), None
-        return torch.as_tensor(registered, device=like.device).view(like.dtype).zero_(), None
+        return torch.as_tensor(given, device=like.device).view(like.dtype).zero_(), None
     mapped = engine.mapped(count * like.element_size())
     return torch.frombuffer(mapped, dtype=like.dtype, count=count).zero_(), mapped

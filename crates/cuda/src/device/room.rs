@@ -85,11 +85,6 @@ impl Lane for GpuLane {
         });
         Ok(done?)
     }
-
-    fn settle(&self) -> Result<()> {
-        // SAFETY: the context is current; it is waited for by nobody who has something else to do.
-        Ok(self.0.open.context.call("cuCtxSynchronize", |table| unsafe { (table.synchronize)() })?)
-    }
 }
 
 struct GpuRoom {

@@ -172,9 +172,6 @@ unsafe extern "C" fn stream_synchronize(_: Stream) -> i32 {
     fake(|fake| carry_out(fake, usize::MAX));
     within("stream_synchronize")
 }
-unsafe extern "C" fn synchronize() -> i32 {
-    within("synchronize")
-}
 unsafe extern "C" fn capturing(stream: Stream, state: *mut i32) -> i32 {
     // SAFETY: the caller's place.
     unsafe { *state = i32::from(fake(|fake| fake.captured) == Some(stream.addr())) };
@@ -373,7 +370,6 @@ fn table() -> Table {
         stream_destroy,
         stream_wait,
         stream_synchronize,
-        synchronize,
         capturing,
         capture_mode,
         event_create,

@@ -31,8 +31,6 @@ pub(super) type Made = (Token, Arc<dyn Event>, Operation);
 
 /// Between two looks at calls that return before they are done: who sets `NCCL_COMM_BLOCKING` to 0 has such.
 const LOOK: Duration = Duration::from_micros(50);
-/// Between two looks at registered memory whose owner may have let go of it, when nothing else is to be done.
-const ROUND: Duration = Duration::from_secs(1);
 /// How long the thread looks for more before it sleeps, where cores are left for that: to be woken takes longer than a call.
 const REST: Duration = Duration::from_micros(50);
 /// So many leave some.
@@ -66,8 +64,6 @@ struct Desk {
     comm: AtomicPtr<c_void>,
     /// All members register memory.
     registers: AtomicBool,
-    /// What is registered: kept until the communicator is no more, so not by the thread, which ends before.
-    registry: Mutex<Registry>,
 }
 
 /// The owner's end.
@@ -94,9 +90,9 @@ impl Caller {
             wanted: AtomicBool::new(false),
             comm: AtomicPtr::new(null_mut()),
             registers: AtomicBool::new(false),
-            registry: Mutex::default(),
         });
-        let work = Work { desk: Arc::clone(&desk), nccl, lane, id, place };
+        let registry = Registry::default();
+        let work = Work { desk: Arc::clone(&desk), nccl, lane, id, place, registry };
         let thread = std::thread::Builder::new().name("farandole-nccl".to_owned());
         Ok(Self { desk, thread: Some(thread.spawn(move || work.run())?) })
     }
@@ -155,11 +151,7 @@ impl Desk {
             }
         });
         if papers.queue.is_empty() && !papers.over {
-            if self.registry.lock().is_empty() {
-                self.changed.wait(papers);
-            } else {
-                self.changed.wait_for(papers, ROUND);
-            }
+            self.changed.wait(papers);
         }
     }
 
@@ -176,10 +168,11 @@ struct Work<L: Lane> {
     lane: Arc<L>,
     id: UniqueId,
     place: (usize, usize),
+    registry: Registry,
 }
 
 impl<L: Lane> Work<L> {
-    fn run(self) {
+    fn run(mut self) {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let looks = if cores < CORES { Duration::ZERO } else { REST };
         let formed = self.form();
@@ -189,20 +182,17 @@ impl<L: Lane> Work<L> {
         papers.inside = false;
         self.desk.changed.notify_all();
         while !papers.over && papers.news.failure.is_none() {
-            let queued = papers.queue.pop_front();
-            if queued.is_none() {
+            let Some(queued) = papers.queue.pop_front() else {
                 self.desk.rest(&mut papers, looks);
-                if papers.over || !papers.queue.is_empty() || self.desk.registry.lock().is_empty() {
-                    continue;
-                }
-            }
+                continue;
+            };
             papers.inside = true;
             drop(papers);
-            let made = self.sweep().and_then(|()| queued.map(|queued| self.call(queued)).transpose());
+            let made = self.call(queued);
             papers = self.desk.papers.lock();
             papers.inside = false;
             match made {
-                Ok(made) => papers.news.made.extend(made),
+                Ok(made) => papers.news.made.push(made),
                 Err(reason) => papers.news.failure = Some(reason),
             }
             self.desk.changed.notify_all();
@@ -237,7 +227,7 @@ impl<L: Lane> Work<L> {
     }
 
     /// Puts an operation on the stream.
-    fn call(&self, (token, operation, events): Queued) -> Result<Made, String> {
+    fn call(&mut self, (token, operation, events): Queued) -> Result<Made, String> {
         let stream = self.lane.stream();
         // SAFETY: the lane's stream lives as long as the lane.
         let own = unsafe { Theirs::from_raw(stream.expose_provenance()) };
@@ -245,15 +235,11 @@ impl<L: Lane> Work<L> {
         let mut late = Ok(false);
         let (member, size) = self.place;
         let comm = self.desk.comm.load(Ordering::Acquire);
+        self.register(comm, &operation)?;
         let calls = Calls { nccl: &self.nccl, comm, stream, size, member };
         self.within(&mut || {
-            if self.desk.registers.load(Ordering::Acquire) {
-                late = self.desk.registry.lock().take_up(&self.nccl, comm, &operation).map(|()| false);
-            }
-            if late.is_ok() {
-                // SAFETY: `submit` took buffers of this device, which their owners keep until the token completes.
-                late = unsafe { calls.start(&operation) };
-            }
+            // SAFETY: `submit` took buffers of this device, which their owners keep until the token completes.
+            late = unsafe { calls.start(&operation) };
         })?;
         if late.map_err(|error| error.to_string())? {
             self.wait("ncclGroupEnd", IN_PROGRESS)?;
@@ -262,14 +248,19 @@ impl<L: Lane> Work<L> {
         Ok((token, event, operation))
     }
 
-    /// Deregisters memory whose owner has let go of it.
-    fn sweep(&self) -> Result<(), String> {
-        let mut registry = self.desk.registry.lock();
-        if registry.is_empty() {
+    /// Registers what the operation is about, if all members do.
+    fn register(&mut self, comm: Comm, operation: &Operation) -> Result<(), String> {
+        if !self.desk.registers.load(Ordering::Acquire) {
             return Ok(());
         }
-        let comm = self.desk.comm.load(Ordering::Acquire);
-        self.within(&mut || registry.let_go(&self.nccl, comm, || self.lane.mark()))
+        let (desk, registry, mut done) = (&self.desk, &mut self.registry, Ok(true));
+        let goes_on = || !desk.papers.lock().over;
+        let within = self.lane.with(&mut || done = registry.take_up(&self.nccl, comm, operation, goes_on));
+        within.map_err(|error| error.to_string())?;
+        match done.map_err(|error| error.to_string())? {
+            true => Ok(()),
+            false => Err("it was given up".to_owned()),
+        }
     }
 
     fn within(&self, work: &mut dyn FnMut()) -> Result<(), String> {

@@ -81,19 +81,20 @@ pub(crate) const LEAST_FOR_FLOAT8: i32 = 22_400;
 /// The architecture from which on it reduces them, on all members' GPUs.
 pub(crate) const ARCH_FOR_FLOAT8: u32 = 90;
 
-/// How many members a reduction of floats of eight bits may have; nothing for other operations. NCCL multiplies what it
-/// averages by the inverse of their number, in the tensor's type: beyond, that is subnormal and loses what it multiplies.
-pub(super) fn most_of_float8(operation: &Operation) -> Option<usize> {
+/// Whether an operation is a reduction of floats of eight bits, and if so, whether NCCL does it as we define it among so many
+/// members. It averages by multiplying with the inverse of their number in the tensor's type, which is exact for powers of
+/// two whose inverse is not subnormal.
+pub(super) fn does_float8(operation: &Operation, size: usize) -> Option<bool> {
     let (Operation::Allreduce { dtype, op, .. } | Operation::Reducescatter { dtype, op, .. }) = operation
     else {
         return None;
     };
-    match (dtype, op) {
-        (DataType::F8E4M3, ReduceOp::Average) => Some(1 << 6),
-        (DataType::F8E5M2, ReduceOp::Average) => Some(1 << 14),
-        (DataType::F8E4M3 | DataType::F8E5M2, _) => Some(usize::MAX),
-        _ => None,
-    }
+    let most = match dtype {
+        DataType::F8E4M3 => 1 << 6,
+        DataType::F8E5M2 => 1 << 14,
+        _ => return None,
+    };
+    Some(*op != ReduceOp::Average || (size.is_power_of_two() && size <= most))
 }
 
 /// A group of calls on a communicator.

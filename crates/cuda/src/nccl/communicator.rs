@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use farandole_collectives::{Communicator, Error as CollectiveError, Event, Operation, Result, Room, Token};
 
 use super::caller::{Caller, Made, Queued};
-use super::calls::{carries, most_of_float8};
+use super::calls::{carries, does_float8};
 use super::{Nccl, Stream, UniqueId};
 use crate::Error;
 use crate::ending::{ENDING, drain, wait_for};
@@ -50,12 +50,6 @@ pub trait Lane: Send + Sync + 'static {
     /// # Errors
     /// `Device`.
     fn with(&self, work: &mut dyn FnMut()) -> Result<()>;
-
-    /// Waits until the device has done everything it was given.
-    ///
-    /// # Errors
-    /// `Device`.
-    fn settle(&self) -> Result<()>;
 }
 
 /// Operations on the device at a time. The driver has room for some more; where it had none, calls would wait for kernels.
@@ -167,7 +161,7 @@ impl<L: Lane> NcclCommunicator<L> {
 
     /// Whether NCCL does an operation among these members, if there is room for what it brings.
     fn does(&self, operation: &Operation) -> bool {
-        let among = most_of_float8(operation).is_none_or(|most| self.float8 && self.size <= most);
+        let among = does_float8(operation, self.size).is_none_or(|does| self.float8 && does);
         among && carries(operation)
     }
 

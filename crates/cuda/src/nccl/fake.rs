@@ -43,9 +43,8 @@ pub(crate) struct State {
     given: usize,
     /// What `ncclMemAlloc` answers.
     pub(super) memory: i32,
-    /// What `ncclCommRegister` answers, and under which number.
+    /// What `ncclCommRegister` answers.
     pub(super) registering: i32,
-    pub(super) handle: usize,
 }
 
 /// All there are: the place of one is in the names that it gives.
@@ -68,7 +67,6 @@ thread_local! {
             given: 0,
             memory: SUCCESS,
             registering: SUCCESS,
-            handle: 0x55,
         };
         let (state, mut all) = (Arc::new(Mutex::new(state)), ALL.lock());
         all.push(Arc::clone(&state));
@@ -258,7 +256,7 @@ unsafe extern "C" fn scaled_sum_destroy(op: i32, _: Comm) -> i32 {
     note(format!("no factor {op}"))
 }
 
-/// Memory of a test lies where its number says, so that whoever gives it back finds the test.
+/// Memory of a test lies where its number says: all that was given is the process's.
 const AREA: usize = 1 << 32;
 
 unsafe extern "C" fn allocate(start: *mut Write, bytes: usize) -> i32 {
@@ -273,23 +271,11 @@ unsafe extern "C" fn allocate(start: *mut Write, bytes: usize) -> i32 {
     fake(|fake| fake.memory)
 }
 
-unsafe extern "C" fn free(start: Write) -> i32 {
-    let state = ALL.lock().get(start.addr() / AREA - 1).map(Arc::clone);
-    if let Some(state) = state {
-        state.lock().calls.push(format!("free {:#x}", start.addr()));
-    }
-    SUCCESS
-}
-
 unsafe extern "C" fn register(_: Comm, start: Write, bytes: usize, handle: *mut Write) -> i32 {
     // SAFETY: the caller's place.
-    unsafe { *handle = fake(|fake| std::ptr::with_exposed_provenance_mut(fake.handle)) };
+    unsafe { *handle = std::ptr::without_provenance_mut(0x55) };
     note(format!("register {bytes} at {}", at(start)));
     fake(|fake| fake.registering)
-}
-
-unsafe extern "C" fn deregister(_: Comm, handle: Write) -> i32 {
-    note(format!("deregister {}", at(handle)))
 }
 
 unsafe extern "C" fn words(status: i32) -> *const c_char {
@@ -320,9 +306,7 @@ pub(crate) fn nccl() -> crate::Result<Nccl> {
         scaled_sum,
         scaled_sum_destroy,
         allocate: Some(allocate),
-        free: Some(free),
         register: Some(register),
-        deregister: Some(deregister),
     };
     Nccl::over(table, Some(words), "libfake.so".to_owned())
 }
@@ -400,10 +384,6 @@ impl Lane for FakeLane {
 
     fn with(&self, work: &mut dyn FnMut()) -> Result<()> {
         work();
-        Ok(())
-    }
-
-    fn settle(&self) -> Result<()> {
         Ok(())
     }
 }

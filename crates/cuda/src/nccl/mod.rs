@@ -99,9 +99,7 @@ table! {
         }
         optional {
             allocate = "ncclMemAlloc"(*mut *mut c_void, usize);
-            free = "ncclMemFree"(*mut c_void);
             register = "ncclCommRegister"(Comm, *mut c_void, usize, *mut *mut c_void);
-            deregister = "ncclCommDeregister"(Comm, *mut c_void);
         }
     }
 }

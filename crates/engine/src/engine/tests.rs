@@ -5,7 +5,7 @@ use farandole_collectives::{Communicator, HostCommunicator, Operation, Token};
 use farandole_world::{Fault, HostHash};
 
 use super::*;
-use crate::{ProgressHost, SetOptions, Settings, Silent};
+use crate::{Cause, ProgressHost, SetOptions, Settings, Silent};
 
 struct Awake;
 
@@ -116,10 +116,11 @@ fn an_engine_needs_the_set_of_all_ranks_and_links_to_its_neighbours() {
     assert_eq!(error.to_string(), "cannot start the engine: rank 0 is not in process set 0");
 }
 
-/// Takes one operation, and panics when it is to be moved.
+/// Takes one operation, and panics when it is to be moved; or takes none, and panics.
 #[derive(Default)]
 struct Panicking {
     pending: usize,
+    at_once: bool,
 }
 
 impl Communicator for Panicking {
@@ -130,6 +131,7 @@ impl Communicator for Panicking {
         0
     }
     fn submit(&mut self, _: Token, _: Operation) -> farandole_collectives::Result<()> {
+        assert!(!self.at_once, "as the test wants it");
         self.pending = 1;
         Ok(())
     }
@@ -145,27 +147,51 @@ impl Communicator for Panicking {
     }
 }
 
+fn barrier() -> Request {
+    Request::barrier("b", ProcessSetId::GLOBAL)
+}
+
+fn ended(engine: &Engine, result: Result<Completion>) {
+    let error = result.unwrap_err();
+    assert!(error.to_string().contains("the engine panicked, and said where on stderr"), "{error}");
+    assert_eq!(error.fault(), Fault::Bug);
+    assert!(engine.submit(barrier()).is_err(), "it is over");
+}
+
+#[test]
+fn what_a_panic_took_with_it_is_ended_too() {
+    let engine = Engine::start(options(0)).unwrap();
+    let mut driver = engine.inner.summon();
+    let handle = engine.submit_attended(barrier()).unwrap();
+    let (sender, results) = std::sync::mpsc::channel();
+    let called = Request::barrier("called", ProcessSetId::GLOBAL);
+    engine.submit_with(called, Box::new(move |result| sender.send(result).unwrap())).unwrap();
+    let mut lost = std::collections::VecDeque::new();
+    engine.inner.desk.lock().drain(&mut lost);
+    assert_eq!(lost.len(), 2);
+    drop(lost);
+    engine.inner.stop(&mut driver, Cause::Panicked);
+    engine.inner.leave(driver);
+    ended(&engine, engine.wait(handle, Duration::from_secs(20)).transpose().unwrap());
+    ended(&engine, results.recv_timeout(Duration::from_secs(20)).unwrap());
+}
+
 #[test]
 fn a_panic_ends_the_engine_whoever_drives() {
-    let start = || {
+    let start = |at_once| {
         let mut options = options(0);
-        options.sets[0].communicator = Box::new(Panicking::default());
+        options.sets[0].communicator = Box::new(Panicking { at_once, pending: 0 });
         Engine::start(options).unwrap()
     };
-    let barrier = || Request::barrier("b", ProcessSetId::GLOBAL);
-    let ended = |engine: &Engine, result: Result<Completion>| {
-        let error = result.unwrap_err();
-        assert!(error.to_string().contains("the engine panicked, and said where on stderr"), "{error}");
-        assert_eq!(error.fault(), Fault::Bug);
-        assert!(engine.submit(barrier()).is_err(), "it is over");
-    };
-    // Who waits drives.
-    let engine = start();
-    let handle = engine.submit_attended(barrier()).unwrap();
-    ended(&engine, engine.wait(handle, Duration::from_secs(20)).transpose().unwrap());
-    // Nobody waits.
-    let engine = start();
-    let (sender, results) = std::sync::mpsc::channel();
-    engine.submit_with(barrier(), Box::new(move |result| sender.send(result).unwrap())).unwrap();
-    ended(&engine, results.recv_timeout(Duration::from_secs(20)).unwrap());
+    for at_once in [false, true] {
+        // Who waits drives.
+        let engine = start(at_once);
+        let handle = engine.submit_attended(barrier()).unwrap();
+        ended(&engine, engine.wait(handle, Duration::from_secs(20)).transpose().unwrap());
+        // Nobody waits.
+        let engine = start(at_once);
+        let (sender, results) = std::sync::mpsc::channel();
+        engine.submit_with(barrier(), Box::new(move |result| sender.send(result).unwrap())).unwrap();
+        ended(&engine, results.recv_timeout(Duration::from_secs(20)).unwrap());
+    }
 }

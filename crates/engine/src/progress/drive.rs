@@ -235,21 +235,33 @@ impl Inner {
         let orderly = matches!(cause, Cause::ShutDown);
         let cause = Arc::new(cause);
         self.desk.lock().stop(Arc::clone(&cause), &mut driver.intake, &mut driver.calls);
-        for set in &mut driver.sets {
+        let Driver { sets, finished, calls, .. } = driver;
+        if !orderly {
+            // Peers of all sets first: what a panic has left half done may panic once more.
+            sets.iter_mut().for_each(|set| unwound(|| set.abort(&cause)));
+        }
+        for set in sets {
             if orderly {
-                set.depart(&cause, &mut driver.finished);
+                set.depart(&cause, finished);
             } else {
-                set.abort(&cause);
-                set.fail(&cause, &mut driver.finished);
+                unwound(|| set.fail(&cause, finished));
             }
-            self.post(set.key, &mut driver.finished, &mut driver.calls);
+            self.post(set.key, finished, calls);
         }
         driver.posted += 1;
-        let desk = self.desk.lock();
+        let mut desk = self.desk.lock();
+        if !orderly {
+            desk.end(&cause, &mut driver.calls);
+        }
         self.changed.notify_all();
         drop(desk);
         self.callbacks.send(&mut driver.calls);
     }
+}
+
+/// Goes on after a panic, which has been told.
+fn unwound(work: impl FnOnce()) {
+    drop(catch_unwind(AssertUnwindSafe(work)));
 }
 
 /// What panics is a bug, and the end of the engine, whoever drives: peers would wait for one that is half gone.

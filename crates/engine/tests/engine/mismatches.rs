@@ -80,16 +80,20 @@ fn ranks_that_group_differently_are_all_told_at_once_in_whatever_they_wait_for()
     let told = |groups: [&[&[&str]]; 3]| {
         for hosts in [&[1, 2][..], &[3], &[1, 1, 1]] {
             let texts = Cluster::new(hosts).run(|rank, engine| {
-                let mut handles = Vec::new();
+                // Who submits late is told right there.
+                let (mut handles, mut errors) = (Vec::new(), Vec::new());
                 for group in groups[rank as usize] {
                     let requests = group.iter().map(|name| sum(name, &[1.0]));
-                    match group {
-                        [name] => handles.push(engine.submit(sum(name, &[1.0])).unwrap()),
-                        _ => handles.extend(engine.submit_group(requests.collect()).unwrap()),
+                    let submitted = match group {
+                        [name] => engine.submit(sum(name, &[1.0])).map(|handle| vec![handle]),
+                        _ => engine.submit_group(requests.collect()),
+                    };
+                    match submitted {
+                        Ok(submitted) => handles.extend(submitted),
+                        Err(error) => errors.push(error),
                     }
                 }
-                let errors = handles.into_iter().map(|handle| wait(&engine, handle).unwrap_err());
-                let mut errors: Vec<_> = errors.collect();
+                errors.extend(handles.into_iter().map(|handle| wait(&engine, handle).unwrap_err()));
                 errors.push(engine.submit(sum("later", &[1.0])).unwrap_err());
                 errors.into_iter().map(|error| (error.fault(), error.to_string())).collect::<Vec<_>>()
             });
