@@ -117,7 +117,6 @@ fn an_engine_needs_the_set_of_all_ranks_and_links_to_its_neighbours() {
 }
 
 /// Takes one operation, and panics when it is to be moved; or takes none, and panics.
-#[derive(Default)]
 struct Panicking {
     pending: usize,
     at_once: bool,
