@@ -143,7 +143,7 @@ def test_a_missing_program_is_named(launch: Start) -> None:
 def test_a_bad_knob_is_named_before_anything_starts(launch: Start) -> None:
     run = launch("-np", 2, "--cache-capacity", "many", "true")
     assert run.wait() == 1
-    assert "cache_capacity must be a whole number" in run.err.read_text()
+    assert "--cache-capacity must be a whole number" in run.err.read_text()
 
 
 def test_output_waits_for_a_reader_that_takes_its_time(script: Write) -> None:
