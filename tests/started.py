@@ -63,13 +63,17 @@ def script(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def together(environments: Sequence[Mapping[str, str]], code: str = SUM, prefix: Sequence[str] = ()) -> list[Ended]:
-    """Runs one process for each environment at the same time, to their ends."""
+def together(
+    environments: Sequence[Mapping[str, str]], code: str = SUM, prefixes: Sequence[Sequence[str]] | None = None
+) -> list[Ended]:
+    """Runs one process for each environment at the same time, to their ends; with a command before each, if given."""
     with tempfile.TemporaryDirectory(prefix="farandole-started-") as folder:
         files = [(Path(folder) / f"{index}.out", Path(folder) / f"{index}.err") for index in range(len(environments))]
         running: list[subprocess.Popen[bytes]] = []
         try:
-            for (out, err), extra in zip(files, environments, strict=True):
+            for (out, err), extra, prefix in zip(
+                files, environments, prefixes or [()] * len(environments), strict=True
+            ):
                 with out.open("wb") as output, err.open("wb") as errors:
                     running.append(
                         subprocess.Popen(
