@@ -151,6 +151,10 @@ knobs! {
     job: String = "", "JOB", None, false;
     /// Task number of this process within its job. Set by launchers.
     task: u64 = "0", "TASK", None, false;
+    /// Secret of a job that mpirun, srun, torchrun or the like started, the same in all its processes and forwarded by what starts them; at least 16 characters, random ones, as by `openssl rand -hex 32`. Never printed.
+    job_secret: String = "", "JOB_SECRET", None, false;
+    /// Where the ranks of such a job meet: `host:port` of rank 0, which takes a `FARANDOLE_JOB_SECRET`, or a directory that all of them see, as `/path` or `file:///path`.
+    rendezvous: String = "", "RENDEZVOUS", None, false;
     /// Generation of the job that this process was started for; 0 where none is known. Set by launchers.
     generation: u64 = "0", "GENERATION", None, false;
     /// Addresses the registrar is reached at; default: all of the driver's own.
