@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::value::{Error, PortRange, Value};
+use crate::value::{Error, Gradients, PortRange, Value};
 use crate::{HOROVOD_PREFIX, PREFIX, environment};
 
 /// A row of the registry.
@@ -223,6 +223,8 @@ knobs! {
     cuda_libraries: String = "", "CUDA_LIBRARIES", None, true;
     /// TensorFlow: collectives inside functions that XLA compiles for the CPU are calls of XLA's. Off: such functions are split around them, as where XLA cannot call.
     enable_xla_ops: bool = "1", "ENABLE_XLA_OPS", None, true;
+    /// The gradients of collectives in torch and TensorFlow: `farandole`, those of the sum of all ranks' losses; `horovod`, those of Horovod 0.28, which for n ranks are 1/n of that for `allgather` and `broadcast`, n times that for `reducescatter`, and the reduction of the gradients by the same op for an allreduce by `Min`, `Max`, `Product` or `Adasum`. `import horovod` sets `horovod` where nothing is set. The same on all ranks.
+    gradient_convention: Gradients = "farandole", "GRADIENT_CONVENTION", None, true;
     /// No ranges for NVIDIA's profilers, even where their library is found.
     disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
 }

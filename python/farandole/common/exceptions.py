@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Exceptions, defined in Python so that they pickle and exist without the native library.
 
-The native code raises by fault: a wrong call is a `ValueError`, a failed peer or a changed world a
-`FarandoleInternalError`, a machine that refuses a `FarandoleEnvironmentError`.
+The native code raises by fault: a wrong call is a `FarandoleUsageError`, which is a `ValueError`, a failed peer or a
+changed world a `FarandoleInternalError`, a machine that refuses a `FarandoleEnvironmentError`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,14 @@ from __future__ import annotations
 
 class FarandoleInternalError(RuntimeError):
     """A collective failed because of a peer or a shut-down; the process itself may form a new world."""
+
+
+class FarandoleUsageError(ValueError, FarandoleInternalError):
+    """A call that cannot work, here or together with what the other ranks ask for; the world goes on.
+
+    It is a `ValueError`, since the call is wrong, and a `FarandoleInternalError`, since Horovod raises its
+    `HorovodInternalError` where the engine refuses an operation. `elastic.run` does not try it again.
+    """
 
 
 class FarandoleEnvironmentError(RuntimeError):

@@ -36,7 +36,8 @@ def choose_op(op: int | None, average: bool | None) -> int:
     if average is not None:
         if op is not None:
             raise ValueError("give either op or the deprecated average, not both")
-        warnings.warn("average is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
+        told = "Parameter `average` has been replaced with `op`, and is deprecated"
+        warnings.warn(told, DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     if op is None:
         return Average

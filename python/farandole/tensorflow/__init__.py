@@ -20,7 +20,7 @@ if _find_spec("tensorflow") is None:
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.exceptions import FarandoleInternalError, HorovodInternalError
+from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
 from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.tensorflow._collectives import (
@@ -99,6 +99,7 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "FarandoleInternalError",
+    "FarandoleUsageError",
     "HorovodInternalError",
     "LocalGradientAggregationHelper",
     "Max",

@@ -333,7 +333,7 @@ def farandole_grouped_allgather(tensors: Sequence[Any], tensor_name: str = "", p
     rows = [_rows(tensor.shape) for tensor in tensors]
 
     def gradient(*grads: Any) -> list[Any]:
-        summed = farandole_grouped_allreduce(grads, unique(f"{tensor_name}_grad"), process_set, Sum)
+        summed = farandole_grouped_allreduce(grads, unique(f"{tensor_name}_grad"), process_set, _gradients.total())
         # Asked when it runs: in the next world of an elastic job this may be another rank.
         rank = farandole_rank(process_set)
         parts = []

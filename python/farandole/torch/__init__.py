@@ -15,7 +15,7 @@ from importlib.util import find_spec as _find_spec
 if _find_spec("torch") is None:
     raise ImportError("farandole.torch needs PyTorch: pip install farandole[torch]", name="torch")
 
-from farandole.common.exceptions import FarandoleInternalError, HorovodInternalError
+from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
 from farandole.torch import elastic, mpi_ops
 from farandole.torch.compression import Compression
 from farandole.torch.functions import (
@@ -32,6 +32,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "FarandoleInternalError",
+    "FarandoleUsageError",
     "HorovodInternalError",
     "SyncBatchNorm",
     "allgather_object",
