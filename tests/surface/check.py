@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Compares modules that are imported here with Horovod's table: `python -m tests.surface.check horovod.torch ...`.
+"""Compares modules with Horovod's table: `python -m tests.surface.check horovod.torch farandole.mxnet ...`.
 
-Prints a JSON list of differences, `[module, name, what]`, so that a test can run it where a framework is loaded.
+Prints a JSON list of differences, `[module, name, what]`, so that a test can run it in a process that has loaded no
+other framework. `--sources` reads our sources instead of importing them, for what cannot be installed.
 """
 
 import ast
@@ -13,11 +14,18 @@ import sys
 from pathlib import Path
 
 FACTS = Path(__file__).with_name("facts.json")
+SOURCES = Path(__file__).parents[2] / "python"
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+NONE = inspect.Parameter.empty
 
 
-def differences(name, facts):
-    """What a module lacks, and where it takes other arguments."""
+def facts():
+    """The table."""
+    return json.loads(FACTS.read_text())
+
+
+def differences(name, told):
+    """What a module lacks, and where it takes other arguments; what it has besides is free."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -25,33 +33,39 @@ def differences(name, facts):
             yield "*", "no such module"
             return
         raise
-    for entry, told in facts.items():
+    for entry, wanted in told.items():
         if not hasattr(module, entry):
             yield entry, "is missing"
-        elif isinstance(told, dict):
-            yield from of_class(module, entry, told)
-        elif told is not None:
-            yield from of_function(module, entry, getattr(module, entry), told, bound=False)
+        elif isinstance(wanted, dict):
+            yield from of_class(module, entry, wanted)
+        elif wanted is not None:
+            yield from of_function(module, entry, getattr(module, entry), wanted, bound=False)
 
 
 def of_class(module, entry, told):
     """What a class lacks, and where its methods take other arguments."""
     found = getattr(module, entry)
-    if not inspect.isclass(found):
-        if "__init__" in told:  # a function that returns what the class would have made
-            yield from of_function(module, entry, found, told["__init__"], bound=False)
+    if not inspect.isclass(found):  # a function that returns what the class would have made
+        yield from of_function(module, entry, found, told.get("__init__", []), bound=False)
         return
-    for method, arguments in told.items():
+    for method, wanted in told.items():
         name = f"{entry}.{method}"
-        if not hasattr(found, method):
+        if not has(found, method):
             yield name, "is missing"
-        elif arguments is not None:
+        elif wanted is not None:
             static = isinstance(inspect.getattr_static(found, method), staticmethod | classmethod)
-            yield from of_function(module, name, getattr(found, method), arguments, bound=not static)
+            yield from of_function(module, name, getattr(found, method), wanted, bound=not static)
+
+
+def has(kind, name):
+    """Whether instances of a class have an attribute: an annotation is enough."""
+    return hasattr(kind, name) or any(name in vars(base).get("__annotations__", {}) for base in kind.__mro__)
 
 
 def of_function(module, name, found, told, *, bound):
     """The difference between the arguments of a function and those it should take, if there is one."""
+    if told and all(argument.startswith("*") for argument in told):
+        return  # it hands on whatever it gets: what it takes is said elsewhere
     try:
         parameters = list(inspect.signature(found).parameters.values())[1 if bound else 0 :]
     except (TypeError, ValueError):
@@ -63,55 +77,84 @@ def of_function(module, name, found, told, *, bound):
 
 
 def difference(module, parameters, told):
-    """The first thing that a call of Horovod's function cannot rely on; arguments beyond its own are free."""
-    takes_more = {one.kind for one in parameters if one.kind in VARIABLE}
+    """The first thing in which a call of Horovod's function cannot rely on ours; optional arguments more are free."""
+    variable = {one.kind for one in parameters if one.kind in VARIABLE}
     named = {one.name: one for one in parameters if one.kind not in VARIABLE}
     places = [one.name for one in parameters if one.kind in {one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD}]
-    asked, keywords = [], False
+    asked, keywords = set(), False
     for place, argument in enumerate(told):
         name, given, default = argument.partition("=")
         if name.startswith("*"):
             keywords = True
-            kind = inspect.Parameter.VAR_KEYWORD if name.startswith("**") else inspect.Parameter.VAR_POSITIONAL
-            if name != "*" and kind not in takes_more:
+            kind = VARIABLE[1] if name.startswith("**") else VARIABLE[0]
+            if name != "*" and kind not in variable:
                 return f"takes no {name}"
             continue
-        asked.append(name)
+        asked.add(name)
         if name not in named:
             return f"has no argument {name}"
         if not keywords and (place >= len(places) or places[place] != name):
             return f"argument {place + 1} is not {name}"
-        if given and (ours := named[name].default) is not ours_empty and not same(module, ours, default):
-            return f"the default of {name} is {ours!r}"
-        if given and named[name].default is ours_empty:
-            return f"{name} has no default"
-    needed = [one.name for one in named.values() if one.default is ours_empty and one.name not in asked]
+        ours = named[name].default
+        if given and (ours is NONE or not same(module, ours, default)):
+            return f"the default of {name} is {'missing' if ours is NONE else repr(ours)}"
+    needed = [one.name for one in named.values() if one.default is NONE and one.name not in asked]
     return f"needs {needed[0]}" if needed else None
 
 
-ours_empty = inspect.Parameter.empty
-
-
 def same(module, value, told):
-    """Whether a default is what the text says: a literal, or a name that the module has."""
+    """Whether a default is what the text says: a literal, or a name that the module or `common.util` has."""
     try:
         return ast.literal_eval(told) == value
     except (ValueError, SyntaxError):
         pass
-    first, *rest = told.split(".")
+    if told.startswith("_"):
+        return True  # nobody could pass it
+    parts = told.split(".")
     for place in (module, importlib.import_module("farandole.common.util")):
-        found = getattr(place, first, place)
-        for part in rest:
-            found = getattr(found, part, None)
-        if found is not place and (found is value or found == value):
-            return True
-    return getattr(value, "__name__", None) == rest[-1:] or type(value).__name__.lower().endswith(told.replace("_", ""))
+        for skipped in (0, 1):  # `hvd.global_process_set` is `global_process_set` where the module is hvd
+            found = place
+            for part in parts[skipped:]:
+                found = getattr(found, part, NONE)
+            if len(parts) > skipped and found is not NONE and (found is value or found == value):
+                return True
+    return False
 
 
-def main(names):
+def of_sources(name, told):
+    """As `differences`, by reading a module's source."""
+    from tests.surface import extract
+
+    base = SOURCES.joinpath(*name.split("."))
+    paths = [path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()]
+    if not paths:
+        yield "*", "no such module"
+        return
+    tree = ast.parse(paths[0].read_text())
+    ours = extract.of_module(tree, "farandole", exports=True)
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for base in map(ast.unparse, kind.bases):
+            ours[kind.name] = {**(ours.get(base) or {}), **ours[kind.name]}
+    for entry, wanted in told.items():
+        if entry not in ours:
+            yield entry, "is missing"
+        elif isinstance(wanted, dict) and isinstance(ours[entry], dict):
+            for method, arguments in wanted.items():
+                found = ours[entry].get(method, "missing")
+                if arguments is not None and found != arguments:
+                    yield f"{entry}.{method}", f"ours: {found}, Horovod's: {arguments}"
+        elif isinstance(wanted, list) and isinstance(ours[entry], list) and ours[entry][: len(wanted)] != wanted:
+            yield entry, f"ours: {ours[entry]}, Horovod's: {wanted}"
+
+
+def main(arguments):
     """Prints the differences of modules."""
-    facts = json.loads(FACTS.read_text())
-    found = [[name, entry, what] for name in names for entry, what in differences(name, facts[name])]
+    compare = of_sources if "--sources" in arguments else differences
+    table = facts()
+    found = []
+    for name in (argument for argument in arguments if not argument.startswith("-")):
+        theirs = name.replace("farandole", "horovod", 1)
+        found += [[theirs, entry, what] for entry, what in compare(name, table[theirs])]
     print(json.dumps(found, indent=1))
 
 

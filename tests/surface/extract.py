@@ -77,14 +77,19 @@ def of_class(node):
             if told & {"property", "setter"}:
                 found[statement.name] = None
             else:
-                found[statement.name] = arguments(statement, bound="staticmethod" not in told)
+                asked = arguments(statement, bound="staticmethod" not in told)
+                # pyspark's decorator refuses positional arguments.
+                found[statement.name] = ["*", *asked] if "keyword_only" in told else asked
         elif isinstance(statement, ast.Assign | ast.AnnAssign):
             found.update((name, None) for name in assigned(statement) if is_public(name))
     return found
 
 
-def of_module(tree, package):
-    """Public names: a list of arguments for a function, a table for a class, null for another value."""
+def of_module(tree, package, exports):
+    """Public names: a list of arguments for a function, a table for a class, null for another value.
+
+    What a module imports is its own business, unless it is a package that offers the names of its parts.
+    """
     found = {}
     for statement in statements(tree.body):
         if isinstance(statement, ast.FunctionDef):
@@ -93,7 +98,7 @@ def of_module(tree, package):
             entry = {statement.name: of_class(statement)}
         elif isinstance(statement, ast.Assign | ast.AnnAssign):
             entry = dict.fromkeys(assigned(statement))
-        elif isinstance(statement, ast.ImportFrom) and (statement.level or (statement.module or "").startswith(package)):
+        elif exports and isinstance(statement, ast.ImportFrom) and (statement.module or package).startswith(package):
             entry = {alias.asname or alias.name: None for alias in statement.names if alias.name != "*"}
         else:
             continue
@@ -122,7 +127,8 @@ def main(root):
     for path in sorted(root.glob("horovod/**/*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        facts[name] = of_module(ast.parse(path.read_text()), "horovod")
+        if not any(part.startswith("_") for part in name.split(".")):
+            facts[name] = of_module(ast.parse(path.read_text()), "horovod", path.name == "__init__.py")
     print(printed(facts))
 
 

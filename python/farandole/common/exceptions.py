@@ -45,11 +45,16 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
         self.skip_sync = skip_sync
 
 
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """What is said of something that was built with another version than the installed one."""
+    return f"{name} was built with version {version}, but this is installed: {installed_version}"
+
+
 class HorovodVersionMismatchError(ImportError):
     """Something was saved or built with another version than the installed one."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
-        super().__init__(f"{name} was built with version {version}, but this is installed: {installed_version}")
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
         self.name = name
         self.version = version
         self.installed_version = installed_version

@@ -117,7 +117,25 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     )
 
 
-def run_elastic(*_args: Any, **_kwargs: Any) -> NoReturn:
+def run_elastic(
+    fn: Callable[..., Any],  # noqa: ARG001 - Horovod's signature
+    args: Sequence[Any] = (),  # noqa: ARG001
+    kwargs: Mapping[str, Any] = {},  # noqa: ARG001
+    num_proc: int | None = None,  # noqa: ARG001
+    min_num_proc: int | None = None,  # noqa: ARG001
+    max_num_proc: int | None = None,  # noqa: ARG001
+    start_timeout: float | None = None,  # noqa: ARG001
+    elastic_timeout: float | None = None,  # noqa: ARG001
+    reset_limit: int | None = None,  # noqa: ARG001
+    env: Mapping[str, str] | None = None,  # noqa: ARG001
+    stdout: Any = None,  # noqa: ARG001
+    stderr: Any = None,  # noqa: ARG001
+    verbose: int = 1,  # noqa: ARG001
+    nics: Any = None,  # noqa: ARG001
+    prefix_output_with_timestamp: bool = False,  # noqa: ARG001
+    min_np: int | None = None,  # noqa: ARG001
+    max_np: int | None = None,  # noqa: ARG001
+) -> NoReturn:
     """Horovod's name for a job whose number of processes changes while it trains: there is none here.
 
     A gang has a fixed size. When an executor is lost `run` begins again as soon as Spark has replaced it, without

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
 from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.timeline import start_timeline, stop_timeline
+from farandole.common.util import check_extension
 from farandole.tensorflow._collectives import (
     allreduce,
     grouped_allreduce,
@@ -81,6 +82,8 @@ from farandole.tensorflow.mpi_ops import (
     size_op,
 )
 from farandole.tensorflow.util import (
+    refs_to_vars,
+    vars_to_refs,
     check_num_rank_power_of_2,
     gpu_available,
     handle_average_backwards_compatibility,
@@ -92,6 +95,8 @@ if TYPE_CHECKING:
     from farandole.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
+    "check_extension",
+    "vars_to_refs",
     "Adasum",
     "Average",
     "BroadcastGlobalVariablesHook",
@@ -153,6 +158,7 @@ __all__ = [
     "reducescatter",
     "remove_process_set",
     "rocm_built",
+    "refs_to_vars",
     "shutdown",
     "size",
     "size_op",

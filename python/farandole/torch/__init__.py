@@ -16,6 +16,7 @@ if _find_spec("torch") is None:
     raise ImportError("farandole.torch needs PyTorch: pip install farandole[torch]", name="torch")
 
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
+from farandole.common.util import check_extension
 from farandole.torch import elastic, mpi_ops
 from farandole.torch.compression import Compression
 from farandole.torch.functions import (
@@ -39,6 +40,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "check_extension",
     "elastic",
 ]
 __all__ += mpi_ops.__all__

@@ -44,6 +44,21 @@ if TYPE_CHECKING:
 class FarandoleEstimator(EstimatorParams, Estimator[Any]):
     """What the estimators of all frameworks share."""
 
+    def fit(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
+        """Trains on a DataFrame, or on a pyarrow, pandas or polars table.
+
+        Args:
+            df: the rows.
+            params: values of parameters that hold for this call; a list of them fits a model with each.
+
+        Returns:
+            The fitted model, or a list of them.
+
+        Raises:
+            ValueError: a parameter, a column or the data does not fit; the message names it.
+        """
+        return super().fit(df, params)
+
     def fit_on_parquet(self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Trains on the Parquet data that is already in the store, without a DataFrame.
 
@@ -262,13 +277,20 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
 class FarandoleModel(ModelParams, Model):
     """What the models of all frameworks share."""
 
-    def setParams(self, **params: Any) -> Self:
-        """Sets several parameters by name and returns the object itself.
+    def transform(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Adds the model's predictions to a DataFrame.
 
         Args:
-            **params: values by parameter name.
+            df: the rows.
+            params: values of parameters that hold for this call.
+
+        Returns:
+            The DataFrame with the columns of `getOutputCols`.
+
+        Raises:
+            ValueError: a column is missing or does not fit; the message names it.
         """
-        return self._set(**params)
+        return super().transform(df, params)
 
     def _inputs(self) -> list[list[str]]:
         """The columns of each of the model's inputs, as in the estimator."""

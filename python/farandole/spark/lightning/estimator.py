@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
+MIN_PL_VERSION = "2.4.0"
+"""The first version of Lightning that this works with."""
+
+
 class TorchEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
@@ -147,6 +151,10 @@ class LightningEstimator(
     """
 
     @keyword_only
+    def get_model_class(self) -> type[TorchModel]:
+        """The class of the fitted model."""
+        return TorchModel
+
     def __init__(
         self,
         *,
@@ -375,3 +383,16 @@ def _own_loss(_output: Any, _label: Any) -> None:
 
 TorchEstimator = LightningEstimator
 """Horovod's name of it."""
+
+
+def __getattr__(name: str) -> object:
+    """Horovod's names of what saves estimators."""
+    from farandole.spark.torch import persistence
+
+    names = {
+        "TorchEstimatorParamsReader": persistence.TorchParamsReader,
+        "TorchEstimatorParamsWriter": persistence.TorchParamsWriter,
+    }
+    if name not in names:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return names[name]

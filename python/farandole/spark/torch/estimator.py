@@ -145,6 +145,10 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
     """
 
     @keyword_only
+    def get_model_class(self) -> type[TorchModel]:
+        """The class of the fitted model."""
+        return TorchModel
+
     def __init__(
         self,
         *,
@@ -323,3 +327,16 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(labels)] * len(labels)),
         )
         return job, mine, losses, tensors
+
+
+def __getattr__(name: str) -> object:
+    """Horovod's names of what saves estimators."""
+    from farandole.spark.torch import persistence
+
+    names = {
+        "TorchEstimatorParamsReader": persistence.TorchParamsReader,
+        "TorchEstimatorParamsWriter": persistence.TorchParamsWriter,
+    }
+    if name not in names:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return names[name]
