@@ -124,7 +124,9 @@ EXCEPTIONS = {
         horovod.spark.torch.remote: RemoteTrainer
         horovod.spark.torch.remote: TOTAL_BUFFER_MEMORY_CAP_GIB
     """,
-    "`None` leaves the parameter's default, which is Horovod's.": """
+    "`None` stands for the default, which is Horovod's.": """
+        horovod.keras: load_model
+        horovod.tensorflow.keras: load_model
         horovod.spark.keras.estimator: KerasEstimator.__init__
         horovod.spark.lightning.estimator: TorchEstimator.__init__
         horovod.spark.torch.estimator: TorchEstimator.__init__

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _START_TIMEOUT = 600.0
 DIAL_OUT = "FARANDOLE_DIAL_OUT"
+GRADIENTS = "FARANDOLE_GRADIENT_CONVENTION"
 """That hosts open connections and take none, which leaves a gang no place to meet but its driver."""
 
 
@@ -222,8 +223,7 @@ def run_with(
 
 def _handed_on() -> dict[str, str | None]:
     """What driver and ranks have to agree on, of what the driver was told."""
-    told = os.environ.get(DIAL_OUT)
-    return {} if told is None else {DIAL_OUT: told}
+    return {name: os.environ[name] for name in (DIAL_OUT, GRADIENTS) if name in os.environ}
 
 
 def _meeting(cluster: Cluster, registrar: Registrar, size: int, spill: Spill | None) -> Meeting | None:
