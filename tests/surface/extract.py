@@ -46,6 +46,8 @@ def one(argument, default):
 def statements(body):
     """The statements of a body and of the conditions and attempts in it."""
     for statement in body:
+        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+            continue  # nothing that an import sees
         yield statement
         if isinstance(statement, ast.If | ast.Try | ast.With):
             yield from statements(statement.body)

@@ -151,10 +151,6 @@ class LightningEstimator(
     """
 
     @keyword_only
-    def get_model_class(self) -> type[TorchModel]:
-        """The class of the fitted model."""
-        return TorchModel
-
     def __init__(
         self,
         *,
@@ -262,6 +258,10 @@ class LightningEstimator(
         """The package whose `LightningModule` the model is; `None` for a plain module."""
         imported = [package for package in _PACKAGES if package in sys.modules]
         return next((one for one in imported if isinstance(self.getModel(), sys.modules[one].LightningModule)), None)
+
+    def get_model_class(self) -> type[TorchModel]:
+        """The class of the fitted model."""
+        return TorchModel
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
         job, objects, sizes = self._job(prepared)

@@ -145,10 +145,6 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
     """
 
     @keyword_only
-    def get_model_class(self) -> type[TorchModel]:
-        """The class of the fitted model."""
-        return TorchModel
-
     def __init__(
         self,
         *,
@@ -250,6 +246,10 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             if not callable(one):
                 raise TypeError(f"loss must be a function of (output, label): {one!r}")
         return losses
+
+    def get_model_class(self) -> type[TorchModel]:
+        """The class of the fitted model."""
+        return TorchModel
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
         job, objects, losses, tensors = self._job(prepared)
