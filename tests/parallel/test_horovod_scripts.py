@@ -32,7 +32,7 @@ ON_TWO_RANKS = {
     "keras_standalone": True,
 }
 """The scripts, and whether a run is left to the slow tests."""
-ON_SPARK = ["spark_run", "spark_torch", "spark_keras"]
+ON_SPARK = ["spark_run", "spark_torch", "spark_lightning", "spark_keras"]
 
 
 def environment(**more):
