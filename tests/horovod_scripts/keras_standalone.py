@@ -2,10 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The other Keras namespace: values, a partial optimizer, elastic state and callbacks."""
 
+import horovod.keras as hvd
 import keras
 import numpy as np
-
-import horovod.keras as hvd
 
 hvd.init()
 assert hvd.allreduce(np.array([1.0, hvd.rank()]), name="values", average=False).tolist() == [2.0, 1.0]

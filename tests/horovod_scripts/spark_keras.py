@@ -5,11 +5,10 @@
 import sys
 
 import keras
-from pyspark.ml.feature import VectorAssembler
-from pyspark.sql import SparkSession
-
 from horovod.spark.common.store import LocalStore
 from horovod.spark.keras import KerasEstimator
+from pyspark.ml.feature import VectorAssembler
+from pyspark.sql import SparkSession
 
 if __name__ == "__main__":
     session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()

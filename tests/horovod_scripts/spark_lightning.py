@@ -6,12 +6,11 @@ import sys
 
 import lightning.pytorch as pl
 import torch
-from pyspark.ml.feature import VectorAssembler
-from pyspark.sql import SparkSession
-
 from horovod.spark.common.store import Store
 from horovod.spark.lightning import TorchEstimator
 from horovod.spark.lightning.estimator import MIN_PL_VERSION
+from pyspark.ml.feature import VectorAssembler
+from pyspark.sql import SparkSession
 
 
 class Net(pl.LightningModule):
@@ -32,7 +31,9 @@ class Net(pl.LightningModule):
 
 
 if __name__ == "__main__":
-    assert [int(part) for part in pl.__version__.split(".")[:2]] >= [int(part) for part in MIN_PL_VERSION.split(".")[:2]]
+    assert [int(part) for part in pl.__version__.split(".")[:2]] >= [
+        int(part) for part in MIN_PL_VERSION.split(".")[:2]
+    ]
     session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
     rows = [(float(a), float(b), float(a + b)) for a in range(8) for b in range(8)]
     frame = session.createDataFrame(rows, ["a", "b", "label"])

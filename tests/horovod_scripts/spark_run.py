@@ -2,15 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A function on Spark's executors."""
 
-from pyspark.sql import SparkSession
-
 import horovod.spark
+from pyspark.sql import SparkSession
 
 
 def train(factor):
-    import torch
-
     import horovod.torch as hvd
+    import torch
 
     hvd.init()
     x = torch.ones(1, requires_grad=True)

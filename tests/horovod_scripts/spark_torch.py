@@ -5,11 +5,10 @@
 import sys
 
 import torch
-from pyspark.sql import SparkSession
-
 from horovod.spark.common.backend import SparkBackend
 from horovod.spark.common.store import Store
 from horovod.spark.torch import TorchEstimator
+from pyspark.sql import SparkSession
 
 if __name__ == "__main__":
     session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()

@@ -4,9 +4,8 @@
 
 import sys
 
-import tensorflow as tf
-
 import horovod.tensorflow as hvd
+import tensorflow as tf
 from horovod.tensorflow.data.compute_service import TfDataServiceConfig, tf_data_service
 
 hvd.init()

@@ -5,10 +5,9 @@
 import os
 import sys
 
+import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
-
-import horovod.tensorflow.keras as hvd
 
 hvd.init()
 random = np.random.default_rng(hvd.rank())
@@ -17,7 +16,9 @@ y = x.sum(axis=1, keepdims=True)
 tf.keras.utils.set_random_seed(hvd.rank())
 model = tf.keras.Sequential([tf.keras.layers.Input((4,)), tf.keras.layers.Dense(1)])
 optimizer = hvd.DistributedOptimizer(
-    tf.keras.optimizers.SGD(0.02 * hvd.size(), momentum=0.9), backward_passes_per_step=1, average_aggregated_gradients=True
+    tf.keras.optimizers.SGD(0.02 * hvd.size(), momentum=0.9),
+    backward_passes_per_step=1,
+    average_aggregated_gradients=True,
 )
 model.compile(loss="mse", optimizer=optimizer, metrics=["mae"])
 callbacks = [

@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A custom loop of TensorFlow 2 with a distributed tape, in a function, and with a local layer."""
 
-import tensorflow as tf
-
 import horovod.tensorflow as hvd
+import tensorflow as tf
 
 hvd.init()
 features = tf.random.stateless_normal([64, 4], seed=[1, 2])

@@ -4,9 +4,8 @@
 
 import warnings
 
-import torch
-
 import horovod.torch as hvd
+import torch
 
 hvd.init()
 

@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Adasum, as an optimizer's op and as a collective's."""
 
-import torch
-
 import horovod.torch as hvd
+import torch
 
 hvd.init()
 same = hvd.allreduce(torch.tensor([1.0, 2.0]), op=hvd.Adasum, name="same")

@@ -6,9 +6,8 @@ import json
 import os
 import sys
 
-import torch
-
 import horovod.torch as hvd
+import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import _basics
 

@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The script of an elastic job, started with a fixed number of processes."""
 
-import torch
-
 import horovod.torch as hvd
+import torch
 
 hvd.init()
 dataset = torch.utils.data.TensorDataset(torch.arange(32.0).reshape(-1, 1))

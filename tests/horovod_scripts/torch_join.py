@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Ranks with different amounts of data end by join."""
 
-import torch
-
 import horovod.torch as hvd
+import torch
 
 hvd.init()
 model = torch.nn.Linear(2, 1)

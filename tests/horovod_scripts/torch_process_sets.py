@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Process sets: given to init, added and removed later, used by collectives and by an optimizer."""
 
-import torch
-
 import horovod.torch as hvd
+import torch
 
 first = hvd.ProcessSet(iter([0]))
 everyone = hvd.ProcessSet(range(2))

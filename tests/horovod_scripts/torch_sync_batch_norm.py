@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Batch normalisation over the batches of all ranks."""
 
-import torch
-
 import horovod.torch as hvd
+import torch
 
 hvd.init()
 x = torch.randn(8, 3, generator=torch.Generator().manual_seed(3))

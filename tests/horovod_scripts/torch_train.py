@@ -2,12 +2,11 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A training loop of PyTorch as Horovod's users write it: sharded data, scaled rate, averaged metrics."""
 
+import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-
-import horovod.torch as hvd
 
 hvd.init()
 torch.manual_seed(42 + hvd.rank())

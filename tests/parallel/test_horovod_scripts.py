@@ -36,7 +36,14 @@ ON_SPARK = ["spark_run", "spark_torch", "spark_lightning", "spark_keras"]
 
 
 def environment(**more):
-    env = {**os.environ, "PYSPARK_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", **more}
+    env = {
+        **os.environ,
+        "PYSPARK_PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "KERAS_BACKEND": "tensorflow",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        **more,
+    }
     env.pop("FARANDOLE_GRADIENT_CONVENTION", None)
     return env
 

@@ -292,7 +292,9 @@ def test_helpers_of_stores(tmp_path):
     assert LocalStore.matches("/x")
     assert not LocalStore.matches("hdfs://node/x")
     assert HDFSStore.matches("hdfs://node:8020/x")
-    assert [DBFSLocalStore.normalize_path(path) for path in ("dbfs:/a", "file:/dbfs/a", "file:///dbfs/a")] == ["/dbfs/a"] * 3
+    assert [DBFSLocalStore.normalize_path(path) for path in ("dbfs:/a", "file:/dbfs/a", "file:///dbfs/a")] == [
+        "/dbfs/a"
+    ] * 3
     with pytest.raises(ValueError, match="not a path of Databricks"):
         DBFSLocalStore.normalize_path("/a")
     with pytest.raises(NotImplementedError):

@@ -62,8 +62,8 @@ EXCEPTIONS = {
         horovod.runner.util.lsf
         horovod.runner.util.remote
     """,
-    "Services that unpickle what comes over a socket, or keep keys and values for anybody who asks: the registrar takes "
-    "their place, by TLS and with a token of the job.": """
+    "Services that unpickle what comes over a socket, or keep values for anybody who asks: the registrar takes their "
+    "place, by TLS and with a token of the job.": """
         horovod.runner.common.service
         horovod.runner.common.service.compute_service
         horovod.runner.common.service.driver_service

@@ -119,23 +119,23 @@ def run(  # noqa: D417 - the ignored ones are named in one line
 
 
 def run_elastic(
-    fn: Callable[..., Any],  # noqa: ARG001 - Horovod's signature
-    args: Sequence[Any] = (),  # noqa: ARG001
-    kwargs: Mapping[str, Any] = {},  # noqa: ARG001
-    num_proc: int | None = None,  # noqa: ARG001
-    min_num_proc: int | None = None,  # noqa: ARG001
-    max_num_proc: int | None = None,  # noqa: ARG001
-    start_timeout: float | None = None,  # noqa: ARG001
-    elastic_timeout: float | None = None,  # noqa: ARG001
-    reset_limit: int | None = None,  # noqa: ARG001
-    env: Mapping[str, str] | None = None,  # noqa: ARG001
-    stdout: Any = None,  # noqa: ARG001
-    stderr: Any = None,  # noqa: ARG001
-    verbose: int = 1,  # noqa: ARG001
-    nics: Any = None,  # noqa: ARG001
-    prefix_output_with_timestamp: bool = False,  # noqa: ARG001
-    min_np: int | None = None,  # noqa: ARG001
-    max_np: int | None = None,  # noqa: ARG001
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = {},
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    verbose: int = 1,
+    nics: Any = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
 ) -> NoReturn:
     """Horovod's name for a job whose number of processes changes while it trains: there is none here.
 

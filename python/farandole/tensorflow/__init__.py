@@ -82,12 +82,12 @@ from farandole.tensorflow.mpi_ops import (
     size_op,
 )
 from farandole.tensorflow.util import (
-    refs_to_vars,
-    vars_to_refs,
     check_num_rank_power_of_2,
     gpu_available,
     handle_average_backwards_compatibility,
+    refs_to_vars,
     split_list,
+    vars_to_refs,
 )
 
 if TYPE_CHECKING:
@@ -95,8 +95,6 @@ if TYPE_CHECKING:
     from farandole.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
-    "check_extension",
-    "vars_to_refs",
     "Adasum",
     "Average",
     "BroadcastGlobalVariablesHook",
@@ -126,6 +124,7 @@ __all__ = [
     "broadcast_object_fn",
     "broadcast_variables",
     "ccl_built",
+    "check_extension",
     "check_num_rank_power_of_2",
     "cross_rank",
     "cross_size",
@@ -156,15 +155,16 @@ __all__ = [
     "rank",
     "rank_op",
     "reducescatter",
+    "refs_to_vars",
     "remove_process_set",
     "rocm_built",
-    "refs_to_vars",
     "shutdown",
     "size",
     "size_op",
     "split_list",
     "start_timeline",
     "stop_timeline",
+    "vars_to_refs",
 ]
 
 _LATER = {

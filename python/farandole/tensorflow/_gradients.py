@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
 """Gradients of the ops. The loss is the sum of all ranks' losses: what a rank gave to others, others send back.
+
 By Horovod's convention (`farandole.common.convention`) some are averages, or larger by the number of ranks.
 
 Each takes the module whose ops it uses, the gradients of the results, what the forward op was told, and makes the

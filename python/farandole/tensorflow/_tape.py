@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,9 +13,6 @@ from farandole.common.reduction import choose_groups
 from farandole.common.util import Average
 from farandole.tensorflow._reducer import GradientReducer
 from farandole.tensorflow.compression import Compression, Compressor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class _Distributed(tf.GradientTape):

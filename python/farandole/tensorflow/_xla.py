@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util  # the one place that tells whether XLA will compile a graph
 
-from farandole.common.util import Sum
 from farandole.tensorflow import _gradients, _library
 from farandole.tensorflow._names import ONE, unique
 

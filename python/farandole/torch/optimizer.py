@@ -251,7 +251,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ValueError(f"{type(compression).__name__} needs op=Average or op=Sum")
     _require_positive(backward_passes_per_step)
     if num_groups:
-        warnings.warn("Parameter `num_groups` has been replaced by `groups`, and is deprecated", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`, and is deprecated", DeprecationWarning, stacklevel=2
+        )
         groups = num_groups if groups is None else groups
     names = name_parameters(optimizer.param_groups, named_parameters)
     units = group_parameters(names, groups)

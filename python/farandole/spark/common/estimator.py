@@ -5,7 +5,7 @@
 Everything that can be known to be wrong is said before data is written, and everything else before workers start.
 """
 
-# ruff: noqa: N802, PLC0415, SLF001 - Spark ML's names; what needs a session is loaded when there is one
+# ruff: noqa: PLC0415, SLF001 - Spark ML's names; what needs a session is loaded when there is one
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import secrets
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Estimator, Model
 

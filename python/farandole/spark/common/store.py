@@ -511,9 +511,7 @@ class FilesystemStore(AbstractFilesystemStore):
         """As `fs`."""
         return self.fs
 
-    def copy(
-        self, lpath: str, rpath: str, recursive: bool = False, callback: Any = None, **kwargs: Any
-    ) -> None:
+    def copy(self, lpath: str, rpath: str, recursive: bool = False, callback: Any = None, **kwargs: Any) -> None:
         """Copies a local file, or what is in a local directory, into the store.
 
         Args:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common import check
 from farandole.spark.common.columns import Roles, check_present, check_types
-
 from farandole.spark.common.types import (
     data_type_to_numpy,
     data_type_to_str,

@@ -189,7 +189,6 @@ class PytorchInmemAsyncDataLoader(AsyncDataLoaderMixin, PytorchInmemDataLoader):
     """`PytorchInmemDataLoader` whose batches are made in a thread."""
 
 
-
 class PetastormBatchedDataLoader(PytorchDataLoader):
     """`PytorchDataLoader` with the order of arguments that Horovod's loader of this name has."""
 
@@ -209,6 +208,8 @@ class PetastormBatchedDataLoader(PytorchDataLoader):
             kwargs.setdefault("shuffling_queue_capacity", 0)
         more = {"name": name, "limit_step_per_epoch": limit_step_per_epoch, "verbose": verbose}
         super().__init__(*args, **kwargs, **more)
+
+
 """Horovod's older name."""
 
 

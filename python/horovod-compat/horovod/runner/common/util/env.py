@@ -46,4 +46,4 @@ def get_env_rank_and_size() -> tuple[int, int]:
 
 def is_kubeflow_mpi() -> bool:
     """Whether Kubeflow's MPI operator has started this process."""
-    return os.environ.get("OMPI_MCA_plm_rsh_agent") == KUBEFLOW_MPI_EXEC
+    return os.environ.get("OMPI_MCA_plm_rsh_agent") == KUBEFLOW_MPI_EXEC  # noqa: SIM112 - Open MPI's

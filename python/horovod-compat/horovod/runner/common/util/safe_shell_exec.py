@@ -142,8 +142,8 @@ def execute(
     shell = subprocess.Popen(  # noqa: S602 - a command of the shell is what is asked for
         command, shell=True, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
-    watchdog = subprocess.Popen(
-        ["/bin/sh", "-c", _WATCHDOG, "sh", str(shell.pid), str(GRACEFUL_TERMINATION_TIME_S)],  # noqa: S603 - ours
+    watchdog = subprocess.Popen(  # noqa: S603 - ours
+        ["/bin/sh", "-c", _WATCHDOG, "sh", str(shell.pid), str(GRACEFUL_TERMINATION_TIME_S)],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
