@@ -287,6 +287,15 @@ mod tests {
     }
 
     #[test]
+    fn the_convention_of_gradients_is_one_of_two_words() {
+        assert_eq!(read(&[]).unwrap().gradient_convention, Gradients::Farandole);
+        let horovods = read(&[("FARANDOLE_GRADIENT_CONVENTION", "Horovod")]).unwrap();
+        assert_eq!(horovods.gradient_convention, Gradients::Horovod);
+        let error = read(&[("HOROVOD_GRADIENT_CONVENTION", "theirs")]).unwrap_err().to_string();
+        assert_eq!(error, "HOROVOD_GRADIENT_CONVENTION must be farandole or horovod: theirs");
+    }
+
+    #[test]
     fn an_unknown_argument_is_refused() {
         let arguments = BTreeMap::from([("cache_capcity".to_owned(), "1".to_owned())]);
         assert_eq!(Config::read(|_| None, &arguments).unwrap_err().name, "cache_capcity");
