@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use farandole::config::Gradients;
 use farandole::engine::{Handle, Kind, Request};
 use farandole::session::{self, Session, Told, Wishes};
 use farandole::world::{self, ProcessSetId, Rank};
@@ -16,6 +17,7 @@ use pyo3::prelude::*;
 
 use crate::device::{DeviceMemory, Given, Reached, Spot, Spots, device_memory, open_device};
 use crate::error::raise;
+use crate::registrar::configuration;
 use crate::runtime;
 use crate::tensor::{Gathered, Mapped, buffer, dtype, reduce_op};
 
@@ -33,6 +35,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(holder, module)?)?;
     module.add_function(wrap_pyfunction!(shutdown, module)?)?;
     module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
+    module.add_function(wrap_pyfunction!(has_horovods_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(world_of_session, module)?)?;
     module.add_function(wrap_pyfunction!(allreduce, module)?)?;
     module.add_function(wrap_pyfunction!(grouped_allreduce, module)?)?;
@@ -52,6 +55,12 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(is_pending, module)?)?;
     module.add_function(wrap_pyfunction!(poll, module)?)?;
     module.add_function(wrap_pyfunction!(wait, module)?)
+}
+
+/// Whether the gradients of collectives are Horovod's, by this process's configuration.
+#[pyfunction]
+fn has_horovods_gradients() -> PyResult<bool> {
+    Ok(configuration(&[])?.gradient_convention == Gradients::Horovod)
 }
 
 /// Where this process sits.

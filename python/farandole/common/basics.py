@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from farandole._native import engine
 from farandole.common import stacks
 from farandole.common.exceptions import FarandoleEnvironmentError
+from farandole.common.timeline import start_timeline, stop_timeline
+from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -272,30 +274,30 @@ class HorovodBasics:
         *args: Not used.
     """
 
-    def __init__(self, pkg_path: str | None = None, *args: str) -> None:  # noqa: ARG002 - Horovod's signature
-        for name in _METHODS:
-            setattr(self, name, globals()[name])
+    Average, Sum, Adasum, Min, Max, Product = Average, Sum, Adasum, Min, Max, Product
 
+    init = staticmethod(init)
+    shutdown = staticmethod(shutdown)
+    is_initialized = staticmethod(is_initialized)
+    size = staticmethod(size)
+    rank = staticmethod(rank)
+    local_size = staticmethod(local_size)
+    local_rank = staticmethod(local_rank)
+    cross_size = staticmethod(cross_size)
+    cross_rank = staticmethod(cross_rank)
+    is_homogeneous = staticmethod(is_homogeneous)
+    mpi_threads_supported = staticmethod(mpi_threads_supported)
+    mpi_enabled = staticmethod(mpi_enabled)
+    mpi_built = staticmethod(mpi_built)
+    gloo_enabled = staticmethod(gloo_enabled)
+    gloo_built = staticmethod(gloo_built)
+    nccl_built = staticmethod(nccl_built)
+    ddl_built = staticmethod(ddl_built)
+    ccl_built = staticmethod(ccl_built)
+    cuda_built = staticmethod(cuda_built)
+    rocm_built = staticmethod(rocm_built)
+    start_timeline = staticmethod(start_timeline)
+    stop_timeline = staticmethod(stop_timeline)
 
-_METHODS = (
-    "init",
-    "shutdown",
-    "is_initialized",
-    "size",
-    "rank",
-    "local_size",
-    "local_rank",
-    "cross_size",
-    "cross_rank",
-    "is_homogeneous",
-    "mpi_threads_supported",
-    "mpi_enabled",
-    "mpi_built",
-    "gloo_enabled",
-    "gloo_built",
-    "nccl_built",
-    "ddl_built",
-    "ccl_built",
-    "cuda_built",
-    "rocm_built",
-)
+    def __init__(self, pkg_path: str | None = None, *args: str) -> None:
+        """Takes Horovod's arguments."""
