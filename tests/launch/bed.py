@@ -341,6 +341,21 @@ class Host:
             base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
             self._sh(f"'{base}' -m venv --without-pip '{sys.prefix}'")
 
+    def mount(self, source: str | Path, target: str | Path) -> None:
+        """Puts a file of this host in the place of another."""
+        self._sh(f"mount --bind '{source}' '{target}'")
+
+    def without_programs(self, *names: str) -> str:
+        """A `PATH` of everything but these programs."""
+        folder = self.root / "run/bin"
+        folder.mkdir(exist_ok=True)
+        for place in SEARCH.split(":")[1:]:
+            for program in Path(place).iterdir() if Path(place).is_dir() else ():
+                if program.name not in names:
+                    with suppress(FileExistsError):
+                        (folder / program.name).symlink_to(program)
+        return f"{Path(sys.executable).parent}:/run/bin"
+
     def environment(self, **env: str) -> dict[str, str]:
         """What a user of this host has in the environment."""
         usual = {"PATH": SEARCH, "HOME": HOME, "USER": "root", "LOGNAME": "root", "SHELL": "/bin/bash"}
