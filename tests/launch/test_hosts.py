@@ -62,4 +62,4 @@ def test_processes_that_join_no_world_end_with_the_launcher_too(hosts):
     running = bed.launch("-np", 2, "-H", "h1:2", sys.executable, "idle.py")
     running.until("[0]<stdout>:up 0", "[1]<stdout>:up 1")
     running.send(signal.SIGKILL)
-    until(lambda: not bed["h1"].processes(), lambda: bed.processes(), 10.0)
+    until(lambda: not bed["h1"].processes(), bed.processes, 10.0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Every way in that OpenSSH knows is a way for a launcher: keys, ports, aliases, jump hosts, addresses, other programs."""
+"""Every way in that OpenSSH knows is a launcher's, too: keys, ports, aliases, jump hosts, addresses, other programs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Hosts, cables, connections and launchers that go while a job runs: it ends with a reason, and nothing is left of it."""
+"""Hosts, cables, connections, launchers that go while a job runs: it ends with a reason, and nothing is left of it."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_host_without_the_interpreter(hosts):
 
 
 def patched(bed, host, old, new):
-    """Gives a host a copy of the package in which the version, as the library was built, is another of the same length."""
+    """Gives a host a copy of the package whose library says another version of the same length."""
     import farandole
 
     folder = Path(farandole.__file__).parent
