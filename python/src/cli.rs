@@ -3,12 +3,13 @@
 
 //! `farandole._native.cli`: the command, with this interpreter around it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use farandole::launcher::Wish;
 use farandole_cli::{Python as Interpreter, Surroundings};
-use pyo3::exceptions::PyException;
+use pyo3::exceptions::{PyException, PySystemExit};
 use pyo3::prelude::*;
 
 /// Fills the submodule.
@@ -20,16 +21,32 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 struct Here {
     /// What a signal handler raised; the command then ends, and `main` raises it.
     raised: RefCell<Option<PyErr>>,
+    wish: Cell<Wish>,
+}
+
+/// What an exit status that a signal handler raised asks for: Ctrl-C leaves time, SIGTERM less, and a second one of
+/// either none.
+fn asked(py: Python<'_>, error: &PyErr, before: Wish) -> Wish {
+    const SIGINT: i32 = 128 + 2;
+    let status = error
+        .is_instance_of::<PySystemExit>(py)
+        .then(|| error.value(py).getattr("code").and_then(|code| code.extract::<i32>()).ok())
+        .flatten();
+    match (before, status) {
+        (Wish::GoOn, None | Some(SIGINT)) => Wish::Interrupt,
+        (Wish::GoOn, Some(_)) => Wish::Terminate,
+        _ => Wish::Kill,
+    }
 }
 
 impl Surroundings for Here {
-    fn interrupted(&self) -> bool {
-        Python::attach(|py| match py.check_signals() {
-            Ok(()) => self.raised.borrow().is_some(),
-            Err(error) => {
+    fn wish(&self) -> Wish {
+        Python::attach(|py| {
+            if let Err(error) = py.check_signals() {
+                self.wish.set(asked(py, &error, self.wish.get()));
                 self.raised.borrow_mut().get_or_insert(error);
-                true
             }
+            self.wish.get()
         })
     }
 
@@ -74,7 +91,7 @@ fn interpreter(py: Python<'_>) -> PyResult<Interpreter> {
 #[pyfunction]
 fn main(py: Python<'_>, argv: Vec<String>) -> PyResult<i32> {
     let (status, raised) = py.detach(move || {
-        let here = Here { raised: RefCell::new(None) };
+        let here = Here { raised: RefCell::new(None), wish: Cell::new(Wish::GoOn) };
         let status = farandole_cli::main(&argv, &here);
         (status, here.raised.into_inner())
     });

@@ -6,7 +6,7 @@
 use clap::{Arg, ArgAction, Command, value_parser};
 use farandole::config::{KNOBS, Knob, PREFIX, Value};
 
-use crate::{bench, data, store};
+use crate::{agent, bench, data, store};
 
 /// The whole command.
 pub(crate) fn command() -> Command {
@@ -16,6 +16,7 @@ pub(crate) fn command() -> Command {
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommand(run())
+        .subcommand(agent::command())
         .subcommand(bench::command())
         .subcommand(data::command())
         .subcommand(store::command())
@@ -37,6 +38,9 @@ fn run() -> Command {
                 .required(true)
                 .value_parser(value_parser!(u32).range(1..))
                 .help("Number of processes"),
+        )
+        .arg(
+            Arg::new("hosts").long("hosts").short('H').value_name("HOSTS").help("Hosts and slots: `a:2,b:4`"),
         )
         .arg(Arg::new("verbose").long("verbose").action(ArgAction::SetTrue).help("Say where each rank runs"))
         .args(flags().map(|knob| {
@@ -72,7 +76,7 @@ pub(crate) fn normalized(argv: &[String]) -> Vec<String> {
         return argv.iter().map(|word| if word == "-np" { "--num-proc" } else { word }.to_owned()).collect();
     }
     let takes_value = |word: &str| {
-        matches!(word, "-np" | "-n" | "--num-proc")
+        matches!(word, "-np" | "-n" | "--num-proc" | "-H" | "--hosts")
             || flags().any(|knob| knob.flag == Some(word) && !is_switch(knob))
     };
     let mut words = Vec::with_capacity(argv.len());

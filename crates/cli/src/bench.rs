@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use anyhow::{Context as _, Result, bail};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use farandole::config::{Config, environment};
-use farandole::launcher::{Local, run_local_into};
+use farandole::launcher::Job;
 use farandole::telemetry::{Record, Sink, Stream};
 
 use crate::surroundings::Surroundings;
@@ -94,12 +94,8 @@ pub(crate) fn bench(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Re
     command.extend(WORKER.map(str::to_owned));
     command.extend([text("operation"), text("dtype"), iterations.to_string()]);
     command.extend(sizes.map(u64::to_string));
-    let local = Local {
-        num_proc,
-        command,
-        environment: BTreeMap::new(),
-        config: Config::read(environment, &BTreeMap::new())?,
-    };
+    let config = Config::read(environment, &BTreeMap::new())?;
+    let job = Job::here(num_proc, command, BTreeMap::new(), config);
     let table = Arc::new(Table {
         operation: text("operation"),
         dtype: text("dtype"),
@@ -109,7 +105,7 @@ pub(crate) fn bench(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Re
     });
     table.head();
     let sink: Arc<dyn Sink> = Arc::clone(&table) as Arc<dyn Sink>;
-    let report = run_local_into(&local, &sink, &|| surroundings.interrupted())?;
+    let report = job.run(&sink, &|| surroundings.wish())?;
     if let Some(reason) = report.reason() {
         bail!("{reason}");
     }

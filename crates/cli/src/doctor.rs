@@ -12,11 +12,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use farandole::config::{Config, PortRange, environment};
 use farandole::cuda::{Finding, Kind, Places, inventory};
-use farandole::launcher::{Local, run_local};
+use farandole::launcher::{Job, Wish};
 use farandole::registrar::{Client, Options, PROTOCOL_VERSION, Registrar, host};
 use farandole::transport::{LinkKind, MemoryRendezvous, Mesh, MeshOptions};
 use farandole::world::{Rank, TaskId};
 
+use crate::console::Prefixed;
 use crate::surroundings::{Python, Surroundings};
 
 /// How long one try may take.
@@ -271,13 +272,10 @@ fn launching(page: &mut Page) {
         Ok(format!("{} task was given a rank over TLS", world.size()))
     });
     page.attempt("worker processes", "The message names what the system refused.", || {
-        let local = Local {
-            num_proc: 2,
-            command: vec!["/bin/sh".to_owned(), "-c".to_owned(), "test \"$WORLD_SIZE\" = 2".to_owned()],
-            environment: std::collections::BTreeMap::new(),
-            config: Config::from_env()?,
-        };
-        let report = run_local(&local, &|| false)?;
+        let command = ["/bin/sh", "-c", "test \"$WORLD_SIZE\" = 2"].map(str::to_owned).to_vec();
+        let job = Job::here(2, command, std::collections::BTreeMap::new(), Config::from_env()?);
+        let sink = std::sync::Arc::new(Prefixed) as std::sync::Arc<dyn farandole::telemetry::Sink>;
+        let report = job.run(&sink, &|| Wish::GoOn)?;
         match report.reason() {
             None => Ok("2 were started and ended".to_owned()),
             Some(reason) => bail!("{reason}"),

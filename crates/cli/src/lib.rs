@@ -14,8 +14,10 @@
 
 #![forbid(unsafe_code)]
 
+mod agent;
 mod arguments;
 mod bench;
+mod console;
 mod data;
 mod doctor;
 mod run;
@@ -41,6 +43,7 @@ pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
         Some(("bench", matches)) => bench::bench(matches, surroundings),
         Some(("data", matches)) => data::data(matches, surroundings),
         Some(("store", matches)) => store::store(matches),
+        Some(("agent", _)) => agent::agent(surroundings),
         Some(("doctor", _)) => doctor::doctor(surroundings),
         other => Err(anyhow::anyhow!("no such command: {other:?}")),
     };

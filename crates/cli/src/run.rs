@@ -5,30 +5,43 @@
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
+use std::sync::Arc;
 
 use anyhow::Result;
 use clap::ArgMatches;
 use farandole::config::{Config, PREFIX, environment};
-use farandole::launcher::{Local, Report, run_local};
+use farandole::launcher::hosts::parse_hosts;
+use farandole::launcher::{Job, Report};
+use farandole::telemetry::Sink;
 
 use crate::arguments::{flags, is_switch};
+use crate::console::Prefixed;
 use crate::surroundings::Surroundings;
 
 /// Runs the program; the exit status is that of the first failure.
 pub(crate) fn run(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
     let given = given(matches);
     let config = Config::read(environment, &given)?;
-    let local = Local {
-        num_proc: matches.get_one("num_proc").copied().unwrap_or_default(),
-        command: matches.get_many::<String>("command").unwrap_or_default().cloned().collect(),
-        environment: for_workers(&given),
-        config,
+    let hosts = match matches.get_one::<String>("hosts") {
+        Some(text) => parse_hosts(text)?,
+        None => Vec::new(),
+    };
+    let job = Job {
+        hosts,
+        python: surroundings.python().executable,
+        ..Job::here(
+            matches.get_one("num_proc").copied().unwrap_or_default(),
+            matches.get_many::<String>("command").unwrap_or_default().cloned().collect(),
+            for_workers(&given),
+            config,
+        )
     };
     let verbose = matches.get_flag("verbose");
     if verbose {
-        say(&format!("starting {} processes of {}", local.num_proc, local.command.join(" ")));
+        say(&format!("starting {} processes of {}", job.num_proc, job.command.join(" ")));
     }
-    let report = run_local(&local, &|| surroundings.interrupted())?;
+    let sink = Arc::new(Prefixed) as Arc<dyn Sink>;
+    let report = job.run(&sink, &|| surroundings.wish())?;
     tell(&report, verbose);
     Ok(report.exit_code())
 }

@@ -6,10 +6,12 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use farandole::launcher::Wish;
+
 /// The interpreter's side.
 pub trait Surroundings {
-    /// Whether a signal asks the command to end.
-    fn interrupted(&self) -> bool;
+    /// What the signals that came so far ask of the command.
+    fn wish(&self) -> Wish;
 
     /// The interpreter, and what is installed in it. Nothing is imported to find out.
     fn python(&self) -> Python;

@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 
 use crate::environment::{Master, variables};
 use crate::error::{Error, Result};
-use crate::worker::{Remains, Start, TakeLine, Worker};
+use crate::worker::{Manner, Remains, Start, TakeLine, Waited, Worker};
 
 /// Key under which rank 0's agent publishes where frameworks with a rendezvous of their own meet.
 const MASTER: &str = "launcher/master";
@@ -123,7 +123,7 @@ impl Outcome {
 enum Signal {
     Exited,
     Stop(Verdict),
-    Cancelled(String),
+    Cancelled(Manner, String),
 }
 
 enum Phase {
@@ -179,13 +179,27 @@ impl Agent {
 
     /// Ends the worker, or the wait for ranks. The outcome still comes.
     pub fn cancel(&self, reason: &str) {
+        self.end(Manner::Terminate, reason);
+    }
+
+    /// As [`Agent::cancel`], by SIGINT, with time for a last checkpoint.
+    pub fn interrupt(&self, reason: &str) {
+        self.end(Manner::Ask, reason);
+    }
+
+    /// As [`Agent::cancel`], by SIGKILL.
+    pub fn kill(&self, reason: &str) {
+        self.end(Manner::Kill, reason);
+    }
+
+    fn end(&self, manner: Manner, reason: &str) {
         let mut phase = self.phase.lock();
         if let Phase::Starting(cancel) = &*phase {
             cancel.cancel();
             *phase = Phase::Cancelled(reason.to_owned());
         }
         // An agent that has ended hears nothing.
-        drop(self.signals.send(Signal::Cancelled(reason.to_owned())));
+        drop(self.signals.send(Signal::Cancelled(manner, reason.to_owned())));
     }
 }
 
@@ -270,7 +284,7 @@ impl Run {
         let worker = match started {
             Ok(worker) => worker,
             Err(error) => {
-                let how = How::NotStarted(chain(&error));
+                let how = How::NotStarted(error.told());
                 let exit = Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
                 // The error below says what happened, whether or not the registrar could be told.
                 drop(client.exit(&exit, Instant::now() + REPORT));
@@ -280,15 +294,19 @@ impl Run {
         let mut ended_by = match self.received.recv() {
             Ok(Signal::Exited) => None,
             Ok(other) => {
-                worker.end(|deadline| self.exited_by(deadline));
+                let manner = match &other {
+                    Signal::Cancelled(manner, _) => *manner,
+                    _ => Manner::Terminate,
+                };
+                worker.end(manner, |manner, deadline| self.exited_by(manner, deadline));
                 Some(other)
             }
             Err(_) => return Err(Error::Vanished { task: self.task.task }),
         };
-        let mut cancelled = matches!(ended_by, Some(Signal::Cancelled(_)));
+        let mut cancelled = matches!(ended_by, Some(Signal::Cancelled(..)));
         let remains = worker.finish(|| {
             while let Ok(signal) = self.received.try_recv() {
-                cancelled |= matches!(signal, Signal::Cancelled(_));
+                cancelled |= matches!(signal, Signal::Cancelled(..));
                 if ended_by.is_none() && !matches!(signal, Signal::Exited) {
                     ended_by = Some(signal);
                 }
@@ -335,19 +353,20 @@ impl Run {
                 return Ok(verdict);
             }
             while let Ok(signal) = self.received.try_recv() {
-                if let Signal::Cancelled(reason) = signal {
+                if let Signal::Cancelled(_, reason) = signal {
                     return Ok(Some(Verdict { reason, cause: None, retry: false }));
                 }
             }
         }
     }
 
-    fn exited_by(&self, deadline: Instant) -> bool {
+    fn exited_by(&self, manner: Manner, deadline: Instant) -> Waited {
         loop {
             match self.received.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(Signal::Exited) => return true,
+                Ok(Signal::Exited) => return Waited::Exited,
+                Ok(Signal::Cancelled(harsher, _)) if harsher > manner => return Waited::Hurried(harsher),
                 Ok(_) => {}
-                Err(_) => return false,
+                Err(_) => return Waited::Passed,
             }
         }
     }
@@ -358,7 +377,7 @@ impl Run {
         let stopped = matches!(ended_by, Some(Signal::Stop(_)));
         let time = match ended_by {
             Some(Signal::Stop(_)) => LATE_REPORT,
-            Some(Signal::Cancelled(_)) => CANCELLED_REPORT,
+            Some(Signal::Cancelled(..)) => CANCELLED_REPORT,
             _ => REPORT,
         };
         let deadline = Instant::now() + time;
@@ -394,7 +413,7 @@ impl Run {
             (Some(Signal::Stop(verdict)), _) => {
                 Outcome { aborted: true, reason: Some(verdict.reason), retry: verdict.retry, ..outcome }
             }
-            (Some(Signal::Cancelled(reason)), _) => {
+            (Some(Signal::Cancelled(_, reason)), _) => {
                 Outcome { aborted: true, reason: Some(reason), ..outcome }
             }
             (_, Ok(None)) => outcome,
@@ -448,16 +467,6 @@ fn reachable(client: &Client) -> IpAddr {
 
 fn free_port(address: IpAddr) -> io::Result<u16> {
     Ok(TcpListener::bind((address, 0))?.local_addr()?.port())
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -62,11 +62,48 @@ pub(crate) fn variables(ticket: &Ticket, world: &World, master: &Master) -> BTre
     all
 }
 
+/// What of this process's environment workers on other hosts get: all of it, but for functions of the shell, the folder
+/// before this one, the choice of GPUs, which each host makes for itself, and what is secret or another job's.
+pub(crate) fn forwarded(
+    variables: impl IntoIterator<Item = (String, String)>,
+) -> BTreeMap<String, Option<String>> {
+    const OURS: [&str; 5] = ["JOB", "TASK", "GENERATION", "JOB_SECRET", "SECRET_KEY"];
+    let stays = |name: &str| {
+        let own = OURS.iter().any(|knob| {
+            name.strip_prefix(PREFIX).or_else(|| name.strip_prefix(HOROVOD_PREFIX)) == Some(knob)
+        });
+        own || name.starts_with("BASH_FUNC_")
+            || name == "OLDPWD"
+            || name == "_HOROVOD_SECRET_KEY"
+            || name.ends_with("CUDA_VISIBLE_DEVICES")
+    };
+    variables.into_iter().filter(|(name, _)| !stays(name)).map(|(name, value)| (name, Some(value))).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use farandole_world::HostHash;
 
     use super::*;
+
+    #[test]
+    fn other_hosts_get_the_environment_without_secrets_and_choices_of_this_host() {
+        let all = [
+            "PATH",
+            "OMP_NUM_THREADS",
+            "BASH_FUNC_which%%",
+            "OLDPWD",
+            "CUDA_VISIBLE_DEVICES",
+            "NVIDIA_CUDA_VISIBLE_DEVICES",
+            "_HOROVOD_SECRET_KEY",
+            "FARANDOLE_JOB",
+            "FARANDOLE_JOB_SECRET",
+            "HOROVOD_FUSION_THRESHOLD",
+        ];
+        let given = forwarded(all.map(|name| (name.to_owned(), "x".to_owned())));
+        let names: Vec<&str> = given.keys().map(String::as_str).collect();
+        assert_eq!(names, ["HOROVOD_FUSION_THRESHOLD", "OMP_NUM_THREADS", "PATH"]);
+    }
 
     #[test]
     fn a_master_survives_its_text() {

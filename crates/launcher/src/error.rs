@@ -50,6 +50,17 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// A host cannot be worked with.
+    #[error("{host}: {reason}")]
+    Host {
+        /// The host.
+        host: String,
+        /// Why, in the words of the program that reaches it where it has any.
+        reason: String,
+    },
+    /// Several hosts cannot be worked with.
+    #[error("{} hosts cannot be used: {}", .0.len(), .0.join("; "))]
+    Hosts(Vec<String>),
     /// A thread of the launcher ended without an answer.
     #[error("the launcher's thread of task {task} ended unexpectedly")]
     Vanished {
@@ -59,12 +70,36 @@ pub enum Error {
 }
 
 impl Error {
+    /// The first error, or all hosts' in one.
+    pub(crate) fn of_hosts(mut errors: Vec<Self>) -> Option<Self> {
+        let of_hosts = errors.iter().filter(|error| matches!(error, Self::Host { .. })).count();
+        if of_hosts < 2 {
+            // A host's failure is what the other agents' failures come from.
+            let first = errors.iter().position(|error| matches!(error, Self::Host { .. })).unwrap_or(0);
+            return (!errors.is_empty()).then(|| errors.swap_remove(first));
+        }
+        errors.retain(|error| matches!(error, Self::Host { .. }));
+        Some(Self::Hosts(errors.iter().map(Self::told).collect()))
+    }
+
+    /// With its causes, in one line.
+    pub fn told(&self) -> String {
+        let mut text = self.to_string();
+        let mut source = std::error::Error::source(self);
+        while let Some(cause) = source {
+            text = format!("{text}: {cause}");
+            source = cause.source();
+        }
+        text
+    }
+
     /// Whose fault it is.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Usage { .. } => Fault::Usage,
             Self::Registrar { source, .. } => source.fault(),
             Self::Spawn { .. } | Self::System { .. } | Self::Cancelled { .. } => Fault::Environment,
+            Self::Host { .. } | Self::Hosts(_) => Fault::Environment,
             Self::Vanished { .. } => Fault::Bug,
         }
     }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Starts and watches worker processes.
+//! Starts and watches worker processes, on this host and on others.
 //!
-//! Owns the agent, one task's side of a job (register, wait for a rank, start the worker, watch it, report its end), and
-//! the local launch of several agents in one process. Refuses to decide whose failure came first (the registrar does)
-//! and to look into payloads and results.
+//! Owns the agent, one task's side of a job (register, wait for a rank, start the worker, watch it, report its end); the
+//! job, which is a registrar and an agent for each task; hosts, slots and what batch systems say of them; and the
+//! conversation with the agent of another host through ssh or a program like it. Refuses to decide whose failure came
+//! first (the registrar does), to look into payloads and results, and to know keys and passwords (ssh does).
 //!
 //! ```text
 //! agent thread: Client --register, assignment--> env --> spawner thread --fork, exec--> worker (own session)
@@ -14,24 +15,48 @@
 //!      '-- guard (a shell on a pipe): ends the worker's group when this process is gone
 //! ```
 //!
+//! One connection and one process for each other host:
+//!
+//! ```text
+//! Job --Remote--> ssh HOST "exec sh -c 'exec python -m farandole agent'" --> serve_host --> Agent, Agent, ...
+//!      order, payload: standard input      ends, results: standard output      output of workers: registrar
+//! ```
+//!
 //! Invariants:
 //! - `LN-1`: a worker does not outlive its agent's process, whatever ends that, SIGKILL included: the kernel signals the
 //!   worker (`PR_SET_PDEATHSIG`), the guard everything in its process group.
 //! - `LN-2`: when an agent returns, its worker and all that the worker left in its process group have ended.
 //! - `LN-3`: a launcher's variables win over those of the user's environment: a stale `RANK` has no effect.
 //! - `LN-4`: memory for output is bounded: a slow reader slows the worker down, and loses nothing by it.
+//! - `LN-5`: no secret and no variable of a job is in a command line, here or on another host.
+//! - `LN-6`: no worker starts before every host has answered; hosts that cannot be used are told together.
 
 #![deny(unsafe_code)]
 
 mod agent;
+pub mod allocation;
 mod environment;
 mod error;
 mod guard;
+mod hosted;
+pub mod hosts;
+mod job;
 mod lines;
-mod local;
+mod near;
+pub mod nodelist;
+mod orders;
+mod remote;
+mod report;
+mod shell;
 mod spawn;
 mod worker;
 
 pub use agent::{Agent, Outcome, Output, Task};
 pub use error::{Error, Result};
-pub use local::{Local, Report, run_local, run_local_into};
+pub use hosted::serve_host;
+pub use hosts::HostSlots;
+pub use job::{Job, Wish};
+pub use orders::Hello;
+pub use remote::{Notice, Remote, RemoteTasks};
+pub use report::Report;
+pub use shell::Shell;

@@ -31,6 +31,8 @@ use crate::spawn::spawn;
 const TAIL: usize = 50;
 /// How long a worker may take to end after SIGTERM.
 const GRACE: Duration = Duration::from_secs(2);
+/// How long a worker that was asked to end may take before it is told to: time for a last checkpoint.
+const ASKED: Duration = Duration::from_secs(10);
 /// How long the pipes may take to end once every process of the group has, not counting the time for which whoever
 /// takes the lines keeps them waiting.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -48,6 +50,27 @@ pub(crate) struct Start {
     pub(crate) payload: Option<Vec<u8>>,
     pub(crate) collect_result: bool,
     pub(crate) take_line: TakeLine,
+}
+
+/// How a worker is ended, from gentle to harsh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Manner {
+    /// SIGINT, as Ctrl-C: Python raises `KeyboardInterrupt`.
+    Ask,
+    /// SIGTERM.
+    Terminate,
+    /// SIGKILL.
+    Kill,
+}
+
+/// What a wait for a worker's exit came to.
+pub(crate) enum Waited {
+    /// It has ended.
+    Exited,
+    /// Time has passed.
+    Passed,
+    /// Somebody asked for a harsher end.
+    Hurried(Manner),
 }
 
 /// What is left of a worker.
@@ -188,14 +211,23 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Ends the worker and its whole group: SIGTERM, and after a grace SIGKILL. `exited` waits for `on_exit` to be
-    /// called, at most until the given time.
-    pub(crate) fn end(&self, exited: impl Fn(Instant) -> bool) {
-        self.signal(Signal::TERM);
-        if !exited(Instant::now() + GRACE) {
-            self.signal(Signal::KILL);
-            // Only a process stuck in the kernel outlasts this; reaping it then waits with it.
-            exited(Instant::now() + 5 * GRACE);
+    /// Ends the worker and its whole group, in the way that `manner` begins with and then in every harsher one. `exited`
+    /// waits for `on_exit` to be called, at most until the given time, or until a harsher manner is asked for.
+    pub(crate) fn end(&self, mut manner: Manner, exited: impl Fn(Manner, Instant) -> Waited) {
+        loop {
+            let (signal, grace, next) = match manner {
+                Manner::Ask => (Signal::INT, ASKED, Manner::Terminate),
+                Manner::Terminate => (Signal::TERM, GRACE, Manner::Kill),
+                // Only a process stuck in the kernel outlasts this; reaping it then waits with it.
+                Manner::Kill => (Signal::KILL, 5 * GRACE, Manner::Kill),
+            };
+            self.signal(signal);
+            manner = match exited(manner, Instant::now() + grace) {
+                Waited::Exited => return,
+                Waited::Passed if manner == Manner::Kill => return,
+                Waited::Passed => next,
+                Waited::Hurried(harsher) => harsher,
+            };
         }
     }
 
@@ -288,7 +320,7 @@ impl Drop for Worker {
     }
 }
 
-fn kill_group(group: Pid, signal: Signal) {
+pub(crate) fn kill_group(group: Pid, signal: Signal) {
     if let Err(error) = kill_process_group(group, signal) {
         // A group whose processes have all ended has nobody to signal.
         tracing::debug!(%error, group = group.as_raw_pid(), "no process took the signal");
@@ -308,7 +340,7 @@ fn how(status: ExitStatus) -> How {
 }
 
 /// Blocks until the process has ended, and leaves it to be reaped.
-fn wait_without_reaping(pid: Pid) {
+pub(crate) fn wait_without_reaping(pid: Pid) {
     loop {
         match waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
             Err(rustix::io::Errno::INTR) => {}
@@ -331,7 +363,7 @@ fn pipe() -> Result<(OwnedFd, OwnedFd)> {
     Ok((above(read)?, above(write)?))
 }
 
-fn pid_of(child: &Child) -> Result<Pid> {
+pub(crate) fn pid_of(child: &Child) -> Result<Pid> {
     i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or_else(|| Error::System {
         what: "reading the worker's number",
         source: io::Error::other(child.id().to_string()),

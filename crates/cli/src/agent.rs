@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole agent`: what a launcher on another host starts here.
+
+use std::io;
+
+use anyhow::Result;
+use clap::Command;
+use farandole::launcher::{Hello, serve_host};
+
+use crate::surroundings::Surroundings;
+
+pub(crate) fn command() -> Command {
+    Command::new("agent")
+        .about(
+            "Serves a launcher on another host through standard input and output; `farandole run` starts it.",
+        )
+        .hide(true)
+}
+
+/// Serves until the launcher is gone or all workers have ended.
+pub(crate) fn agent(surroundings: &dyn Surroundings) -> Result<i32> {
+    let python = surroundings.python();
+    serve_host(&Hello::new(python.version, python.executable), io::stdin(), io::stdout())?;
+    Ok(0)
+}

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What a batch system has given to this job: hosts, slots, and its own program that reaches them.
+//!
+//! | system | recognised by | hosts and slots from | hosts reached by |
+//! | --- | --- | --- | --- |
+//! | Slurm | `SLURM_JOB_ID` | `SLURM_JOB_NODELIST`, `SLURM_TASKS_PER_NODE` | `srun` |
+//! | LSF | `LSB_JOBID` | `LSB_MCPU_HOSTS`, `LSB_DJOB_HOSTFILE` or `LSB_HOSTS` | `blaunch`, or ssh |
+//! | PBS, Torque | `PBS_JOBID` | the file `PBS_NODEFILE` | ssh |
+//! | Grid Engine | `PE_HOSTFILE` | that file | `qrsh -inherit`, or ssh |
+//! | Kubernetes MPIJob | `OMPI_MCA_orte_default_hostfile`, `I_MPI_HYDRA_HOST_FILE` or `HYDRA_HOST_FILE` | that file | the rsh agent it names, or ssh |
+
+use crate::error::{Error, Result};
+use crate::hosts::{HostSlots, merged, parse_hostfile};
+use crate::nodelist::{expand, repeated};
+use crate::shell::Shell;
+
+/// What looks up a variable of the environment, and what reads a file: a test plays both.
+pub trait Surroundings {
+    /// The variable's value, if it is set and not empty.
+    fn variable(&self, name: &str) -> Option<String>;
+
+    /// The file's text.
+    ///
+    /// # Errors
+    /// The system's.
+    fn file(&self, path: &str) -> std::io::Result<String>;
+
+    /// Whether a program can be started by this name.
+    fn program(&self, name: &str) -> bool;
+}
+
+/// This process's own environment and files.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Here;
+
+impl Surroundings for Here {
+    fn variable(&self, name: &str) -> Option<String> {
+        farandole_config::environment(name)
+    }
+
+    fn file(&self, path: &str) -> std::io::Result<String> {
+        std::fs::read_to_string(path)
+    }
+
+    fn program(&self, name: &str) -> bool {
+        let path = farandole_config::environment("PATH").unwrap_or_default();
+        std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
+    }
+}
+
+/// A batch system's job that this process runs in.
+#[derive(Clone, Debug)]
+pub struct Allocation {
+    /// The batch system.
+    pub system: &'static str,
+    /// Its hosts.
+    pub hosts: Vec<HostSlots>,
+    /// Its program that reaches them; `None` for ssh.
+    pub shell: Option<Shell>,
+}
+
+/// The batch system's job that this process runs in, if it is in one.
+///
+/// # Errors
+/// `Usage` naming the variable or the file that cannot be understood.
+pub fn allocation(here: &dyn Surroundings) -> Result<Option<Allocation>> {
+    for find in [kubernetes, slurm, lsf, pbs, grid_engine] {
+        if let Some(found) = find(here)? {
+            return Ok(Some(found));
+        }
+    }
+    Ok(None)
+}
+
+fn slurm(here: &dyn Surroundings) -> Result<Option<Allocation>> {
+    if here.variable("SLURM_JOB_ID").is_none() {
+        return Ok(None);
+    }
+    let Some(list) = here.variable("SLURM_JOB_NODELIST").or_else(|| here.variable("SLURM_NODELIST")) else {
+        return Ok(None);
+    };
+    let nodes = expand(&list).ok_or_else(|| wrong("SLURM_JOB_NODELIST", &list))?;
+    let counts = match here.variable("SLURM_TASKS_PER_NODE") {
+        Some(text) => repeated(&text).ok_or_else(|| wrong("SLURM_TASKS_PER_NODE", &text))?,
+        None => vec![1; nodes.len()],
+    };
+    if counts.len() != nodes.len() {
+        let reason = format!(
+            "SLURM_TASKS_PER_NODE has {} nodes and SLURM_JOB_NODELIST has {}",
+            counts.len(),
+            nodes.len()
+        );
+        return Err(Error::Usage { reason });
+    }
+    let hosts = nodes.into_iter().zip(counts).map(|(host, slots)| HostSlots { host, slots }).collect();
+    let shell = here.program("srun").then(Shell::srun);
+    Ok(Some(Allocation { system: "Slurm", hosts, shell }))
+}
+
+fn lsf(here: &dyn Surroundings) -> Result<Option<Allocation>> {
+    if here.variable("LSB_JOBID").is_none() {
+        return Ok(None);
+    }
+    // The host that only starts the job has no slots of its own under jsrun.
+    let hosts = if let Some(text) = here.variable("LSB_MCPU_HOSTS") {
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let pairs = words.chunks_exact(2).map(|pair| Some(HostSlots::new(pair[0], pair[1].parse().ok()?)));
+        let hosts: Option<Vec<HostSlots>> = if words.len() % 2 == 0 { pairs.collect() } else { None };
+        hosts.ok_or_else(|| wrong("LSB_MCPU_HOSTS", &text))?
+    } else if let Some(path) = here.variable("LSB_DJOB_HOSTFILE") {
+        listed(here, "LSB_DJOB_HOSTFILE", &path)?
+    } else if let Some(text) = here.variable("LSB_HOSTS") {
+        text.split_whitespace().map(|host| HostSlots::new(host, 1)).collect()
+    } else {
+        return Ok(None);
+    };
+    let shell = here.program("blaunch").then(Shell::blaunch);
+    Ok(Some(Allocation { system: "LSF", hosts: merged(hosts), shell }))
+}
+
+fn pbs(here: &dyn Surroundings) -> Result<Option<Allocation>> {
+    let (Some(_), Some(path)) = (here.variable("PBS_JOBID"), here.variable("PBS_NODEFILE")) else {
+        return Ok(None);
+    };
+    Ok(Some(Allocation { system: "PBS", hosts: listed(here, "PBS_NODEFILE", &path)?, shell: None }))
+}
+
+fn grid_engine(here: &dyn Surroundings) -> Result<Option<Allocation>> {
+    let Some(path) = here.variable("PE_HOSTFILE") else { return Ok(None) };
+    let text = read(here, "PE_HOSTFILE", &path)?;
+    // `host slots queue processors` on each line.
+    let mut hosts = Vec::new();
+    for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
+        let mut words = line.split_whitespace();
+        let host = words.next().zip(words.next().and_then(|slots| slots.parse().ok()));
+        let (host, slots) = host.ok_or_else(|| Error::Usage {
+            reason: format!("{path} (PE_HOSTFILE) has a line without a host and its slots: {line}"),
+        })?;
+        hosts.push(HostSlots::new(host, slots));
+    }
+    let shell = here.program("qrsh").then(Shell::qrsh);
+    Ok(Some(Allocation { system: "Grid Engine", hosts: merged(hosts), shell }))
+}
+
+fn kubernetes(here: &dyn Surroundings) -> Result<Option<Allocation>> {
+    const FILES: [&str; 4] = [
+        "OMPI_MCA_orte_default_hostfile",
+        "PRTE_MCA_prte_default_hostfile",
+        "I_MPI_HYDRA_HOST_FILE",
+        "HYDRA_HOST_FILE",
+    ];
+    let Some((name, path)) = FILES.iter().find_map(|name| Some((*name, here.variable(name)?))) else {
+        return Ok(None);
+    };
+    let hosts = listed(here, name, &path)?;
+    let agent =
+        ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"].iter().find_map(|name| here.variable(name));
+    let shell = match agent.as_deref() {
+        None | Some("ssh" | "") => None,
+        // The operator's script asks kubectl for no standard input, which carries our words.
+        Some(agent) if agent.ends_with("kubexec.sh") => {
+            Some(Shell::kubectl(if here.file("/opt/kube/kubectl").is_ok() || !here.program("kubectl") {
+                "/opt/kube/kubectl"
+            } else {
+                "kubectl"
+            }))
+        }
+        Some(agent) => Some(Shell::custom(agent)?),
+    };
+    Ok(Some(Allocation { system: "MPIJob", hosts, shell }))
+}
+
+/// The hosts of a file with a host a line.
+fn listed(here: &dyn Surroundings, name: &str, path: &str) -> Result<Vec<HostSlots>> {
+    parse_hostfile(&format!("{path} ({name})"), &read(here, name, path)?)
+}
+
+fn read(here: &dyn Surroundings, name: &str, path: &str) -> Result<String> {
+    here.file(path).map_err(|error| Error::Usage { reason: format!("cannot read {path} ({name}): {error}") })
+}
+
+fn wrong(name: &str, text: &str) -> Error {
+    Error::Usage { reason: format!("{name} cannot be understood: {text}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::io;
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Played {
+        variables: BTreeMap<&'static str, &'static str>,
+        files: BTreeMap<&'static str, &'static str>,
+        programs: Vec<&'static str>,
+    }
+
+    impl Surroundings for Played {
+        fn variable(&self, name: &str) -> Option<String> {
+            self.variables.get(name).map(|value| (*value).to_owned())
+        }
+
+        fn file(&self, path: &str) -> io::Result<String> {
+            self.files
+                .get(path)
+                .map(|text| (*text).to_owned())
+                .ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
+        }
+
+        fn program(&self, name: &str) -> bool {
+            self.programs.contains(&name)
+        }
+    }
+
+    fn played(variables: &[(&'static str, &'static str)], files: &[(&'static str, &'static str)]) -> Played {
+        Played {
+            variables: variables.iter().copied().collect(),
+            files: files.iter().copied().collect(),
+            programs: vec![],
+        }
+    }
+
+    fn shown(here: &Played) -> String {
+        let found = allocation(here).unwrap().unwrap();
+        let hosts: Vec<String> =
+            found.hosts.iter().map(|host| format!("{}:{}", host.host, host.slots)).collect();
+        format!("{} {}", found.system, hosts.join(" "))
+    }
+
+    #[test]
+    fn every_system_tells_its_hosts() {
+        assert!(allocation(&Played::default()).unwrap().is_none());
+        let slurm = [
+            ("SLURM_JOB_ID", "7"),
+            ("SLURM_JOB_NODELIST", "gpu[01-03],login"),
+            ("SLURM_TASKS_PER_NODE", "4(x3),1"),
+        ];
+        assert_eq!(shown(&played(&slurm, &[])), "Slurm gpu01:4 gpu02:4 gpu03:4 login:1");
+        let lsf = [("LSB_JOBID", "7"), ("LSB_MCPU_HOSTS", "a 2 b 4")];
+        assert_eq!(shown(&played(&lsf, &[])), "LSF a:2 b:4");
+        let lsf = [("LSB_JOBID", "7"), ("LSB_HOSTS", "a a b")];
+        assert_eq!(shown(&played(&lsf, &[])), "LSF a:2 b:1");
+        let pbs = [("PBS_JOBID", "7"), ("PBS_NODEFILE", "/nodes")];
+        assert_eq!(shown(&played(&pbs, &[("/nodes", "a\na\nb\n")])), "PBS a:2 b:1");
+        let engine = [("PE_HOSTFILE", "/hosts")];
+        let file = [("/hosts", "a.org 4 all.q@a UNDEFINED\nb.org 2 all.q@b UNDEFINED\n")];
+        assert_eq!(shown(&played(&engine, &file)), "Grid Engine a.org:4 b.org:2");
+        let job = [("OMPI_MCA_orte_default_hostfile", "/etc/mpi/hostfile")];
+        let file = [("/etc/mpi/hostfile", "w-0 slots=2\nw-1 slots=2\n")];
+        assert_eq!(shown(&played(&job, &file)), "MPIJob w-0:2 w-1:2");
+    }
+
+    #[test]
+    fn what_cannot_be_understood_is_named() {
+        let message = |here: &Played| allocation(here).unwrap_err().to_string();
+        let slurm = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a[1-")];
+        assert!(message(&played(&slurm, &[])).ends_with("SLURM_JOB_NODELIST cannot be understood: a[1-"));
+        let slurm = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a,b"), ("SLURM_TASKS_PER_NODE", "2")];
+        assert!(message(&played(&slurm, &[])).contains("has 1 nodes and SLURM_JOB_NODELIST has 2"));
+        let pbs = [("PBS_JOBID", "7"), ("PBS_NODEFILE", "/gone")];
+        assert!(message(&played(&pbs, &[])).contains("cannot read /gone (PBS_NODEFILE)"));
+        let lsf = [("LSB_JOBID", "7"), ("LSB_MCPU_HOSTS", "a b 2")];
+        assert!(message(&played(&lsf, &[])).contains("LSB_MCPU_HOSTS cannot be understood: a b 2"));
+    }
+
+    #[test]
+    fn hosts_are_reached_by_the_systems_own_program_where_there_is_one() {
+        let mut here = played(&[("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a")], &[]);
+        assert!(allocation(&here).unwrap().unwrap().shell.is_none());
+        here.programs = vec!["srun"];
+        let shell = allocation(&here).unwrap().unwrap().shell.unwrap();
+        assert_eq!(shell.argv("a", "true")[0], "srun");
+        let here = played(
+            &[("HYDRA_HOST_FILE", "/hosts"), ("OMPI_MCA_plm_rsh_agent", "/etc/mpi/kubexec.sh")],
+            &[("/hosts", "w-0\n")],
+        );
+        let shell = allocation(&here).unwrap().unwrap().shell.unwrap();
+        assert_eq!(shell.argv("w-0", "true")[..4], ["/opt/kube/kubectl", "exec", "-i", "w-0"]);
+    }
+}

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What a launcher and the agent of another host say to each other through the program that joins them.
+//!
+//! The agent's standard output begins with a line of its own ([`GREETING`]); what a login shell printed before is
+//! skipped. Then both directions carry frames: one byte of kind, eight bytes of length (big endian), the body.
+//!
+//! | direction | kind | body |
+//! | --- | --- | --- |
+//! | agent to launcher | `H` | [`Hello`], JSON |
+//! | launcher to agent | `O` | [`Order`], JSON |
+//! | launcher to agent | `P` | what each worker reads from its payload pipe, right after an order that says so |
+//! | launcher to agent | `I` | ask the workers to end: SIGINT |
+//! | launcher to agent | `E` | tell the workers to end: SIGTERM |
+//! | launcher to agent | `K` | end the workers at once: SIGKILL |
+//! | agent to launcher | `T` | [`Ended`], JSON |
+//! | agent to launcher | `R` | the result of the task just ended, if it has one |
+//!
+//! The end of the stream means that the other side is gone: an agent then ends its workers.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read, Write};
+
+use farandole_registrar::How;
+use farandole_world::{Rank, TaskId};
+use serde::{Deserialize, Serialize};
+
+use crate::agent::Outcome;
+use crate::error::{Error, Result};
+
+/// Version of these words; the two sides refuse to differ.
+pub(crate) const VERSION: u32 = 1;
+/// First line of an agent.
+pub(crate) const GREETING: &str = "farandole agent 1";
+/// Longest body that is kept in memory as a whole, but for payloads and results.
+const LONGEST: u64 = 64 << 20;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Hello,
+    Order,
+    Payload,
+    Interrupt,
+    Terminate,
+    Kill,
+    Ended,
+    Result,
+}
+
+const KINDS: [(Kind, u8); 8] = [
+    (Kind::Hello, b'H'),
+    (Kind::Order, b'O'),
+    (Kind::Payload, b'P'),
+    (Kind::Interrupt, b'I'),
+    (Kind::Terminate, b'E'),
+    (Kind::Kill, b'K'),
+    (Kind::Ended, b'T'),
+    (Kind::Result, b'R'),
+];
+
+/// Who answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Version of the words.
+    pub version: u32,
+    /// Version of the package.
+    pub farandole: String,
+    /// Version of the interpreter.
+    pub python: String,
+    /// The interpreter's program.
+    pub executable: String,
+    /// The host's own name.
+    pub host: String,
+}
+
+impl Hello {
+    /// What this process says of itself.
+    pub fn new(python: String, executable: String) -> Self {
+        let farandole = env!("CARGO_PKG_VERSION").to_owned();
+        let host = farandole_registrar::host::facts().hostname;
+        Self { version: VERSION, farandole, python, executable, host }
+    }
+}
+
+/// What an agent is to do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Order {
+    pub(crate) ticket: String,
+    pub(crate) tasks: Vec<u32>,
+    pub(crate) command: Vec<String>,
+    pub(crate) environment: BTreeMap<String, Option<String>>,
+    pub(crate) folder: Option<String>,
+    pub(crate) payload: bool,
+    pub(crate) collect_result: bool,
+    pub(crate) start_timeout_ms: u64,
+    pub(crate) peer_timeout_ms: u64,
+}
+
+/// How a task ended, or why it had no worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Ended {
+    task: u32,
+    rank: Option<u32>,
+    size: Option<usize>,
+    code: Option<i32>,
+    signal: Option<i32>,
+    not_started: Option<String>,
+    stderr_tail: Vec<String>,
+    aborted: bool,
+    reason: Option<String>,
+    retry: bool,
+    refused: Option<String>,
+    /// Whether a result follows.
+    pub(crate) result: bool,
+}
+
+impl Ended {
+    pub(crate) fn new(task: TaskId, outcome: &Result<Outcome>) -> Self {
+        let nothing = Self {
+            task: task.0,
+            rank: None,
+            size: None,
+            code: None,
+            signal: None,
+            not_started: None,
+            stderr_tail: Vec::new(),
+            aborted: false,
+            reason: None,
+            retry: false,
+            refused: None,
+            result: false,
+        };
+        match outcome {
+            Err(error) => Self { refused: Some(error.told()), ..nothing },
+            Ok(outcome) => {
+                let (code, signal, not_started) = match &outcome.how {
+                    Some(How::Code(code)) => (Some(*code), None, None),
+                    Some(How::Signal(signal)) => (None, Some(*signal), None),
+                    Some(How::NotStarted(reason)) => (None, None, Some(reason.clone())),
+                    None => (None, None, None),
+                };
+                Self {
+                    rank: outcome.rank.map(|rank| rank.0),
+                    size: outcome.size,
+                    code,
+                    signal,
+                    not_started,
+                    stderr_tail: outcome.stderr_tail.clone(),
+                    aborted: outcome.aborted,
+                    reason: outcome.reason.clone(),
+                    retry: outcome.retry,
+                    result: outcome.result.is_some(),
+                    ..nothing
+                }
+            }
+        }
+    }
+
+    pub(crate) fn task(&self) -> TaskId {
+        TaskId(self.task)
+    }
+
+    /// What it says, for the launcher; an agent that could not run its worker is an error that names `host`.
+    pub(crate) fn outcome(self, host: &str, result: Option<Vec<u8>>) -> Result<Outcome> {
+        if let Some(reason) = self.refused {
+            return Err(Error::Host { host: host.to_owned(), reason });
+        }
+        let how = match (self.code, self.signal, self.not_started) {
+            (Some(code), ..) => Some(How::Code(code)),
+            (None, Some(signal), _) => Some(How::Signal(signal)),
+            (None, None, reason) => reason.map(How::NotStarted),
+        };
+        Ok(Outcome {
+            rank: self.rank.map(Rank),
+            size: self.size,
+            how,
+            stderr_tail: self.stderr_tail,
+            result,
+            aborted: self.aborted,
+            reason: self.reason,
+            retry: self.retry,
+        })
+    }
+}
+
+/// Writes one frame and sends it off.
+pub(crate) fn write(out: &mut (impl Write + ?Sized), kind: Kind, body: &[u8]) -> io::Result<()> {
+    let byte = KINDS.iter().find(|(known, _)| *known == kind).map_or(0, |(_, byte)| *byte);
+    let mut head = [byte; 9];
+    head[1..].copy_from_slice(&(body.len() as u64).to_be_bytes());
+    out.write_all(&head)?;
+    out.write_all(body)?;
+    out.flush()
+}
+
+/// As [`write`], of what has a JSON form.
+pub(crate) fn write_json(
+    out: &mut (impl Write + ?Sized),
+    kind: Kind,
+    body: &impl Serialize,
+) -> io::Result<()> {
+    write(out, kind, &serde_json::to_vec(body).map_err(io::Error::other)?)
+}
+
+/// Reads one frame; `None` at the end of the stream.
+pub(crate) fn read(input: &mut impl Read) -> io::Result<Option<(Kind, Vec<u8>)>> {
+    let mut head = [0; 9];
+    if input.read(&mut head[..1])? == 0 {
+        return Ok(None);
+    }
+    input.read_exact(&mut head[1..])?;
+    let [byte, length @ ..] = head;
+    let length = u64::from_be_bytes(length);
+    let kind = KINDS.iter().find(|(_, known)| *known == byte).map(|(kind, _)| *kind);
+    let kind = kind.filter(|kind| matches!(kind, Kind::Payload | Kind::Result) || length <= LONGEST);
+    let Some(kind) = kind else {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "what came is no frame of an agent"));
+    };
+    // Memory grows with what comes, not with what was announced.
+    let mut body = Vec::new();
+    if input.take(length).read_to_end(&mut body)? as u64 != length {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(Some((kind, body)))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn an_outcome_and_a_refusal_survive_the_way() {
+        let outcome = Outcome {
+            rank: Some(Rank(3)),
+            size: Some(4),
+            how: Some(How::Signal(9)),
+            stderr_tail: vec!["last".into()],
+            result: Some(vec![1, 2]),
+            aborted: true,
+            reason: Some("why".into()),
+            retry: true,
+        };
+        let ended = Ended::new(TaskId(7), &Ok(outcome.clone()));
+        let text = serde_json::to_string(&ended).unwrap();
+        let back: Ended = serde_json::from_str(&text).unwrap();
+        assert_eq!((back.task(), back.result), (TaskId(7), true));
+        assert_eq!(back.outcome("a", Some(vec![1, 2])).unwrap(), outcome);
+        let refused = Ended::new(TaskId(1), &Err(Error::Cancelled { reason: "why".into() }));
+        let error = refused.outcome("node1", None).unwrap_err().to_string();
+        assert_eq!(error, "node1: cancelled: why");
+    }
+
+    #[test]
+    fn a_frame_that_is_cut_off_or_too_long_is_refused() {
+        let mut bytes = Vec::new();
+        write(&mut bytes, Kind::Order, b"{}").unwrap();
+        assert_eq!(read(&mut &bytes[..]).unwrap(), Some((Kind::Order, b"{}".to_vec())));
+        assert!(read(&mut &bytes[..10]).is_err());
+        bytes[1] = 0xff;
+        assert!(read(&mut &bytes[..]).unwrap_err().to_string().contains("no frame"));
+        assert!(read(&mut &b""[..]).unwrap().is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+            let _ignored = read(&mut &bytes[..]).is_ok();
+        }
+    }
+}
