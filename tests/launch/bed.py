@@ -419,6 +419,11 @@ class Host:
                     found.append((readable(address), int(port, 16)))
         return found
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it has not been ended."""
+        return self.hold.holder.poll() is None
+
     def cut(self) -> None:
         """Lets the switch drop everything from and to this host, as a broken cable far away would: no side is told."""
         self.bed.on_switch("bridge", "link", "set", "dev", f"port{self.number}", "state", "0")
@@ -487,9 +492,10 @@ class Bed:
         return checked([*self.switch.inside("--net"), *words])
 
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
-        """Writes the same file on every host, as somebody copies a program there."""
+        """Writes the same file on every host that is on, as somebody copies a program there."""
         for host in self.hosts.values():
-            host.write(path, text, mode)
+            if host.is_on:
+                host.write(path, text, mode)
 
     def login(self, host: Host, *, key: str = f"{HOME}/.ssh/id_ed25519", config: str = "") -> None:
         """Lets a user of a host log in on the others: a key, what is known of their keys, and a configuration."""
