@@ -132,7 +132,7 @@ class Hold:
 
     def inside(self, *kinds: str) -> list[str]:
         """The words before a command that runs it in these namespaces."""
-        return ["nsenter", "--target", str(self.pid), *kinds, "--"]
+        return [str(shutil.which("nsenter", path=SEARCH)), "--target", str(self.pid), *kinds, "--"]
 
     def kill(self) -> None:
         """Kills every process of the namespaces, and does not wait for that."""
