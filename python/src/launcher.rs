@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use farandole::launcher::{Agent, Error, Output, Task};
+use farandole::launcher::{Agent, Error, Outcome, Output, Task};
 use farandole::registrar::{Client, Ticket, signal_name};
 use farandole::telemetry::{LogLine, Record, Sink, Stream};
 use farandole::world::TaskId;
@@ -39,7 +39,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// How a worker ended.
 #[pyclass(frozen, get_all, name = "Outcome", module = "farandole._native.launcher")]
-struct PyOutcome {
+pub(crate) struct PyOutcome {
     rank: Option<u32>,
     size: Option<usize>,
     exit_code: Option<i32>,
@@ -50,6 +50,24 @@ struct PyOutcome {
     aborted: bool,
     reason: Option<String>,
     retry: bool,
+}
+
+impl PyOutcome {
+    pub(crate) fn new(py: Python<'_>, outcome: Outcome) -> Self {
+        let (exit_code, signal) = outcome.how.as_ref().map_or((None, None), numbers);
+        Self {
+            rank: outcome.rank.map(|rank| rank.0),
+            size: outcome.size,
+            exit_code,
+            signal,
+            signal_name: signal.and_then(signal_name).map(str::to_owned),
+            stderr_tail: outcome.stderr_tail.join("\n"),
+            result: outcome.result.map(|bytes| PyBytes::new(py, &bytes).unbind()),
+            aborted: outcome.aborted,
+            reason: outcome.reason,
+            retry: outcome.retry,
+        }
+    }
 }
 
 #[pymethods]
@@ -124,19 +142,7 @@ fn run_agent(
             return Err(interrupt);
         }
     };
-    let (exit_code, signal) = outcome.how.as_ref().map_or((None, None), numbers);
-    Ok(PyOutcome {
-        rank: outcome.rank.map(|rank| rank.0),
-        size: outcome.size,
-        exit_code,
-        signal,
-        signal_name: signal.and_then(signal_name).map(str::to_owned),
-        stderr_tail: outcome.stderr_tail.join("\n"),
-        result: outcome.result.map(|bytes| PyBytes::new(py, &bytes).unbind()),
-        aborted: outcome.aborted,
-        reason: outcome.reason,
-        retry: outcome.retry,
-    })
+    Ok(PyOutcome::new(py, outcome))
 }
 
 fn client() -> PyResult<Option<Client>> {

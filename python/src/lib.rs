@@ -11,6 +11,7 @@ mod device;
 mod door;
 mod engine;
 mod error;
+mod hosts;
 mod launcher;
 mod prepare;
 mod reader;
@@ -33,6 +34,7 @@ const SUBMODULES: &[(&str, Register)] = &[
     ("cuda", cuda::register),
     ("door", door::register),
     ("engine", engine::register),
+    ("hosts", hosts::register),
     ("launcher", launcher::register),
     ("prepare", prepare::register),
     ("reader", reader::register),

@@ -137,7 +137,7 @@ struct PyRegistrar {
 #[pymethods]
 impl PyRegistrar {
     #[new]
-    #[pyo3(signature = (tasks, *, job_id=None, host=None, port_range=None, start_timeout=None))]
+    #[pyo3(signature = (tasks, *, job_id=None, host=None, port_range=None, start_timeout=None, bind=None))]
     fn new(
         py: Python<'_>,
         tasks: u32,
@@ -145,8 +145,10 @@ impl PyRegistrar {
         host: Option<String>,
         port_range: Option<String>,
         start_timeout: Option<f64>,
+        bind: Option<String>,
     ) -> PyResult<Self> {
         let config = configuration(&[
+            ("bind_address", bind),
             ("driver_host", host),
             ("port_range", port_range),
             ("start_timeout", start_timeout.map(|seconds| seconds.to_string())),

@@ -62,11 +62,14 @@ pub(crate) fn variables(ticket: &Ticket, world: &World, master: &Master) -> BTre
     all
 }
 
-/// What of this process's environment workers on other hosts get: all of it, but for functions of the shell, the folder
+/// As [`forwarded`], of this process's environment.
+pub fn forwarded_environment() -> BTreeMap<String, Option<String>> {
+    forwarded(farandole_config::variables())
+}
+
+/// What of an environment workers on other hosts get: all of it, but for functions of the shell, the folder
 /// before this one, the choice of GPUs, which each host makes for itself, and what is secret or another job's.
-pub(crate) fn forwarded(
-    variables: impl IntoIterator<Item = (String, String)>,
-) -> BTreeMap<String, Option<String>> {
+fn forwarded(variables: impl IntoIterator<Item = (String, String)>) -> BTreeMap<String, Option<String>> {
     const OURS: [&str; 5] = ["JOB", "TASK", "GENERATION", "JOB_SECRET", "SECRET_KEY"];
     let stays = |name: &str| {
         let own = OURS.iter().any(|knob| {

@@ -79,7 +79,9 @@ impl Error {
             return (!errors.is_empty()).then(|| errors.swap_remove(first));
         }
         errors.retain(|error| matches!(error, Self::Host { .. }));
-        Some(Self::Hosts(errors.iter().map(Self::told).collect()))
+        let mut reasons: Vec<String> = errors.iter().map(Self::told).collect();
+        reasons.sort();
+        Some(Self::Hosts(reasons))
     }
 
     /// With its causes, in one line.

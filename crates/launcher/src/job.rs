@@ -20,10 +20,10 @@ use farandole_telemetry::{Record, Sink};
 use farandole_world::TaskId;
 
 use crate::agent::{Agent, Outcome, Output, Task};
-use crate::environment::forwarded;
+use crate::environment::forwarded_environment;
 use crate::error::{Error, Result};
-use crate::hosts::{HostSlots, Placement, place};
-use crate::near::are_here;
+use crate::hosts::{HostSlots, Placement};
+use crate::near::placements;
 use crate::remote::{Notice, Remote, RemoteTasks};
 use crate::report::Report;
 use crate::shell::Shell;
@@ -102,7 +102,7 @@ impl Job {
         if self.command.first().is_none_or(String::is_empty) {
             return Err(Error::Usage { reason: "the command is empty".to_owned() });
         }
-        let (here, there) = self.parts()?;
+        let (here, there) = placements(&self.hosts, self.num_proc)?;
         let mut options = Options::from_config(self.num_proc, &self.config);
         if there.is_empty() {
             // Nobody else needs to reach it.
@@ -116,20 +116,6 @@ impl Job {
         drop(crew);
         registrar.close();
         ended
-    }
-
-    /// The tasks of this host, and those of every other one.
-    fn parts(&self) -> Result<(Vec<u32>, Vec<Placement>)> {
-        if self.hosts.is_empty() {
-            return Ok(((0..self.num_proc).collect(), Vec::new()));
-        }
-        let placements = place(&self.hosts, self.num_proc)?;
-        let names: Vec<&str> = placements.iter().map(|placement| placement.host.as_str()).collect();
-        let (mut here, mut there) = (Vec::new(), Vec::new());
-        for (is_here, placement) in are_here(&names).into_iter().zip(placements) {
-            if is_here { here.extend(placement.tasks) } else { there.push(placement) }
-        }
-        Ok((here, there))
     }
 
     fn task(&self, registrar: &Registrar, sink: &Arc<dyn Sink>, task: u32) -> Task {
@@ -150,7 +136,7 @@ impl Job {
     }
 
     fn remote(&self, registrar: &Registrar, placement: Placement) -> RemoteTasks {
-        let mut environment = forwarded(farandole_config::variables());
+        let mut environment = forwarded_environment();
         environment.extend(self.environment.clone());
         RemoteTasks {
             host: placement.host,

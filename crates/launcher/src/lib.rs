@@ -52,10 +52,12 @@ mod spawn;
 mod worker;
 
 pub use agent::{Agent, Outcome, Output, Task};
+pub use environment::forwarded_environment;
 pub use error::{Error, Result};
 pub use hosted::serve_host;
 pub use hosts::HostSlots;
 pub use job::{Job, Wish};
+pub use near::placements;
 pub use orders::Hello;
 pub use remote::{Notice, Remote, RemoteTasks};
 pub use report::Report;

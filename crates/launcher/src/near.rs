@@ -1,16 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which hosts are this one.
+//! Which hosts are this one, and which tasks stay here.
 
 use std::net::{IpAddr, ToSocketAddrs as _};
 use std::thread;
 
 use farandole_registrar::host;
 
+use crate::error::Result;
+use crate::hosts::{HostSlots, Placement, place};
+
+/// The tasks of this host, and those of every other one. No hosts: all stay here.
+///
+/// # Errors
+/// `Usage` when there are fewer slots than tasks.
+pub fn placements(hosts: &[HostSlots], num_proc: u32) -> Result<(Vec<u32>, Vec<Placement>)> {
+    if hosts.is_empty() {
+        return Ok(((0..num_proc).collect(), Vec::new()));
+    }
+    let placements = place(hosts, num_proc)?;
+    let names: Vec<&str> = placements.iter().map(|placement| placement.host.as_str()).collect();
+    let (mut here, mut there) = (Vec::new(), Vec::new());
+    for (is_here, placement) in are_here(&names).into_iter().zip(placements) {
+        if is_here { here.extend(placement.tasks) } else { there.push(placement) }
+    }
+    Ok((here, there))
+}
+
 /// For each of the names, whether it means this host. Names are resolved side by side: a resolver that does not answer
 /// takes seconds for each.
-pub(crate) fn are_here(names: &[&str]) -> Vec<bool> {
+fn are_here(names: &[&str]) -> Vec<bool> {
     let own = host::addresses();
     let facts = host::facts();
     thread::scope(|scope| {

@@ -4,7 +4,7 @@
 //! Jobs with agents behind a connection: the program that reaches "hosts" is a script that runs its command here, and
 //! the interpreter there is this test's own program. Real hosts and a real ssh are in `tests/launch`.
 
-#![expect(clippy::unwrap_used, clippy::panic, clippy::disallowed_methods, reason = "tests")]
+#![expect(clippy::unwrap_used, clippy::disallowed_methods, reason = "tests")]
 
 use std::collections::BTreeMap;
 use std::fs;

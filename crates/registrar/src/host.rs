@@ -49,6 +49,39 @@ pub fn bound(wish: &str) -> Result<Option<IpAddr>> {
     among(wish, &addresses()).map(Some)
 }
 
+/// The IPv4 network of the first of these interfaces that this host has, such as `10.0.0.0/8`: a wish for [`bound`] that
+/// holds on every host of that network, whatever its interface is called.
+///
+/// # Errors
+/// `Options` naming the interfaces when none has a network.
+pub fn network_of(interfaces: &[String]) -> Result<String> {
+    let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
+    let found = interfaces.iter().find_map(|name| {
+        if name == "lo" { Some("127.0.0.0/8".to_owned()) } else { on_link(&routes, name) }
+    });
+    found.ok_or_else(|| {
+        let known: Vec<&str> = routes.lines().skip(1).filter_map(|line| line.split_whitespace().next()).collect();
+        let reason = format!(
+            "none of these network interfaces has an IPv4 network on this host: {} (those with one: {})",
+            interfaces.join(", "),
+            if known.is_empty() { "none".to_owned() } else { known.join(", ") }
+        );
+        Error::Options { reason }
+    })
+}
+
+/// The network that an interface reaches without a gateway, from the kernel's table of routes.
+fn on_link(routes: &str, name: &str) -> Option<String> {
+    let number = |text: &str| u32::from_str_radix(text, 16).ok().map(u32::swap_bytes);
+    routes.lines().skip(1).find_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let [interface, destination, gateway, _, _, _, _, mask, ..] = fields[..] else { return None };
+        let (network, mask) = (number(destination)?, number(mask)?);
+        let own = interface == name && number(gateway)? == 0 && mask != 0;
+        own.then(|| format!("{}/{}", Ipv4Addr::from(network), mask.count_ones()))
+    })
+}
+
 fn among(wish: &str, own: &[IpAddr]) -> Result<IpAddr> {
     let (text, bits) = wish.split_once('/').map_or((wish, None), |(text, bits)| (text, Some(bits)));
     let network: Option<IpAddr> = text.trim_matches(['[', ']']).parse().ok();
@@ -142,6 +175,20 @@ mod tests {
             assert!(error.ends_with(wish), "{error}");
         }
         assert!(bound("").unwrap().is_none());
+    }
+
+    #[test]
+    fn an_interface_means_the_network_it_reaches_by_itself() {
+        let routes = "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n\
+                      eth0\t00000000\t0101A8C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
+                      eth0\t0001A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n\
+                      ib0\t0000000A\t00000000\t0001\t0\t0\t0\t000000FF\t0\t0\t0\n";
+        assert_eq!(on_link(routes, "eth0").as_deref(), Some("192.168.1.0/24"));
+        assert_eq!(on_link(routes, "ib0").as_deref(), Some("10.0.0.0/8"));
+        assert_eq!(on_link(routes, "eth1"), None);
+        assert_eq!(network_of(&["none0".to_owned(), "lo".to_owned()]).unwrap(), "127.0.0.0/8");
+        let error = network_of(&["none0".to_owned()]).unwrap_err().to_string();
+        assert!(error.contains("has an IPv4 network on this host: none0 (those with one: "), "{error}");
     }
 
     #[test]

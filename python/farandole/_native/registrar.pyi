@@ -68,6 +68,7 @@ class Registrar:
         host: str | None = None,
         port_range: str | None = None,
         start_timeout: float | None = None,
+        bind: str | None = None,
     ) -> Self:
         """Starts listening.
 
@@ -77,6 +78,7 @@ class Registrar:
             host: Address to listen on and to offer; default: `FARANDOLE_DRIVER_HOST`, else all own addresses.
             port_range: Such as `"40000-40100"`; default: `FARANDOLE_PORT_RANGE`.
             start_timeout: Seconds all tasks may take to register; default: `FARANDOLE_START_TIMEOUT`.
+            bind: Address of this host to listen on, or a network it is in; default: `FARANDOLE_BIND_ADDRESS`.
 
         Raises:
             ValueError: `tasks` is 0, or an option does not parse.

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Launching: a function on several processes of this host, from Python."""
+"""Launching from Python: a function on several processes, of this host or of several."""
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
 
 def run(
@@ -15,12 +17,39 @@ def run(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[int, int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | Path | None = None,
+    host_discovery_script: str | Path | None = None,
     start_timeout: float | None = None,
-    verbose: bool | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | Path | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | Path | None = None,
+    verbose: bool | int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: Iterable[str] | str | None = None,
     executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
     env: Mapping[str, str | None] | None = None,
+    ssh_command: str | None = None,
+    prefix_output_with_timestamp: bool = False,
 ) -> list[Any]:
-    """Runs a function on `num_proc` processes of this host and returns what it returned on each rank.
+    """Runs a function on `num_proc` processes and returns what it returned on each rank.
+
+    Without `hosts` and `hostfile` the processes run on the hosts of the batch system's job that this process is in
+    (Slurm, LSF, PBS, Grid Engine, Kubernetes MPIJob), else on this host. Other hosts are reached by ssh and need
+    nothing but the package.
 
     Unlike Horovod's, a worker's exception comes back with its traceback, and is the raised error's cause where it can
     be unpickled here.
@@ -30,23 +59,110 @@ def run(
         args: Its arguments.
         kwargs: Its keyword arguments.
         num_proc: Number of processes.
+        min_num_proc: Elastic training, which is not built yet.
+        max_num_proc: Elastic training.
+        slots: Elastic training.
+        reset_limit: Elastic training.
+        cooldown_range: Elastic training.
+        hosts: Hosts and slots in the order of ranks, such as `"a:2,b:4"`.
+        hostfile: A file with a host a line, such as `a slots=2`.
+        host_discovery_script: Elastic training.
         start_timeout: Seconds all processes may take to start; default: `FARANDOLE_START_TIMEOUT`, else 600.
+        ssh_port: Port for ssh; default: as ssh is configured.
+        ssh_identity_file: Key for ssh; default: as ssh is configured.
+        disable_cache: Not used: nothing is cached from run to run.
+        output_filename: Folder for the output of each rank, in `rank.<N>/stdout` and `rank.<N>/stderr`, besides this
+            process's own streams.
         verbose: Whether to say where each rank runs.
+        use_gloo: Not used: there is one engine.
+        use_mpi: Not used.
+        mpi_args: Not used.
+        network_interface: The older form of `network_interfaces`.
+        network_interfaces: Interfaces whose network the registrar and the links between ranks use.
         executable: Python interpreter of the workers; default: this one.
+        np: The older form of `num_proc`.
+        min_np: The older form of `min_num_proc`.
+        max_np: The older form of `max_num_proc`.
         env: Variables to set in every worker; `None` as a value removes one.
+        ssh_command: Program that reaches other hosts instead of ssh, called with a host and a command.
+        prefix_output_with_timestamp: Whether lines of the workers start with the time.
 
     Returns:
         The results by rank.
 
     Raises:
-        FarandoleJobError: A worker failed.
+        ValueError: An argument is wrong, two contradict each other, or there are fewer slots than processes.
+        NotImplementedError: An argument of elastic training is given.
+        FarandoleJobError: A worker failed, or a host cannot be used.
         TimeoutError: Not all processes started in time.
     """
     # The gang that runs workers without Spark lives beside the one that runs them on Spark; neither loads pyspark.
-    from farandole.spark.common.backend import LocalBackend  # noqa: PLC0415 - `import farandole` stays light
+    from farandole._native import hosts as native  # noqa: PLC0415 - `import farandole` stays light
+    from farandole.runner.hosts import HostsBackend, Reach  # noqa: PLC0415
 
-    backend = LocalBackend(num_proc, start_timeout=start_timeout, verbose=2 if verbose else 1, executable=executable)
-    return backend.run(func, args, kwargs or {}, env)
+    num_proc = _renamed("np", np, "num_proc", num_proc)
+    _refuse_elastic(
+        min_num_proc=_renamed("min_np", min_np, "min_num_proc", min_num_proc),
+        max_num_proc=_renamed("max_np", max_np, "max_num_proc", max_num_proc),
+        slots=slots,
+        reset_limit=reset_limit,
+        cooldown_range=cooldown_range,
+        host_discovery_script=host_discovery_script,
+    )
+    if hosts is not None and hostfile is not None:
+        raise ValueError("hosts and hostfile exclude each other")
+    if use_gloo and use_mpi:
+        raise ValueError("use_gloo and use_mpi exclude each other")
+    _say_ignored(use_gloo=use_gloo, use_mpi=use_mpi, mpi_args=mpi_args)
+    del disable_cache
+    changes = dict(env or {})
+    names = _interfaces(network_interface, network_interfaces)
+    if names:
+        network = native.network_of(names)
+        changes.setdefault("FARANDOLE_BIND_ADDRESS", network)
+        changes.setdefault("NCCL_SOCKET_IFNAME", ",".join(names))
+    backend = HostsBackend(
+        native.slots(hosts, hostfile),
+        num_proc,
+        Reach(ssh_command, ssh_port, ssh_identity_file),
+        start_timeout=start_timeout,
+        verbose=2 if verbose else 1,
+        executable=executable,
+        output_folder=output_filename,
+        prefix_output_with_timestamp=prefix_output_with_timestamp,
+        bind=changes.get("FARANDOLE_BIND_ADDRESS"),
+    )
+    return backend.run(func, args, kwargs or {}, changes)
+
+
+def _renamed(old: str, given: Any, new: str, value: Any) -> Any:
+    if given is None:
+        return value
+    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
+    return given
+
+
+def _refuse_elastic(**given: object) -> None:
+    asked = [name for name, value in given.items() if value is not None]
+    if asked:
+        raise NotImplementedError(f"elastic training is not built yet, so these arguments have no effect: {asked}")
+
+
+def _say_ignored(**given: object) -> None:
+    asked = [f"{name}={value!r}" for name, value in given.items() if value]
+    if asked:
+        warnings.warn(
+            f"{', '.join(asked)} means nothing here: Farandole has one engine, without MPI and Gloo", stacklevel=3
+        )
+
+
+def _interfaces(one: str | None, several: Iterable[str] | str | None) -> list[str]:
+    if one is not None:
+        warnings.warn("network_interface is deprecated, use network_interfaces", DeprecationWarning, stacklevel=3)
+        several = several or one
+    if isinstance(several, str):
+        several = several.split(",")
+    return [name.strip() for name in several or () if name.strip()]
 
 
 __all__ = ["run"]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from farandole._native.registrar import Event, Registrar, Seat
+    from farandole.runner.rank_files import RankFiles
 
 PROGRESS = "progress"
 """Kind of the records that `farandole.spark.task.report` sends."""
@@ -91,6 +92,7 @@ class Output:
         timestamp: Whether each line starts with the time.
         verbose: 0 says nothing, 1 says what the user waits for, 2 says who sits where too.
         written: Streams with lines that nobody may have seen yet.
+        files: Where each rank's lines go besides.
     """
 
     stdout: TextIO | None = None
@@ -98,6 +100,7 @@ class Output:
     timestamp: bool = False
     verbose: int = 1
     written: set[str | None] = field(default_factory=set)
+    files: RankFiles | None = None
 
     def __post_init__(self) -> None:
         """Refuses what cannot be written to, before anything starts."""
@@ -118,6 +121,8 @@ class Output:
             target = sys.stdout if stream == "stdout" else sys.stderr
         when = time.asctime() if self.timestamp else ""
         target.write(f"{when}[{'?' if rank is None else rank}]<{stream}>:{text}\n")
+        if self.files is not None and rank is not None:
+            self.files.write(rank, stream, text)
         self.written.add(stream)
 
     def flush(self) -> None:
@@ -213,6 +218,8 @@ def conduct(
         raise
     finally:
         registrar.close()
+        if output.files is not None:
+            output.files.close()
 
 
 class _Gang:

@@ -12,6 +12,8 @@ from farandole.spark.agent import serve
 from farandole.spark.gang import Agents
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from farandole.spark.agent import Work
     from farandole.spark.outcome import Ending
 
@@ -19,12 +21,12 @@ if TYPE_CHECKING:
 class LocalAgents(Agents):
     """One thread per worker; each waits in native code, without the interpreter's lock."""
 
-    def __init__(self, work: Work, size: int) -> None:
+    def __init__(self, work: Work, tasks: Iterable[int]) -> None:
         self._work = work
         self._endings: dict[int, Ending] = {}
         self._threads = [
             threading.Thread(target=self._serve, args=(task,), name=f"farandole-agent-{task}", daemon=True)
-            for task in range(size)
+            for task in tasks
         ]
 
     def start(self) -> None:

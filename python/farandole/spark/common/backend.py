@@ -8,9 +8,11 @@ import inspect
 import os
 import sys
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.runner import warm as warm_workers
+from farandole.runner.rank_files import RankFiles
 from farandole.spark import outcome, runner
 from farandole.spark.agent import Work
 from farandole.spark.common.check import at_least
@@ -20,7 +22,9 @@ from farandole.spark.local import LocalAgents
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from farandole._native.registrar import Registrar
     from farandole.spark.common.store import Store
+    from farandole.spark.gang import Agents
 
     OnProgress = Callable[[int, dict[str, Any]], None]
 
@@ -160,6 +164,7 @@ class LocalBackend(Backend):
         executable: Python interpreter of the workers; default: this one.
         warm: Whether workers start warm, from a fork server of this process that has imported torch; by default they do
             where this process has imported it, unless `FARANDOLE_WARM_WORKERS` says `off`.
+        output_folder: Where each rank's output is also written, to `rank.<N>/stdout` and `rank.<N>/stderr`.
     """
 
     def __init__(
@@ -174,6 +179,7 @@ class LocalBackend(Backend):
         prefix_output_with_timestamp: bool = False,
         executable: str | None = None,
         warm: bool | None = None,
+        output_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self._num_proc = _cores() if num_proc is None else at_least("num_proc", 1)(num_proc)
         self._env = dict(env or {})
@@ -184,6 +190,7 @@ class LocalBackend(Backend):
         self._timestamp = prefix_output_with_timestamp
         self._executable = executable
         self._warm = warm
+        self._folder = output_folder
 
     def run(
         self,
@@ -202,15 +209,22 @@ class LocalBackend(Backend):
         # The streams are looked up at the call: notebooks and progress bars put their own in place of sys.stdout.
         output = Output(self._stdout or sys.stdout, self._stderr or sys.stderr, self._timestamp, self._verbose)
         packed = payload(fn, args, kwargs)
+        if self._folder is not None:
+            output.files = RankFiles(Path(self._folder), size)
 
-        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
-
-        registrar = Registrar(size, start_timeout=limit)
+        registrar = self._registrar(size, limit)
         warmth = warm_workers.wanted(self._warm, by_default=True)
         work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth)
-        agents = LocalAgents(work, size)
-        endings = conduct(registrar, agents, size, output, on_progress, limit, "workers to start")
+        endings = conduct(registrar, self._agents(work, size), size, output, on_progress, limit, "workers to start")
         return outcome.results(endings, size)
+
+    def _registrar(self, size: int, limit: float) -> Registrar:
+        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+
+        return Registrar(size, start_timeout=limit)
+
+    def _agents(self, work: Work, size: int) -> Agents:
+        return LocalAgents(work, range(size))
 
     def num_processes(self) -> int:
         """Number of workers."""

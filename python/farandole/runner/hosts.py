@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A function on several hosts: the agents of other hosts are reached by ssh, those of this host are threads."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from farandole.spark.agent import environment
+from farandole.spark.common.backend import LocalBackend
+from farandole.spark.common.errors import FarandoleJobError
+from farandole.spark.gang import Agents
+from farandole.spark.local import LocalAgents
+from farandole.spark.outcome import Ending
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from typing import Any
+
+    from farandole._native.hosts import Remote
+    from farandole._native.registrar import Registrar
+    from farandole.spark.agent import Work
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How other hosts are reached.
+
+    Attributes:
+        ssh_command: Program that is called with a host and a command; default: the batch system's own, else `ssh`.
+        ssh_port: Port for ssh; default: as ssh is configured.
+        ssh_identity_file: Key for ssh; default: as ssh is configured.
+    """
+
+    ssh_command: str | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | Path | None = None
+
+
+class HostsBackend(LocalBackend):
+    """Workers on several hosts, without Spark.
+
+    Workers on other hosts get this process's environment, but for `CUDA_VISIBLE_DEVICES`, functions of the shell and
+    secrets, and start in the same folder where it is there. Other hosts need the package, and at the same path an
+    interpreter of the same minor version.
+
+    Args:
+        hosts: Hosts and their slots, in the order of ranks; none means this host alone.
+        num_proc: Number of processes.
+        reach: How other hosts are reached.
+        bind: Network whose address of this host the registrar listens on; default: `FARANDOLE_BIND_ADDRESS`.
+        **kwargs: Further arguments of `LocalBackend`.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[tuple[str, int]],
+        num_proc: int,
+        reach: Reach | None = None,
+        *,
+        bind: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_proc, **kwargs)
+        from farandole._native import hosts as native  # noqa: PLC0415 - `import farandole` stays light
+
+        self._here, self._there = native.place(hosts, num_proc)
+        self._reach = reach or Reach()
+        self._bind = bind
+
+    def _registrar(self, size: int, limit: float) -> Registrar:
+        if not self._there:
+            return super()._registrar(size, limit)
+        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+
+        return Registrar(size, start_timeout=limit, bind=self._bind)
+
+    def _agents(self, work: Work, size: int) -> Agents:
+        if not self._there:
+            return super()._agents(work, size)
+        return HostsAgents(work, self._here, self._there, self._reach)
+
+
+class HostsAgents(Agents):
+    """One connection for every other host, one thread for every worker of this one.
+
+    Args:
+        work: What to run.
+        here: Tasks of this host.
+        there: For every other host its name, its first task and the task after its last.
+        reach: How those are reached.
+    """
+
+    def __init__(self, work: Work, here: Sequence[int], there: Sequence[tuple[str, int, int]], reach: Reach) -> None:
+        self._local = LocalAgents(work, here)
+        self._work = work
+        self._reach = reach
+        self._there = there
+        self._remotes: list[tuple[str, range, Remote]] = []
+        self._endings: dict[int, Ending] = {}
+        self._ready: set[str] = set()
+        self._unusable: dict[str, str] = {}
+        self._refused = False
+
+    def start(self) -> None:
+        """Starts the threads, and to connect to every host."""
+        from farandole._native.hosts import Remote  # noqa: PLC0415 - starts its threads here
+
+        executable = self._work.executable or sys.executable
+        assert isinstance(self._work.payload, bytes)  # noqa: S101 - only Spark's tasks find theirs in a store
+        for host, first, end in self._there:
+            remote = Remote(
+                self._work.ticket,
+                host,
+                first,
+                end,
+                [executable, "-m", "farandole.runner.worker"],
+                env=environment(self._work.env, {}),
+                payload=self._work.payload,
+                python=executable,
+                same_python=platform.python_version(),
+                ssh_command=self._reach.ssh_command,
+                ssh_port=self._reach.ssh_port,
+                ssh_identity_file=self._reach.ssh_identity_file,
+                start_timeout=self._work.start_timeout,
+            )
+            self._remotes.append((host, range(first, end), remote))
+        self._local.start()
+
+    def done(self) -> bool:
+        """Whether every task has ended."""
+        self._hear()
+        told = all(task in self._endings for _, tasks, _ in self._remotes for task in tasks)
+        return told and self._local.done()
+
+    def gave_up(self) -> bool:
+        """Whether a host cannot be used, and the others have answered: all that cannot be used are told."""
+        self._hear()
+        answered = all(
+            host in self._ready or all(task in self._endings for task in tasks) for host, tasks, _ in self._remotes
+        )
+        return (self._refused or bool(self._unusable)) and answered
+
+    def cancel(self) -> None:
+        """Ends the connections."""
+        for host, tasks, remote in self._remotes:
+            remote.hang_up()
+            for task in tasks:
+                self._endings.setdefault(task, Ending(task, host, aborted=True))
+        self._local.cancel()
+
+    def endings(self) -> list[Ending]:
+        """How every task ended.
+
+        Raises:
+            FarandoleJobError: Hosts could not be used; all of them are told.
+        """
+        self._hear()
+        if self._unusable:
+            hosts = [host for host, *_ in self._there if host in self._unusable]
+            why = "; ".join(self._unusable[host] for host in hosts)
+            raise FarandoleJobError(
+                why if len(hosts) == 1 else f"{len(hosts)} hosts cannot be used: {why}", host=hosts[0]
+            )
+        endings = {ending.task: ending for ending in self._local.endings()} | self._endings
+        return [endings[task] for task in sorted(endings)]
+
+    def _hear(self) -> None:
+        for host, tasks, remote in self._remotes:
+            for kind, task, what in remote.news():
+                if kind == "ready":
+                    self._ready.add(host)
+                elif kind == "ended" and task is not None:
+                    self._endings[task] = Ending.of(task, host, what)
+                elif kind == "refused" and task is not None:
+                    self._refused = True
+                    self._endings[task] = Ending(task, host, refused=what)
+                elif kind == "gone":
+                    self._gone(host, tasks, what)
+
+    def _gone(self, host: str, tasks: range, why: str) -> None:
+        if host not in self._ready:
+            self._unusable[host] = why
+        for task in tasks:
+            self._endings.setdefault(task, Ending(task, host, aborted=True, reason=f"the connection was lost: {why}"))

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole._native.hosts`: jobs on several hosts, for drivers in Python.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, mpsc};
+
+use farandole::launcher::allocation::{Here, allocation};
+use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
+use farandole::launcher::{
+    Error, HostSlots, Notice, Remote, RemoteTasks, Shell, forwarded_environment, placements,
+};
+use farandole::registrar::Ticket;
+use parking_lot::Mutex;
+use pyo3::exceptions::PyOSError;
+use pyo3::prelude::*;
+
+use crate::error::raise;
+use crate::launcher::PyOutcome;
+use crate::registrar::{configuration, error as registrar_error};
+
+/// Fills the submodule.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyRemote>()?;
+    module.add_function(wrap_pyfunction!(network_of, module)?)?;
+    module.add_function(wrap_pyfunction!(slots, module)?)?;
+    module.add_function(wrap_pyfunction!(place, module)?)
+}
+
+fn error(failure: &Error) -> PyErr {
+    raise(failure.fault(), failure)
+}
+
+/// The network of the first of these interfaces that this host has.
+#[pyfunction]
+fn network_of(interfaces: Vec<String>) -> PyResult<String> {
+    farandole::registrar::host::network_of(&interfaces).map_err(|failure| registrar_error(&failure))
+}
+
+/// Hosts and their slots: as given, as a file has them, or as the batch system says; none for this host alone.
+#[pyfunction]
+#[pyo3(signature = (hosts=None, hostfile=None))]
+fn slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(String, u32)>> {
+    let found = match (hosts, hostfile) {
+        (Some(text), _) => parse_hosts(text),
+        (None, Some(path)) => {
+            let name = path.display().to_string();
+            let text = std::fs::read_to_string(&path)
+                .map_err(|error| PyOSError::new_err(format!("cannot read the host file {name}: {error}")))?;
+            parse_hostfile(&name, &text)
+        }
+        (None, None) => allocation(&Here).map(|found| found.map(|found| found.hosts).unwrap_or_default()),
+    };
+    let found = found.map_err(|failure| error(&failure))?;
+    Ok(found.into_iter().map(|host| (host.host, host.slots)).collect())
+}
+
+/// The tasks of this host, and `(host, first task, task after the last)` of every other one.
+#[pyfunction]
+fn place(
+    py: Python<'_>,
+    hosts: Vec<(String, u32)>,
+    num_proc: u32,
+) -> PyResult<(Vec<u32>, Vec<(String, u32, u32)>)> {
+    let hosts: Vec<HostSlots> = hosts.into_iter().map(|(host, slots)| HostSlots::new(host, slots)).collect();
+    let (here, there) = py.detach(|| placements(&hosts, num_proc)).map_err(|failure| error(&failure))?;
+    Ok((here, there.into_iter().map(|one| (one.host, one.tasks.start, one.tasks.end)).collect()))
+}
+
+/// The agent of another host.
+#[pyclass(frozen, name = "Remote", module = "farandole._native.hosts")]
+struct PyRemote {
+    remote: Remote,
+    notices: Mutex<mpsc::Receiver<Notice>>,
+}
+
+#[pymethods]
+impl PyRemote {
+    #[new]
+    #[pyo3(signature = (ticket, host, first, end, command, *, env, payload, python, same_python, ssh_command=None, ssh_port=None, ssh_identity_file=None, start_timeout=None))]
+    #[expect(clippy::too_many_arguments, reason = "the Python signature")]
+    fn new(
+        ticket: &str,
+        host: String,
+        first: u32,
+        end: u32,
+        command: Vec<String>,
+        env: BTreeMap<String, Option<String>>,
+        payload: Vec<u8>,
+        python: String,
+        same_python: String,
+        ssh_command: Option<&str>,
+        ssh_port: Option<u16>,
+        ssh_identity_file: Option<PathBuf>,
+        start_timeout: Option<f64>,
+    ) -> PyResult<Self> {
+        let config = configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
+        let ticket: Ticket = ticket.parse().map_err(|failure| registrar_error(&failure))?;
+        let shell = shell(ssh_command, ssh_port, ssh_identity_file, config.start_timeout)
+            .map_err(|failure| error(&failure))?;
+        let mut environment = forwarded_environment();
+        environment.extend(env);
+        let python_path = environment.get("PYTHONPATH").cloned().flatten();
+        let folder =
+            std::env::current_dir().ok().and_then(|folder| folder.into_os_string().into_string().ok());
+        let tasks = RemoteTasks {
+            host,
+            shell,
+            python,
+            python_path,
+            same_python: Some(same_python),
+            ticket,
+            tasks: first..end,
+            command,
+            environment,
+            folder,
+            payload: Some(Arc::new(payload)),
+            collect_result: true,
+            start_timeout: config.start_timeout,
+            peer_timeout: config.peer_timeout,
+        };
+        let (sender, notices) = mpsc::channel();
+        // Notices that nobody takes any more are of a job that is over.
+        let remote = Remote::start(tasks, move |notice| drop(sender.send(notice)))
+            .map_err(|failure| error(&failure))?;
+        Ok(Self { remote, notices: Mutex::new(notices) })
+    }
+
+    /// What has been heard since the last call, oldest first: `("ready", None, None)`, `("ended", task, outcome)`,
+    /// `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
+    fn news(&self, py: Python<'_>) -> PyResult<Vec<(&'static str, Option<u32>, Py<PyAny>)>> {
+        let notices: Vec<Notice> = self.notices.lock().try_iter().collect();
+        notices
+            .into_iter()
+            .map(|notice| {
+                Ok(match notice {
+                    Notice::Ready => ("ready", None, py.None()),
+                    Notice::Done => ("done", None, py.None()),
+                    Notice::Gone { error, .. } => ("gone", None, error.told().into_pyobject(py)?.into()),
+                    Notice::Ended { task, outcome: Ok(outcome) } => {
+                        ("ended", Some(task.0), Py::new(py, PyOutcome::new(py, outcome))?.into_any())
+                    }
+                    Notice::Ended { task, outcome: Err(failure) } => {
+                        ("refused", Some(task.0), failure.told().into_pyobject(py)?.into())
+                    }
+                })
+            })
+            .collect()
+    }
+
+    /// Ends the connection, and with it the workers there.
+    fn hang_up(&self) {
+        self.remote.hang_up();
+    }
+}
+
+/// The program that was asked for, else the batch system's own, else ssh.
+fn shell(
+    command: Option<&str>,
+    port: Option<u16>,
+    identity: Option<PathBuf>,
+    connect: std::time::Duration,
+) -> farandole::launcher::Result<Shell> {
+    let own = if command.is_none() && port.is_none() && identity.is_none() {
+        allocation(&Here)?.and_then(|found| found.shell)
+    } else {
+        None
+    };
+    match own {
+        Some(shell) => Ok(shell),
+        None => Shell::of(command.unwrap_or("ssh"), port, identity.as_deref(), connect),
+    }
+}
