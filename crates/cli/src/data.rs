@@ -150,8 +150,8 @@ mod tests {
     struct Told(RefCell<Vec<String>>);
 
     impl Surroundings for Told {
-        fn interrupted(&self) -> bool {
-            false
+        fn wish(&self) -> farandole::launcher::Wish {
+            farandole::launcher::Wish::GoOn
         }
 
         fn python(&self) -> Python {

@@ -107,7 +107,8 @@ fn lsf(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     let hosts = if let Some(text) = here.variable("LSB_MCPU_HOSTS") {
         let words: Vec<&str> = text.split_whitespace().collect();
         let pairs = words.chunks_exact(2).map(|pair| Some(HostSlots::new(pair[0], pair[1].parse().ok()?)));
-        let hosts: Option<Vec<HostSlots>> = if words.len().is_multiple_of(2) { pairs.collect() } else { None };
+        let hosts: Option<Vec<HostSlots>> =
+            if words.len().is_multiple_of(2) { pairs.collect() } else { None };
         hosts.ok_or_else(|| wrong("LSB_MCPU_HOSTS", &text))?
     } else if let Some(path) = here.variable("LSB_DJOB_HOSTFILE") {
         listed(here, "LSB_DJOB_HOSTFILE", &path)?

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use farandole_config::Config;
 use farandole_registrar::{Event, Options, Registrar};
 use farandole_telemetry::{Record, Sink};
-use farandole_world::TaskId;
+use farandole_world::{TaskId, World};
 
 use crate::agent::{Agent, Outcome, Output, Task};
 use crate::environment::forwarded_environment;
@@ -89,13 +89,26 @@ impl Job {
         }
     }
 
+    /// As [`Job::run_told`], and nobody wants to know the ranks.
+    ///
+    /// # Errors
+    /// As [`Job::run_told`].
+    pub fn run(&self, sink: &Arc<dyn Sink>, wish: &dyn Fn() -> Wish) -> Result<Report> {
+        self.run_told(sink, wish, &|_| {})
+    }
+
     /// Runs the command until all processes have ended, or until one has failed and the others were ended, or until
-    /// `wish` says so. Lines of the workers go to `sink`.
+    /// `wish` says so. Lines of the workers go to `sink`; `assigned` hears of the ranks.
     ///
     /// # Errors
     /// `Usage` for no process, an empty command or too few slots; `Host` and `Hosts` for hosts that cannot be used, or
     /// were lost; `Registrar`, `Spawn`, `System`.
-    pub fn run(&self, sink: &Arc<dyn Sink>, wish: &dyn Fn() -> Wish) -> Result<Report> {
+    pub fn run_told(
+        &self,
+        sink: &Arc<dyn Sink>,
+        wish: &dyn Fn() -> Wish,
+        assigned: &dyn Fn(&World),
+    ) -> Result<Report> {
         if self.num_proc == 0 {
             return Err(Error::Usage { reason: "at least one process is needed".to_owned() });
         }
@@ -111,7 +124,7 @@ impl Job {
         }
         let registrar = Registrar::start(options)
             .map_err(|source| Error::Registrar { task: TaskId(0), source: Box::new(source) })?;
-        let mut crew = Crew::start(self, &registrar, sink, here, there)?;
+        let mut crew = Crew::start(self, &registrar, (sink, assigned), here, there)?;
         let ended = crew.conduct(wish);
         drop(crew);
         registrar.close();
@@ -173,6 +186,7 @@ struct Elsewhere {
 struct Crew<'a> {
     registrar: &'a Registrar,
     sink: &'a Arc<dyn Sink>,
+    assigned: &'a dyn Fn(&World),
     num_proc: u32,
     agents: BTreeMap<u32, Agent>,
     hosts: Vec<Elsewhere>,
@@ -191,7 +205,7 @@ impl<'a> Crew<'a> {
     fn start(
         job: &Job,
         registrar: &'a Registrar,
-        sink: &'a Arc<dyn Sink>,
+        (sink, assigned): (&'a Arc<dyn Sink>, &'a dyn Fn(&World)),
         here: Vec<u32>,
         there: Vec<Placement>,
     ) -> Result<Self> {
@@ -209,6 +223,7 @@ impl<'a> Crew<'a> {
         Ok(Self {
             registrar,
             sink,
+            assigned,
             num_proc: job.num_proc,
             agents,
             hosts,
@@ -257,6 +272,7 @@ impl<'a> Crew<'a> {
         for event in drained.records {
             match event {
                 Event::Record(record @ Record::Log(_)) => self.sink.accept(record),
+                Event::Assigned { world } => (self.assigned)(&world),
                 Event::Lost { task, .. } => {
                     let host = self.hosts.iter_mut().find(|host| host.tasks.contains(&task.0));
                     if let Some(host) = host {
