@@ -197,6 +197,8 @@ struct Crew<'a> {
     outcomes: BTreeMap<u32, Outcome>,
     /// Hosts and agents that could not do their part.
     errors: Vec<Error>,
+    /// Hosts whose last words were given up on.
+    unheard: Vec<Error>,
     failed_at: Option<Instant>,
     over_at: Option<Instant>,
     wish: Wish,
@@ -231,6 +233,7 @@ impl<'a> Crew<'a> {
             notices,
             outcomes: BTreeMap::new(),
             errors: Vec::new(),
+            unheard: Vec::new(),
             failed_at: None,
             over_at: None,
             wish: Wish::GoOn,
@@ -249,6 +252,10 @@ impl<'a> Crew<'a> {
         // What the workers of other hosts wrote last came before their ends did.
         self.events(Instant::now());
         let interrupted = self.wish > Wish::GoOn;
+        if self.errors.is_empty() && self.outcomes.values().all(Outcome::is_success) {
+            // Hosts that fall silent together leave nobody who could say why the job ended.
+            self.errors.append(&mut self.unheard);
+        }
         match Error::of_hosts(std::mem::take(&mut self.errors)) {
             Some(error) if !interrupted => Err(error),
             _ => Ok(Report {
@@ -361,6 +368,8 @@ impl<'a> Crew<'a> {
             let gone = self.over_at.is_some() && passed(host.silent_since, SILENT);
             if (gone || late) && host.tasks.clone().any(|task| !told.contains(&task)) {
                 host.remote.hang_up();
+                let reason = "its agent fell silent".to_owned();
+                self.unheard.push(Error::Host { host: host.remote.host().to_owned(), reason });
                 for task in host.tasks.clone().filter(|task| told.insert(*task)) {
                     tracing::info!(task, host = host.remote.host(), "its end is not waited for");
                 }
