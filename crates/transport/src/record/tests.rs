@@ -15,6 +15,13 @@ fn seal(suite: &'static Algorithm, key: u8) -> Seal {
     Seal::new(UnboundKey::new(suite, &vec![key; suite.key_len()]).unwrap())
 }
 
+fn header(length: usize, kind: u8) -> Header {
+    let mut bytes = [0; HEADER];
+    bytes[..4].copy_from_slice(&u32::try_from(length).unwrap().to_le_bytes());
+    bytes[4] = kind;
+    Header(bytes)
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Record {
     header: Header,
@@ -35,14 +42,14 @@ fn opened(seal: &mut Seal, record: &Record) -> Result<Vec<u8>, Tampered> {
 
 #[test]
 fn headers_that_no_sender_writes_promise_nothing() {
-    let header = |length: usize, kind: u8| {
-        let [a, b, c, _] = u32::try_from(length).unwrap().to_le_bytes();
-        Header([a, b, c, kind]).promises()
-    };
+    let header = |length: usize, kind: u8| header(length, kind).promises();
     assert_eq!(header(MOST, 1), Some((Kind::Bytes, MOST)));
     assert_eq!([header(0, 2), header(1, 3)], [Some((Kind::End, 0)), Some((Kind::Word, 1))]);
     let never = [(0, 1), (MOST + 1, 1), ((1 << 24) - 1, 1), (1, 2), (0, 3), (2, 3), (5, 0), (5, 4), (5, 255)];
     assert!(never.into_iter().all(|(length, kind)| header(length, kind).is_none()));
+    let mut more = super::Header::new(Kind::Bytes, 5).unwrap();
+    more.0[9] = 1;
+    assert_eq!(more.promises(), None);
     let mut long = vec![0; MOST + 1];
     assert!(seal(SUITES[0], 1).seal(Kind::Bytes, &mut long).is_none());
     assert!(long.iter().all(|byte| *byte == 0), "it was left alone");
@@ -106,8 +113,8 @@ fn apply(harm: &Harm, records: &mut Vec<Record>) {
             let record = place(*record);
             let payload = &mut records[record].payload;
             payload.truncate(payload.len().saturating_sub(*bytes));
-            let [a, b, c, _] = u32::try_from(payload.len()).unwrap().to_le_bytes();
-            records[record].header.0[..3].copy_from_slice(&[a, b, c]);
+            let length = u32::try_from(payload.len()).unwrap().to_le_bytes();
+            records[record].header.0[..4].copy_from_slice(&length);
         }
         Harm::Repeat { record } => {
             let record = place(*record);
@@ -123,8 +130,7 @@ fn apply(harm: &Harm, records: &mut Vec<Record>) {
         }
         Harm::Insert { record, kind, payload, tag } => {
             let record = place(*record);
-            let [a, b, c, _] = u32::try_from(payload.len()).unwrap().to_le_bytes();
-            let header = Header([a, b, c, *kind]);
+            let header = header(payload.len(), *kind);
             records.insert(record, Record { header, payload: payload.clone(), tag: *tag });
         }
     }
