@@ -20,6 +20,7 @@ LIMIT: Final = 90.0
 STARTERS: Final = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "JSM_", "HOROVOD_", "FARANDOLE_", "TORCHELASTIC_", "LSB_", "PBS_")
 """Prefixes of variables that tell of a start."""
 PLAIN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MPI_LOCALNRANKS")
+PAGE: Final = Path(__file__).parents[1] / "docs" / "user-guide" / "running" / "other-launchers.md"
 SUM: Final = """
 import sys
 import numpy as np
@@ -95,12 +96,20 @@ def together(
         ]
 
 
-def run(command: Sequence[str], extra: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ended:
+def run(
+    command: Sequence[str], extra: Mapping[str, str] | None = None, cwd: Path | None = None, limit: float = LIMIT
+) -> Ended:
     """Runs a starter to its end."""
     ended = subprocess.run(
-        list(command), env=environment(extra), cwd=cwd, capture_output=True, text=True, timeout=LIMIT, check=False
+        list(command), env=environment(extra), cwd=cwd, capture_output=True, text=True, timeout=limit, check=False
     )
     return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The pieces of code of a page."""
+    pieces = page.read_text().split("```")[1::2]
+    return [piece.removeprefix(f"{language}\n") for piece in pieces if piece.startswith(f"{language}\n")]
 
 
 def places(ended: Ended) -> list[list[int]]:

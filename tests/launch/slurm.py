@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from tests.started import run
+from tests.started import LIMIT, run
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.started import Ended
 
 PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
@@ -118,9 +120,8 @@ class Slurm:
             )
         self._running.append((program, process))
 
-    def _until(self, what: str, ready: object) -> None:
+    def _until(self, what: str, ready: Callable[[], bool]) -> None:
         end = time.monotonic() + START
-        assert callable(ready)
         while not ready():
             ended = [name for name, process in self._running if process.poll() is not None]
             if ended or time.monotonic() > end:
@@ -128,6 +129,6 @@ class Slurm:
                 raise RuntimeError(f"{what} did not come up, ended are {ended}: {logs}")
             time.sleep(0.1)
 
-    def run(self, *command: str, **extra: str) -> Ended:
+    def run(self, *command: str, limit: float = LIMIT, **extra: str) -> Ended:
         """Runs a command of Slurm to its end."""
-        return run(command, {"SLURM_CONF": str(self.configuration), **extra}, cwd=self.folder)
+        return run(command, {"SLURM_CONF": str(self.configuration), **extra}, cwd=self.folder, limit=limit)

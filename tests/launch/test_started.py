@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.launch import slurm as slurms
-from tests.started import SUM, places, run, script, together, world
+from tests.started import PAGE, SUM, blocks, places, run, script, together, world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +27,8 @@ MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none
 HYDRA = ["mpiexec.hydra", "-np", "4"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
 SRUN = ["srun", "-n", "4", "--overcommit"]
+TRAINING = 240.0
+"""Seconds for the example, with four processes on two busy cores."""
 
 
 def need(program: str, package: str) -> None:
@@ -59,12 +61,14 @@ def trained(ended: Ended) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3 * TRAINING)
 def test_all_starters_train_one_model_and_the_same(mpirun: list[str], slurm: Slurm) -> None:
-    train = [sys.executable, DIGITS, "--epochs", "1", "--no-cuda"]
+    train = [sys.executable, DIGITS, "--epochs", "1", "--batch-size", "128", "--no-cuda"]
     told = {
-        "mpirun": trained(run([*mpirun, *train])),
-        "torchrun": trained(run([*TORCHRUN, *train])),
-        "srun": trained(slurm.run(*SRUN, *train)),
+        "mpirun": trained(run([*mpirun, *train], limit=TRAINING)),
+        "torchrun": trained(run([*TORCHRUN, *train], limit=TRAINING)),
+        "srun": trained(slurm.run(*SRUN, *train, limit=TRAINING)),
     }
     # Ranks are the starters', so all give each rank the same part of the data.
     assert len(set(told.values())) == 1, told
@@ -190,6 +194,19 @@ def test_communicators_of_mpi4py_form_worlds(mpirun: list[str]) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
     assert places(run([*mpirun, *script(COMMUNICATORS)])) == world(4)
+
+
+def test_the_pages_batch_script_and_communicators_work(slurm: Slurm, mpirun: list[str], tmp_path: Path) -> None:
+    train, communicator = blocks(PAGE, "python")
+    (slurm.folder / "train.py").write_text(train)
+    script_of_page = next(piece for piece in blocks(PAGE, "sh") if "#SBATCH --ntasks=4" in piece)
+    path = f"PATH={Path(sys.executable).parent}:$PATH"
+    ended = batch(slurm, path, *script_of_page.splitlines()[1:])
+    assert ended.out.startswith("4 processes trained one model: "), ended.err
+    if importlib.util.find_spec("mpi4py") is not None:
+        (tmp_path / "communicator.py").write_text(communicator)
+        ended = run([*mpirun, sys.executable, str(tmp_path / "communicator.py")])
+        assert ended.out.split("\n") == ["a world of 2", "a world of 2", ""], ended.err
 
 
 class Namespaces:

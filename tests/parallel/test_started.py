@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.started import SUM, environment, places, run, together, world
+from tests.started import PAGE, SUM, blocks, environment, places, run, together, world
 
 from farandole._native import registrar
 
@@ -59,6 +59,12 @@ def test_ranks_that_a_starter_has_numbered_form_one_world(variables) -> None:
 def test_torchrun_starts_a_world() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]
     assert places(run([*command, sys.executable, "-c", SUM])) == world(3)
+
+
+def test_the_pages_script_trains_one_model() -> None:
+    first, second = together([by_hand(rank, 2) for rank in range(2)], blocks(PAGE, "python")[0])
+    assert first.out.startswith("2 processes trained one model: "), first.err
+    assert (second.status, second.out) == (0, ""), second.err
 
 
 def test_ranks_that_go_round_two_hosts_keep_their_numbers() -> None:

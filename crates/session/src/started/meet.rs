@@ -135,8 +135,9 @@ pub fn holder() -> Option<(&'static str, String)> {
 /// Where this user's files of this host go.
 fn folders() -> Folders {
     let own = rustix::process::geteuid().as_raw();
-    let of_session =
-        environment("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|folder| folder.is_dir() && file::private(folder).is_ok());
+    let of_session = environment("XDG_RUNTIME_DIR")
+        .map(PathBuf::from)
+        .filter(|folder| folder.is_dir() && file::private(folder).is_ok());
     let local = of_session.unwrap_or_else(|| std::env::temp_dir().join(format!("farandole-{own}")));
     Folders { local, home: environment("HOME").map(PathBuf::from) }
 }

@@ -48,7 +48,8 @@ fn with<'a>(pairs: &[(&'a str, &'a str)], more: &[(&'a str, &'a str)]) -> Vec<(&
 
 #[test]
 fn every_starter_tells_rank_size_and_whether_hosts_are_several() {
-    let cases: [(&[(&str, &str)], &str, u32, u32, bool); 7] = [
+    type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, u32, u32, bool);
+    let cases: [Case<'_>; 7] = [
         (&OPENMPI, "openmpi", 1, 4, true),
         (&SLURM, "slurm", 3, 4, false),
         (&TORCHRUN, "torchrun", 0, 2, true),
