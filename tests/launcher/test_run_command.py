@@ -184,7 +184,7 @@ def child(env):
 basics.init()
 heir = child(None)
 told = heir.stderr.splitlines()[-1]
-expected = ["ValueError", f"rank {rank} ", f"process {os.getpid()}", "FARANDOLE_JOB"]
+expected = ["FarandoleUsageError", f"rank {rank} ", f"process {os.getpid()}", "FARANDOLE_JOB"]
 print("heir", heir.returncode, *[text for text in expected if text not in told])
 alone = child({name: value for name, value in os.environ.items() if name != "FARANDOLE_JOB"})
 print("alone", alone.returncode, alone.stdout.strip())
