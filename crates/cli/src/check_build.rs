@@ -11,8 +11,11 @@ use crate::surroundings::Python;
 /// What this installation can do.
 pub(crate) fn check_build(python: &Python) -> String {
     let installed = |names: &[&str]| names.iter().any(|name| python.packages.contains_key(*name));
-    let tensorflow =
-        python.packages.keys().any(|name| name == "tensorflow" || name.starts_with("tensorflow-cpu"));
+    let tensorflow = {
+        let named =
+            |name: &String| matches!(name.replace('_', "-").as_str(), "tensorflow" | "tensorflow-cpu");
+        python.packages.keys().any(named)
+    };
     let mut page = format!("Farandole v{}:\n", env!("CARGO_PKG_VERSION"));
     section(
         &mut page,

@@ -26,6 +26,15 @@ pub struct PortRange {
     pub last: u16,
 }
 
+/// Whose gradients collectives have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gradients {
+    /// Those of the sum of all ranks' losses.
+    Farandole,
+    /// Those of Horovod 0.28.
+    Horovod,
+}
+
 /// A type that a knob can have.
 pub trait Value: Sized {
     /// What is accepted, for messages and the reference page.
@@ -93,6 +102,17 @@ impl Value for String {
     const EXPECTED: &'static str = "text";
     fn parse(text: &str) -> Option<Self> {
         Some(text.to_owned())
+    }
+}
+
+impl Value for Gradients {
+    const EXPECTED: &'static str = "farandole or horovod";
+    fn parse(text: &str) -> Option<Self> {
+        match text.to_ascii_lowercase().as_str() {
+            "farandole" => Some(Self::Farandole),
+            "horovod" => Some(Self::Horovod),
+            _ => None,
+        }
     }
 }
 

@@ -70,6 +70,9 @@ pub enum Wish {
     Kill,
 }
 
+/// Hears of the ranks.
+type Assigned<'a> = dyn Fn(&World) + 'a;
+
 impl Job {
     /// A job of this host alone.
     pub fn here(
@@ -107,7 +110,7 @@ impl Job {
         &self,
         sink: &Arc<dyn Sink>,
         wish: &dyn Fn() -> Wish,
-        assigned: &dyn Fn(&World),
+        assigned: &Assigned<'_>,
     ) -> Result<Report> {
         if self.num_proc == 0 {
             return Err(Error::Usage { reason: "at least one process is needed".to_owned() });
@@ -186,7 +189,7 @@ struct Elsewhere {
 struct Crew<'a> {
     registrar: &'a Registrar,
     sink: &'a Arc<dyn Sink>,
-    assigned: &'a dyn Fn(&World),
+    assigned: &'a Assigned<'a>,
     num_proc: u32,
     agents: BTreeMap<u32, Agent>,
     hosts: Vec<Elsewhere>,
@@ -205,7 +208,7 @@ impl<'a> Crew<'a> {
     fn start(
         job: &Job,
         registrar: &'a Registrar,
-        (sink, assigned): (&'a Arc<dyn Sink>, &'a dyn Fn(&World)),
+        (sink, assigned): (&'a Arc<dyn Sink>, &'a Assigned<'a>),
         here: Vec<u32>,
         there: Vec<Placement>,
     ) -> Result<Self> {

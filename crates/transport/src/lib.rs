@@ -32,6 +32,7 @@
 #![deny(unsafe_code)]
 
 mod addresses;
+mod beat;
 mod budget;
 mod card;
 #[cfg(feature = "_test-harness")]
@@ -47,6 +48,7 @@ pub mod loopback;
 mod mesh;
 mod parker;
 mod peer;
+mod record;
 mod rendezvous;
 mod ring;
 mod service;

@@ -49,9 +49,8 @@ class _Finder(MetaPathFinder):
         root, _, rest = fullname.partition(".")
         if root != "horovod" or not rest:
             return None
-        parent, _, _ = rest.rpartition(".")
-        own = PathFinder.find_spec(fullname, [str(_HERE.joinpath(*parent.split(".")) if parent else _HERE)])
-        if own is not None and own.origin is not None:
+        own = _own(fullname)
+        if own is not None:
             return own
         theirs = f"farandole.{rest}"
         try:
@@ -67,7 +66,36 @@ class _Finder(MetaPathFinder):
         return spec
 
 
+class _Back(MetaPathFinder):
+    """Finds for Farandole's packages what lies only here: `from horovod.spark.common import constants`.
+
+    Python asks a package for such a name by the package's own name, which is Farandole's.
+    """
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002 - the interface's
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        root, _, rest = fullname.partition(".")
+        own = _own(f"horovod.{rest}") if root == "farandole" and rest else None
+        if own is None:
+            return None
+        spec = ModuleSpec(fullname, _SameModule(own.name), origin=own.origin)
+        spec.submodule_search_locations = own.submodule_search_locations
+        return spec
+
+
+def _own(fullname: str) -> ModuleSpec | None:
+    """The module of this name that lies beside this file."""
+    parts = fullname.split(".")[1:-1]
+    found = PathFinder.find_spec(fullname, [str(_HERE.joinpath(*parts))])
+    return found if found is not None and found.origin is not None else None
+
+
 def install() -> None:
-    """Puts the finder first, once."""
+    """Puts one finder first and the other one last, once."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+        sys.meta_path.append(_Back())

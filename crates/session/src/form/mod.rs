@@ -17,7 +17,7 @@ use crate::gateway::ByRegistrar;
 use crate::meeting::{Interrupted, Meeting, SLICE};
 use crate::rest::Rest;
 use crate::stalls::{Stacks, Stderr, contradiction};
-use crate::{Error, Result, Session, Wishes, claim, devices, links, process, say};
+use crate::{Error, Result, Session, Told, Wishes, claim, devices, links, process, say, started};
 
 /// The longest one attempt to reach the registrar takes before `interrupted` is asked.
 const DIAL: Duration = Duration::from_secs(2);
@@ -27,7 +27,16 @@ pub(crate) fn form(number: u64, wishes: &Wishes, interrupted: &mut Interrupted<'
     let mut config = Config::from_env()?;
     config.dynamic_process_sets |= wishes.dynamic;
     let deadline = Instant::now() + config.start_timeout;
-    match connect(&config, deadline, interrupted)? {
+    if let Some(Told { ticket, rank }) = &wishes.told {
+        let client = started::as_told(ticket, *rank, &config, deadline, interrupted)?;
+        // Each such world has a registrar of its own, and how many its ranks have formed before may differ.
+        return launched(&config, client, 0, wishes, deadline, interrupted);
+    }
+    let client = match connect(&config, deadline, interrupted)? {
+        None => started::client(&config, deadline, interrupted)?,
+        launched => launched,
+    };
+    match client {
         Some(client) => launched(&config, client, number, wishes, deadline, interrupted),
         None => {
             let world = World::alone(host::facts().hash());
@@ -97,7 +106,9 @@ fn begin(
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
-    process::count();
+    if wishes.told.is_none() {
+        process::count();
+    }
     session.begin_sets(&wishes.process_sets, deadline, interrupted).inspect_err(|_| session.shutdown())?;
     Ok(session)
 }
