@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.launch.bed import Bed, missing
+from tests.launch.bed import LIMIT, Bed, missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,9 +71,9 @@ class Hosts(Bed):
         """Starts `farandole run` on the first host."""
         return next(iter(self.hosts.values())).start(*self.farandole(*arguments), terminal=terminal, **env)
 
-    def launched(self, *arguments: object, **env: str) -> CompletedProcess[str]:
+    def launched(self, *arguments: object, limit: float = LIMIT, **env: str) -> CompletedProcess[str]:
         """Runs `farandole run` on the first host to its end."""
-        return next(iter(self.hosts.values())).run(*self.farandole(*arguments), **env)
+        return next(iter(self.hosts.values())).run(*self.farandole(*arguments), limit=limit, **env)
 
 
 def told(output: str) -> list[dict[str, Any]]:

@@ -14,9 +14,10 @@ pytestmark = pytest.mark.slow
 
 
 def world(bed, *arguments, size=2, **env):
-    """The hosts of the ranks of a world, in order."""
+    """The hosts of the ranks of a world, in order; without arguments its size is not asked for either."""
     bed.write("world.py", WORLD)
-    done = bed.launched("-np", size, *arguments, sys.executable, "world.py", **env)
+    asked = ["-np", size] if arguments else []
+    done = bed.launched(*asked, *arguments, sys.executable, "world.py", **env)
     assert done.returncode == 0, done.stderr
     words = told(done.stdout)
     assert [(word["rank"], word["size"], word["right"]) for word in words] == [

@@ -100,16 +100,20 @@ impl Service {
     /// Serves until stopped.
     pub(crate) fn run(mut self) {
         let mut last = Instant::now();
+        let mut pause = self.interval;
         while !self.shared.stopping() {
-            let left = (last + self.interval).saturating_duration_since(Instant::now());
+            let left = (last + pause).saturating_duration_since(Instant::now());
             for token in self.wait(left) {
                 self.serve(token);
             }
             let lived = last.elapsed();
-            if lived >= self.interval {
+            if lived >= pause {
                 last = Instant::now();
                 // Whoever was stopped himself must not hold the silence of that time against others.
-                self.tick(lived.min(2 * self.interval));
+                self.tick(lived.min(2 * pause));
+                // Who looks often can wait for longer before he takes for lost what is only late.
+                let waits = self.paths.values().any(|path| path.silence.lasts());
+                pause = if waits { self.interval / 5 } else { self.interval };
             }
         }
         // A peer that was dialled a moment ago would take our end for our death.
