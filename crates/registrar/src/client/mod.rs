@@ -4,6 +4,7 @@
 //! A task's side: blocking calls from any thread, served by one thread of this process.
 
 #[cfg(test)]
+mod caller;
 mod crowd;
 mod dial;
 mod heartbeat;

@@ -197,3 +197,6 @@ impl Receiving {
         Step::Tampered(self.seal.tampered().to_string())
     }
 }
+
+#[cfg(test)]
+mod tests;
