@@ -11,9 +11,10 @@
 //! | Grid Engine | `PE_HOSTFILE` | that file | `qrsh -inherit`, or ssh |
 //! | Kubernetes MPIJob | `OMPI_MCA_orte_default_hostfile`, `I_MPI_HYDRA_HOST_FILE` or `HYDRA_HOST_FILE` | that file | the rsh agent it names, or ssh |
 
+use farandole_world::nodelist::{expand, repeated};
+
 use crate::error::{Error, Result};
 use crate::hosts::{HostSlots, merged, parse_hostfile};
-use crate::nodelist::{expand, repeated};
 use crate::shell::Shell;
 
 /// What looks up a variable of the environment, and what reads a file: a test plays both.

