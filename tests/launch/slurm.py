@@ -100,9 +100,11 @@ class Slurm:
         self.configuration = folder / "slurm.conf"
         text = CONFIGURATION.format(host=host, controller=controller, node=node, folder=folder)
         self.configuration.write_text(text)
-        own = [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+        own = [
+            f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file", "seed-file")
+        ]
         self._spawn("munged", "--foreground", "--force", f"--key-file={key}", *own)
-        self._until("munged", lambda: (folder / "munge.socket").exists())
+        self._until("munged", (folder / "munge.socket").exists)
         self._spawn("slurmctld", "-D", "-i")
         self._spawn("slurmd", "-D", "-N", host)
         self._until("slurmctld and slurmd", lambda: self.run("sinfo", "-h", "-o", "%t").out.strip() == "idle")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Real starters: mpirun of Open MPI and of MPICH, srun and sbatch of a real Slurm, torchrun, and mpi4py's communicators."""
+"""Real starters: mpirun of Open MPI and of MPICH, srun and sbatch of a real Slurm, torchrun; and mpi4py."""
 
 from __future__ import annotations
 
