@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-LIMIT: Final = 90.0
+LIMIT: Final = 120.0
 """Seconds for the longest of them."""
 STARTERS: Final = (
     "OMPI_",
