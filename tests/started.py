@@ -15,9 +15,20 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-LIMIT: Final = 90.0
+LIMIT: Final = 120.0
 """Seconds for the longest of them."""
-STARTERS: Final = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "JSM_", "HOROVOD_", "FARANDOLE_", "TORCHELASTIC_", "LSB_", "PBS_")
+STARTERS: Final = (
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "SLURM_",
+    "JSM_",
+    "HOROVOD_",
+    "FARANDOLE_",
+    "TORCHELASTIC_",
+    "LSB_",
+    "PBS_",
+)
 """Prefixes of variables that tell of a start."""
 PLAIN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MPI_LOCALNRANKS")
 PAGE: Final = Path(__file__).parents[1] / "docs" / "user-guide" / "running" / "other-launchers.md"
@@ -53,9 +64,7 @@ class Ended:
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without what any starter has left in it."""
-    own = {
-        name: value for name, value in os.environ.items() if not name.startswith(STARTERS) and name not in PLAIN
-    }
+    own = {name: value for name, value in os.environ.items() if not name.startswith(STARTERS) and name not in PLAIN}
     return {**own, "OMP_NUM_THREADS": "1", "FARANDOLE_START_TIMEOUT": "60", **(extra or {})}
 
 
@@ -91,8 +100,7 @@ def together(
                 process.kill()
                 process.wait()
         return [
-            Ended(status, out.read_text(), err.read_text())
-            for status, (out, err) in zip(statuses, files, strict=True)
+            Ended(status, out.read_text(), err.read_text()) for status, (out, err) in zip(statuses, files, strict=True)
         ]
 
 

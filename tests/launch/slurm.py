@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from tests.started import Ended
 
-PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
+DAEMONS: Final = ("munged", "slurmctld", "slurmd")
+PROGRAMS: Final = (*DAEMONS, "srun", "sbatch", "sinfo", "squeue", "scancel")
 SEARCH: Final = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 START: Final = 60.0
 """Seconds until the node is ready."""
@@ -76,6 +77,12 @@ class Slurm:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if len(self._running) == len(DAEMONS):
+            # Steps do not end with the daemon that has started them.
+            self.run("scancel", "--user=root")
+            end = time.monotonic() + START
+            while self.run("squeue", "-h").out.strip() and time.monotonic() < end:
+                time.sleep(0.1)
         for _name, process in reversed(self._running):
             process.terminate()
             try:
@@ -100,9 +107,11 @@ class Slurm:
         self.configuration = folder / "slurm.conf"
         text = CONFIGURATION.format(host=host, controller=controller, node=node, folder=folder)
         self.configuration.write_text(text)
-        own = [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+        own = [
+            f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file", "seed-file")
+        ]
         self._spawn("munged", "--foreground", "--force", f"--key-file={key}", *own)
-        self._until("munged", lambda: (folder / "munge.socket").exists())
+        self._until("munged", (folder / "munge.socket").exists)
         self._spawn("slurmctld", "-D", "-i")
         self._spawn("slurmd", "-D", "-N", host)
         self._until("slurmctld and slurmd", lambda: self.run("sinfo", "-h", "-o", "%t").out.strip() == "idle")

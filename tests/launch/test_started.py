@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Real starters: mpirun of Open MPI and of MPICH, srun and sbatch of a real Slurm, torchrun, and mpi4py's communicators."""
+"""Real starters: mpirun of Open MPI and of MPICH, srun and sbatch of a real Slurm, torchrun; and mpi4py."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def batch(slurm: Slurm, *lines: str) -> Ended:
     """Runs a batch script to its end."""
     path, out, err = (slurm.folder / f"batch.{name}" for name in ("sh", "out", "err"))
     path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
-    ended = slurm.run("sbatch", "-W", "-n", "4", "--overcommit", "-o", str(out), "-e", str(err), str(path))
+    command = ["sbatch", "-W", "-n", "4", "--overcommit", "-o", str(out), "-e", str(err), str(path)]
+    ended = slurm.run(*command, limit=TRAINING)
     return type(ended)(ended.status, out.read_text(), err.read_text())
 
 
@@ -196,6 +197,8 @@ def test_communicators_of_mpi4py_form_worlds(mpirun: list[str]) -> None:
     assert places(run([*mpirun, *script(COMMUNICATORS)])) == world(4)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3 * TRAINING)
 def test_the_pages_batch_script_and_communicators_work(slurm: Slurm, mpirun: list[str], tmp_path: Path) -> None:
     train, communicator = blocks(PAGE, "python")
     (slurm.folder / "train.py").write_text(train)
@@ -205,7 +208,7 @@ def test_the_pages_batch_script_and_communicators_work(slurm: Slurm, mpirun: lis
     assert ended.out.startswith("4 processes trained one model: "), ended.err
     if importlib.util.find_spec("mpi4py") is not None:
         (tmp_path / "communicator.py").write_text(communicator)
-        ended = run([*mpirun, sys.executable, str(tmp_path / "communicator.py")])
+        ended = run([*mpirun, sys.executable, str(tmp_path / "communicator.py")], limit=TRAINING)
         assert ended.out.split("\n") == ["a world of 2", "a world of 2", ""], ended.err
 
 

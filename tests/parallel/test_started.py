@@ -190,7 +190,7 @@ def test_what_an_earlier_start_has_left_is_passed_over(tmp_path: Path) -> None:
 def opens(pid: int) -> bool:
     """Whether a process has loaded the engine."""
     try:
-        with open(f"/proc/{pid}/maps") as maps:  # noqa: PTH123 - a file of the kernel
+        with open(f"/proc/{pid}/maps") as maps:
             return "_native" in maps.read()
     except OSError:
         return False

@@ -42,11 +42,11 @@ class Communicator(Protocol):
         """Number of processes."""
         ...
 
-    def allgather(self, sendobj: Any) -> list[Any]:  # noqa: ANN401 - as mpi4py has it
+    def allgather(self, sendobj: Any) -> list[Any]:
         """What each process has given, by rank."""
         ...
 
-    def bcast(self, obj: Any, root: int = 0) -> Any:  # noqa: ANN401 - as mpi4py has it
+    def bcast(self, obj: Any, root: int = 0) -> Any:
         """What the root has given."""
         ...
 
@@ -85,18 +85,8 @@ def init(
     for index, members in enumerate(ranks):
         if members in ranks[:index]:
             raise ValueError(f"process_sets[{index}] has the same ranks as an earlier one: {members}")
-    members, told = None, None
-    if isinstance(comm, Communicator):
-        if engine.is_initialized():
-            return
-        told = _place(comm)
-    elif comm is not None:
-        members = list(comm) or None  # none at all are all of them, as in Horovod
-    if not engine.init(members, ranks, process_sets == "dynamic", told):
+    if not _join(comm, ranks, process_sets == "dynamic"):
         return
-    holder = engine.holder()
-    if holder is not None:
-        os.environ[holder[0]] = holder[1]
     if engine.world().size > 1:
         stacks.start()  # alone, nobody asks what this process waits in
     for reset in _on_init:
@@ -105,6 +95,23 @@ def init(
         register(process_set, number)
     atexit.unregister(shutdown)
     atexit.register(shutdown)
+
+
+def _join(comm: Sequence[int] | Communicator | None, process_sets: list[list[int]], dynamic: bool) -> bool:
+    """Begins the session; false when one runs."""
+    members, told = None, None
+    if isinstance(comm, Communicator):
+        if engine.is_initialized():
+            return False
+        told = _place(comm)
+    elif comm is not None:
+        members = list(comm) or None  # none at all are all of them, as in Horovod
+    if not engine.init(members, process_sets, dynamic, told):
+        return False
+    holder = engine.holder()
+    if holder is not None:
+        os.environ[holder[0]] = holder[1]
+    return True
 
 
 def _place(comm: Communicator) -> tuple[str, int]:
