@@ -7,8 +7,8 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,13 +89,15 @@ class _Back(MetaPathFinder):
 
 def _own(fullname: str) -> ModuleSpec | None:
     """The module of this name that lies beside this file."""
-    parts = fullname.split(".")[1:-1]
-    found = PathFinder.find_spec(fullname, [str(_HERE.joinpath(*parts))])
-    return found if found is not None and found.origin is not None else None
+    place = _HERE.joinpath(*fullname.split(".")[1:])
+    if (package := place / "__init__.py").is_file():
+        return spec_from_file_location(fullname, package, submodule_search_locations=[str(place)])
+    if (module := place.with_suffix(".py")).is_file():
+        return spec_from_file_location(fullname, module)
+    return None
 
 
 def install() -> None:
-    """Puts one finder first and the other one last, once."""
+    """Puts the finders first, once: Python's own would load the files here a second time, by Farandole's name."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-        sys.meta_path.append(_Back())
+        sys.meta_path[:0] = [_Finder(), _Back()]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GRACEFUL_TERMINATION_TIME_S = 5
 """Seconds between asking processes to end and killing them."""
 
-_WATCHDOG = 'read _; kill -TERM -"$1" 2>/dev/null; sleep "$2"; kill -KILL -"$1" 2>/dev/null'
+_WATCHDOG = 'read pid || exit 0; read _; kill -TERM -"$pid" 2>/dev/null; sleep "$1"; kill -KILL -"$pid" 2>/dev/null'
 _LOOK = 0.02
 
 
@@ -68,7 +68,7 @@ def terminate_executor_shell_and_children(pid: int) -> None:
     Args:
         pid: The number of the process.
     """
-    pids = [*_children(pid), pid]
+    pids = [pid, *_children(pid)]
     _send(pids, signal.SIGTERM)
     end = time.monotonic() + GRACEFUL_TERMINATION_TIME_S
     while any(map(_is_alive, pids)) and time.monotonic() < end:
@@ -113,6 +113,14 @@ def prefix_connection(
     src_connection.close()
 
 
+def _end(watchdog: subprocess.Popen[bytes]) -> None:
+    """Before its pipe closes, which would have it end the command's session."""
+    watchdog.kill()
+    watchdog.wait()
+    if watchdog.stdin is not None:
+        watchdog.stdin.close()
+
+
 def execute(
     command: str,
     env: Mapping[str, str] | None = None,
@@ -139,14 +147,26 @@ def execute(
     Raises:
         OSError: The shell cannot be started.
     """
-    shell = subprocess.Popen(  # noqa: S602 - a command of the shell is what is asked for
-        command, shell=True, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
     watchdog = subprocess.Popen(  # noqa: S603 - ours
-        ["/bin/sh", "-c", _WATCHDOG, "sh", str(shell.pid), str(GRACEFUL_TERMINATION_TIME_S)],
+        ["/bin/sh", "-c", _WATCHDOG, "sh", str(GRACEFUL_TERMINATION_TIME_S)],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
+    bell = watchdog.stdin.fileno() if watchdog.stdin is not None else -1
+    try:
+        shell = subprocess.Popen(  # noqa: S602 - a command of the shell is what is asked for
+            command,
+            shell=True,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            # It tells its number by itself: this process may end before it could.
+            preexec_fn=lambda: os.write(bell, b"%d\n" % os.getpid()),  # noqa: PLW1509 - no lock is taken
+        )
+    except BaseException:
+        _end(watchdog)
+        raise
     streams = ((shell.stdout, stdout or sys.stdout, "stdout"), (shell.stderr, stderr or sys.stderr, "stderr"))
     copies = [
         in_thread(prefix_connection, (source, target, name, index, prefix_output_with_timestamp))
@@ -163,10 +183,7 @@ def execute(
         raise
     finally:
         stop.set()
-        watchdog.kill()
-        watchdog.wait()
-        if watchdog.stdin is not None:
-            watchdog.stdin.close()
+        _end(watchdog)
     for copy in copies:
         copy.join()
     return code if code >= 0 else 128 - code
