@@ -132,6 +132,7 @@ bench: install
 	$(BIN)/python bench/spark_run.py
 	$(BIN)/python bench/spark.py
 	$(BIN)/python bench/spark_rows.py
+	$(BIN)/python bench/launch.py
 
 install: $(VENV)/.wheel
 
