@@ -8,8 +8,8 @@
 
 use std::time::Duration;
 
-use farandole_transport::contract::{meshes, open_pair};
 use farandole_transport::Link;
+use farandole_transport::contract::{meshes, open_pair};
 use rustix::time::{ClockId, clock_gettime};
 
 const TURNS: usize = 5;
@@ -46,8 +46,12 @@ fn main() {
     let meshes = meshes(2, |options| options.use_shared_memory = false);
     let (mut a, mut b) = open_pair(&meshes, 1, RING);
     let only: Option<usize> = std::env::args().nth(1).and_then(|t| t.parse().ok());
-    for (bytes, total) in [(64, 1 << 21), (1 << 10, 1 << 25), (64 << 10, 1 << 30), (1 << 20, 1 << 30), (4 << 20, 1 << 30)] {
-        if only.is_some_and(|only| only != bytes) { continue; }
+    for (bytes, total) in
+        [(64, 1 << 21), (1 << 10, 1 << 25), (64 << 10, 1 << 30), (1 << 20, 1 << 30), (4 << 20, 1 << 30)]
+    {
+        if only.is_some_and(|only| only != bytes) {
+            continue;
+        }
         let least = (0..TURNS).map(|_| stream(&mut a, &mut b, bytes, total)).min().unwrap();
         let each = least / u32::try_from(total / bytes).unwrap();
         let gigabyte = least.as_secs_f64() / (total as f64 / 1e9);

@@ -34,8 +34,11 @@ fn fastest(records: usize, mut call: impl FnMut(usize)) -> f64 {
 }
 
 fn main() {
-    let suites: [(&str, &'static Algorithm); 3] =
-        [("AES-128-GCM", &AES_128_GCM), ("AES-256-GCM", &AES_256_GCM), ("ChaCha20-Poly1305", &CHACHA20_POLY1305)];
+    let suites: [(&str, &'static Algorithm); 3] = [
+        ("AES-128-GCM", &AES_128_GCM),
+        ("AES-256-GCM", &AES_256_GCM),
+        ("ChaCha20-Poly1305", &CHACHA20_POLY1305),
+    ];
     println!("{:<18} {:>8} {:>12} {:>12} {:>22}", "GB/s", "bytes", "seal", "open", "authenticate only");
     for (name, suite) in suites {
         let key = LessSafeKey::new(UnboundKey::new(suite, &vec![7; suite.key_len()]).unwrap());
@@ -50,7 +53,8 @@ fn main() {
             // It does not open, which is found out at the end only.
             let opening = fastest(records, |record| {
                 let tag = [0; 16].into();
-                let opened = key.open_in_place_separate_tag(nonce(record), Aad::from(HEADER), tag, &mut payload, 0..);
+                let opened =
+                    key.open_in_place_separate_tag(nonce(record), Aad::from(HEADER), tag, &mut payload, 0..);
                 black_box(opened.is_ok());
             });
             let authenticating = fastest(records, |record| {

@@ -286,7 +286,8 @@ pub(crate) fn converse(
     match handshake::version(opening) {
         Some(VERSION) => {}
         Some(other) => {
-            let reason = format!("it speaks version {other} of the protocol between ranks, this process {VERSION}");
+            let reason =
+                format!("it speaks version {other} of the protocol between ranks, this process {VERSION}");
             return Err(stranger(&reason));
         }
         None => return Err(stranger("what listens there speaks another protocol")),

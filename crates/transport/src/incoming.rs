@@ -13,9 +13,7 @@ use farandole_world::Rank;
 use rustix::io::Errno;
 
 use crate::handshake::exchange::Side;
-use crate::handshake::{
-    self, CONTROL, Carrier, HELLO, Hello, OPENING, PROOF, Status, Transcript, VERSION,
-};
+use crate::handshake::{self, CONTROL, Carrier, HELLO, Hello, OPENING, PROOF, Status, Transcript, VERSION};
 use crate::peer::Peer;
 use crate::shared::{Arrival, Secured, Shared};
 use crate::tcp::stripes;

@@ -304,9 +304,7 @@ impl Service {
 
 /// Who makes way, of connections by age, each with whether it is vouched for and where it comes from: one that is not, and
 /// of these the oldest from where most come. `None` where there are none.
-fn unseated(
-    waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone,
-) -> Option<u64> {
+fn unseated(waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone) -> Option<u64> {
     let strangers = waiting.clone().any(|(_, vouched, _)| !vouched);
     let candidates = waiting.filter(|(_, vouched, _)| !(strangers && *vouched));
     let mut sources: BTreeMap<Option<IpAddr>, (usize, u64)> = BTreeMap::new();

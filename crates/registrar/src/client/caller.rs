@@ -47,9 +47,12 @@ mod tests {
     fn connections_of_this_user_are_told_from_those_of_others() {
         let row = |own: SocketAddr, other: SocketAddr, state: &str, user: u32| {
             let (own, other) = (hex(own).unwrap(), hex(other).unwrap());
-            format!("   0: {own} {other} {state} 00000000:00000000 00:00000000 00000000  {user}        0 7 1 0\n")
+            format!(
+                "   0: {own} {other} {state} 00000000:00000000 00:00000000 00000000  {user}        0 7 1 0\n"
+            )
         };
-        let [door, caller, stranger] = [9000, 9001, 9002].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
+        let [door, caller, stranger] =
+            [9000, 9001, 9002].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
         let nobody = SocketAddr::from(([0, 0, 0, 0], 0));
         let table = [
             "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n".to_owned(),

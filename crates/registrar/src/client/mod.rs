@@ -3,8 +3,8 @@
 
 //! A task's side: blocking calls from any thread, served by one thread of this process.
 
-#[cfg(test)]
 mod caller;
+#[cfg(test)]
 mod crowd;
 mod dial;
 mod heartbeat;

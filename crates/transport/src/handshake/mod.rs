@@ -93,14 +93,8 @@ pub(crate) enum Status {
 }
 
 impl Status {
-    const ALL: [Self; 6] = [
-        Self::Welcome,
-        Self::Version,
-        Self::Generation,
-        Self::World,
-        Self::NoSharedMemory,
-        Self::Stranger,
-    ];
+    const ALL: [Self; 6] =
+        [Self::Welcome, Self::Version, Self::Generation, Self::World, Self::NoSharedMemory, Self::Stranger];
 
     fn code(self) -> [u8; 2] {
         let at = Self::ALL.iter().position(|one| *one == self).unwrap_or(0);

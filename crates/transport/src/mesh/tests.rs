@@ -8,8 +8,8 @@ use std::os::unix::net::UnixStream;
 use farandole_shm::handover;
 
 use super::*;
-use crate::contract::{meshes, open_pair};
 use crate::beat::{Beats, Heard};
+use crate::contract::{meshes, open_pair};
 use crate::handshake::exchange::{Keys, Side, Suite};
 use crate::handshake::{HELLO, Hello, Offer, PROOF, Status, Transcript, VERSION};
 use crate::{MemoryRendezvous, frames};

@@ -136,7 +136,10 @@ impl std::fmt::Debug for Seal {
 impl std::fmt::Display for Tampered {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { record } = self;
-        write!(f, "record {record} is not what its sender sealed: changed, repeated, left out or put in on the way")
+        write!(
+            f,
+            "record {record} is not what its sender sealed: changed, repeated, left out or put in on the way"
+        )
     }
 }
 

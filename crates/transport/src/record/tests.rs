@@ -59,7 +59,8 @@ fn headers_that_no_sender_writes_promise_nothing() {
 fn a_record_of_another_key_or_another_place_does_not_open() {
     for suite in SUITES {
         let mut sender = seal(suite, 1);
-        let records: Vec<_> = (0..3).map(|_| sealed(&mut sender, Kind::Bytes, b"the same each time")).collect();
+        let records: Vec<_> =
+            (0..3).map(|_| sealed(&mut sender, Kind::Bytes, b"the same each time")).collect();
         assert_ne!(records[0].payload, records[1].payload);
         assert!(opened(&mut seal(suite, 2), &records[0]).is_err(), "another key");
         assert_eq!(opened(&mut seal(suite, 1), &records[1]).unwrap_err().record, 0, "one was left out");
@@ -83,7 +84,11 @@ enum Harm {
 
 fn harm() -> impl Strategy<Value = Harm> {
     prop_oneof![
-        (any::<usize>(), any::<usize>(), 1_u8..).prop_map(|(record, at, bits)| Harm::Flip { record, at, bits }),
+        (any::<usize>(), any::<usize>(), 1_u8..).prop_map(|(record, at, bits)| Harm::Flip {
+            record,
+            at,
+            bits
+        }),
         (any::<usize>(), 1_usize..40).prop_map(|(record, bytes)| Harm::Cut { record, bytes }),
         any::<usize>().prop_map(|record| Harm::Repeat { record }),
         any::<usize>().prop_map(|record| Harm::Drop { record }),

@@ -12,10 +12,10 @@ use std::net::TcpStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::{PATIENCE, open_pair};
+use farandole_transport::contract::open_pair;
 use farandole_transport::{Error, Link, MemoryRendezvous, Mesh, MeshOptions, frames};
 use farandole_world::{HostHash, Rank};
-use proxy::{Diverted, HANDSHAKE, Harm, Plan, Proxy, Way, address};
+use proxy::{Diverted, HANDSHAKE, Harm, PATIENCE, Plan, Proxy, Way, address};
 use rand::rngs::StdRng;
 use rand::{Rng, RngCore, SeedableRng};
 
