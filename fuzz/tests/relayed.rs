@@ -5,7 +5,7 @@
 //! accepted that was not sent.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-#[expect(dead_code, clippy::panic, reason = "tests of the crate use more of it")]
+#[expect(dead_code, reason = "tests of the crate use more of it")]
 #[path = "../../crates/transport/tests/relay/proxy.rs"]
 mod proxy;
 
