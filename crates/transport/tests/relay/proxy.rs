@@ -8,11 +8,12 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use farandole_transport::contract::PATIENCE;
 use farandole_transport::{MemoryRendezvous, Rendezvous, Result};
 
+/// The longest any wait lasts.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 /// Bytes of a handshake, from the dialer and from the acceptor.
 pub(crate) const HANDSHAKE: [usize; 2] = [144 + 32, 110 + 34];
 
@@ -147,7 +148,7 @@ fn pump(shared: &Shared, mut from: TcpStream, number: usize, way: Way, plan: Opt
     loop {
         let received = from.read(&mut buffer).unwrap_or(0);
         held.extend_from_slice(&buffer[..received]);
-        let at = plan.as_ref().map(|plan| (HANDSHAKE[way as usize] + plan.offset).saturating_sub(gone));
+        let at = plan.as_ref().map(|plan| HANDSHAKE[way as usize] + plan.offset - gone);
         if let (Some(Plan { harm, .. }), Some(at)) = (plan.clone(), at)
             && at + needs(&harm) <= held.len()
         {
