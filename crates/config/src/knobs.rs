@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::value::{Error, PortRange, Value};
+use crate::value::{Error, LogLevel, PortRange, Value};
 use crate::{HOROVOD_PREFIX, PREFIX, environment};
 
 /// A row of the registry.
@@ -225,6 +225,10 @@ knobs! {
     enable_xla_ops: bool = "1", "ENABLE_XLA_OPS", None, true;
     /// No ranges for NVIDIA's profilers, even where their library is found.
     disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
+    /// The least grave events of the engine that are logged, in any case of letters: in workers by Python's `logging`, by the command on stderr. Where it is given, it is also the level of Python's logger `farandole`, unless the script sets one.
+    log_level: LogLevel = "warning", "LOG_LEVEL", Some("--log-level"), true;
+    /// Lines that the engine writes to stderr begin without the time.
+    log_hide_time: bool = "0", "LOG_HIDE_TIME", None, true;
 }
 
 impl Config {
@@ -282,6 +286,17 @@ mod tests {
         }
         assert_eq!(read(&[("FARANDOLE_PEER_TIMEOUT", "200ms")]).unwrap().peer_timeout.as_millis(), 200);
         assert!(read(&[("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS", "0")]).is_ok());
+    }
+
+    #[test]
+    fn a_log_level_that_is_none_is_refused_with_those_that_are() {
+        assert_eq!(read(&[]).unwrap().log_level, LogLevel::Warning);
+        assert_eq!(read(&[("HOROVOD_LOG_LEVEL", "DEBUG")]).unwrap().log_level, LogLevel::Debug);
+        let error = read(&[("FARANDOLE_LOG_LEVEL", "verbose")]).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "FARANDOLE_LOG_LEVEL must be trace, debug, info, warning, error or fatal: verbose"
+        );
     }
 
     #[test]
