@@ -293,10 +293,7 @@ mod tests {
         assert_eq!(read(&[]).unwrap().log_level, LogLevel::Warning);
         assert_eq!(read(&[("HOROVOD_LOG_LEVEL", "DEBUG")]).unwrap().log_level, LogLevel::Debug);
         let error = read(&[("FARANDOLE_LOG_LEVEL", "verbose")]).unwrap_err().to_string();
-        assert_eq!(
-            error,
-            "FARANDOLE_LOG_LEVEL must be trace, debug, info, warning, error or fatal: verbose"
-        );
+        assert_eq!(error, "FARANDOLE_LOG_LEVEL must be trace, debug, info, warning, error or fatal: verbose");
     }
 
     #[test]
