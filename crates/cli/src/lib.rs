@@ -11,6 +11,7 @@
 //! Invariants:
 //! - `CL-1`: the exit status of `run` is that of the worker that failed first (128 + n for signal n), else 0.
 //! - `CL-2`: every knob with a flag is a flag of `run`; given flags reach the workers as variables.
+//! - `CL-3`: events of the engine are lines on stderr, never on stdout, which is for results.
 
 #![forbid(unsafe_code)]
 
@@ -20,16 +21,18 @@ mod bench;
 mod console;
 mod data;
 mod doctor;
+mod logging;
 mod run;
 mod store;
 mod surroundings;
 
-pub use surroundings::{Python, Surroundings};
+pub use surroundings::{Distribution, Python, Surroundings};
 
 use std::io::Write as _;
 
 /// Runs the command. `argv` starts with the program's name; the result is the exit status.
 pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
+    logging::install_from_environment();
     let matches = match arguments::command().try_get_matches_from(arguments::normalized(argv)) {
         Ok(matches) => matches,
         Err(error) => {
