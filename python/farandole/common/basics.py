@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from farandole._native import engine
-from farandole.common import stacks
+from farandole.common import logs, stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,6 +56,7 @@ def init(
     for index, members in enumerate(ranks):
         if members in ranks[:index]:
             raise ValueError(f"process_sets[{index}] has the same ranks as an earlier one: {members}")
+    logs.start()
     if not engine.init(None if comm is None else list(comm), ranks, process_sets == "dynamic"):
         return
     if engine.world().size > 1:
