@@ -4,11 +4,11 @@
 //! `farandole._native.cli`: the command, with this interpreter around it.
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use farandole::launcher::Wish;
-use farandole_cli::{Python as Interpreter, Surroundings};
+use farandole_cli::{Distribution, Python as Interpreter, Surroundings};
 use pyo3::exceptions::{PyException, PySystemExit};
 use pyo3::prelude::*;
 
@@ -70,6 +70,30 @@ impl Surroundings for Here {
         // What cannot be found out is shown as missing.
         Python::attach(|py| interpreter(py).unwrap_or_default())
     }
+
+    fn modules(&self) -> BTreeMap<String, Vec<Distribution>> {
+        Python::attach(|py| modules(py).unwrap_or_default())
+    }
+}
+
+/// Which distributions have files of which module: a framework comes under several names, `tensorflow-cpu` among them.
+fn modules(py: Python<'_>) -> PyResult<BTreeMap<String, Vec<Distribution>>> {
+    let metadata = py.import("importlib.metadata")?;
+    // A distribution whose metadata is broken provides nothing, and is nobody's problem here.
+    let provider = |name: String| -> Option<Distribution> {
+        let version = metadata.call_method1("version", (&name,)).ok()?.extract().ok()?;
+        Some(Distribution { name: name.to_lowercase().replace('_', "-"), version })
+    };
+    let mut found = BTreeMap::new();
+    for item in metadata.call_method0("packages_distributions")?.call_method0("items")?.try_iter()? {
+        let (module, names): (String, Vec<Option<String>>) = item?.extract()?;
+        let names: BTreeSet<String> = names.into_iter().flatten().collect();
+        let providers: Vec<Distribution> = names.into_iter().filter_map(&provider).collect();
+        if !providers.is_empty() {
+            found.insert(module, providers);
+        }
+    }
+    Ok(found)
 }
 
 fn interpreter(py: Python<'_>) -> PyResult<Interpreter> {

@@ -13,6 +13,7 @@ mod engine;
 mod error;
 mod hosts;
 mod launcher;
+mod logging;
 mod prepare;
 mod reader;
 mod registrar;
@@ -36,6 +37,7 @@ const SUBMODULES: &[(&str, Register)] = &[
     ("engine", engine::register),
     ("hosts", hosts::register),
     ("launcher", launcher::register),
+    ("logging", logging::register),
     ("prepare", prepare::register),
     ("reader", reader::register),
     ("registrar", registrar::register),

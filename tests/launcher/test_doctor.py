@@ -4,16 +4,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import farandole
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+
+def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "farandole", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "farandole", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **variables},
     )
 
 
@@ -23,6 +33,40 @@ def test_doctor_tries_links_and_launching_and_imports_no_framework() -> None:
         assert works in ended.stdout
     assert ended.stdout.endswith("Problems\n    none\n"), ended.stdout
     assert ended.returncode == 0
+
+
+def test_doctor_finds_a_framework_whatever_its_distribution_is_called(tmp_path: Path) -> None:
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("raise SystemExit('doctor imports nothing')\n")
+    information = tmp_path / "my_own_jax-7.8.9.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: my_own_jax\nVersion: 7.8.9\n")
+    (information / "RECORD").write_text("jax/__init__.py,,\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    ended = command("doctor", PYTHONPATH=path)
+    [line] = [line for line in ended.stdout.splitlines() if "] JAX " in line]
+    assert line.startswith("    [X] JAX")
+    assert "7.8.9 (my-own-jax)" in line
+
+
+def test_doctor_says_how_it_would_launch_here_and_who_started_it(tmp_path: Path) -> None:
+    plain = command("doctor").stdout
+    section = plain.partition("Launching here\n")[2].partition("\n\n")[0]
+    assert "starter         none" in section, plain
+    assert "ssh" in section, plain
+    assert "this process" in section, plain
+    (tmp_path / "nodes").write_text("one\none\ntwo\n")
+    inside = command("doctor", PBS_JOBID="7", PBS_NODEFILE=str(tmp_path / "nodes"), OMPI_COMM_WORLD_RANK="3").stdout
+    assert "starter         PBS: 2 hosts with 3 slots\n" in inside
+    assert "hosts           one:2,two:1\n" in inside
+    assert "reached by      ssh\n" in inside
+    assert "mpirun of Open MPI (OMPI_COMM_WORLD_RANK=3)" in inside
+
+
+def test_a_batch_systems_file_that_is_missing_is_a_problem(tmp_path: Path) -> None:
+    ended = command("doctor", PBS_JOBID="7", PBS_NODEFILE=str(tmp_path / "gone"))
+    assert ended.returncode == 1
+    assert "PBS_NODEFILE" in ended.stdout.partition("\nProblems\n")[2]
 
 
 def test_the_command_is_called_by_its_name_however_it_was_started() -> None:

@@ -31,6 +31,6 @@ def threads():
     return sorted(thread.name for thread in threading.enumerate()), len(os.listdir("/proc/self/task"))
 
 
-def test_the_only_thread_of_the_interpreter_is_the_one_that_waits_to_be_asked(pair):
+def test_the_only_threads_of_the_interpreter_are_those_that_wait_for_events_and_questions(pair):
     for names, _ in pair.run(threads):
-        assert names == ["MainThread", "farandole-stacks"]
+        assert names == ["MainThread", "farandole-log", "farandole-stacks"]

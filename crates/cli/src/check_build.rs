@@ -3,29 +3,26 @@
 
 //! `--check-build`, in the form that Horovod's scripts read.
 
+use std::collections::BTreeMap;
+
 use farandole::config::Config;
 use farandole::cuda::{Places, built};
 
-use crate::surroundings::Python;
+use crate::surroundings::{Distribution, Python};
 
-/// What this installation can do.
-pub(crate) fn check_build(python: &Python) -> String {
-    let installed = |names: &[&str]| names.iter().any(|name| python.packages.contains_key(*name));
-    let tensorflow = {
-        let named =
-            |name: &String| matches!(name.replace('_', "-").as_str(), "tensorflow" | "tensorflow-cpu");
-        python.packages.keys().any(named)
-    };
+/// What this installation can do; `modules` says who provides which.
+pub(crate) fn check_build(python: &Python, modules: &BTreeMap<String, Vec<Distribution>>) -> String {
+    let installed = |module: &str| modules.contains_key(module);
     let mut page = format!("Farandole v{}:\n", env!("CARGO_PKG_VERSION"));
     section(
         &mut page,
         "Frameworks",
         &[
-            ("TensorFlow", tensorflow),
-            ("Keras", installed(&["keras"])),
-            ("PyTorch", installed(&["torch"])),
-            ("JAX", installed(&["jax"])),
-            ("MXNet", installed(&["mxnet"])),
+            ("TensorFlow", installed("tensorflow")),
+            ("Keras", installed("keras")),
+            ("PyTorch", installed("torch")),
+            ("JAX", installed("jax")),
+            ("MXNet", installed("mxnet")),
         ],
     );
     section(&mut page, "Controllers", &[("Farandole", true), ("MPI", false), ("Gloo", false)]);
@@ -65,8 +62,8 @@ mod tests {
 
     #[test]
     fn what_is_installed_has_a_cross() {
-        let packages = [("tensorflow-cpu".to_owned(), "2.21".to_owned())].into();
-        let page = check_build(&Python { packages, ..Python::default() });
+        let modules = [("tensorflow".to_owned(), vec![Distribution::default()])].into();
+        let page = check_build(&Python::default(), &modules);
         for row in [
             "Available Frameworks:\n    [X] TensorFlow\n",
             "    [ ] PyTorch\n",

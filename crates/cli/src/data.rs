@@ -142,16 +142,23 @@ pub(crate) fn data(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Res
 #[cfg(test)]
 mod tests {
     use std::cell::RefCell;
+    use std::collections::BTreeMap;
+
+    use farandole::launcher::Wish;
 
     use super::*;
-    use crate::surroundings::Python;
+    use crate::surroundings::{Distribution, Python};
 
     #[derive(Default)]
     struct Told(RefCell<Vec<String>>);
 
     impl Surroundings for Told {
-        fn wish(&self) -> farandole::launcher::Wish {
-            farandole::launcher::Wish::GoOn
+        fn wish(&self) -> Wish {
+            Wish::GoOn
+        }
+
+        fn modules(&self) -> BTreeMap<String, Vec<Distribution>> {
+            BTreeMap::new()
         }
 
         fn python(&self) -> Python {

@@ -3,6 +3,9 @@
 
 //! `farandole doctor`: what is installed, what works (by trying it), what is wrong and how to mend it.
 
+mod starter;
+
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write as _;
 use std::process::Command;
@@ -12,24 +15,29 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use farandole::config::{Config, PortRange, environment};
 use farandole::cuda::{Finding, Kind, Places, inventory};
+use farandole::launcher::allocation::Here;
 use farandole::launcher::{Job, Wish};
 use farandole::registrar::{Client, Options, PROTOCOL_VERSION, Registrar, host};
 use farandole::transport::{LinkKind, MemoryRendezvous, Mesh, MeshOptions};
 use farandole::world::{Rank, TaskId};
 
 use crate::console::Console;
-use crate::surroundings::{Python, Surroundings};
+use crate::surroundings::{Distribution, Python, Surroundings};
 
 /// How long one try may take.
 const LIMIT: Duration = Duration::from_secs(20);
 /// Bytes of a trial link.
 const TRIAL: usize = 64 << 10;
 
-/// A package that enables something: distribution, what it is, the extra that installs it.
+/// Modules and the distributions that provide them.
+type Modules = BTreeMap<String, Vec<Distribution>>;
+
+/// A package that enables something: its module, what it is, the extra that installs it.
 const FRAMEWORKS: &[(&str, &str, &str)] = &[
     ("torch", "PyTorch", "torch"),
     ("tensorflow", "TensorFlow", "tensorflow"),
     ("keras", "Keras", "tensorflow"),
+    ("jax", "JAX", "jax"),
 ];
 const SPARK: &[(&str, &str, &str)] =
     &[("pyspark", "PySpark", "spark"), ("pyarrow", "PyArrow", "spark"), ("pandas", "pandas", "spark")];
@@ -73,7 +81,7 @@ impl Page {
 
 /// Prints the page; the exit status is 1 when something is wrong.
 pub(crate) fn doctor(surroundings: &dyn Surroundings) -> Result<i32> {
-    let page = examine(&surroundings.python());
+    let page = examine(&surroundings.python(), &surroundings.modules());
     let mut out = std::io::stdout().lock();
     write!(out, "{}", page.text).context("write to stdout")?;
     writeln!(out, "\nProblems")?;
@@ -86,17 +94,18 @@ pub(crate) fn doctor(surroundings: &dyn Surroundings) -> Result<i32> {
     Ok(i32::from(!page.problems.is_empty()))
 }
 
-fn examine(python: &Python) -> Page {
+fn examine(python: &Python, modules: &Modules) -> Page {
     let mut page = Page::default();
     versions(&mut page, python);
-    packages(&mut page, "Frameworks", FRAMEWORKS, python);
-    if !FRAMEWORKS.iter().any(|(name, ..)| python.packages.contains_key(*name)) {
+    packages(&mut page, "Frameworks", FRAMEWORKS, modules);
+    if !FRAMEWORKS.iter().any(|(module, ..)| modules.contains_key(*module)) {
         page.problems.push("no framework is installed: pip install \"farandole[torch]\"".to_owned());
     }
-    packages(&mut page, "Spark", SPARK, python);
-    java(&mut page, python.packages.contains_key("pyspark"));
+    packages(&mut page, "Spark", SPARK, modules);
+    java(&mut page, modules.contains_key("pyspark"));
     links(&mut page);
     devices(&mut page, python);
+    starter::section(&mut page, &Here);
     launching(&mut page);
     page
 }
@@ -121,14 +130,23 @@ fn versions(page: &mut Page, python: &Python) {
     }
 }
 
-fn packages(page: &mut Page, title: &str, wanted: &[(&str, &str, &str)], python: &Python) {
+fn packages(page: &mut Page, title: &str, wanted: &[(&str, &str, &str)], modules: &Modules) {
     page.section(title);
-    for (name, what, extra) in wanted {
-        match python.packages.get(*name) {
-            Some(version) => page.check(true, what, version),
+    for (module, what, extra) in wanted {
+        match modules.get(*module) {
+            Some(providers) => page.check(true, what, &provided(module, providers)),
             None => page.check(false, what, &format!("pip install \"farandole[{extra}]\"")),
         }
     }
+}
+
+/// The version, and whose it is where that is not clear from the module's name.
+fn provided(module: &str, providers: &[Distribution]) -> String {
+    let one = |Distribution { name, version }: &Distribution| match name == module {
+        true => version.clone(),
+        false => format!("{version} ({name})"),
+    };
+    providers.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
 fn java(page: &mut Page, needed: bool) {
@@ -287,12 +305,32 @@ fn launching(page: &mut Page) {
 mod tests {
     use super::*;
 
+    fn modules(provided: &[(&str, &str, &str)]) -> Modules {
+        let one = |(module, name, version): &(&str, &str, &str)| {
+            let provider = Distribution { name: (*name).to_owned(), version: (*version).to_owned() };
+            ((*module).to_owned(), vec![provider])
+        };
+        provided.iter().map(one).collect()
+    }
+
+    #[test]
+    fn a_framework_is_found_whatever_its_distribution_is_called() {
+        let mut page = Page::default();
+        let mut found = modules(&[("tensorflow", "tf-nightly", "2.22"), ("torch", "torch", "2.15.0")]);
+        packages(&mut page, "Frameworks", FRAMEWORKS, &found);
+        assert!(page.text.contains("[X] TensorFlow              2.22 (tf-nightly)\n"), "{}", page.text);
+        assert!(page.text.contains("[X] PyTorch                 2.15.0\n"), "{}", page.text);
+        assert!(page.text.contains("[ ] JAX                     pip install"), "{}", page.text);
+        let second = Distribution { name: "tensorflow".to_owned(), version: "2.21".to_owned() };
+        let both = found.get_mut("tensorflow").unwrap();
+        both.push(second);
+        assert_eq!(provided("tensorflow", both), "2.22 (tf-nightly), 2.21");
+    }
+
     #[test]
     fn a_healthy_host_with_a_framework_has_working_links_and_workers() {
-        let packages = [("torch".to_owned(), "2.15.0".to_owned())].into();
-        let python =
-            Python { version: "3.11".into(), executable: "python".into(), packages, folders: Vec::new() };
-        let page = examine(&python);
+        let python = Python { version: "3.11".into(), executable: "python".into(), ..Python::default() };
+        let page = examine(&python, &modules(&[("torch", "torch", "2.15.0")]));
         for works in ["[X] PyTorch", "[X] shared memory", "[X] TCP", "[X] registrar", "[X] worker processes"]
         {
             assert!(page.text.contains(works), "{works} is missing in\n{}", page.text);
@@ -319,7 +357,7 @@ mod tests {
 
     #[test]
     fn a_python_without_a_framework_is_told_what_to_install() {
-        let page = examine(&Python::default());
+        let page = examine(&Python::default(), &Modules::new());
         assert!(
             page.text.contains("[ ] PyTorch                 pip install \"farandole[torch]\""),
             "{}",

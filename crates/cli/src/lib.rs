@@ -11,6 +11,7 @@
 //! Invariants:
 //! - `CL-1`: the exit status of `run` is that of the worker that failed first (128 + n for signal n), else 0.
 //! - `CL-2`: every knob with a flag is a flag of `run`; given flags reach the workers as variables.
+//! - `CL-3`: events of the engine are lines on stderr, never on stdout, which is for results.
 
 #![forbid(unsafe_code)]
 
@@ -21,11 +22,12 @@ mod check_build;
 mod console;
 mod data;
 mod doctor;
+mod logging;
 mod run;
 mod store;
 mod surroundings;
 
-pub use surroundings::{Python, Surroundings};
+pub use surroundings::{Distribution, Python, Surroundings};
 
 use std::io::Write as _;
 
@@ -36,6 +38,7 @@ const HOROVODRUN: &str = "horovodrun";
 ///
 /// Called `horovodrun`, it is `run`.
 pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
+    logging::install_from_environment();
     let drop_in = argv.first().is_some_and(|name| name == HOROVODRUN);
     let called = if drop_in { HOROVODRUN } else { "farandole" };
     let (subcommand, matches) = match arguments::matches(argv, drop_in) {

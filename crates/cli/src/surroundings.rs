@@ -16,6 +16,9 @@ pub trait Surroundings {
     /// The interpreter, and what is installed in it. Nothing is imported to find out.
     fn python(&self) -> Python;
 
+    /// Who provides the modules of this interpreter, by the module's name at the top. Nothing is imported to find out.
+    fn modules(&self) -> BTreeMap<String, Vec<Distribution>>;
+
     /// Calls `main(words)` of a module of the package; the exit status, or in words what was raised.
     ///
     /// # Errors
@@ -34,4 +37,13 @@ pub struct Python {
     pub packages: BTreeMap<String, String>,
     /// Folders that distributions are in.
     pub folders: Vec<PathBuf>,
+}
+
+/// An installed distribution.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Distribution {
+    /// Its name, such as `tensorflow-cpu`.
+    pub name: String,
+    /// Its version.
+    pub version: String,
 }

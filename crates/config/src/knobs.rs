@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::value::{Error, Gradients, PortRange, Value};
+use crate::value::{Error, Gradients, LogLevel, PortRange, Value};
 use crate::{HOROVOD_PREFIX, PREFIX, environment};
 
 /// A row of the registry.
@@ -231,6 +231,10 @@ knobs! {
     gradient_convention: Gradients = "farandole", "GRADIENT_CONVENTION", None, true;
     /// No ranges for NVIDIA's profilers, even where their library is found.
     disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
+    /// The least grave events of the engine that are logged, in any case of letters: in workers by Python's `logging`, by the command on stderr. Where it is given, it is also the level of Python's logger `farandole`, unless the script sets one.
+    log_level: LogLevel = "warning", "LOG_LEVEL", Some("--log-level"), true;
+    /// Lines that the engine writes to stderr begin without the time.
+    log_hide_time: bool = "0", "LOG_HIDE_TIME", None, true;
 }
 
 impl Config {
@@ -297,6 +301,14 @@ mod tests {
         assert_eq!(horovods.gradient_convention, Gradients::Horovod);
         let error = read(&[("HOROVOD_GRADIENT_CONVENTION", "theirs")]).unwrap_err().to_string();
         assert_eq!(error, "HOROVOD_GRADIENT_CONVENTION must be farandole or horovod: theirs");
+    }
+
+    #[test]
+    fn a_log_level_that_is_none_is_refused_with_those_that_are() {
+        assert_eq!(read(&[]).unwrap().log_level, LogLevel::Warning);
+        assert_eq!(read(&[("HOROVOD_LOG_LEVEL", "DEBUG")]).unwrap().log_level, LogLevel::Debug);
+        let error = read(&[("FARANDOLE_LOG_LEVEL", "verbose")]).unwrap_err().to_string();
+        assert_eq!(error, "FARANDOLE_LOG_LEVEL must be trace, debug, info, warning, error or fatal: verbose");
     }
 
     #[test]

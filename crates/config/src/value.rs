@@ -35,6 +35,41 @@ pub enum Gradients {
     Horovod,
 }
 
+/// How grave an event is. Ordered: what is less grave is smaller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum LogLevel {
+    /// Every single operation.
+    Trace,
+    /// What the process does, for those who look for a mistake.
+    Debug,
+    /// What happens seldom and is in order.
+    Info,
+    /// What may be wrong and is no failure.
+    Warning,
+    /// A failure.
+    Error,
+    /// A failure that ends the process. The engine has no such events: it raises errors, and the script decides.
+    Fatal,
+}
+
+impl LogLevel {
+    /// All of them, ascending.
+    pub const ALL: [Self; 6] =
+        [Self::Trace, Self::Debug, Self::Info, Self::Warning, Self::Error, Self::Fatal];
+
+    /// As lines show it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Trace => "TRACE",
+            Self::Debug => "DEBUG",
+            Self::Info => "INFO",
+            Self::Warning => "WARNING",
+            Self::Error => "ERROR",
+            Self::Fatal => "FATAL",
+        }
+    }
+}
+
 /// A type that a knob can have.
 pub trait Value: Sized {
     /// What is accepted, for messages and the reference page.
@@ -116,6 +151,13 @@ impl Value for Gradients {
     }
 }
 
+impl Value for LogLevel {
+    const EXPECTED: &'static str = "trace, debug, info, warning, error or fatal";
+    fn parse(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|level| level.name().eq_ignore_ascii_case(text))
+    }
+}
+
 impl Value for PortRange {
     const EXPECTED: &'static str = "a port or a range of ports such as 40000-40100";
     fn parse(text: &str) -> Option<Self> {
@@ -143,6 +185,14 @@ mod tests {
         assert_eq!(Duration::parse("250ms"), Some(Duration::from_millis(250)));
         assert_eq!(Duration::parse("2m"), Some(Duration::from_secs(120)));
         assert_eq!(Duration::parse("-1"), None);
+    }
+
+    #[test]
+    fn a_log_level_may_be_written_in_any_case() {
+        assert_eq!(LogLevel::parse("Warning"), Some(LogLevel::Warning));
+        assert_eq!(LogLevel::parse("TRACE"), Some(LogLevel::Trace));
+        assert_eq!(LogLevel::parse("loud"), None);
+        assert!(LogLevel::ALL.is_sorted());
     }
 
     #[test]

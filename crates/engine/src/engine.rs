@@ -88,6 +88,8 @@ impl Engine {
         }
         let inner = Arc::new(Inner::new(world, settings, host, states));
         let thread = background::spawn(Arc::clone(&inner))?;
+        let World { generation, rank, seats } = &*inner.world;
+        tracing::info!(rank = rank.0, size = seats.len(), generation = generation.0, "the engine runs");
         Ok(Self {
             inner,
             sets: registry,
@@ -131,6 +133,7 @@ impl Engine {
     pub fn add_set(&self, options: SetOptions) -> Result<()> {
         self.check_process()?;
         let (id, ranks) = (options.id, options.members.as_slice().into());
+        tracing::debug!(process_set = id.0, ranks = ?options.members, "a process set is added");
         let key = self.sets.add(id, ranks)?;
         let added = ProcessSet::new(key, options, self.shared.clone()).and_then(|set| self.inner.add(set));
         if added.is_err() {
@@ -158,6 +161,7 @@ impl Engine {
             return Err(Error::UnknownSet { set });
         }
         if let Some(member) = self.sets.remove(set)? {
+            tracing::debug!(process_set = set.0, "a process set is removed");
             self.inner.remove(member.key, Cause::Removed { set }, Instant::now() + FAREWELL);
         }
         Ok(())
@@ -334,6 +338,7 @@ impl Engine {
             // The panic hook has reported it; there is nothing left to end.
         }
         self.inner.callbacks.stop();
+        tracing::info!(rank = self.inner.world.rank.0, "the engine has ended");
         // A file that cannot be completed is no reason not to leave.
         drop(self.tracer.timeline.stop());
     }
@@ -368,7 +373,9 @@ impl Engine {
     fn check(&self, request: Request, group: (u64, u32), since: Instant) -> Result<Submission> {
         let Member { key, ranks } = self.member(request.process_set)?;
         let place = Place { ranks: &ranks, me: self.inner.world.rank, devices: &self.devices };
+        let set = request.process_set;
         let (entry, signature) = check::check(request, &place, group, since)?;
+        tracing::trace!(rank = place.me.0, tensor = &*entry.name, process_set = set.0, "submitted");
         Ok(Submission { set: key, entry, signature })
     }
 }

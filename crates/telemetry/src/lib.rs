@@ -3,8 +3,9 @@
 
 //! Records of a running job, the bounded ring they wait in, the trait of those who take them, and the timeline.
 //!
-//! Owns the words for what workers say: log lines and metrics, progress being one kind of metric. Refuses transport
-//! and presentation: `registrar` carries records, the command and the Python package show them.
+//! Owns the words for what workers say: log lines and metrics, progress being one kind of metric; and what becomes of the
+//! events that the rooms emit by `tracing` ([`log`]). Refuses transport and presentation: `registrar` carries records, the
+//! command and the Python package show them.
 //!
 //! ```text
 //! worker's output -> LogLine --\                          /-> Ring -> driver's events
@@ -18,9 +19,11 @@
 //!   every drop is counted once.
 //! - `TM-3`: a record that may not be dropped is never dropped.
 //! - `TM-4`: a timeline's file is valid JSON after every flush; no span ends that did not begin.
+//! - `TM-5`: an event that nobody wants costs one relaxed load; one that somebody wants never waits for who takes it.
 
 #![deny(unsafe_code)]
 
+pub mod log;
 mod nvtx;
 mod record;
 mod ring;

@@ -14,7 +14,7 @@ use serde_json::Value;
 const ALLOWED: &[(&str, &[&str])] = &[
     ("world", &[]),
     ("config", &[]),
-    ("telemetry", &[]),
+    ("telemetry", &["config"]),
     ("door", &[]),
     ("shm", &["world"]),
     ("transport", &["world", "config", "shm"]),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from farandole._native import engine
-from farandole.common import stacks
+from farandole.common import logs, stacks
 from farandole.common.exceptions import FarandoleEnvironmentError
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
@@ -85,6 +85,7 @@ def init(
     for index, members in enumerate(ranks):
         if members in ranks[:index]:
             raise ValueError(f"process_sets[{index}] has the same ranks as an earlier one: {members}")
+    logs.start()
     if not _join(comm, ranks, process_sets == "dynamic"):
         return
     if engine.world().size > 1:

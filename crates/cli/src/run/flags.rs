@@ -263,6 +263,35 @@ pub(crate) const FLAGS: &[Flag] = &[
         ("stall_check", "shutdown_time_seconds"),
         "A tensor waiting this long ends the job; 0 means never",
     ),
+    set(
+        "log-level",
+        Takes::Text,
+        Does::Sets("log_level"),
+        ("logging", "level"),
+        "Least grave events that are logged: trace, debug, info, warning, error or fatal",
+    ),
+    set(
+        "log-with-timestamp",
+        Takes::Nothing,
+        Does::Turns("log_hide_time", "0"),
+        ("logging", "with_timestamp"),
+        "Begin lines of the log with the time, as they do anyway",
+    ),
+    own_turn(
+        "log-without-timestamp",
+        Does::Turns("log_hide_time", "1"),
+        "Lines of the log begin without the time",
+    ),
+    own_turn(
+        "log-hide-timestamp",
+        Does::Turns("log_hide_time", "1"),
+        "The older form of --log-without-timestamp",
+    ),
+    own_turn(
+        "no-log-hide-timestamp",
+        Does::Turns("log_hide_time", "0"),
+        "The older form of --log-with-timestamp",
+    ),
     elastic("min-num-proc", &["min-np"], Takes::Count, "Least number of processes"),
     elastic("max-num-proc", &["max-np"], Takes::Count, "Largest number of processes"),
     elastic("slots-per-host", &[], Takes::Count, "Slots of hosts that are found without any"),
@@ -316,7 +345,8 @@ const fn own_turn(name: &'static str, does: Does, help: &'static str) -> Flag {
 }
 
 /// Pairs of which the last one given counts.
-const OPPOSITES: [(&str, &str); 8] = [
+const OPPOSITES: [(&str, &str); 9] = [
+    ("log-with-timestamp", "log-without-timestamp"),
     ("autotune", "no-autotune"),
     ("timeline-mark-cycles", "no-timeline-mark-cycles"),
     ("stall-check", "no-stall-check"),

@@ -20,6 +20,7 @@ use farandole::world::World;
 use self::options::{Place, RunOptions};
 use crate::check_build::check_build;
 use crate::console::Console;
+use crate::logging;
 use crate::surroundings::Surroundings;
 
 /// Its command line.
@@ -51,10 +52,11 @@ pub(crate) fn command() -> Command {
 /// Runs the program; the exit status is that of the first failure. `called` is the command's name.
 pub(crate) fn run(called: &str, matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
     if matches.get_flag("check-build") {
-        print!("{}", check_build(&surroundings.python()));
+        print!("{}", check_build(&surroundings.python(), &surroundings.modules()));
         return Ok(0);
     }
     let options = RunOptions::read(matches)?;
+    logging::install(options.config.log_level, options.config.log_hide_time);
     let say = |message: &str| crate::say(called, message);
     options.remarks.iter().for_each(|remark| say(remark));
     let place = options.place()?;

@@ -233,6 +233,7 @@ impl Inner {
         }
         driver.stopped = true;
         let orderly = matches!(cause, Cause::ShutDown);
+        tracing::debug!(rank = self.world.rank.0, %cause, "the engine stops");
         let cause = Arc::new(cause);
         self.desk.lock().stop(Arc::clone(&cause), &mut driver.intake, &mut driver.calls);
         let Driver { sets, finished, calls, .. } = driver;

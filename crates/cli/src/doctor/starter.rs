@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! How a job would be launched from here: the batch system, its hosts, how they are reached; and who has started this
+//! process.
+
+use farandole::launcher::HostSlots;
+use farandole::launcher::allocation::{Allocation, Surroundings, allocation};
+
+use super::Page;
+
+/// Hosts that are named.
+const NAMED: usize = 16;
+
+/// Variables that name this process's rank: those that must be there, and who sets them. The first one has the rank.
+const STARTERS: [(&[&str], &str); 7] = [
+    (&["OMPI_COMM_WORLD_RANK"], "mpirun of Open MPI"),
+    (&["PMI_RANK"], "mpirun of MPICH or Intel MPI, or srun with PMI"),
+    (&["PMIX_RANK"], "a starter with PMIx"),
+    (&["SLURM_PROCID", "SLURM_STEP_ID"], "srun"),
+    (&["JSM_NAMESPACE_RANK"], "jsrun"),
+    (&["RANK", "WORLD_SIZE"], "torchrun or alike"),
+    (&["HOROVOD_RANK", "HOROVOD_SIZE"], "horovodrun or alike"),
+];
+
+/// Writes the section.
+pub(super) fn section(page: &mut Page, here: &dyn Surroundings) {
+    page.section("Launching here");
+    let ssh = here.program("ssh");
+    match allocation(here) {
+        Ok(Some(found)) => batch(page, here, &found, ssh),
+        Ok(None) => {
+            page.line("starter", "none: processes start on this host, or on those of -H and --hostfile");
+            page.line("reached by", "ssh");
+        }
+        Err(error) => {
+            page.line("starter", &error.to_string());
+            page.problems.push(format!("{error}: correct or unset the variable"));
+        }
+    }
+    let detail = if ssh { "installed" } else { "not installed: other hosts cannot be reached by it" };
+    page.check(ssh, "ssh", detail);
+    page.line("this process", &started_by(here));
+}
+
+fn batch(page: &mut Page, here: &dyn Surroundings, found: &Allocation, ssh: bool) {
+    let slots: u64 = found.hosts.iter().map(|host| u64::from(host.slots)).sum();
+    let hosts = found.hosts.len();
+    page.line(
+        "starter",
+        &format!("{}: {} with {}", found.system, counted(hosts as u64, "host"), counted(slots, "slot")),
+    );
+    page.line("hosts", &named(&found.hosts));
+    page.line("reached by", &reached_by(here, found));
+    if found.shell.is_none() && hosts > 1 && !ssh {
+        page.problems.push(format!(
+            "the hosts of {} are reached by ssh, which is not installed: install OpenSSH's client",
+            found.system
+        ));
+    }
+}
+
+/// The system's own program, or ssh.
+fn reached_by(here: &dyn Surroundings, found: &Allocation) -> String {
+    const AGENTS: [&str; 2] = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"];
+    let program = match (found.shell.is_some(), found.system) {
+        (false, _) => "ssh",
+        (true, "Slurm") => "srun",
+        (true, "LSF") => "blaunch",
+        (true, "Grid Engine") => "qrsh -inherit",
+        (true, system) => {
+            let agent = AGENTS.iter().find_map(|name| Some((name, here.variable(name)?)));
+            return agent.map_or_else(
+                || format!("a program of {system}"),
+                |(name, program)| format!("{program} ({name})"),
+            );
+        }
+    };
+    program.to_owned()
+}
+
+fn counted(number: u64, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
+fn named(hosts: &[HostSlots]) -> String {
+    let first: Vec<String> =
+        hosts.iter().take(NAMED).map(|host| format!("{}:{}", host.host, host.slots)).collect();
+    let more = hosts.len().saturating_sub(NAMED);
+    let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("{}{rest}", first.join(","))
+}
+
+/// Everybody who seems to have started this process.
+fn started_by(here: &dyn Surroundings) -> String {
+    let seen = STARTERS.iter().filter_map(|(variables, who)| {
+        let values: Option<Vec<String>> =
+            variables.iter().map(|name| here.variable(name).map(|value| format!("{name}={value}"))).collect();
+        Some(format!("{who} ({})", values?.join(", ")))
+    });
+    let seen: Vec<String> = seen.collect();
+    match seen.is_empty() {
+        true => "has no rank in its environment: no mpirun, srun or torchrun has started it".to_owned(),
+        false => format!("was started by {}", seen.join(", by ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::io;
+
+    use super::*;
+
+    struct Played {
+        variables: BTreeMap<&'static str, &'static str>,
+        programs: Vec<&'static str>,
+    }
+
+    impl Surroundings for Played {
+        fn variable(&self, name: &str) -> Option<String> {
+            self.variables.get(name).map(|value| (*value).to_owned())
+        }
+
+        fn file(&self, path: &str) -> io::Result<String> {
+            match path {
+                "/nodes" => Ok("a\na\nb\n".to_owned()),
+                _ => Err(io::ErrorKind::NotFound.into()),
+            }
+        }
+
+        fn program(&self, name: &str) -> bool {
+            self.programs.contains(&name)
+        }
+    }
+
+    fn page(variables: &[(&'static str, &'static str)], programs: &[&'static str]) -> Page {
+        let here = Played { variables: variables.iter().copied().collect(), programs: programs.to_vec() };
+        let mut page = Page::default();
+        section(&mut page, &here);
+        page
+    }
+
+    #[test]
+    fn without_a_batch_system_there_is_this_host_and_ssh() {
+        let page = page(&[], &["ssh"]);
+        assert!(page.text.contains("starter         none: "), "{}", page.text);
+        assert!(page.text.contains("[X] ssh                     installed"), "{}", page.text);
+        assert!(page.text.contains("this process    has no rank"), "{}", page.text);
+        assert_eq!(page.problems, Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_batch_system_has_hosts_slots_and_a_way_to_them() {
+        let slurm =
+            [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "n[1-2]"), ("SLURM_TASKS_PER_NODE", "4(x2)")];
+        let page = page(&slurm, &["srun"]);
+        for line in [
+            "starter         Slurm: 2 hosts with 8 slots\n",
+            "hosts           n1:4,n2:4\n",
+            "reached by      srun\n",
+            "[ ] ssh                     not installed",
+        ] {
+            assert!(page.text.contains(line), "{line} is missing in\n{}", page.text);
+        }
+        assert_eq!(page.problems, Vec::<String>::new(), "srun reaches them");
+    }
+
+    #[test]
+    fn hosts_that_only_a_missing_ssh_reaches_are_a_problem() {
+        let pbs = [("PBS_JOBID", "7"), ("PBS_NODEFILE", "/nodes")];
+        let without = page(&pbs, &[]);
+        assert!(without.text.contains("starter         PBS: 2 hosts with 3 slots\n"), "{}", without.text);
+        assert!(
+            without.problems[0].starts_with("the hosts of PBS are reached by ssh"),
+            "{:?}",
+            without.problems
+        );
+        assert_eq!(page(&pbs, &["ssh"]).problems, Vec::<String>::new());
+    }
+
+    #[test]
+    fn the_program_of_an_mpijob_is_the_one_it_names() {
+        let job = [("HYDRA_HOST_FILE", "/nodes"), ("OMPI_MCA_plm_rsh_agent", "/etc/mpi/kubexec.sh")];
+        let page = page(&job, &["kubectl"]);
+        let line = "reached by      /etc/mpi/kubexec.sh (OMPI_MCA_plm_rsh_agent)\n";
+        assert!(page.text.contains(line), "{}", page.text);
+    }
+
+    #[test]
+    fn a_variable_that_cannot_be_understood_is_a_problem() {
+        let page = page(&[("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "n[1-")], &["ssh"]);
+        assert!(page.problems[0].contains("SLURM_JOB_NODELIST"), "{:?}", page.problems);
+    }
+
+    #[test]
+    fn whoever_started_this_process_is_named_with_the_variables_that_say_so() {
+        let told = |variables: &[(&'static str, &'static str)]| page(variables, &[]).text;
+        let line = "was started by mpirun of Open MPI (OMPI_COMM_WORLD_RANK=3)\n";
+        assert!(told(&[("OMPI_COMM_WORLD_RANK", "3")]).contains(line));
+        // A batch script has the first of them, and no step of its own.
+        assert!(told(&[("SLURM_PROCID", "0")]).contains("has no rank"));
+        let line = "was started by srun (SLURM_PROCID=1, SLURM_STEP_ID=0), by torchrun or alike (RANK=1, WORLD_SIZE=4)\n";
+        let both = [("SLURM_PROCID", "1"), ("SLURM_STEP_ID", "0"), ("RANK", "1"), ("WORLD_SIZE", "4")];
+        assert!(told(&both).contains(line), "{}", told(&both));
+    }
+
+    #[test]
+    fn many_hosts_are_counted() {
+        let hosts: Vec<HostSlots> = (0..20).map(|index| HostSlots::new(format!("n{index}"), 1)).collect();
+        assert!(named(&hosts).ends_with("n15:1 and 4 more"), "{}", named(&hosts));
+    }
+}

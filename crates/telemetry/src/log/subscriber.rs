@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Where events arrive.
+//!
+//! The level is known to every place that emits: a place whose events nobody wants does one relaxed load and a comparison.
+
+use std::io::{Write as _, stderr};
+use std::process;
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+
+use farandole_config::LogLevel;
+use tracing::level_filters::LevelFilter;
+use tracing::span::{Attributes, Id, Record};
+use tracing::subscriber::{Interest, Subscriber, set_global_default};
+use tracing::{Metadata, callsite};
+
+use super::event::Event;
+use super::queue::KEPT;
+
+/// Index into [`FILTERS`].
+static LEVEL: AtomicU8 = AtomicU8::new(0);
+static HIDE_TIME: AtomicBool = AtomicBool::new(false);
+/// The process whose events are kept, or 0. A forked child has another number, and its events go to stderr.
+static KEEPER: AtomicU32 = AtomicU32::new(0);
+
+const FILTERS: [LevelFilter; 6] = [
+    LevelFilter::OFF,
+    LevelFilter::ERROR,
+    LevelFilter::WARN,
+    LevelFilter::INFO,
+    LevelFilter::DEBUG,
+    LevelFilter::TRACE,
+];
+
+/// Sets what passes and where it goes.
+pub(super) fn install(level: LogLevel, hide_time: bool, keep: bool) {
+    static INSTALLED: Once = Once::new();
+    let index = match level {
+        LogLevel::Fatal => 0,
+        LogLevel::Error => 1,
+        LogLevel::Warning => 2,
+        LogLevel::Info => 3,
+        LogLevel::Debug => 4,
+        LogLevel::Trace => 5,
+    };
+    LEVEL.store(index, Ordering::Relaxed);
+    HIDE_TIME.store(hide_time, Ordering::Relaxed);
+    KEEPER.store(if keep { process::id() } else { 0 }, Ordering::Relaxed);
+    INSTALLED.call_once(|| {
+        // A program that is linked with us and has a subscriber of its own keeps it.
+        drop(set_global_default(Lines));
+    });
+    callsite::rebuild_interest_cache();
+}
+
+/// Whether this process keeps its events.
+pub(super) fn keeps() -> bool {
+    KEEPER.load(Ordering::Relaxed) == process::id()
+}
+
+/// Sends later events to stderr.
+pub(super) fn give_up_keeping() {
+    KEEPER.store(0, Ordering::Relaxed);
+}
+
+fn filter() -> LevelFilter {
+    FILTERS.get(usize::from(LEVEL.load(Ordering::Relaxed))).copied().unwrap_or(LevelFilter::WARN)
+}
+
+/// What passes of a library: its debugging is about itself, and far more than ours.
+fn passes(metadata: &Metadata<'_>, filter: LevelFilter) -> bool {
+    let ours = metadata.target().starts_with("farandole");
+    let filter = if ours || filter == LevelFilter::TRACE { filter } else { filter.min(LevelFilter::WARN) };
+    metadata.is_event() && *metadata.level() <= filter
+}
+
+/// The subscriber of the process. Spans have no meaning here.
+struct Lines;
+
+impl Subscriber for Lines {
+    fn register_callsite(&self, metadata: &'static Metadata<'static>) -> Interest {
+        if self.enabled(metadata) { Interest::always() } else { Interest::never() }
+    }
+
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        passes(metadata, filter())
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(filter())
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let event = Event::of(event);
+        if keeps() && KEPT.push(event.clone()) {
+            return;
+        }
+        // In one piece. That nobody reads it any more is no reason to fail.
+        let line = event.to_line(HIDE_TIME.load(Ordering::Relaxed));
+        drop(stderr().write_all(line.as_bytes()));
+    }
+
+    fn new_span(&self, _span: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _span: &Id, _values: &Record<'_>) {}
+
+    fn record_follows_from(&self, _span: &Id, _follows: &Id) {}
+
+    fn enter(&self, _span: &Id) {}
+
+    fn exit(&self, _span: &Id) {}
+}

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The engine's events as records of Python's `logging`, below the logger `farandole`.
+
+The engine never takes the interpreter's lock: its events wait in a bounded queue. A thread of the interpreter sleeps
+until there are some, and gives them to `logging`. It ends when the interpreter exits. A forked child has no such thread
+until it calls `init` itself; its events go to stderr until then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import traceback
+
+from farandole._native import logging as native
+
+_ROOT = logging.getLogger("farandole")
+
+_TRACE = 5
+"""Number of the level below `DEBUG`, which has no name in Python."""
+
+_SLEEP = 3600
+"""Seconds between two looks at an empty queue: whatever arrives wakes the thread at once."""
+
+_LAST_WORDS = 5.0
+"""Seconds that handlers have at exit for what is left."""
+
+
+class _Fallback(logging.Handler):
+    """Shows lines on stderr where the program has set up no handler, now or later.
+
+    Python's own last resort shows warnings only, and without saying whose they are.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._is_alone(record.name):
+            try:
+                if sys.stderr is not None:
+                    sys.stderr.write(self.format(record) + "\n")
+                    sys.stderr.flush()
+            except Exception:  # noqa: BLE001 - as every handler does
+                self.handleError(record)
+
+    def _is_alone(self, name: str) -> bool:
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return False
+            logger = logger.parent if logger.propagate else None
+        return True
+
+
+_fallback = _Fallback()
+
+
+def start() -> None:
+    """Has the engine's events logged from now on, from the level that was asked for.
+
+    That is `FARANDOLE_LOG_LEVEL`, else the level of the logger `farandole`, else `WARNING`. Does nothing where no event
+    can have that level.
+
+    Raises:
+        ValueError: When a variable of the environment cannot be read.
+    """
+    level, is_given, hide_time = native.settings()
+    if not is_given and _ROOT.level != logging.NOTSET:
+        level = min(_ROOT.level, logging.CRITICAL)
+    elif is_given and _ROOT.level == logging.NOTSET:
+        _ROOT.setLevel(level)
+    if level == _TRACE and logging.getLevelName(_TRACE) == f"Level {_TRACE}":
+        logging.addLevelName(_TRACE, "TRACE")
+    if level >= logging.CRITICAL or not native.keep(level, hide_time):
+        return
+    time = "" if hide_time else "%(asctime)s.%(msecs)03d "
+    _fallback.setFormatter(logging.Formatter(f"{time}%(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    _ROOT.addHandler(_fallback)
+    thread = threading.Thread(target=_serve, name="farandole-log", daemon=True)
+    thread.start()
+    atexit.register(_stop, thread, os.getpid())
+
+
+def _stop(thread: threading.Thread, process: int) -> None:
+    """Gives the last events to `logging`, in the process that `thread` is of."""
+    if process == os.getpid():
+        native.end()
+        thread.join(_LAST_WORDS)
+
+
+def _serve() -> None:
+    while (taken := native.take(_SLEEP)) is not None:
+        records, dropped = taken
+        if dropped:
+            _ROOT.warning("%d events of the engine were lost: handlers could not keep up", dropped)
+        for record in records:
+            try:
+                _give(record)
+            except Exception:  # noqa: BLE001 - a filter that raises costs its line, not the lines after it
+                traceback.print_exc()
+
+
+def _give(event: native.Record) -> None:
+    logger = logging.getLogger(event.logger)
+    if not logger.isEnabledFor(event.level):
+        return
+    record = logging.LogRecord(event.logger, event.level, event.file, event.line, event.text, None, None)
+    record.created = event.time
+    record.msecs = event.time % 1 * 1000
+    record.threadName = event.thread or "farandole"
+    record.rank = event.rank
+    logger.handle(record)
