@@ -14,19 +14,12 @@ torch = pytest.importorskip("torch")
 
 def refusals(hvd):
     """Calls that Horovod's engine refuses by `HorovodInternalError`."""
-    twice = torch.ones(2)
     yield lambda: hvd.reducescatter(torch.ones(2), op=hvd.Adasum)
     yield lambda: hvd.reducescatter(torch.ones(2), op=hvd.Min)
     yield lambda: hvd.allgather(torch.tensor(1.0))
     yield lambda: hvd.broadcast(torch.ones(2), 7)
     yield lambda: hvd.alltoall(torch.ones(3), splits=torch.tensor([2]))
     yield lambda: hvd.alltoall(torch.ones(2), splits=torch.tensor([1, 1]))
-
-    def named_twice():
-        hvd.allreduce_async_(twice, name="twice")
-        hvd.allreduce_async_(torch.ones(2), name="twice")
-
-    yield named_twice
 
 
 def test_what_horovods_engine_refuses_is_its_error_and_a_value_error(hvd):
