@@ -71,6 +71,14 @@ def test_every_operation_is_shown_by_a_trace():
     assert "process_set=0" in line
 
 
+def test_a_driver_shows_what_its_registrar_decides():
+    pytest.importorskip("cloudpickle")
+    code = "import farandole; print(farandole.run(lambda: 7, num_proc=1))"
+    told, shown = python(code, FARANDOLE_LOG_LEVEL="debug")
+    assert told == "[7]\n"
+    assert "DEBUG farandole.registrar.server.core: the registrar decides " in shown, shown
+
+
 def test_a_word_that_is_no_level_is_refused_by_name():
     code = """
 from farandole.common import basics
