@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-spark spark-slow spark-older test-storage tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
+.PHONY: demo test test-spark spark-slow spark-older test-storage test-launch packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -19,6 +19,15 @@ RUST_TESTS := cargo test --release --workspace --exclude farandole-python
 test: install loom
 	$(RUST_TESTS) --no-fail-fast || { echo "make test: once more, for the failures above"; $(RUST_TESTS); }
 	$(BIN)/python -m pytest tests -m "not slow" --reruns 1
+
+# Jobs on several hosts, which are namespaces with a real sshd each, and jobs that other starters start. Needs root; what a
+# machine lacks is named and its tests are skipped.
+test-launch: install packages
+	$(BIN)/python -m pytest tests/launch --reruns 1 --durations=10
+
+# Debian packages that tests use where they are there.
+packages:
+	@.ci/packages
 
 # Every order of what two sides of shared memory and the threads of an engine may do and see.
 loom:
@@ -123,6 +132,7 @@ bench: install
 	$(BIN)/python bench/spark_run.py
 	$(BIN)/python bench/spark.py
 	$(BIN)/python bench/spark_rows.py
+	$(BIN)/python bench/launch.py
 
 install: $(VENV)/.wheel
 

@@ -51,7 +51,7 @@ fn hello(key: [u8; 32]) -> Vec<u8> {
         format!("{version}\nhost elsewhere\npid 1\nlocal \naddress {}\n", listener.local_addr().unwrap());
     meeting.put("mesh/0/0", fake.as_bytes()).unwrap();
     let mesh = Mesh::join(options(1, key, false), &meeting).unwrap();
-    let mut hello = vec![0; 80];
+    let mut hello = vec![0; 144];
     thread::scope(|scope| {
         let mut wanted = true;
         let mesh = &mesh;

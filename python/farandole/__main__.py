@@ -17,8 +17,11 @@ def _end(number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def main() -> int:
+def main(called: str = "farandole") -> int:
     """Runs the command of this process.
+
+    Args:
+        called: The command's name; as `horovodrun` it is `farandole run`.
 
     Returns:
         The exit status; 128 and the signal's number when a signal ended it.
@@ -27,7 +30,7 @@ def main() -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
-    return cli.main(["farandole", *sys.argv[1:]])
+    return cli.main([called, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

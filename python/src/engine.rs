@@ -8,14 +8,16 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use farandole::config::Gradients;
 use farandole::engine::{Handle, Kind, Request};
-use farandole::session::{self, Session, Wishes};
+use farandole::session::{self, Session, Told, Wishes};
 use farandole::world::{self, ProcessSetId, Rank};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::device::{DeviceMemory, Given, Reached, Spot, Spots, device_memory, open_device};
 use crate::error::raise;
+use crate::registrar::configuration;
 use crate::runtime;
 use crate::tensor::{Gathered, Mapped, buffer, dtype, reduce_op};
 
@@ -28,8 +30,12 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<DeviceMemory>()?;
     module.add_function(wrap_pyfunction!(open_device, module)?)?;
     module.add_function(wrap_pyfunction!(init, module)?)?;
+    module.add_function(wrap_pyfunction!(host, module)?)?;
+    module.add_function(wrap_pyfunction!(here, module)?)?;
+    module.add_function(wrap_pyfunction!(holder, module)?)?;
     module.add_function(wrap_pyfunction!(shutdown, module)?)?;
     module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
+    module.add_function(wrap_pyfunction!(has_horovods_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(world_of_session, module)?)?;
     module.add_function(wrap_pyfunction!(allreduce, module)?)?;
     module.add_function(wrap_pyfunction!(grouped_allreduce, module)?)?;
@@ -49,6 +55,12 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(is_pending, module)?)?;
     module.add_function(wrap_pyfunction!(poll, module)?)?;
     module.add_function(wrap_pyfunction!(wait, module)?)
+}
+
+/// Whether the gradients of collectives are Horovod's, by this process's configuration.
+#[pyfunction]
+fn has_horovods_gradients() -> PyResult<bool> {
+    Ok(configuration(&[])?.gradient_convention == Gradients::Horovod)
 }
 
 /// Where this process sits.
@@ -98,17 +110,39 @@ impl World {
     }
 }
 
-/// Joins the world; true when this call began the session.
+/// Joins the world; true when this call began the session. `told`: the ticket of [`host`] and this process's rank, where
+/// the environment does not tell them.
 #[pyfunction]
-#[pyo3(signature = (comm, process_sets, dynamic, /))]
+#[pyo3(signature = (comm, process_sets, dynamic, told=None, /))]
 fn init(
     py: Python<'_>,
     comm: Option<Vec<u32>>,
     process_sets: Vec<Vec<u32>>,
     dynamic: bool,
+    told: Option<(String, u32)>,
 ) -> PyResult<bool> {
-    let wishes = Wishes { ranks: comm, process_sets, dynamic };
+    let told = told.map(|(ticket, rank)| Told { ticket, rank });
+    let wishes = Wishes { ranks: comm, process_sets, dynamic, told };
     interruptible(py, |interrupted| session::begin(&wishes, interrupted))
+}
+
+/// Holds the registrar of a world of `size`, in the process that is its rank 0; the ticket that its ranks need, a secret.
+#[pyfunction]
+#[pyo3(signature = (size, one_host, /))]
+fn host(py: Python<'_>, size: u32, one_host: bool) -> PyResult<String> {
+    py.detach(|| session::host(size, one_host)).map_err(|error| raise(error.fault(), &error))
+}
+
+/// What processes have in common that may share memory.
+#[pyfunction]
+fn here() -> String {
+    farandole::registrar::host::facts().hash().0
+}
+
+/// A variable and its value for the processes that this one starts: they have not its rank.
+#[pyfunction]
+fn holder() -> Option<(&'static str, String)> {
+    session::holder()
 }
 
 /// Runs `wait` without the GIL; what a signal handler raises meanwhile is the result.

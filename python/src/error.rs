@@ -6,19 +6,19 @@
 use std::error::Error;
 
 use farandole::world::Fault;
-use pyo3::exceptions::PyValueError;
 use pyo3::import_exception;
 use pyo3::prelude::*;
 
 import_exception!(farandole.common.exceptions, FarandoleBugError);
 import_exception!(farandole.common.exceptions, FarandoleEnvironmentError);
 import_exception!(farandole.common.exceptions, FarandoleInternalError);
+import_exception!(farandole.common.exceptions, FarandoleUsageError);
 
 /// The exception for `error`.
 pub(crate) fn raise(fault: Fault, error: &dyn Error) -> PyErr {
     let message = chain(error);
     match fault {
-        Fault::Usage => PyValueError::new_err(message),
+        Fault::Usage => FarandoleUsageError::new_err(message),
         Fault::Peer | Fault::Membership => FarandoleInternalError::new_err(message),
         Fault::Environment => FarandoleEnvironmentError::new_err(message),
         Fault::Bug => FarandoleBugError::new_err(message),

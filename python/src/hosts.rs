@@ -21,6 +21,11 @@ use crate::error::raise;
 use crate::launcher::PyOutcome;
 use crate::registrar::{configuration, error as registrar_error};
 
+/// This host's tasks, and every other host with its first task and the one after its last.
+type Placed = (Vec<u32>, Vec<(String, u32, u32)>);
+/// A notice: its kind, its task, and what it tells.
+type News = (&'static str, Option<u32>, Py<PyAny>);
+
 /// Fills the submodule.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyRemote>()?;
@@ -59,11 +64,7 @@ fn slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(String
 
 /// The tasks of this host, and `(host, first task, task after the last)` of every other one.
 #[pyfunction]
-fn place(
-    py: Python<'_>,
-    hosts: Vec<(String, u32)>,
-    num_proc: u32,
-) -> PyResult<(Vec<u32>, Vec<(String, u32, u32)>)> {
+fn place(py: Python<'_>, hosts: Vec<(String, u32)>, num_proc: u32) -> PyResult<Placed> {
     let hosts: Vec<HostSlots> = hosts.into_iter().map(|(host, slots)| HostSlots::new(host, slots)).collect();
     let (here, there) = py.detach(|| placements(&hosts, num_proc)).map_err(|failure| error(&failure))?;
     Ok((here, there.into_iter().map(|one| (one.host, one.tasks.start, one.tasks.end)).collect()))
@@ -130,7 +131,7 @@ impl PyRemote {
 
     /// What has been heard since the last call, oldest first: `("ready", None, None)`, `("ended", task, outcome)`,
     /// `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
-    fn news(&self, py: Python<'_>) -> PyResult<Vec<(&'static str, Option<u32>, Py<PyAny>)>> {
+    fn news(&self, py: Python<'_>) -> PyResult<Vec<News>> {
         let notices: Vec<Notice> = self.notices.lock().try_iter().collect();
         notices
             .into_iter()

@@ -218,7 +218,7 @@ class _Trial:
         assert guilty & named, f"of {guilty} nobody is named: {text}"
 
     def judge_later(self, message: dict[str, Any]) -> None:
-        assert message["later"].startswith((*ERRORS, "ValueError")), message
+        assert message["later"].startswith((*ERRORS, "FarandoleUsageError")), message
         assert message["later_took"] < ELSEWHERE + HOPS * self.pace.longest, message
         assert message["leaving_took"] < 2 * ELSEWHERE + HOPS * self.pace.longest, message
 

@@ -141,7 +141,7 @@ class Rank:
         refusals = json.loads(os.read(parent, 1 << 16)) if ready else ["the child hangs"]
         os.close(parent)
         os.wait()
-        assert all(text.startswith("ValueError") and "forked" in text for text in refusals), refusals
+        assert all(text.startswith("FarandoleUsageError") and "forked" in text for text in refusals), refusals
         if os.fork() == 0:
             signal.pause()
 

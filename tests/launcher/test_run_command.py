@@ -143,7 +143,7 @@ def test_a_missing_program_is_named(launch: Start) -> None:
 def test_a_bad_knob_is_named_before_anything_starts(launch: Start) -> None:
     run = launch("-np", 2, "--cache-capacity", "many", "true")
     assert run.wait() == 1
-    assert "cache_capacity must be a whole number" in run.err.read_text()
+    assert "--cache-capacity must be a whole number" in run.err.read_text()
 
 
 def test_output_waits_for_a_reader_that_takes_its_time(script: Write) -> None:
@@ -184,7 +184,7 @@ def child(env):
 basics.init()
 heir = child(None)
 told = heir.stderr.splitlines()[-1]
-expected = ["ValueError", f"rank {rank} ", f"process {os.getpid()}", "FARANDOLE_JOB"]
+expected = ["FarandoleUsageError", f"rank {rank} ", f"process {os.getpid()}", "FARANDOLE_JOB"]
 print("heir", heir.returncode, *[text for text in expected if text not in told])
 alone = child({name: value for name, value in os.environ.items() if name != "FARANDOLE_JOB"})
 print("alone", alone.returncode, alone.stdout.strip())

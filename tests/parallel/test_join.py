@@ -93,6 +93,38 @@ def test_gathers_and_broadcasts_pass_with_consent_and_the_rest_is_refused(trio):
     assert trio.run(gathers_while_joined, False)[1:] == [["refused"] * 6] * 2
 
 
+def refusals_leave_the_join_intact():
+    rank, size = hvd.rank(), hvd.size()
+    operations = {
+        "gather": lambda name: hvd.allgather(torch.ones(1) * rank, name=name).tolist(),
+        "broadcast": lambda name: hvd.broadcast(torch.ones(1) * rank, 1, name=name).tolist(),
+        "object": lambda name: hvd.broadcast_object(rank, 1, name=name),
+    }
+    for _ in range(2):  # what is known by name goes another way than what is new
+        for name, operation in operations.items():
+            operation(name)
+    refused = 0
+    for _ in range(2):
+        if rank > 0:
+            for name, operation in [*operations.items(), *((None, operation) for operation in operations.values())]:
+                try:
+                    operation(name)
+                except hvd.HorovodInternalError as error:
+                    refused += isinstance(error, ValueError)
+            # An allreduce of the others goes on.
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size - 1
+        hvd.join()
+        after = [operation(name) for operation in operations.values() for name in ("gather", None)]
+        assert after == [[float(other) for other in range(size)]] * 2 + [[1.0]] * 2 + [1] * 2, after
+    return refused
+
+
+@pytest.mark.parametrize("fixture", ["pair", "trio"])
+def test_a_refused_operation_leaves_the_join_and_what_follows_intact(request, fixture):
+    world = request.getfixturevalue(fixture)
+    assert world.run(refusals_leave_the_join_intact) == [0, *[12] * (world.size - 1)]
+
+
 def die_after_joining():
     rank = hvd.rank()
     if rank == 1:

@@ -197,15 +197,17 @@ def layers_may_stay_with_their_rank():
     sources = [layer.kernel for layer in (shared, own, other)]
 
     def run(**options):
-        with tf.GradientTape() as tape:
+        with tf.GradientTape(persistent=True) as tape:
             loss = tf.reduce_sum(sum(layer(tf.ones([1, 1]) * mine) for layer in (shared, own, other)))
         tape = hvd.PartialDistributedGradientTape(tape, **options)
-        parts = tape.get_local_and_global_gradients([1, 2, 3], sources)
-        return [float(grad[0, 0]) for grad in tape.gradient(loss, sources)], [len(part) for part in parts]
+        local, reduced = tape.get_local_and_global_gradients(loss, sources)
+        assert {id(source) for source, _ in local + reduced} == {id(source) for source in sources}
+        whole = [float(grad[0, 0]) for grad in tape.gradient(loss, sources)]
+        return whole, *([float(grad[0, 0]) for _, grad in part] for part in (local, reduced))
 
-    assert run() == ([1.5] * 3, [0, 0, 3, 3])
-    assert run(local_layers=own) == ([1.5, mine / 2, 1.5], [1, 1, 2, 2])
-    assert run(local_layers=[own, other], scale_local_gradients=False) == ([1.5, mine, mine], [2, 2, 1, 1])
+    assert run() == ([1.5] * 3, [], [1.5] * 3)
+    assert run(local_layers=own) == ([1.5, mine / 2, 1.5], [mine / 2], [1.5, 1.5])
+    assert run(local_layers=[own, other], scale_local_gradients=False) == ([1.5, mine, mine], [mine, mine], [1.5])
     with pytest.raises(ValueError, match="local_layers must hold layers: EagerTensor"):
         run(local_layers=[tf.ones(1)])
     with pytest.raises(ValueError, match="the local layer 'mine' must be built"):

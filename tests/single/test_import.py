@@ -70,7 +70,9 @@ def test_torch_may_be_imported_before_and_after(order):
     assert python(code) == "1\n"
 
 
-@pytest.mark.parametrize("name", ["FarandoleInternalError", "FarandoleEnvironmentError", "FarandoleBugError"])
+@pytest.mark.parametrize(
+    "name", ["FarandoleInternalError", "FarandoleUsageError", "FarandoleEnvironmentError", "FarandoleBugError"]
+)
 def test_exceptions_survive_pickling(name):
     error = pickle.loads(pickle.dumps(getattr(exceptions, name)("rank 1 died")))
     assert type(error).__name__ == name

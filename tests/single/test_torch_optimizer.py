@@ -119,7 +119,7 @@ def test_a_parameter_in_two_groups_is_refused(hvd):
 
 def test_a_number_of_groups_by_its_old_name_is_taken_with_a_warning(hvd):
     net = model()
-    with pytest.warns(DeprecationWarning, match="num_groups is deprecated: use groups"):
+    with pytest.warns(DeprecationWarning, match="`num_groups` has been replaced by `groups`"):
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), num_groups=2)
     net(torch.ones(2, 3)).sum().backward()
     optimizer.step()

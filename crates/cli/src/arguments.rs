@@ -3,10 +3,10 @@
 
 //! The command line.
 
-use clap::{Arg, ArgAction, Command, value_parser};
-use farandole::config::{KNOBS, Knob, PREFIX, Value};
+use clap::{ArgMatches, Command};
 
-use crate::{agent, bench, data, store};
+use crate::run::flags::FLAGS;
+use crate::{agent, bench, data, run, store};
 
 /// The whole command.
 pub(crate) fn command() -> Command {
@@ -15,7 +15,7 @@ pub(crate) fn command() -> Command {
         .about("Data-parallel deep learning on Spark, on plain hosts and in notebooks.")
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .subcommand(run())
+        .subcommand(run::command())
         .subcommand(agent::command())
         .subcommand(bench::command())
         .subcommand(data::command())
@@ -26,58 +26,56 @@ pub(crate) fn command() -> Command {
         )
 }
 
-fn run() -> Command {
-    Command::new("run")
-        .about("Runs a program on several processes of this host; `-np N` may be written for `--num-proc N`.")
-        .override_usage("farandole run -np <N> [OPTIONS] <COMMAND>...")
-        .arg(
-            Arg::new("num_proc")
-                .long("num-proc")
-                .short('n')
-                .value_name("N")
-                .required(true)
-                .value_parser(value_parser!(u32).range(1..))
-                .help("Number of processes"),
-        )
-        .arg(
-            Arg::new("hosts").long("hosts").short('H').value_name("HOSTS").help("Hosts and slots: `a:2,b:4`"),
-        )
-        .arg(Arg::new("verbose").long("verbose").action(ArgAction::SetTrue).help("Say where each rank runs"))
-        .args(flags().map(|knob| {
-            let arg = Arg::new(knob.key)
-                .long(knob.flag.unwrap_or_default().trim_start_matches('-'))
-                .help(format!("{} [{PREFIX}{}]", knob.doc.trim(), knob.name));
-            if is_switch(knob) { arg.action(ArgAction::SetTrue) } else { arg.value_name("VALUE") }
-        }))
-        .arg(
-            Arg::new("command")
-                .value_name("COMMAND")
-                .required(true)
-                .num_args(1..)
-                .trailing_var_arg(true)
-                .help("The program and its arguments"),
-        )
+/// What the words mean: the subcommand and its arguments; `drop_in`: they are Horovod's, and mean `run`.
+///
+/// # Errors
+/// clap's: what is wrong, or help that was asked for.
+pub(crate) fn matches(argv: &[String], drop_in: bool) -> Result<(String, ArgMatches), clap::Error> {
+    if !drop_in {
+        let subcommand = command().try_get_matches_from(normalized(argv))?.remove_subcommand();
+        return Ok(subcommand.unwrap_or_default());
+    }
+    let mut words = argv.to_vec();
+    words.insert(words.len().min(1), "run".to_owned());
+    let mut words = normalized(&words);
+    words.remove(1);
+    let horovodrun = run::command()
+        .name("horovodrun")
+        .override_usage("horovodrun [-np N] [-H HOST:SLOTS,...] [OPTIONS] COMMAND...");
+    Ok(("run".to_owned(), horovodrun.try_get_matches_from(words)?))
 }
 
-/// Knobs that are flags of `run`.
-pub(crate) fn flags() -> impl Iterator<Item = &'static Knob> {
-    KNOBS.iter().filter(|knob| knob.flag.is_some())
-}
-
-/// Whether a knob's flag takes no value.
-pub(crate) fn is_switch(knob: &Knob) -> bool {
-    knob.expected == <bool as Value>::EXPECTED
-}
-
-/// `-np` as Horovod's scripts have it becomes `--num-proc`, as long as it is ours and not the program's.
+/// Horovod's names behind a single dash become ours, as long as they are ours and not the program's.
 pub(crate) fn normalized(argv: &[String]) -> Vec<String> {
+    let long = |word: &str| {
+        let name = word.strip_prefix('-')?;
+        let flag = FLAGS.iter().find(|flag| flag.single.contains(&name))?;
+        Some(format!("--{}", flag.name))
+    };
     if argv.get(1).is_some_and(|word| word == "bench") {
         // There is no other program whose words these could be.
-        return argv.iter().map(|word| if word == "-np" { "--num-proc" } else { word }.to_owned()).collect();
+        return argv.iter().map(|word| long(word).unwrap_or_else(|| word.clone())).collect();
     }
-    let takes_value = |word: &str| {
-        matches!(word, "-np" | "-n" | "--num-proc" | "-H" | "--hosts")
-            || flags().any(|knob| knob.flag == Some(word) && !is_switch(knob))
+    if argv.get(1).is_none_or(|word| word != "run") {
+        return argv.to_vec();
+    }
+    let command = run::command();
+    let takes = |word: &str| {
+        let arg = command.get_arguments().find(|arg| {
+            let long = word.strip_prefix("--").is_some_and(|name| {
+                arg.get_long() == Some(name) || arg.get_all_aliases().is_some_and(|all| all.contains(&name))
+            });
+            let short = word.strip_prefix('-').and_then(|name| {
+                let mut letters = name.chars();
+                letters.next().filter(|_| letters.next().is_none())
+            });
+            long || (short.is_some() && arg.get_short() == short)
+        });
+        arg.map_or(0, |arg| {
+            let one = usize::from(arg.get_action().takes_values());
+            arg.get_num_args()
+                .map_or(one, |count| count.min_values().min(count.max_values()).max(one * count.min_values()))
+        })
     };
     let mut words = Vec::with_capacity(argv.len());
     let mut rest = argv.iter();
@@ -87,10 +85,10 @@ pub(crate) fn normalized(argv: &[String]) -> Vec<String> {
             words.push(word.clone());
             break;
         }
-        words.push(if word == "-np" { "--num-proc".to_owned() } else { word.clone() });
-        if takes_value(word) {
-            words.extend(rest.next().cloned());
-        }
+        let word = long(word).unwrap_or_else(|| word.clone());
+        let count = takes(&word);
+        words.push(word);
+        words.extend(rest.by_ref().take(count).cloned());
     }
     words.extend(rest.cloned());
     words
@@ -118,7 +116,7 @@ mod tests {
         );
         let matches = command().try_get_matches_from(normalized(&line)).unwrap();
         let (_, run) = matches.subcommand().unwrap();
-        assert_eq!(run.get_one::<u32>("num_proc"), Some(&2));
+        assert_eq!(run.get_one::<String>("num-proc").unwrap(), "2");
         let program: Vec<&String> = run.get_many("command").unwrap().collect();
         assert_eq!(program, ["mpirun", "-np", "4", "a.out"]);
     }
@@ -134,17 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn every_knob_with_a_flag_is_one() {
-        // CL-2.
-        let run = run();
-        for knob in flags() {
-            assert!(run.get_arguments().any(|arg| arg.get_id() == knob.key), "{} has no flag", knob.key);
-        }
-    }
-
-    #[test]
     fn no_process_and_no_program_are_refused() {
-        assert!(command().try_get_matches_from(words("farandole run -n 0 a.out")).is_err());
         assert!(command().try_get_matches_from(words("farandole run -n 2")).is_err());
         assert!(command().try_get_matches_from(words("farandole")).is_err());
     }

@@ -21,7 +21,7 @@ use farandole::registrar::{Client, Options, PROTOCOL_VERSION, Registrar, host};
 use farandole::transport::{LinkKind, MemoryRendezvous, Mesh, MeshOptions};
 use farandole::world::{Rank, TaskId};
 
-use crate::console::Prefixed;
+use crate::console::Console;
 use crate::surroundings::{Distribution, Python, Surroundings};
 
 /// How long one try may take.
@@ -292,7 +292,7 @@ fn launching(page: &mut Page) {
     page.attempt("worker processes", "The message names what the system refused.", || {
         let command = ["/bin/sh", "-c", "test \"$WORLD_SIZE\" = 2"].map(str::to_owned).to_vec();
         let job = Job::here(2, command, std::collections::BTreeMap::new(), Config::from_env()?);
-        let sink = std::sync::Arc::new(Prefixed) as std::sync::Arc<dyn farandole::telemetry::Sink>;
+        let sink = std::sync::Arc::new(Console::default()) as std::sync::Arc<dyn farandole::telemetry::Sink>;
         let report = job.run(&sink, &|| Wish::GoOn)?;
         match report.reason() {
             None => Ok("2 were started and ended".to_owned()),

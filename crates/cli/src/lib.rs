@@ -3,7 +3,7 @@
 
 //! The farandole command.
 //!
-//! Owns the command line: `run` starts a program on several processes of this host, `bench` times collectives on them,
+//! Owns the command line: `run` starts a program on several processes of one host or of several, `bench` times collectives on them,
 //! `data` prepares data and looks into it, `store` shows and tidies stores, `doctor` says what works here.
 //! Refuses logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which lends
 //! it an interpreter through [`Surroundings`]; there is no second binary.
@@ -18,6 +18,7 @@
 mod agent;
 mod arguments;
 mod bench;
+mod check_build;
 mod console;
 mod data;
 mod doctor;
@@ -30,32 +31,44 @@ pub use surroundings::{Distribution, Python, Surroundings};
 
 use std::io::Write as _;
 
+/// The drop-in's command.
+const HOROVODRUN: &str = "horovodrun";
+
 /// Runs the command. `argv` starts with the program's name; the result is the exit status.
+///
+/// Called `horovodrun`, it is `run`.
 pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
     logging::install_from_environment();
-    let matches = match arguments::command().try_get_matches_from(arguments::normalized(argv)) {
-        Ok(matches) => matches,
+    let drop_in = argv.first().is_some_and(|name| name == HOROVODRUN);
+    let called = if drop_in { HOROVODRUN } else { "farandole" };
+    let (subcommand, matches) = match arguments::matches(argv, drop_in) {
+        Ok(found) => found,
         Err(error) => {
             // Help and versions go to stdout and are no failure; a closed pipe does not make them one.
             drop(error.print());
             return error.exit_code();
         }
     };
-    let ended = match matches.subcommand() {
-        Some(("run", matches)) => run::run(matches, surroundings),
-        Some(("bench", matches)) => bench::bench(matches, surroundings),
-        Some(("data", matches)) => data::data(matches, surroundings),
-        Some(("store", matches)) => store::store(matches),
-        Some(("agent", _)) => agent::agent(surroundings),
-        Some(("doctor", _)) => doctor::doctor(surroundings),
-        other => Err(anyhow::anyhow!("no such command: {other:?}")),
+    let ended = match subcommand.as_str() {
+        "agent" => agent::agent(surroundings),
+        "bench" => bench::bench(&matches, surroundings),
+        "data" => data::data(&matches, surroundings),
+        "doctor" => doctor::doctor(surroundings),
+        "run" => run::run(called, &matches, surroundings),
+        "store" => store::store(&matches),
+        other => Err(anyhow::anyhow!("no such command: {other}")),
     };
     match ended {
         Ok(status) => status,
         Err(error) => {
-            // Nobody is left to tell when stderr is closed.
-            drop(writeln!(std::io::stderr(), "farandole: {error:#}"));
+            say(called, &format!("{error:#}"));
             1
         }
     }
+}
+
+/// Tells the user something.
+fn say(called: &str, message: &str) {
+    // Nobody is left to tell when stderr is closed.
+    drop(writeln!(std::io::stderr(), "{called}: {message}"));
 }

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::value::{Error, LogLevel, PortRange, Value};
+use crate::value::{Error, Gradients, LogLevel, PortRange, Value};
 use crate::{HOROVOD_PREFIX, PREFIX, environment};
 
 /// A row of the registry.
@@ -151,6 +151,10 @@ knobs! {
     job: String = "", "JOB", None, false;
     /// Task number of this process within its job. Set by launchers.
     task: u64 = "0", "TASK", None, false;
+    /// Secret of a job that mpirun, srun, torchrun or the like started, the same in all its processes and forwarded by what starts them; at least 16 characters, random ones, as by `openssl rand -hex 32`. Never printed.
+    job_secret: String = "", "JOB_SECRET", None, false;
+    /// Where the ranks of such a job meet: `host:port` of rank 0, which takes a `FARANDOLE_JOB_SECRET`, or a directory that all of them see, as `/path` or `file:///path`.
+    rendezvous: String = "", "RENDEZVOUS", None, false;
     /// Generation of the job that this process was started for; 0 where none is known. Set by launchers.
     generation: u64 = "0", "GENERATION", None, false;
     /// Addresses the registrar is reached at; default: all of the driver's own.
@@ -223,6 +227,8 @@ knobs! {
     cuda_libraries: String = "", "CUDA_LIBRARIES", None, true;
     /// TensorFlow: collectives inside functions that XLA compiles for the CPU are calls of XLA's. Off: such functions are split around them, as where XLA cannot call.
     enable_xla_ops: bool = "1", "ENABLE_XLA_OPS", None, true;
+    /// The gradients of collectives in torch and TensorFlow: `farandole`, those of the sum of all ranks' losses; `horovod`, those of Horovod 0.28, which for n ranks are 1/n of that for `allgather` and `broadcast`, n times that for `reducescatter`, and the reduction of the gradients by the same op for an allreduce by `Min`, `Max`, `Product` or `Adasum`. `import horovod` sets `horovod` where nothing is set. The same on all ranks.
+    gradient_convention: Gradients = "farandole", "GRADIENT_CONVENTION", None, true;
     /// No ranges for NVIDIA's profilers, even where their library is found.
     disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
     /// The least grave events of the engine that are logged, in any case of letters: in workers by Python's `logging`, by the command on stderr. Where it is given, it is also the level of Python's logger `farandole`, unless the script sets one.
@@ -294,6 +300,15 @@ mod tests {
         assert_eq!(read(&[("HOROVOD_LOG_LEVEL", "DEBUG")]).unwrap().log_level, LogLevel::Debug);
         let error = read(&[("FARANDOLE_LOG_LEVEL", "verbose")]).unwrap_err().to_string();
         assert_eq!(error, "FARANDOLE_LOG_LEVEL must be trace, debug, info, warning, error or fatal: verbose");
+    }
+
+    #[test]
+    fn the_convention_of_gradients_is_one_of_two_words() {
+        assert_eq!(read(&[]).unwrap().gradient_convention, Gradients::Farandole);
+        let horovods = read(&[("FARANDOLE_GRADIENT_CONVENTION", "Horovod")]).unwrap();
+        assert_eq!(horovods.gradient_convention, Gradients::Horovod);
+        let error = read(&[("HOROVOD_GRADIENT_CONVENTION", "theirs")]).unwrap_err().to_string();
+        assert_eq!(error, "HOROVOD_GRADIENT_CONVENTION must be farandole or horovod: theirs");
     }
 
     #[test]

@@ -61,6 +61,15 @@ impl LogLevel {
     }
 }
 
+/// Whose gradients collectives have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gradients {
+    /// Those of the sum of all ranks' losses.
+    Farandole,
+    /// Those of Horovod 0.28.
+    Horovod,
+}
+
 /// A type that a knob can have.
 pub trait Value: Sized {
     /// What is accepted, for messages and the reference page.
@@ -135,6 +144,17 @@ impl Value for LogLevel {
     const EXPECTED: &'static str = "trace, debug, info, warning, error or fatal";
     fn parse(text: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|level| level.name().eq_ignore_ascii_case(text))
+    }
+}
+
+impl Value for Gradients {
+    const EXPECTED: &'static str = "farandole or horovod";
+    fn parse(text: &str) -> Option<Self> {
+        match text.to_ascii_lowercase().as_str() {
+            "farandole" => Some(Self::Farandole),
+            "horovod" => Some(Self::Horovod),
+            _ => None,
+        }
     }
 }
 

@@ -11,9 +11,10 @@
 //! | Grid Engine | `PE_HOSTFILE` | that file | `qrsh -inherit`, or ssh |
 //! | Kubernetes MPIJob | `OMPI_MCA_orte_default_hostfile`, `I_MPI_HYDRA_HOST_FILE` or `HYDRA_HOST_FILE` | that file | the rsh agent it names, or ssh |
 
+use farandole_world::nodelist::{expand, repeated};
+
 use crate::error::{Error, Result};
 use crate::hosts::{HostSlots, merged, parse_hostfile};
-use crate::nodelist::{expand, repeated};
 use crate::shell::Shell;
 
 /// What looks up a variable of the environment, and what reads a file: a test plays both.
@@ -107,7 +108,8 @@ fn lsf(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     let hosts = if let Some(text) = here.variable("LSB_MCPU_HOSTS") {
         let words: Vec<&str> = text.split_whitespace().collect();
         let pairs = words.chunks_exact(2).map(|pair| Some(HostSlots::new(pair[0], pair[1].parse().ok()?)));
-        let hosts: Option<Vec<HostSlots>> = if words.len().is_multiple_of(2) { pairs.collect() } else { None };
+        let hosts: Option<Vec<HostSlots>> =
+            if words.len().is_multiple_of(2) { pairs.collect() } else { None };
         hosts.ok_or_else(|| wrong("LSB_MCPU_HOSTS", &text))?
     } else if let Some(path) = here.variable("LSB_DJOB_HOSTFILE") {
         listed(here, "LSB_DJOB_HOSTFILE", &path)?

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use farandole_config::Config;
 use farandole_registrar::{Event, Options, Registrar};
 use farandole_telemetry::{Record, Sink};
-use farandole_world::TaskId;
+use farandole_world::{TaskId, World};
 
 use crate::agent::{Agent, Outcome, Output, Task};
 use crate::environment::forwarded_environment;
@@ -70,6 +70,9 @@ pub enum Wish {
     Kill,
 }
 
+/// Hears of the ranks.
+type Assigned<'a> = dyn Fn(&World) + 'a;
+
 impl Job {
     /// A job of this host alone.
     pub fn here(
@@ -89,13 +92,26 @@ impl Job {
         }
     }
 
+    /// As [`Job::run_told`], and nobody wants to know the ranks.
+    ///
+    /// # Errors
+    /// As [`Job::run_told`].
+    pub fn run(&self, sink: &Arc<dyn Sink>, wish: &dyn Fn() -> Wish) -> Result<Report> {
+        self.run_told(sink, wish, &|_| {})
+    }
+
     /// Runs the command until all processes have ended, or until one has failed and the others were ended, or until
-    /// `wish` says so. Lines of the workers go to `sink`.
+    /// `wish` says so. Lines of the workers go to `sink`; `assigned` hears of the ranks.
     ///
     /// # Errors
     /// `Usage` for no process, an empty command or too few slots; `Host` and `Hosts` for hosts that cannot be used, or
     /// were lost; `Registrar`, `Spawn`, `System`.
-    pub fn run(&self, sink: &Arc<dyn Sink>, wish: &dyn Fn() -> Wish) -> Result<Report> {
+    pub fn run_told(
+        &self,
+        sink: &Arc<dyn Sink>,
+        wish: &dyn Fn() -> Wish,
+        assigned: &Assigned<'_>,
+    ) -> Result<Report> {
         if self.num_proc == 0 {
             return Err(Error::Usage { reason: "at least one process is needed".to_owned() });
         }
@@ -111,7 +127,7 @@ impl Job {
         }
         let registrar = Registrar::start(options)
             .map_err(|source| Error::Registrar { task: TaskId(0), source: Box::new(source) })?;
-        let mut crew = Crew::start(self, &registrar, sink, here, there)?;
+        let mut crew = Crew::start(self, &registrar, (sink, assigned), here, there)?;
         let ended = crew.conduct(wish);
         drop(crew);
         registrar.close();
@@ -173,6 +189,7 @@ struct Elsewhere {
 struct Crew<'a> {
     registrar: &'a Registrar,
     sink: &'a Arc<dyn Sink>,
+    assigned: &'a Assigned<'a>,
     num_proc: u32,
     agents: BTreeMap<u32, Agent>,
     hosts: Vec<Elsewhere>,
@@ -180,6 +197,8 @@ struct Crew<'a> {
     outcomes: BTreeMap<u32, Outcome>,
     /// Hosts and agents that could not do their part.
     errors: Vec<Error>,
+    /// Hosts whose last words were given up on.
+    unheard: Vec<Error>,
     failed_at: Option<Instant>,
     over_at: Option<Instant>,
     wish: Wish,
@@ -189,7 +208,7 @@ impl<'a> Crew<'a> {
     fn start(
         job: &Job,
         registrar: &'a Registrar,
-        sink: &'a Arc<dyn Sink>,
+        (sink, assigned): (&'a Arc<dyn Sink>, &'a Assigned<'a>),
         here: Vec<u32>,
         there: Vec<Placement>,
     ) -> Result<Self> {
@@ -207,12 +226,14 @@ impl<'a> Crew<'a> {
         Ok(Self {
             registrar,
             sink,
+            assigned,
             num_proc: job.num_proc,
             agents,
             hosts,
             notices,
             outcomes: BTreeMap::new(),
             errors: Vec::new(),
+            unheard: Vec::new(),
             failed_at: None,
             over_at: None,
             wish: Wish::GoOn,
@@ -231,6 +252,10 @@ impl<'a> Crew<'a> {
         // What the workers of other hosts wrote last came before their ends did.
         self.events(Instant::now());
         let interrupted = self.wish > Wish::GoOn;
+        if self.errors.is_empty() && self.outcomes.values().all(Outcome::is_success) {
+            // Hosts that fall silent together leave nobody who could say why the job ended.
+            self.errors.append(&mut self.unheard);
+        }
         match Error::of_hosts(std::mem::take(&mut self.errors)) {
             Some(error) if !interrupted => Err(error),
             _ => Ok(Report {
@@ -250,6 +275,7 @@ impl<'a> Crew<'a> {
         for event in drained.records {
             match event {
                 Event::Record(record @ Record::Log(_)) => self.sink.accept(record),
+                Event::Assigned { world } => (self.assigned)(&world),
                 Event::Lost { task, .. } => {
                     let host = self.hosts.iter_mut().find(|host| host.tasks.contains(&task.0));
                     if let Some(host) = host {
@@ -342,6 +368,8 @@ impl<'a> Crew<'a> {
             let gone = self.over_at.is_some() && passed(host.silent_since, SILENT);
             if (gone || late) && host.tasks.clone().any(|task| !told.contains(&task)) {
                 host.remote.hang_up();
+                let reason = "its agent fell silent".to_owned();
+                self.unheard.push(Error::Host { host: host.remote.host().to_owned(), reason });
                 for task in host.tasks.clone().filter(|task| told.insert(*task)) {
                     tracing::info!(task, host = host.remote.host(), "its end is not waited for");
                 }

@@ -43,7 +43,6 @@ pub mod hosts;
 mod job;
 mod lines;
 mod near;
-pub mod nodelist;
 mod orders;
 mod remote;
 mod report;

@@ -7,7 +7,9 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use farandole_telemetry::{LogLine, Metric, Record, Stream};
-use farandole_world::{Generation, HostFacts, HostHash, Rank, TaskId, TaskPlace, World, assign};
+use farandole_world::{
+    Generation, HostFacts, HostHash, Rank, TaskId, TaskPlace, World, assign, assign_in_order,
+};
 use prost::Message as _;
 
 use crate::exit::{Exit, How, Verdict};
@@ -34,7 +36,9 @@ pub(crate) fn encode_world(world: &World) -> Bytes {
             wire::Host { shared, rest: rest.to_owned(), digest, runs: runs(&tasks) }
         })
         .collect();
-    wire::World { generation: world.generation.0, hosts }.encode_to_vec().into()
+    // Where both rules give this order they give one world.
+    let in_order = world.seats.is_sorted_by_key(|seat| seat.task);
+    wire::World { generation: world.generation.0, hosts, in_order }.encode_to_vec().into()
 }
 
 /// The world in `bytes`, seen from `task`. The error says what is wrong with it.
@@ -63,7 +67,8 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
             );
         }
     }
-    let world = assign(Generation(message.generation), &places).map_err(|error| error.to_string())?;
+    let rule = if message.in_order { assign_in_order } else { assign };
+    let world = rule(Generation(message.generation), &places).map_err(|error| error.to_string())?;
     let rank = (0u32..)
         .zip(&world.seats)
         .find(|(_, seat)| seat.task == task)
@@ -219,10 +224,12 @@ mod tests {
                 .zip(&hosts)
                 .map(|(task, host)| TaskPlace { task: TaskId(task * gap), host: HostHash(host.clone()) })
                 .collect();
-            let world = assign(Generation(generation), &places).unwrap();
-            for (rank, seat) in (0u32..).zip(&world.seats) {
-                let seen = decode_world(encode_world(&world), seat.task).unwrap();
-                prop_assert_eq!(seen, world.seen_from(Rank(rank)).unwrap());
+            for rule in [assign, assign_in_order] {
+                let world = rule(Generation(generation), &places).unwrap();
+                for (rank, seat) in (0u32..).zip(&world.seats) {
+                    let seen = decode_world(encode_world(&world), seat.task).unwrap();
+                    prop_assert_eq!(seen, world.seen_from(Rank(rank)).unwrap());
+                }
             }
         }
 

@@ -56,11 +56,12 @@ pub fn bound(wish: &str) -> Result<Option<IpAddr>> {
 /// `Options` naming the interfaces when none has a network.
 pub fn network_of(interfaces: &[String]) -> Result<String> {
     let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
-    let found = interfaces.iter().find_map(|name| {
-        if name == "lo" { Some("127.0.0.0/8".to_owned()) } else { on_link(&routes, name) }
-    });
+    let found = interfaces
+        .iter()
+        .find_map(|name| if name == "lo" { Some("127.0.0.0/8".to_owned()) } else { on_link(&routes, name) });
     found.ok_or_else(|| {
-        let known: Vec<&str> = routes.lines().skip(1).filter_map(|line| line.split_whitespace().next()).collect();
+        let known: Vec<&str> =
+            routes.lines().skip(1).filter_map(|line| line.split_whitespace().next()).collect();
         let reason = format!(
             "none of these network interfaces has an IPv4 network on this host: {} (those with one: {})",
             interfaces.join(", "),

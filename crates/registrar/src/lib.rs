@@ -16,7 +16,8 @@
 //! ```
 //!
 //! Every call proves the token of the [`Ticket`]; the client accepts only the certificate that the ticket names.
-//! Ranks go by `farandole_world::assign`, and both ends compute them from the same registrations.
+//! Ranks go by `farandole_world::assign`, or are the tasks' numbers where somebody else gave them out
+//! ([`Registrar::start_in_order`]); both ends compute them from the same registrations.
 //!
 //! Invariants: `MB-1` to `MB-5` of `membership`, and
 //! - `RG-1`: a call without the job's token learns and changes nothing.
@@ -38,6 +39,7 @@ mod generated;
 pub mod host;
 mod kv;
 mod membership;
+mod secret;
 mod server;
 mod ticket;
 mod tls;
@@ -47,6 +49,7 @@ pub use client::{Cancel, Client, Relay};
 pub use error::{Error, Result};
 pub use event::Event;
 pub use exit::{Exit, How, Verdict, signal_name};
+pub use secret::Secret;
 pub use server::{Options, Registrar};
 pub use ticket::Ticket;
 pub use wire::{MAX_RESULT, PROTOCOL_VERSION};

@@ -32,6 +32,10 @@ impl Token {
         Self(rand::random())
     }
 
+    pub(crate) fn of(bytes: [u8; SECRET_LEN]) -> Self {
+        Self(bytes)
+    }
+
     /// 64 hex digits, as calls carry it.
     pub(crate) fn hex(&self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()

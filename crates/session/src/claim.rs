@@ -127,7 +127,7 @@ fn read(value: &[u8]) -> (String, String) {
 
 /// Tells this process from every other of its host: a number is used again one day, but not at the same tick. A program
 /// that replaces itself (`exec`) stays the same process.
-fn identity() -> String {
+pub(crate) fn identity() -> String {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     // Counting starts behind the name, which may hold anything: field 3 is the state, field 22 the start.
     let started = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(19));

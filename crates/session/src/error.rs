@@ -10,6 +10,11 @@ use farandole_world::{Fault, ProcessSetId, Rank};
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// How ranks that others have started meet.
+const WAYS: &str = "ranks on one host meet in a file of the user's, those of several in ~/.farandole, if they share it, \
+    in the directory that FARANDOLE_RENDEZVOUS names, or at FARANDOLE_RENDEZVOUS=host:port of rank 0 with the same \
+    FARANDOLE_JOB_SECRET everywhere; the starter must forward these variables (mpirun -x, srun --export)";
+
 /// A session that could not begin, or is not there.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -69,6 +74,50 @@ pub enum Error {
         rank: Rank,
         /// The process that has it.
         holder: String,
+    },
+    /// What a starter has told in the environment is no place.
+    #[error("cannot tell this process's rank: {reason}")]
+    Place {
+        /// What is wrong, naming the variables.
+        reason: String,
+    },
+    /// The ranks that a starter has made cannot meet.
+    #[error("{starter} started {size} processes, which have no way to meet: {reason}; {WAYS}")]
+    NoWay {
+        /// Who started them.
+        starter: &'static str,
+        /// How many.
+        size: u32,
+        /// What keeps them apart.
+        reason: String,
+    },
+    /// Ranks that a starter has made did not all meet in time.
+    #[error(
+        "timed out after {elapsed:.1?}: rank {rank} of {size}, started by {starter}, waited for {what}; {WAYS}"
+    )]
+    Missed {
+        /// The calling rank.
+        rank: Rank,
+        /// Ranks there are.
+        size: u32,
+        /// Who started them.
+        starter: &'static str,
+        /// What was waited for, and what was seen of it.
+        what: String,
+        /// Time spent.
+        elapsed: Duration,
+    },
+    /// A parent of this process has its rank.
+    #[error(
+        "rank {rank} is already {holder}: a process that a rank starts is no rank; remove {variable} from its environment to have it form a world of its own"
+    )]
+    Held {
+        /// The rank.
+        rank: Rank,
+        /// The process that has it.
+        holder: String,
+        /// The variable that tells the rank.
+        variable: &'static str,
     },
     /// Process sets may not be changed.
     #[error(
@@ -143,11 +192,13 @@ impl Error {
             | Self::NotAmong { .. }
             | Self::Worlds { .. }
             | Self::Taken { .. }
+            | Self::Held { .. }
+            | Self::Place { .. }
             | Self::Fixed
             | Self::SetExists { .. }
             | Self::NoSuchSet(_)
             | Self::Unfinished { .. } => Fault::Usage,
-            Self::Interrupted => Fault::Environment,
+            Self::Interrupted | Self::NoWay { .. } | Self::Missed { .. } => Fault::Environment,
             Self::Registrar(error) => error.fault(),
             Self::Transport(Transport::PeerLost { .. } | Transport::Timeout { .. }) => Fault::Peer,
             Self::Transport(Transport::Frame { .. }) | Self::Collectives(_) => Fault::Bug,

@@ -8,10 +8,14 @@
 //! ```text
 //! Client::of_process -> await_assignment -> claim -> Mesh::join -> links -> HostCommunicator -> Engine -> sets
 //!      registrar            World         one holder  rendezvous   control and data                 all agree
+//! started (mpirun, srun, torchrun, ...)
 //! ```
 //!
-//! Refuses policy: who gets which rank is the registrar's, when to form a new world the trainer's. A process that
-//! nobody launched gets a world of one.
+//! Where this process belongs is told by the ticket that our own launcher has set (`FARANDOLE_JOB`), or else by the
+//! variables of another starter (`started`), or by the caller, who has a communicator of his own ([`Told`], [`host`]). A
+//! process that nobody started gets a world of one.
+//!
+//! Refuses policy: who gets which rank is the registrar's or the starter's, when to form a new world the trainer's.
 //!
 //! Invariants:
 //! - `SE-1`: at most one session per process; `init` while one runs does nothing.
@@ -19,6 +23,7 @@
 //! - `SE-3`: no wait is longer than its deadline, and each gives up within seconds when asked to.
 //! - `SE-4`: a forked child sees the world but neither uses nor ends its parent's session.
 //! - `SE-5`: a rank belongs to one process; process sets have the same numbers and members on all ranks.
+//! - `SE-6`: a process that was started as one of several is never alone by accident: it joins them or fails.
 
 #![forbid(unsafe_code)]
 
@@ -36,10 +41,12 @@ mod say;
 mod session;
 mod sets;
 mod stalls;
+mod started;
 mod wishes;
 
 pub use error::{Error, Result};
 pub use process::{begin, current, init, is_initialized, shutdown};
 pub use session::Session;
 pub use stalls::Stacks;
-pub use wishes::Wishes;
+pub use started::{holder, host};
+pub use wishes::{Told, Wishes};

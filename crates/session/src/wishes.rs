@@ -3,6 +3,8 @@
 
 //! What `init` is asked for, and what can be told of it without other ranks.
 
+use std::fmt;
+
 use farandole_world::{Rank, World};
 
 use crate::{Error, Result};
@@ -16,6 +18,23 @@ pub struct Wishes {
     pub process_sets: Vec<Vec<u32>>,
     /// Whether process sets may be added and removed later.
     pub dynamic: bool,
+    /// The world and this process's rank in it, where they are known otherwise than by the environment.
+    pub told: Option<Told>,
+}
+
+/// A place that somebody who has a communicator of his own tells: see [`crate::host`].
+#[derive(Clone)]
+pub struct Told {
+    /// The ticket that rank 0 got from [`crate::host`].
+    pub ticket: String,
+    /// The rank of this process.
+    pub rank: u32,
+}
+
+impl fmt::Debug for Told {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Told").field("rank", &self.rank).finish_non_exhaustive()
+    }
 }
 
 impl Wishes {

@@ -229,6 +229,18 @@ impl Consumer {
         Ok(unsafe { slice::from_raw_parts(self.ring.mapping.data(self.offset), self.granted) })
     }
 
+    /// As [`window`](Self::window), to change the bytes where they lie: they are the consumer's until it releases them.
+    ///
+    /// # Errors
+    /// As `window`.
+    pub fn window_mut(&mut self) -> Result<&mut [u8]> {
+        let bytes = self.window()?.len();
+        // SAFETY: the range of `window`, borrowed from `self` alone. The producer of this process never touches what it
+        // has published, no two of the bytes are the same memory (the mirror repeats only after `capacity`), and there is
+        // one consumer (SHM-2).
+        Ok(unsafe { slice::from_raw_parts_mut(self.ring.mapping.data(self.offset), bytes) })
+    }
+
     /// Gives back the first `bytes` of the last window; true when the producer asked to hear of it.
     ///
     /// # Errors
@@ -311,6 +323,20 @@ mod tests {
             producer.commit(1).unwrap();
             consumer.window().unwrap();
             consumer.release(1).unwrap();
+        }
+    }
+
+    #[test]
+    fn bytes_of_a_consumer_may_be_changed_where_they_lie() {
+        let (mut producer, mut consumer) = private(4096).unwrap();
+        for round in 0..3_u8 {
+            producer.window().unwrap()[..3000].fill(round);
+            producer.commit(3000).unwrap();
+            let window = consumer.window_mut().unwrap();
+            assert!(window.len() == 3000 && window.iter().all(|byte| *byte == round));
+            window.fill(9);
+            assert!(consumer.window().unwrap().iter().all(|byte| *byte == 9));
+            consumer.release(3000).unwrap();
         }
     }
 

@@ -4,8 +4,10 @@
 //! Where this host can be reached, and in which order a peer tries.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
+use std::os::fd::AsFd;
 
 use farandole_config::PortRange;
+use rustix::net::getpeername;
 
 use crate::{Error, Result};
 
@@ -90,6 +92,12 @@ pub(crate) fn listen(bind: Option<IpAddr>, ports: PortRange) -> Result<(TcpListe
         what: "bind",
         reason: format!("no free port in {}-{}: {last}", ports.first, ports.last),
     })
+}
+
+/// Where a connection leads, for messages.
+pub(crate) fn of_peer(socket: impl AsFd) -> String {
+    let address = getpeername(socket).ok().flatten().and_then(|address| SocketAddr::try_from(address).ok());
+    address.map_or("an unknown address".to_owned(), |address| address.to_string())
 }
 
 /// The order in which a peer's addresses are tried: loopback first on the same host; elsewhere only when there is

@@ -15,10 +15,11 @@ use rustix::net::{
     socket_with, sockopt,
 };
 
-use crate::handshake::{ACCEPTED, CHALLENGE, Carrier, Hello, Status, Transcript, VERSION, nonce};
+use crate::handshake::exchange::{Keys, Side, Suite};
+use crate::handshake::{self, ACCEPTED, CHALLENGE, Carrier, Hello, OPENING, Offer, Status, VERSION, nonce};
 use crate::peer::Peer;
 use crate::service::PATIENCE;
-use crate::shared::Shared;
+use crate::shared::{Secured, Shared};
 use crate::{Error, Result};
 
 /// Pause before all addresses are tried again.
@@ -169,7 +170,7 @@ pub(crate) fn any(
     request: &Request<'_>,
     addresses: &[SocketAddr],
     wait: &mut Wait<'_>,
-) -> Result<OwnedFd> {
+) -> Result<Secured> {
     let started = Instant::now();
     let deadline = wait.deadline.min(started + REACH.max(2 * shared.peer_timeout));
     let mut before = false;
@@ -183,9 +184,13 @@ pub(crate) fn any(
             let began = Instant::now();
             let attempt = deadline.min(wait.attempt(shared));
             let outcome = remote(*address, attempt)
-                .and_then(|socket| converse(shared, request, socket, &[], attempt).map(|(socket, _)| socket));
+                .and_then(|socket| converse(shared, request, socket, &[], attempt))
+                .and_then(|(socket, keys, _)| {
+                    let keyless = || Failure::Stranger(format!("rank {}: a bad public key", request.to.rank));
+                    Ok(Secured { socket, keys: keys.ok_or_else(keyless)? })
+                });
             match outcome {
-                Ok(socket) => return Ok(socket),
+                Ok(secured) => return Ok(secured),
                 Err(Failure::Own(error)) => return Err(error),
                 Err(failure) => {
                     final_words &= matches!(failure, Failure::Refused(_)) || failure.answered();
@@ -255,10 +260,12 @@ pub(crate) fn converse(
     socket: OwnedFd,
     descriptors: &[BorrowedFd<'_>],
     deadline: Instant,
-) -> Attempt<(OwnedFd, Vec<OwnedFd>)> {
+) -> Attempt<(OwnedFd, Option<Keys>, Vec<OwnedFd>)> {
+    let own = |error: Error| Failure::Unanswered(error.to_string());
     let hello = Hello {
         version: VERSION,
         carrier: request.carrier,
+        suite: Suite::own(),
         generation: shared.generation,
         channel: request.channel,
         from: shared.rank,
@@ -267,15 +274,26 @@ pub(crate) fn converse(
         stream: request.stream.0,
         streams: request.stream.1,
         capacity: request.capacity,
-        nonce: nonce().map_err(|error| Failure::Unanswered(error.to_string()))?,
-    }
-    .encode();
-    send(&socket, &hello, &[])?;
+        nonce: nonce().map_err(own)?,
+    };
+    let offer = Offer::new(&shared.key, &hello).map_err(own)?;
+    send(&socket, offer.hello(), &[])?;
+    let stranger = |reason: &str| Failure::Stranger(format!("rank {}: {reason}", request.to.rank));
     let mut challenge = [0; CHALLENGE];
+    let (opening, rest) = challenge.split_at_mut(OPENING);
     // Nothing was proved yet: what comes along is closed.
-    drop(receive(&socket, &mut challenge, deadline)?);
-    let (transcript, status) = Transcript::read(&shared.key, hello, &challenge)
-        .map_err(|reason| Failure::Stranger(format!("rank {}: {reason}", request.to.rank)))?;
+    drop(receive(&socket, opening, deadline)?);
+    match handshake::version(opening) {
+        Some(VERSION) => {}
+        Some(other) => {
+            let reason =
+                format!("it speaks version {other} of the protocol between ranks, this process {VERSION}");
+            return Err(stranger(&reason));
+        }
+        None => return Err(stranger("what listens there speaks another protocol")),
+    }
+    drop(receive(&socket, rest, deadline)?);
+    let (transcript, status) = offer.read(&challenge).map_err(stranger)?;
     welcome(request, status)?;
     send(&socket, &transcript.proof(), descriptors)?;
     let mut accepted = [0; ACCEPTED];
@@ -287,7 +305,7 @@ pub(crate) fn converse(
         .accepted(&accepted)
         .ok_or_else(|| Failure::Stranger(format!("rank {}: the last code does not hold", request.to.rank)))?;
     welcome(request, status)?;
-    Ok((socket, arrived))
+    Ok((socket, transcript.keys(Side::Dialer), arrived))
 }
 
 fn welcome(request: &Request<'_>, status: Status) -> Attempt<()> {

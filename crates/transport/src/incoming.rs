@@ -3,6 +3,7 @@
 
 //! The acceptor's side of one handshake, as a machine that never waits.
 
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,17 +12,18 @@ use farandole_shm::{Bell, Error as ShmError, Segment, handover};
 use farandole_world::Rank;
 use rustix::io::Errno;
 
-use crate::handshake::{CONTROL, Carrier, HELLO, Hello, PROOF, Status, Transcript, VERSION};
+use crate::handshake::exchange::Side;
+use crate::handshake::{self, CONTROL, Carrier, HELLO, Hello, OPENING, PROOF, Status, Transcript, VERSION};
 use crate::peer::Peer;
-use crate::shared::{Arrival, Shared};
+use crate::shared::{Arrival, Secured, Shared};
 use crate::tcp::stripes;
 use crate::watch::Watch;
 
 /// A connection whose handshake is not finished.
 pub(crate) struct Incoming {
     socket: OwnedFd,
-    /// Whether it came over the Unix socket.
-    local: bool,
+    /// Where it came from; `None` over the Unix socket.
+    source: Option<IpAddr>,
     pub(crate) deadline: Instant,
     buffer: [u8; HELLO],
     filled: usize,
@@ -60,8 +62,32 @@ impl AsFd for Incoming {
 
 impl Incoming {
     /// The socket must not block.
-    pub(crate) fn new(socket: OwnedFd, local: bool, deadline: Instant) -> Self {
-        Self { socket, local, deadline, buffer: [0; HELLO], filled: 0, stage: Stage::Hello }
+    pub(crate) fn new(socket: OwnedFd, source: Option<IpAddr>, deadline: Instant) -> Self {
+        Self { socket, source, deadline, buffer: [0; HELLO], filled: 0, stage: Stage::Hello }
+    }
+
+    /// Whether it has shown that it may be a rank: what it said first bears the key's code.
+    pub(crate) fn vouched(&self) -> bool {
+        matches!(self.stage, Stage::Proof { .. })
+    }
+
+    pub(crate) fn source(&self) -> Option<IpAddr> {
+        self.source
+    }
+
+    /// Who speaks another protocol is not waited for, and another version of this one is told so: its messages may have
+    /// other sizes.
+    fn is_foreign(&self) -> bool {
+        let Some(opening) = self.buffer[..self.filled].get(..OPENING) else { return false };
+        match handshake::version(opening) {
+            Some(VERSION) => false,
+            Some(_) => {
+                // It is turned away in any case.
+                let _ = handover::send(&self.socket, &handshake::other_version(), &[]);
+                true
+            }
+            None => true,
+        }
     }
 
     /// Reads what is there and answers.
@@ -82,12 +108,15 @@ impl Incoming {
                 Err(ShmError::System { source: Errno::AGAIN, .. }) => return Progress::Waiting(self),
                 Err(_) => return Progress::Refused,
             }
+            if matches!(self.stage, Stage::Hello) && self.is_foreign() {
+                return Progress::Refused;
+            }
             if self.filled < wanted {
                 continue;
             }
             self.filled = 0;
             self.stage = match self.stage {
-                Stage::Hello => match challenge(&self.socket, self.buffer, self.local, shared) {
+                Stage::Hello => match challenge(&self.socket, self.buffer, self.source.is_none(), shared) {
                     Some(stage) => stage,
                     None => return Progress::Refused,
                 },
@@ -105,7 +134,8 @@ impl Incoming {
 /// Answers a hello; `None` turns the connection away.
 fn challenge(socket: &OwnedFd, bytes: [u8; HELLO], local: bool, shared: &Shared) -> Option<Stage> {
     let hello = Hello::decode(&bytes)?;
-    let status = judge(&hello, local, shared);
+    let known = Transcript::knows(&shared.key, &bytes);
+    let status = if known { judge(&hello, local, shared) } else { Status::Stranger };
     let (transcript, answer) = Transcript::answer(&shared.key, bytes, status).ok()?;
     handover::send(socket, &answer, &[]).ok()?;
     let stage = Stage::Proof { hello, transcript: Box::new(transcript), descriptors: Vec::new() };
@@ -162,13 +192,15 @@ fn finish(
         return bell
             .map_or(Progress::Linked, |bell| Progress::Watched(Watch::local(Arc::clone(peer), bell, end)));
     }
+    let Some(keys) = transcript.keys(Side::Acceptor) else { return Progress::Refused };
     if handover::send(&socket, &transcript.accept(Status::Welcome), &[]).is_err() {
         return Progress::Refused;
     }
     if hello.carrier == Carrier::Control {
-        return Progress::Watched(Watch::remote(Arc::clone(peer), socket));
+        return Progress::Watched(Watch::remote(Arc::clone(peer), Secured { socket, keys }));
     }
-    shared.arrive(place, hello.capacity, Arrival::Tcp { socket, streams: hello.streams });
+    let secured = Secured { socket, keys };
+    shared.arrive(place, hello.capacity, Arrival::Tcp { secured, streams: hello.streams });
     Progress::Linked
 }
 

@@ -5,7 +5,8 @@
 //!
 //! Owns how bytes get from one rank to another and how the loss of a rank is noticed. Refuses to know what the bytes
 //! mean, who assigns ranks, and what to do about a loss. Nothing from a socket is ever interpreted before its sender
-//! proved that it holds the job's key, and then only as fixed-size messages.
+//! proved that it holds the job's key, and then only as fixed-size messages. What follows on TCP is sealed in records, so
+//! that whoever relays a handshake has nothing of the link (`docs/developer-guide/network-security.md`).
 //!
 //! ```text
 //! Rendezvous (somebody's key-value service) <- card: host, addresses, name of the Unix socket
@@ -28,10 +29,13 @@
 //! - `TR-4`: a peer that dies or stops is lost within the peer timeout; one that is only busy is not.
 //! - `TR-5`: an orderly close loses nothing that was flushed.
 //! - `TR-6`: in a forked child everything fails, and nothing it drops is felt by the parent or its peers.
+//! - `TR-7`: no byte of a TCP connection is used that the peer did not seal for that place in it; a record that does not open
+//!   ends the link with an error that names the connection.
 
 #![deny(unsafe_code)]
 
 mod addresses;
+mod beat;
 mod budget;
 mod card;
 #[cfg(feature = "_test-harness")]
@@ -47,6 +51,7 @@ pub mod loopback;
 mod mesh;
 mod parker;
 mod peer;
+mod record;
 mod rendezvous;
 mod ring;
 mod service;

@@ -5,7 +5,7 @@
 
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::handshake::{CONTROL, Carrier, Key, nonce};
 use crate::peer::Peer;
 use crate::ring::{RingReceiver, RingSender};
 use crate::service::{Listeners, Service};
-use crate::shared::{Arrival, Facts, Shared};
+use crate::shared::{Arrival, Facts, Secured, Shared};
 use crate::watch::Watch;
 use crate::{Error, Gateway, Link, LinkKind, Parker, Rendezvous, Result, addresses, tcp};
 
@@ -267,15 +267,15 @@ impl Mesh {
                 sender: Box::new(RingSender::new(sender, Arc::clone(peer), Some(Arc::clone(&bell)))),
                 receiver: Box::new(RingReceiver::new(receiver, Arc::clone(peer), Some(bell))),
             }),
-            Arrival::Tcp { socket, streams } => {
-                let mut sockets = vec![socket];
+            Arrival::Tcp { secured, streams } => {
+                let mut connections = vec![secured];
                 for stream in 1..streams {
                     match self.await_arrival((channel, stream), peer, wait)? {
-                        (_, Arrival::Tcp { socket, .. }) => sockets.push(socket),
+                        (_, Arrival::Tcp { secured, .. }) => connections.push(secured),
                         (_, Arrival::Shared { .. }) => return Err(peer.gone("it mixed two kinds of links")),
                     }
                 }
-                self.over_tcp(peer, sockets, capacity)
+                self.over_tcp(peer, channel, connections, capacity)
             }
         }
     }
@@ -340,9 +340,9 @@ impl Mesh {
         if !controlled.contains(&peer.rank) {
             let carrier = Carrier::Control;
             let request = Request { to: peer, carrier, channel: CONTROL, stream: (0, 1), capacity: 0 };
-            let socket = dial::any(&self.shared, &request, &addresses, wait)?;
-            rustix::io::ioctl_fionbio(&socket, true).map_err(Error::of("ioctl"))?;
-            self.shared.watch(Watch::remote(Arc::clone(peer), socket));
+            let secured = dial::any(&self.shared, &request, &addresses, wait)?;
+            rustix::io::ioctl_fionbio(&secured.socket, true).map_err(Error::of("ioctl"))?;
+            self.shared.watch(Watch::remote(Arc::clone(peer), secured));
             controlled.insert(peer.rank);
         }
         drop(controlled);
@@ -352,13 +352,20 @@ impl Mesh {
             let request = Request { to: peer, carrier, channel, stream, capacity: capacity as u64 };
             dial::any(&self.shared, &request, &addresses, wait)
         };
-        let sockets = (0..streams).map(dial).collect::<Result<Vec<_>>>()?;
-        self.over_tcp(peer, sockets, capacity)
+        let connections = (0..streams).map(dial).collect::<Result<Vec<_>>>()?;
+        self.over_tcp(peer, channel, connections, capacity)
     }
 
-    fn over_tcp(&self, peer: &Arc<Peer>, sockets: Vec<OwnedFd>, capacity: usize) -> Result<Link> {
+    fn over_tcp(
+        &self,
+        peer: &Arc<Peer>,
+        channel: u32,
+        connections: Vec<Secured>,
+        capacity: usize,
+    ) -> Result<Link> {
+        let congestion = &self.options.congestion;
         let (link, below) =
-            tcp::link(sockets, Arc::clone(peer), &self.shared, capacity, &self.options.congestion)?;
+            tcp::link(connections, Arc::clone(peer), &self.shared, channel, capacity, congestion)?;
         self.shared.follow(&below);
         Ok(link)
     }
@@ -432,7 +439,7 @@ impl Mesh {
         own.extend(self.shared.parker.bell().descriptors());
         own.extend(self.shared.pidfd.as_ref().map(AsFd::as_fd));
         let socket = dial::local(name, deadline)?;
-        let (socket, theirs) = dial::converse(&self.shared, &request, socket, &own, deadline)?;
+        let (socket, _, theirs) = dial::converse(&self.shared, &request, socket, &own, deadline)?;
         let mut theirs = theirs.into_iter();
         let (Some(memory), Some(event)) = (theirs.next(), theirs.next()) else {
             return Err(Failure::Broken("no bell was handed over".to_owned()));

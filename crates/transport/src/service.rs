@@ -3,11 +3,13 @@
 
 //! The thread of a mesh: accepts peers, shows that this process lives, and notices when others do not.
 //!
-//! Strangers cannot hold it up: it never waits for one connection, drops each after [`PATIENCE`], and the oldest when
-//! there are more than [`MOST`].
+//! Strangers cannot hold it up: it never waits for one connection, drops each after [`PATIENCE`], and one when there are
+//! more than [`MOST`]: of those that have not shown the key's code, the oldest from where most of them come. A rank shows it
+//! in its first message, so a flood unseats its own kind.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::Ordering;
@@ -98,20 +100,24 @@ impl Service {
     /// Serves until stopped.
     pub(crate) fn run(mut self) {
         let mut last = Instant::now();
+        let mut pause = self.interval;
         while !self.shared.stopping() {
-            let left = (last + self.interval).saturating_duration_since(Instant::now());
+            let left = (last + pause).saturating_duration_since(Instant::now());
             for token in self.wait(left) {
                 self.serve(token);
             }
             let lived = last.elapsed();
-            if lived >= self.interval {
+            if lived >= pause {
                 last = Instant::now();
                 // Whoever was stopped himself must not hold the silence of that time against others.
-                self.tick(lived.min(2 * self.interval));
+                self.tick(lived.min(2 * pause));
+                // Who looks often can wait for longer before he takes for lost what is only late.
+                let waits = self.paths.values().any(|path| path.silence.lasts());
+                pause = if waits { self.interval / 5 } else { self.interval };
             }
         }
         // A peer that was dialled a moment ago would take our end for our death.
-        for watch in self.watched.values().chain(&self.shared.take_watches()) {
+        for watch in self.watched.values_mut().chain(&mut self.shared.take_watches()) {
             watch.goodbye();
         }
     }
@@ -185,16 +191,16 @@ impl Service {
             let accepted = match (&self.listeners.unix, local) {
                 (Some(unix), true) => unix.accept().and_then(|(stream, _)| {
                     stream.set_nonblocking(true)?;
-                    Ok(OwnedFd::from(stream))
+                    Ok((OwnedFd::from(stream), None))
                 }),
-                _ => self.listeners.tcp.accept().and_then(|(stream, _)| {
+                _ => self.listeners.tcp.accept().and_then(|(stream, from)| {
                     stream.set_nonblocking(true)?;
                     stream.set_nodelay(true)?;
-                    Ok(OwnedFd::from(stream))
+                    Ok((OwnedFd::from(stream), Some(from.ip().to_canonical())))
                 }),
             };
             match accepted {
-                Ok(socket) => self.begin(socket, local),
+                Ok((socket, source)) => self.begin(socket, source),
                 Err(error) => {
                     let errno = Errno::from_io_error(&error);
                     if matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) {
@@ -206,14 +212,15 @@ impl Service {
         }
     }
 
-    fn begin(&mut self, socket: OwnedFd, local: bool) {
+    fn begin(&mut self, socket: OwnedFd, source: Option<IpAddr>) {
+        let waiting = self.incoming.iter().map(|(token, one)| (*token, one.vouched(), one.source()));
         if self.incoming.len() >= MOST
-            && let Some((_, oldest)) = self.incoming.pop_first()
+            && let Some(unseated) = unseated(waiting).and_then(|token| self.incoming.remove(&token))
         {
-            self.refuse(oldest);
+            self.refuse(unseated);
         }
         let token = self.token();
-        self.advance(token, Incoming::new(socket, local, Instant::now() + PATIENCE));
+        self.advance(token, Incoming::new(socket, source, Instant::now() + PATIENCE));
     }
 
     fn advance(&mut self, token: u64, incoming: Incoming) {
@@ -299,6 +306,18 @@ impl Service {
     }
 }
 
+/// Who makes way, of connections by age, each with whether it is vouched for and where it comes from: one that is not, and
+/// of these the oldest from where most come. `None` where there are none.
+fn unseated(waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone) -> Option<u64> {
+    let strangers = waiting.clone().any(|(_, vouched, _)| !vouched);
+    let candidates = waiting.filter(|(_, vouched, _)| !(strangers && *vouched));
+    let mut sources: BTreeMap<Option<IpAddr>, (usize, u64)> = BTreeMap::new();
+    for (token, _, source) in candidates {
+        sources.entry(source).or_insert((0, token)).0 += 1;
+    }
+    sources.values().max_by_key(|(count, oldest)| (*count, Reverse(*oldest))).map(|(_, oldest)| *oldest)
+}
+
 /// Reads what has come to a socket that nobody uses any more, for the peer may do likewise only when it has sent all;
 /// whether the socket is still needed.
 fn is_needed(retired: &Retired) -> bool {
@@ -316,4 +335,27 @@ fn is_needed(retired: &Retired) -> bool {
 fn add(epoll: &OwnedFd, source: impl AsFd, token: u64) -> Result<()> {
     epoll::add(epoll, source, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
         .map_err(Error::of("epoll_ctl"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strangers_make_way_first_and_of_these_the_oldest_from_where_most_come() {
+        let [here, there] = [1, 2].map(|last| Some(IpAddr::from([10, 0, 0, last])));
+        let waiting = [
+            (3, true, there),
+            (4, false, here),
+            (5, false, there),
+            (6, false, there),
+            (7, true, there),
+            (8, false, None),
+        ];
+        assert_eq!(unseated(waiting.into_iter()), Some(5));
+        // As many from each: the oldest of all.
+        assert_eq!(unseated(waiting.into_iter().filter(|one| one.0 != 6)), Some(4));
+        assert_eq!(unseated(waiting.into_iter().filter(|one| one.1)), Some(3), "nobody else is left");
+        assert_eq!(unseated(std::iter::empty()), None);
+    }
 }

@@ -15,6 +15,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::handshake::Key;
+use crate::handshake::exchange::Keys;
 use crate::peer::Peer;
 use crate::tcp::Connection;
 use crate::watch::{End, Watch};
@@ -24,7 +25,14 @@ use crate::{Error, Parker, Result};
 #[derive(Debug)]
 pub(crate) enum Arrival {
     Shared { sender: Producer, receiver: Consumer, bell: Arc<Bell> },
-    Tcp { socket: OwnedFd, streams: u16 },
+    Tcp { secured: Secured, streams: u16 },
+}
+
+/// A TCP connection after its handshake.
+#[derive(Debug)]
+pub(crate) struct Secured {
+    pub(crate) socket: OwnedFd,
+    pub(crate) keys: Keys,
 }
 
 /// A socket that is only kept until its peer knows that nothing follows.

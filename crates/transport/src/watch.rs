@@ -5,7 +5,7 @@
 //!
 //! A local peer's death is told by its pidfd at once, and its heartbeat is a counter in its bell's page. Where the
 //! kernel has no pidfds (before 5.3, some sandboxes) both keep the Unix socket of their handshake, whose end tells the
-//! same, unless a forked child of the peer still holds it: then the heartbeat tells. A remote peer sends a byte now and
+//! same, unless a forked child of the peer still holds it: then the heartbeat tells. A remote peer says a word now and
 //! then on a connection of its own, which also ends when the process does.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,10 +13,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use farandole_shm::Bell;
-use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, recv, send, sockopt};
+use rustix::net::sockopt;
 
+use crate::beat::{Beats, Heard};
 use crate::peer::Peer;
+use crate::shared::Secured;
 
 /// How long whoever hears that a peer ended its links may wait for the reason: of the time within which everybody is to
 /// know of a loss, this much is left to the news of it.
@@ -47,7 +48,7 @@ pub(crate) struct Watch {
 #[derive(Debug)]
 enum Life {
     Local { bell: Arc<Bell>, beats: u64, end: Option<End>, pid: Option<u32> },
-    Remote { socket: OwnedFd, left: bool },
+    Remote { beats: Box<Beats>, left: bool },
 }
 
 /// What becomes readable when a process of this host ends.
@@ -77,8 +78,9 @@ impl Watch {
     }
 
     /// Watches through a connection; it must not block.
-    pub(crate) fn remote(peer: Arc<Peer>, socket: OwnedFd) -> Self {
-        Self { peer, life: Life::Remote { socket, left: false }, silent: Duration::ZERO }
+    pub(crate) fn remote(peer: Arc<Peer>, secured: Secured) -> Self {
+        let beats = Box::new(Beats::new(secured));
+        Self { peer, life: Life::Remote { beats, left: false }, silent: Duration::ZERO }
     }
 
     /// What becomes readable when there is news; none when only the heartbeat tells.
@@ -87,7 +89,7 @@ impl Watch {
             Life::Local { end, .. } => end.as_ref().map(|end| match end {
                 End::Pidfd(descriptor) | End::Socket(descriptor) => descriptor.as_fd(),
             }),
-            Life::Remote { socket, .. } => Some(socket.as_fd()),
+            Life::Remote { beats, .. } => Some(beats.socket().as_fd()),
         }
     }
 
@@ -98,21 +100,19 @@ impl Watch {
                 Verdict::Lost { reason: format!("it left the job and {} ended", named(*pid)), orderly: true }
             }
             Life::Local { pid, .. } => Verdict::Lost { reason: death(*pid), orderly: false },
-            Life::Remote { socket, left } => {
-                let mut bytes = [0; 64];
+            Life::Remote { beats, left } => {
                 let reason = loop {
-                    match recv(&*socket, &mut bytes[..], RecvFlags::DONTWAIT) {
-                        Ok((0, _)) => {
+                    match beats.hear() {
+                        Heard::Word(word) => {
+                            self.silent = Duration::ZERO;
+                            *left |= word == GOODBYE;
+                        }
+                        Heard::Nothing => return Verdict::Alive,
+                        Heard::End => {
                             break "its process ended: its connection was closed without a goodbye"
                                 .to_owned();
                         }
-                        Ok((received, _)) => {
-                            self.silent = Duration::ZERO;
-                            *left |= bytes[..received].contains(&GOODBYE);
-                        }
-                        Err(Errno::INTR) => {}
-                        Err(Errno::AGAIN) => return Verdict::Alive,
-                        Err(error) => break format!("its connection broke: {error}"),
+                        Heard::Broken(reason) => break reason,
                     }
                 };
                 let reason = if *left { "it left the job".to_owned() } else { reason };
@@ -136,9 +136,9 @@ impl Watch {
                 }
                 *pid
             }
-            Life::Remote { socket, .. } => {
+            Life::Remote { beats, .. } => {
                 // What cannot be sent now is made up for by the next beat; an end is read by `news`.
-                let _ = send(&*socket, &[BEAT], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+                beats.say(BEAT);
                 None
             }
         };
@@ -155,10 +155,10 @@ impl Watch {
     }
 
     /// Tells the peer that we leave in order; the bell says it to local ones.
-    pub(crate) fn goodbye(&self) {
-        if let Life::Remote { socket, .. } = &self.life {
+    pub(crate) fn goodbye(&mut self) {
+        if let Life::Remote { beats, .. } = &mut self.life {
             // A peer that does not read will see the end of the connection.
-            let _ = send(socket, &[GOODBYE], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+            beats.say(GOODBYE);
         }
     }
 }

@@ -174,6 +174,53 @@ fn tr_2_strangers_who_send_garbage_or_nothing_do_not_keep_a_peer_out() {
     drop((a, b, slow));
 }
 
+/// TR-2 under a flood: strangers who connect without end, all from where the peer is, too.
+#[test]
+fn tr_2_a_peer_gets_its_links_while_strangers_flood_the_door() {
+    const CHANNELS: u32 = 20;
+    let first = MeshOptions { use_shared_memory: false, ..options(0, 2) };
+    let second = MeshOptions { rank: Rank(1), ..first.clone() };
+    let (meeting, zero, one) = join_two(first, second);
+    let (address, over) = (address(&meeting), std::sync::atomic::AtomicBool::new(false));
+    let meshes = [zero, one];
+    let alone = Instant::now();
+    (0..CHANNELS).for_each(|channel| drop(open_pair(&meshes, channel, 4096)));
+    let alone = alone.elapsed();
+    thread::scope(|scope| {
+        let floods: Vec<_> = (0..2)
+            .map(|_| {
+                scope.spawn(|| {
+                    let (mut kept, mut made) = (std::collections::VecDeque::new(), 0_u64);
+                    while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                        let Ok(mut stream) = TcpStream::connect(address) else { continue };
+                        // The door may have closed; a part of a hello keeps it open longest.
+                        drop(stream.write_all(b"farandol"));
+                        kept.push_back(stream);
+                        made += 1;
+                        if kept.len() > 200 {
+                            drop(kept.pop_front());
+                        }
+                    }
+                    made
+                })
+            })
+            .collect();
+        let limit = Instant::now() + PATIENCE;
+        while meshes[0].refused() < 100 {
+            assert!(Instant::now() < limit, "no flood");
+            thread::yield_now();
+        }
+        let flooded = Instant::now();
+        (CHANNELS..2 * CHANNELS).for_each(|channel| drop(open_pair(&meshes, channel, 4096)));
+        let flooded = flooded.elapsed();
+        over.store(true, std::sync::atomic::Ordering::Relaxed);
+        let made: u64 = floods.into_iter().map(|flood| flood.join().unwrap()).sum();
+        println!("{CHANNELS} links: {alone:?} alone, {flooded:?} beside {made} strangers");
+        assert!(flooded < PATIENCE / 2, "{alone:?} alone, {flooded:?} beside {made} strangers");
+    });
+    meshes.iter().for_each(|mesh| mesh.check().unwrap());
+}
+
 #[test]
 fn tr_2_a_handshake_that_takes_too_long_is_ended() {
     let first = MeshOptions { use_shared_memory: false, ..options(0, 1) };

@@ -62,6 +62,45 @@ pub fn assign(generation: Generation, places: &[TaskPlace]) -> Result<World, Err
     Ok(World { generation, rank: Rank(0), seats })
 }
 
+/// Gives every task the rank of its place among the tasks, whichever hosts they are on: for ranks that were given out
+/// before anybody registered. Local ranks follow the ranks of a host, and cross ranks those of a local rank.
+/// The returned world is seen from rank 0.
+///
+/// # Errors
+/// As [`assign`].
+pub fn assign_in_order(generation: Generation, places: &[TaskPlace]) -> Result<World, Error> {
+    let mut sorted: Vec<&TaskPlace> = places.iter().collect();
+    sorted.sort_by_key(|place| place.task);
+    if let Some(pair) = sorted.windows(2).find(|pair| pair[0].task == pair[1].task) {
+        return Err(Error::DuplicateTask { task: pair[0].task });
+    }
+    if sorted.is_empty() {
+        return Err(Error::RankOutOfRange { rank: Rank(0), size: 0 });
+    }
+    let mut local_sizes: HashMap<&HostHash, u32> = HashMap::new();
+    let mut cross_sizes: HashMap<u32, u32> = HashMap::new();
+    let mut seats = Vec::with_capacity(places.len());
+    for place in &sorted {
+        let local = local_sizes.entry(&place.host).or_default();
+        let cross = cross_sizes.entry(*local).or_default();
+        seats.push(Seat {
+            task: place.task,
+            host: place.host.clone(),
+            local_rank: LocalRank(*local),
+            local_size: 0,
+            cross_rank: CrossRank(*cross),
+            cross_size: 0,
+        });
+        *local += 1;
+        *cross += 1;
+    }
+    for (seat, place) in seats.iter_mut().zip(sorted) {
+        seat.local_size = local_sizes[&place.host];
+        seat.cross_size = cross_sizes[&seat.local_rank.0];
+    }
+    Ok(World { generation, rank: Rank(0), seats })
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -90,7 +129,49 @@ mod tests {
         );
     }
 
+    #[test]
+    fn ranks_that_are_given_out_go_round_the_hosts_as_they_did() {
+        let world =
+            assign_in_order(Generation(1), &[place(3, "a"), place(0, "a"), place(1, "b"), place(2, "b")])
+                .unwrap();
+        let seats: Vec<(u32, u32, u32)> =
+            world.seats.iter().map(|seat| (seat.task.0, seat.local_rank.0, seat.cross_rank.0)).collect();
+        assert_eq!(seats, [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]);
+        assert!(assign_in_order(Generation(1), &[]).is_err());
+        assert!(assign_in_order(Generation(1), &[place(1, "a"), place(1, "b")]).is_err());
+    }
+
     proptest! {
+        /// W-1, W-3, W-4.
+        #[test]
+        fn a_rank_given_out_is_the_task_and_every_seat_is_addressed_once(
+            hosts in prop::collection::vec(0u8..5, 1..24), turn: prop::sample::Index
+        ) {
+            let mut places: Vec<TaskPlace> =
+                (0u32..).zip(&hosts).map(|(task, host)| place(task, &host.to_string())).collect();
+            let world = assign_in_order(Generation(0), &places).unwrap();
+            places.rotate_left(turn.index(hosts.len()));
+            prop_assert_eq!(&assign_in_order(Generation(0), &places).unwrap(), &world);
+            let mut locals = std::collections::HashSet::new();
+            let mut crosses = std::collections::HashSet::new();
+            for (rank, seat) in (0u32..).zip(&world.seats) {
+                prop_assert_eq!(seat.task, TaskId(rank));
+                prop_assert!(seat.local_rank.0 < seat.local_size && seat.cross_rank.0 < seat.cross_size);
+                prop_assert!(locals.insert((&seat.host, seat.local_rank)));
+                prop_assert!(crosses.insert((seat.cross_rank, seat.local_rank)));
+                prop_assert_eq!(world.ranks_of(&seat.host).len(), seat.local_size as usize);
+            }
+        }
+
+        /// Where ranks of a host follow each other, both rules give one world.
+        #[test]
+        fn both_rules_agree_where_tasks_of_a_host_follow_each_other(sizes in prop::collection::vec(1usize..5, 1..6)) {
+            let hosts = sizes.iter().enumerate().flat_map(|(host, size)| std::iter::repeat_n(host, *size));
+            let places: Vec<TaskPlace> =
+                (0u32..).zip(hosts).map(|(task, host)| place(task, &host.to_string())).collect();
+            prop_assert_eq!(assign(Generation(0), &places), assign_in_order(Generation(0), &places));
+        }
+
         /// W-1, W-2, W-3.
         #[test]
         fn any_registration_order_gives_one_consistent_world(hosts in prop::collection::vec(0u8..5, 1..24), seed: u64) {

@@ -3,7 +3,7 @@
 
 //! A world made of some ranks of another.
 
-use crate::{Error, Rank, TaskId, TaskPlace, World, assign};
+use crate::{Error, Rank, TaskId, TaskPlace, World, assign_in_order};
 
 impl World {
     /// The world of these ranks alone, numbered anew in their old order, seen from the same process.
@@ -22,7 +22,7 @@ impl World {
             return Err(Error::RankOutOfRange { rank: self.rank, size: ranks.len() });
         }
         let places = ranks.iter().map(place).collect::<Result<Vec<_>, Error>>()?;
-        let mut part = assign(self.generation, &places)?;
+        let mut part = assign_in_order(self.generation, &places)?;
         for (rank, seat) in (0u32..).zip(&mut part.seats) {
             let old = Rank(seat.task.0);
             seat.task = self.seats[old.index()].task;
@@ -36,7 +36,7 @@ impl World {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Error, Generation, HostHash, Rank, TaskId, TaskPlace, World, assign};
+    use crate::{Error, Generation, HostHash, Rank, TaskId, TaskPlace, World, assign, assign_in_order};
 
     /// Hosts a, b, a, b, a: ranks 0 to 2 are on a.
     fn world(rank: u32) -> World {
@@ -56,6 +56,20 @@ mod tests {
         assert_eq!(tasks, [2, 4, 3]);
         assert_eq!((part.seat().local_size, part.seat().local_rank.0, part.seat().cross_size), (2, 1, 1));
         assert_eq!(part.seats[2].cross_rank.0, 1);
+    }
+
+    #[test]
+    fn ranks_that_go_round_the_hosts_keep_their_order() {
+        let place = |task: u32| TaskPlace {
+            task: TaskId(task),
+            host: HostHash(["a", "b"][task as usize % 2].into()),
+        };
+        let places: Vec<TaskPlace> = (0..5).map(place).collect();
+        let whole = assign_in_order(Generation(3), &places).unwrap().seen_from(Rank(3)).unwrap();
+        let part = whole.part(&[Rank(0), Rank(1), Rank(2), Rank(3)]).unwrap();
+        let tasks: Vec<u32> = part.seats.iter().map(|seat| seat.task.0).collect();
+        assert_eq!((tasks, part.rank), (vec![0, 1, 2, 3], Rank(3)));
+        assert_eq!((part.seat().local_rank.0, part.seat().cross_rank.0), (1, 1));
     }
 
     #[test]

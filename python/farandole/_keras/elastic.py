@@ -69,6 +69,24 @@ class KerasState(ObjectState):
         super().sync()
 
 
+class TensorFlowKerasState(KerasState):
+    """`KerasState` under the name and with the arguments that it has in Horovod's TensorFlow module.
+
+    Args:
+        model: As there.
+        optimizer: As there.
+        backend: Not used: Keras knows its own.
+        **kwargs: As there.
+
+    Raises:
+        ValueError: When the model has not been built.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        del backend
+        super().__init__(model, optimizer, **kwargs)
+
+
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits a state every so many batches, and at the end of every epoch.
 

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from farandole._native import engine
 from farandole.common import logs, stacks
+from farandole.common.exceptions import FarandoleEnvironmentError
+from farandole.common.timeline import start_timeline, stop_timeline
+from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,29 +30,54 @@ def on_init(reset: Callable[[], None]) -> None:
     _on_init.append(reset)
 
 
-def init(
-    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None
-) -> None:
-    """Joins the world this process was launched into, or a world of its own when nobody launched it.
+@runtime_checkable
+class Communicator(Protocol):
+    """What `init` asks of an mpi4py communicator."""
 
-    Does nothing while a session runs; may be called again after `shutdown`. Leaves the world by itself when the
-    interpreter exits.
+    def Get_rank(self) -> int:  # noqa: N802 - MPI's name
+        """This process's number."""
+        ...
+
+    def Get_size(self) -> int:  # noqa: N802 - MPI's name
+        """Number of processes."""
+        ...
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """What each process has given, by rank."""
+        ...
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        """What the root has given."""
+        ...
+
+
+def init(
+    comm: Sequence[int] | Communicator | None = None,
+    process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None,
+) -> None:
+    """Joins the world this process was started into, or a world of its own when nobody started it with others.
+
+    Whoever started it: `farandole run`, an estimator, mpirun, srun, jsrun, torchrun, or a script that sets Horovod's
+    variables; see `docs/user-guide/running/other-launchers.md`. Does nothing while a session runs; may be called again
+    after `shutdown`. Leaves the world by itself when the interpreter exits.
 
     Args:
-        comm: `None`, or the ranks of the launched world that form this one, numbered anew in ascending order.
+        comm: `None` or an empty list for all ranks; the ranks of the launched world that form this one, numbered anew
+            in ascending order; or an mpi4py communicator, whose processes then form the world with its ranks. All of
+            them call `init`, and it passes the ticket of the job on as MPI passes everything; the collectives are
+            Farandole's own.
         process_sets: Sets to register, the same in the same order on all ranks; or `"dynamic"`, so that sets may be
             added and removed later.
 
     Raises:
-        ValueError: When an argument is wrong, ranks ask for different sets, or this process was forked from an
-            initialized one.
-        FarandoleEnvironmentError: When the ticket, the registrar or a host refuses.
+        ValueError: When an argument is wrong, ranks ask for different sets, variables of the environment contradict
+            each other, or this process was forked from an initialized one.
+        FarandoleEnvironmentError: When the ticket, the registrar or a host refuses, or ranks that were started
+            together do not meet: it never forms a world of one instead.
         FarandoleInternalError: When a peer failed while the world formed.
     """
     from farandole.common.process_sets import register  # noqa: PLC0415 - it imports this module
 
-    if hasattr(comm, "Get_rank"):
-        raise ValueError("comm must be a list of ranks, not an MPI communicator: there is no MPI")
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(f'process_sets must be a list of process sets or "dynamic": {process_sets!r}')
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
@@ -57,7 +86,7 @@ def init(
         if members in ranks[:index]:
             raise ValueError(f"process_sets[{index}] has the same ranks as an earlier one: {members}")
     logs.start()
-    if not engine.init(None if comm is None else list(comm), ranks, process_sets == "dynamic"):
+    if not _join(comm, ranks, process_sets == "dynamic"):
         return
     if engine.world().size > 1:
         stacks.start()  # alone, nobody asks what this process waits in
@@ -67,6 +96,43 @@ def init(
         register(process_set, number)
     atexit.unregister(shutdown)
     atexit.register(shutdown)
+
+
+def _join(comm: Sequence[int] | Communicator | None, process_sets: list[list[int]], dynamic: bool) -> bool:
+    """Begins the session; false when one runs."""
+    members, told = None, None
+    if isinstance(comm, Communicator):
+        if engine.is_initialized():
+            return False
+        told = _place(comm)
+    elif comm is not None:
+        members = list(comm) or None  # none at all are all of them, as in Horovod
+    if not engine.init(members, process_sets, dynamic, told):
+        return False
+    holder = engine.holder()
+    if holder is not None:
+        os.environ[holder[0]] = holder[1]
+    return True
+
+
+def _place(comm: Communicator) -> tuple[str, int]:
+    """The ticket of the world that a communicator's processes form, and this one's rank in it."""
+    if not comm:
+        raise ValueError("comm is MPI.COMM_NULL: this process is not in the communicator")
+    rank = comm.Get_rank()
+    hosts = comm.allgather(engine.here())
+    ticket, failure = "", None
+    if rank == 0:
+        try:
+            ticket = engine.host(comm.Get_size(), len(set(hosts)) == 1)
+        except Exception as raised:  # noqa: BLE001 - the others wait for an answer, whatever it is
+            failure = raised
+    ticket, reason = comm.bcast((ticket, failure and str(failure)), root=0)
+    if failure is not None:
+        raise failure
+    if reason is not None:
+        raise FarandoleEnvironmentError(f"rank 0 of comm could not take the others in: {reason}")
+    return ticket, rank
 
 
 def shutdown() -> None:
@@ -216,30 +282,30 @@ class HorovodBasics:
         *args: Not used.
     """
 
-    def __init__(self, pkg_path: str | None = None, *args: str) -> None:  # noqa: ARG002 - Horovod's signature
-        for name in _METHODS:
-            setattr(self, name, globals()[name])
+    Average, Sum, Adasum, Min, Max, Product = Average, Sum, Adasum, Min, Max, Product
 
+    init = staticmethod(init)
+    shutdown = staticmethod(shutdown)
+    is_initialized = staticmethod(is_initialized)
+    size = staticmethod(size)
+    rank = staticmethod(rank)
+    local_size = staticmethod(local_size)
+    local_rank = staticmethod(local_rank)
+    cross_size = staticmethod(cross_size)
+    cross_rank = staticmethod(cross_rank)
+    is_homogeneous = staticmethod(is_homogeneous)
+    mpi_threads_supported = staticmethod(mpi_threads_supported)
+    mpi_enabled = staticmethod(mpi_enabled)
+    mpi_built = staticmethod(mpi_built)
+    gloo_enabled = staticmethod(gloo_enabled)
+    gloo_built = staticmethod(gloo_built)
+    nccl_built = staticmethod(nccl_built)
+    ddl_built = staticmethod(ddl_built)
+    ccl_built = staticmethod(ccl_built)
+    cuda_built = staticmethod(cuda_built)
+    rocm_built = staticmethod(rocm_built)
+    start_timeline = staticmethod(start_timeline)
+    stop_timeline = staticmethod(stop_timeline)
 
-_METHODS = (
-    "init",
-    "shutdown",
-    "is_initialized",
-    "size",
-    "rank",
-    "local_size",
-    "local_rank",
-    "cross_size",
-    "cross_rank",
-    "is_homogeneous",
-    "mpi_threads_supported",
-    "mpi_enabled",
-    "mpi_built",
-    "gloo_enabled",
-    "gloo_built",
-    "nccl_built",
-    "ddl_built",
-    "ccl_built",
-    "cuda_built",
-    "rocm_built",
-)
+    def __init__(self, pkg_path: str | None = None, *args: str) -> None:
+        """Takes Horovod's arguments."""

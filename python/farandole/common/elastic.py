@@ -9,7 +9,7 @@ import queue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from farandole.common import basics
-from farandole.common.exceptions import FarandoleInternalError, HostsUpdatedInterrupt
+from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HostsUpdatedInterrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,6 +153,8 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
                 # Always, also when hosts only went: were newcomers to come as well, they would wait for those who skip.
                 state.sync()
                 return func(state, *args, **kwargs)
+            except FarandoleUsageError:
+                raise  # another world would refuse it too
             except FarandoleInternalError:
                 if state._commits != commits:  # noqa: SLF001 - its own module's
                     failures, commits = 0, state._commits  # noqa: SLF001 - its own module's

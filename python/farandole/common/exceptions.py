@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Exceptions, defined in Python so that they pickle and exist without the native library.
 
-The native code raises by fault: a wrong call is a `ValueError`, a failed peer or a changed world a
-`FarandoleInternalError`, a machine that refuses a `FarandoleEnvironmentError`.
+The native code raises by fault: a wrong call is a `FarandoleUsageError`, which is a `ValueError`, a failed peer or a
+changed world a `FarandoleInternalError`, a machine that refuses a `FarandoleEnvironmentError`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,14 @@ from __future__ import annotations
 
 class FarandoleInternalError(RuntimeError):
     """A collective failed because of a peer or a shut-down; the process itself may form a new world."""
+
+
+class FarandoleUsageError(ValueError, FarandoleInternalError):
+    """A call that cannot work, here or together with what the other ranks ask for; the world goes on.
+
+    It is a `ValueError`, since the call is wrong, and a `FarandoleInternalError`, since Horovod raises its
+    `HorovodInternalError` where the engine refuses an operation. `elastic.run` does not try it again.
+    """
 
 
 class FarandoleEnvironmentError(RuntimeError):
@@ -37,11 +45,16 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
         self.skip_sync = skip_sync
 
 
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """What is said of something that was built with another version than the installed one."""
+    return f"{name} was built with version {version}, but this is installed: {installed_version}"
+
+
 class HorovodVersionMismatchError(ImportError):
     """Something was saved or built with another version than the installed one."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
-        super().__init__(f"{name} was built with version {version}, but this is installed: {installed_version}")
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
         self.name = name
         self.version = version
         self.installed_version = installed_version

@@ -5,20 +5,17 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from farandole._native import engine
 from farandole.common import basics
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class ProcessSet:
     """Some ranks of the world.
 
     Args:
-        ranks: Their global ranks, in any order.
+        ranks_or_comm: Their global ranks, in any order, by any iterable.
 
     Raises:
         ValueError: When an entry is no rank, or appears twice.
@@ -27,16 +24,20 @@ class ProcessSet:
     mpi_comm = None
     """For Horovod's sake: there is no MPI, and so no communicator."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        if hasattr(ranks, "Get_rank"):
+    process_set_id: int | None = None
+    """Number of the set while it is registered."""
+
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        if hasattr(ranks_or_comm, "Get_rank"):
             raise ValueError("a process set is made of ranks, not of an MPI communicator: there is no MPI")
+        if not isinstance(ranks_or_comm, Iterable):
+            raise ValueError(f"a process set is made of ranks, which are whole numbers from 0: {ranks_or_comm!r}")
+        ranks = list(ranks_or_comm)
         if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
-            raise ValueError(f"a process set is made of ranks, which are whole numbers from 0: {list(ranks)!r}")
+            raise ValueError(f"a process set is made of ranks, which are whole numbers from 0: {ranks!r}")
         if len(set(ranks)) != len(ranks):
-            raise ValueError(f"a process set names each rank once: {list(ranks)!r}")
+            raise ValueError(f"a process set names each rank once: {ranks!r}")
         self._ranks: list[int] | None = sorted(ranks)
-        self.process_set_id: int | None = None
-        """Number of the set while it is registered."""
 
     @property
     def ranks(self) -> list[int] | None:
@@ -123,7 +124,7 @@ def _of_ranks(ranks: list[int]) -> ProcessSet:
     return process_set
 
 
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Registers a process set while the world runs; every rank calls it, members or not, in the same order.
 
     Needs `init(process_sets="dynamic")` or `FARANDOLE_DYNAMIC_PROCESS_SETS=1`. Waits until all ranks have called it.

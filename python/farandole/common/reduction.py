@@ -33,7 +33,9 @@ def check_predivide(factor: float, op: int) -> tuple[float, float]:
 def choose_groups(groups: Any, num_groups: int) -> Any:
     """`groups`, or what the deprecated `num_groups` says."""
     if num_groups:
-        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`, and is deprecated", DeprecationWarning, stacklevel=3
+        )
         return num_groups if groups is None else groups
     return groups
 

@@ -5,8 +5,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import sysconfig
 import warnings
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -36,7 +43,8 @@ def choose_op(op: int | None, average: bool | None) -> int:
     if average is not None:
         if op is not None:
             raise ValueError("give either op or the deprecated average, not both")
-        warnings.warn("average is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
+        told = "Parameter `average` has been replaced with `op`, and is deprecated"
+        warnings.warn(told, DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     if op is None:
         return Average
@@ -58,6 +66,66 @@ def split_list(l: list[_T], n: int) -> list[list[_T]]:  # noqa: E741 - Horovod's
     return [l[start:end] for start, end in itertools.pairwise(ends)]
 
 
+def is_iterable(x: object) -> bool:
+    """Whether something can be iterated over."""
+    return isinstance(x, Iterable)
+
+
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
+    """A function that takes `op` and the deprecated `average`, and gives the reduction that they ask for together.
+
+    Args:
+        reduce_ops: Not used: the numbers of reductions are this module's.
+    """
+    del reduce_ops
+    return choose_op
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether a version is another one or a later one; what comes before a release is earlier than that.
+
+    Args:
+        ver: The version, such as `"2.16.1"` or `"2.17.0rc1"`.
+        target: What it is compared with: three numbers.
+
+    Raises:
+        ValueError: When an argument is no text, or `target` is of another form.
+    """
+    if not isinstance(ver, str) or not isinstance(target, str):
+        raise ValueError(f"versions must be text: {ver!r}, {target!r}")
+    if not re.fullmatch(r"\d+\.\d+\.\d+", target):
+        raise ValueError(f"the version to compare with must be major.minor.patch: {target!r}")
+    found = re.match(r"\s*v?(\d+(?:\.\d+)*)(.*)", ver)
+    if found is None:
+        raise ValueError(f"not a version: {ver!r}")
+    numbers = [int(part) for part in found[1].split(".")] + [0, 0]
+    wanted = [int(part) for part in target.split(".")]
+    early = re.match(r"[-_.]?(a|b|c|rc|alpha|beta|pre|preview|dev)", found[2], re.IGNORECASE) is not None
+    if early and not any(numbers[3:]):
+        return numbers[:3] > wanted
+    return numbers[:3] >= wanted
+
+
+@contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Sets environment variables for a block, and puts back what was there.
+
+    Args:
+        **kwargs: Names and values; those of value `None` are left alone.
+    """
+    wanted = {name: value for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
     """Whether the framework of that name, `"torch"` or `"tensorflow"`, sees a GPU in this process.
 
@@ -71,3 +139,95 @@ def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool: 
     import torch  # noqa: PLC0415
 
     return torch.cuda.is_available()
+
+
+EXTENSIONS = ["tensorflow", "torch", "mxnet"]
+"""Frameworks for which Horovod had to be built; here their modules are there when the framework is."""
+
+
+def get_ext_suffix() -> str:
+    """How the file names of native Python modules end."""
+    return sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+
+
+def get_extension_full_path(pkg_path: str, *args: str) -> str:
+    """Where Horovod's native library of a framework would be.
+
+    Args:
+        pkg_path: A file of the package.
+        *args: The path from its folder, the library's name without its ending last.
+    """
+    return str(Path(pkg_path).parent.joinpath(*args)) + get_ext_suffix()
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether a framework is installed: one of `EXTENSIONS`.
+
+    Args:
+        ext_base_name: Its name.
+        verbose: Whether to say so.
+    """
+    there = ext_base_name in EXTENSIONS and find_spec(ext_base_name) is not None
+    if verbose:
+        print(f"{ext_base_name} is {'' if there else 'not '}installed")  # noqa: T201 - as asked for
+    return there
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    """Returns where a framework is installed; there is no library to be built for it.
+
+    Args:
+        ext_name: Horovod's name of the library, such as `"horovod.torch"`.
+        ext_env_var: Not used.
+        pkg_path: Not used.
+        *args: Not used.
+
+    Raises:
+        ImportError: The framework is not installed.
+    """
+    del ext_env_var, pkg_path, args
+    framework = ext_name.rpartition(".")[2]
+    if not extension_available(framework):
+        raise ImportError(f"{ext_name} needs {framework}: pip install farandole[{framework}]", name=framework)
+
+
+def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
+    """Does nothing: no part of Farandole is built for one version of a framework.
+
+    Args:
+        name: The framework.
+        version: Its version.
+        exception: What its import raised.
+    """
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Whether MPI was compiled in: never."""
+    del verbose
+    return False
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Whether Gloo was compiled in: never."""
+    del verbose
+    return False
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """As `farandole.common.basics.nccl_built`."""
+    from farandole.common import basics  # noqa: PLC0415 - it imports this module
+
+    del verbose
+    return basics.nccl_built()
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """Whether IBM's DDL was compiled in: never."""
+    del verbose
+    return False
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """Whether Intel's oneCCL was compiled in: never."""
+    del verbose
+    return False

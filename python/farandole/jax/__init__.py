@@ -36,7 +36,7 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
-from farandole.common.exceptions import FarandoleInternalError, HorovodInternalError
+from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
 from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
 from farandole.jax._operations import (
@@ -62,6 +62,7 @@ __all__ = [
     "Average",
     "DistributedOptimizer",
     "FarandoleInternalError",
+    "FarandoleUsageError",
     "GradientTransformation",
     "HorovodInternalError",
     "Max",

@@ -181,6 +181,8 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
 ) -> Any:
     """As `DistributedOptimizer`, but leaves the gradients of some layers to each rank, clipped apart from the others.
 
@@ -197,6 +199,8 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set: As there.
         local_layers: A layer or a list of layers, built, whose trainable weights belong to each rank.
         scale_local_gradients: As there.
+        backward_passes_per_step: As there.
+        average_aggregated_gradients: As there.
 
     Returns:
         As there.
@@ -221,6 +225,8 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         gradient_predivide_factor,
         op,
         groups=groups,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )

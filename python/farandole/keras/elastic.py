@@ -12,6 +12,7 @@ import keras
 from farandole._keras.elastic import (
     CommitStateCallback,
     KerasState,
+    TensorFlowKerasState,
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "TensorFlowKerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
 
 
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:

@@ -19,6 +19,7 @@ if _find_spec("mxnet") is None:
 
 from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.timeline import start_timeline, stop_timeline
+from farandole.common.util import check_extension, split_list
 from farandole.mxnet.compression import Compression
 from farandole.mxnet.functions import allgather_object, broadcast_object
 from farandole.mxnet.mpi_ops import (
@@ -84,6 +85,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_parameters",
     "ccl_built",
+    "check_extension",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -110,6 +112,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "split_list",
     "start_timeline",
     "stop_timeline",
 ]

@@ -35,7 +35,9 @@ from farandole.common.basics import (
     size,
 )
 from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, choose_op
+from farandole.common.util import choose_op as handle_average_backwards_compatibility
 
 mx: Any = mxnet  # nothing of it is annotated
 
@@ -81,6 +83,9 @@ __all__ = [
     "shutdown",
     "size",
 ]
+
+_also = (handle_average_backwards_compatibility, start_timeline, stop_timeline)
+"""Names that Horovod has here and not in `horovod.mxnet`."""
 
 
 def _like(tensor: Any, value: Any) -> Any:
@@ -284,9 +289,9 @@ def grouped_reducescatter(
     op: int = Average,
     name: str | None = None,
     priority: int = 0,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """As `reducescatter` for several arrays as one unit."""
     del priority
@@ -308,9 +313,9 @@ def reducescatter(
     op: int = Average,
     name: str | None = None,
     priority: int = 0,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Combines all ranks' arrays and gives every rank its own rows; what is left over goes to the first ranks.
 
@@ -319,11 +324,11 @@ def reducescatter(
         op: `Average` or `Sum`.
         name: Names the operation across ranks.
         priority: Not used.
+        process_set: The ranks that take part.
         prescale_factor: Multiplies every rank's array before the reduction.
         postscale_factor: Multiplies the result.
-        process_set: The ranks that take part.
 
     Returns:
         This rank's rows.
     """
-    return grouped_reducescatter([tensor], op, name, priority, prescale_factor, postscale_factor, process_set)[0]
+    return grouped_reducescatter([tensor], op, name, priority, process_set, prescale_factor, postscale_factor)[0]

@@ -32,7 +32,7 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
-from farandole.common.exceptions import FarandoleInternalError, HorovodInternalError
+from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
 from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
 from farandole.numpy._allreduce import (
@@ -71,6 +71,7 @@ __all__ = [
     "Adasum",
     "Average",
     "FarandoleInternalError",
+    "FarandoleUsageError",
     "HorovodInternalError",
     "Max",
     "Min",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _START_TIMEOUT = 600.0
 DIAL_OUT = "FARANDOLE_DIAL_OUT"
+GRADIENTS = "FARANDOLE_GRADIENT_CONVENTION"
 """That hosts open connections and take none, which leaves a gang no place to meet but its driver."""
 
 
@@ -117,7 +118,25 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     )
 
 
-def run_elastic(*_args: Any, **_kwargs: Any) -> NoReturn:
+def run_elastic(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = {},
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    verbose: int = 1,
+    nics: Any = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> NoReturn:
     """Horovod's name for a job whose number of processes changes while it trains: there is none here.
 
     A gang has a fixed size. When an executor is lost `run` begins again as soon as Spark has replaced it, without
@@ -206,8 +225,7 @@ def run_with(
 
 def _handed_on() -> dict[str, str | None]:
     """What driver and ranks have to agree on, of what the driver was told."""
-    told = os.environ.get(DIAL_OUT)
-    return {} if told is None else {DIAL_OUT: told}
+    return {name: os.environ[name] for name in (DIAL_OUT, GRADIENTS) if name in os.environ}
 
 
 def _meeting(cluster: Cluster, registrar: Registrar, size: int, spill: Spill | None) -> Meeting | None:

@@ -20,9 +20,10 @@ if _find_spec("tensorflow") is None:
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.exceptions import FarandoleInternalError, HorovodInternalError
+from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
 from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.timeline import start_timeline, stop_timeline
+from farandole.common.util import check_extension
 from farandole.tensorflow._collectives import (
     allreduce,
     grouped_allreduce,
@@ -84,7 +85,9 @@ from farandole.tensorflow.util import (
     check_num_rank_power_of_2,
     gpu_available,
     handle_average_backwards_compatibility,
+    refs_to_vars,
     split_list,
+    vars_to_refs,
 )
 
 if TYPE_CHECKING:
@@ -99,6 +102,7 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "FarandoleInternalError",
+    "FarandoleUsageError",
     "HorovodInternalError",
     "LocalGradientAggregationHelper",
     "Max",
@@ -120,6 +124,7 @@ __all__ = [
     "broadcast_object_fn",
     "broadcast_variables",
     "ccl_built",
+    "check_extension",
     "check_num_rank_power_of_2",
     "cross_rank",
     "cross_size",
@@ -150,6 +155,7 @@ __all__ = [
     "rank",
     "rank_op",
     "reducescatter",
+    "refs_to_vars",
     "remove_process_set",
     "rocm_built",
     "shutdown",
@@ -158,6 +164,7 @@ __all__ = [
     "split_list",
     "start_timeline",
     "stop_timeline",
+    "vars_to_refs",
 ]
 
 _LATER = {

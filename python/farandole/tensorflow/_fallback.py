@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import farandole.numpy as hvd
-from farandole.common.exceptions import FarandoleInternalError
+from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.tensorflow._names import ONE, double
 
@@ -87,6 +87,8 @@ def _call(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[
         # In a graph a ValueError becomes an InvalidArgumentError; what TensorFlow does not know, an UnknownError.
         try:
             return function(*(tensor.numpy() for tensor in tensors))
+        except FarandoleUsageError as error:
+            raise ValueError(str(error)) from error
         except FarandoleInternalError as error:
             raise tf.errors.UnknownError(None, None, f"FarandolePython: {error}") from error
 

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Gradients of the ops. The loss is the sum of all ranks' losses: what a rank gave to others, others send back.
 
+By Horovod's convention (`farandole.common.convention`) some are averages, or larger by the number of ranks.
+
 Each takes the module whose ops it uses, the gradients of the results, what the forward op was told, and makes the
 gradients of its tensors. The native ops' are registered with TensorFlow here; stand-ins call them by themselves.
 """
@@ -12,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from farandole.common import convention
 from farandole.common.util import Average, Sum
 from farandole.tensorflow._library import ops
 from farandole.tensorflow._names import ONE, double, gradient_arguments, normalize
@@ -28,9 +31,14 @@ def _reduction(told: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: When it has no gradient.
     """
-    if told["reduce_op"] not in (Average, Sum):
+    if told["reduce_op"] not in (Average, Sum) and not convention.is_horovods():
         raise ValueError("only Average and Sum have a gradient")
     return {key: told[key] for key in REDUCTION}
+
+
+def total() -> int:
+    """The op that adds up what ranks derive for values that one of them gave."""
+    return Average if convention.is_horovods() else Sum
 
 
 def allreduce(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
@@ -40,18 +48,18 @@ def allreduce(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
 
 def broadcast(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
     """Sums of gradients where the values came from, nothing elsewhere."""
-    summed = here.farandole_grouped_allreduce(tensors=grads, reduce_op=Sum, **gradient_arguments(told))
+    summed = here.farandole_grouped_allreduce(tensors=grads, reduce_op=total(), **gradient_arguments(told))
     is_root = tf.equal(here.farandole_rank(), told["root_rank"])
-    return [tf.where(is_root, total, tf.zeros_like(total)) for total in summed]
+    return [tf.where(is_root, whole, tf.zeros_like(whole)) for whole in summed]
 
 
 def allgather(here: Any, grads: list[Any], told: dict[str, Any], rows: Any) -> list[Any]:
     """Sums of gradients, of which each rank takes the rows it gave."""
     arguments = gradient_arguments(told)
-    summed = here.farandole_grouped_allreduce(tensors=grads, reduce_op=Sum, **arguments)
+    summed = here.farandole_grouped_allreduce(tensors=grads, reduce_op=total(), **arguments)
     rank = here.farandole_rank(process_set=arguments["process_set"])
     starts, counts = tf.cumsum(rows, axis=1, exclusive=True)[:, rank], rows[:, rank]
-    return [total[starts[index] : starts[index] + counts[index]] for index, total in enumerate(summed)]
+    return [whole[starts[index] : starts[index] + counts[index]] for index, whole in enumerate(summed)]
 
 
 def alltoall(here: Any, grad: Any, told: dict[str, Any], received: Any) -> Any:
@@ -65,14 +73,14 @@ def reducescatter(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any
     reduction, arguments = _reduction(told), gradient_arguments(told)
     parts = here.farandole_grouped_allgather(tensors=grads, **arguments).outputs
     factor = double(reduction["prescale"]) * double(reduction["postscale"])
-    divisor = here.farandole_size(process_set=arguments["process_set"]) if reduction["reduce_op"] == Average else None
-    return [_scaled(part, factor, divisor) for part in parts]
-
-
-def _scaled(tensor: Any, factor: float, divisor: Any) -> Any:
     if factor != 1.0:
-        tensor *= tf.cast(factor, tensor.dtype)
-    return tensor if divisor is None else tensor / tf.cast(divisor, tensor.dtype)
+        parts = [part * tf.cast(factor, part.dtype) for part in parts]
+    averages, larger = reduction["reduce_op"] == Average, convention.is_horovods()
+    if averages == larger:
+        return list(parts)
+    size = here.farandole_size(process_set=arguments["process_set"])
+    apply = tf.divide if averages else tf.multiply
+    return [apply(part, tf.cast(size, part.dtype)) for part in parts]
 
 
 def _told(op: Any, *more: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,9 +13,6 @@ from farandole.common.reduction import choose_groups
 from farandole.common.util import Average
 from farandole.tensorflow._reducer import GradientReducer
 from farandole.tensorflow.compression import Compression, Compressor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class _Distributed(tf.GradientTape):
@@ -52,20 +49,24 @@ class _Distributed(tf.GradientTape):
         """Leaves the gradient of a variable to this rank."""
         self._reducer.register_local(source)
 
-    def get_local_and_global_gradients(self, grads: Sequence[Any], sources: Sequence[Any]) -> tuple[Any, ...]:
-        """Parts gradients into those of this rank and those to reduce.
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """As `gradient`, but parts the gradients of local sources from the reduced ones.
 
         Args:
-            grads: Gradients, in the order of `sources`.
-            sources: Their variables.
+            target: As there.
+            sources: As there; what it has in nested structures comes in their order.
+            output_gradients: As there.
+            use_generic_names: As there.
 
         Returns:
-            Local sources, local gradients, shared sources, shared gradients.
+            Pairs of local sources and their gradients, and pairs of the other sources and theirs.
         """
-        pairs = list(zip(sources, grads, strict=True))
+        grads = self.gradient(target, sources, output_gradients, use_generic_names=use_generic_names)
+        pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(grads, expand_composites=False), strict=True))
         local = [pair for pair in pairs if self._reducer.is_local(pair[0])]
-        shared = [pair for pair in pairs if not self._reducer.is_local(pair[0])]
-        return [s for s, _ in local], [g for _, g in local], [s for s, _ in shared], [g for _, g in shared]
+        return local, [pair for pair in pairs if not self._reducer.is_local(pair[0])]
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util  # the one place that tells whether XLA will compile a graph
 
-from farandole.common.util import Sum
 from farandole.tensorflow import _gradients, _library
 from farandole.tensorflow._names import ONE, unique
 
@@ -333,7 +332,7 @@ def farandole_grouped_allgather(tensors: Sequence[Any], tensor_name: str = "", p
     rows = [_rows(tensor.shape) for tensor in tensors]
 
     def gradient(*grads: Any) -> list[Any]:
-        summed = farandole_grouped_allreduce(grads, unique(f"{tensor_name}_grad"), process_set, Sum)
+        summed = farandole_grouped_allreduce(grads, unique(f"{tensor_name}_grad"), process_set, _gradients.total())
         # Asked when it runs: in the next world of an elastic job this may be another rank.
         rank = farandole_rank(process_set)
         parts = []

@@ -126,7 +126,7 @@ class TensorFlowState(ObjectState):
 def __getattr__(name: str) -> Any:
     """Loads Keras for the state that needs it."""
     if name == "TensorFlowKerasState":
-        from farandole._keras.elastic import KerasState  # noqa: PLC0415 - Keras may run on another backend
+        from farandole._keras.elastic import TensorFlowKerasState  # noqa: PLC0415 - Keras may run on another backend
 
-        return KerasState
+        return TensorFlowKerasState
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from farandole.common.basics import (
+    HorovodBasics,
     ccl_built,
     cross_rank,
     cross_size,
@@ -41,11 +42,18 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
-from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
+from farandole.common.exceptions import HorovodInternalError
+from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from farandole.common.timeline import start_timeline, stop_timeline
+from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, num_rank_is_power_2
 from farandole.tensorflow import _eager, _library, _split, _xla
 from farandole.tensorflow._library import ops
 from farandole.tensorflow._names import arguments, base_name, bits, eager_arguments, number_of
+from farandole.tensorflow.util import (
+    check_num_rank_power_of_2,
+    gpu_available,
+    handle_average_backwards_compatibility,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,6 +98,22 @@ __all__ = [
     "size_op",
 ]
 
+
+_also = (
+    HorovodInternalError,
+    add_process_set,
+    check_num_rank_power_of_2,
+    gpu_available,
+    handle_average_backwards_compatibility,
+    num_rank_is_power_2,
+    remove_process_set,
+    start_timeline,
+    stop_timeline,
+)
+"""Names that Horovod has here, besides the ops."""
+
+_basics = HorovodBasics()
+"""What Horovod's scripts reach for as `mpi_ops._basics`."""
 
 _native = ops if _eager.IS_POSSIBLE and _library.library is not None else None
 """The ops, where they are native and there is a shorter way to them."""

@@ -48,11 +48,11 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
     return choose_op(op, average)
 
 
-def vars_to_refs(variables: Any) -> Any:
+def vars_to_refs(vars: Any) -> Any:  # noqa: A002 - Horovod's argument name
     """Hashable references in place of variables, also in nested lists and tuples."""
-    if isinstance(variables, list | tuple):
-        return tuple(vars_to_refs(entry) for entry in variables)
-    return variables.ref() if hasattr(variables, "ref") else variables
+    if isinstance(vars, list | tuple):
+        return tuple(vars_to_refs(entry) for entry in vars)
+    return vars.ref() if hasattr(vars, "ref") else vars
 
 
 def refs_to_vars(refs: Any) -> Any:

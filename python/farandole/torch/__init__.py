@@ -15,7 +15,8 @@ from importlib.util import find_spec as _find_spec
 if _find_spec("torch") is None:
     raise ImportError("farandole.torch needs PyTorch: pip install farandole[torch]", name="torch")
 
-from farandole.common.exceptions import FarandoleInternalError, HorovodInternalError
+from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
+from farandole.common.util import check_extension
 from farandole.torch import elastic, mpi_ops
 from farandole.torch.compression import Compression
 from farandole.torch.functions import (
@@ -32,12 +33,14 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "FarandoleInternalError",
+    "FarandoleUsageError",
     "HorovodInternalError",
     "SyncBatchNorm",
     "allgather_object",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "check_extension",
     "elastic",
 ]
 __all__ += mpi_ops.__all__

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import engine
+from farandole.common import convention
 from farandole.common.handles import set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._alltoall import exchange
@@ -132,7 +133,8 @@ class _Allgather(torch.autograd.Function):
                 continue
             name = None if ctx.backward_name is None else f"{ctx.backward_name}.{i}"
             derived, _ = exchange(grad, rows, name, ctx.process_set)
-            places.append(derived.view(len(rows), rows[mine], *grad.shape[1:]).sum(0))
+            parts = derived.view(len(rows), rows[mine], *grad.shape[1:])
+            places.append(parts.mean(0) if convention.is_horovods() else parts.sum(0))
         return tuple(places)
 
 
@@ -142,7 +144,7 @@ def allgather(
     """Concatenates all ranks' tensors along the first dimension, in the order of ranks.
 
     Differentiable: the gradient of this rank's rows is the *sum* of what all ranks derive for them, as the chain rule
-    and torch.distributed have it. Horovod averages them.
+    and torch.distributed have it; their average where gradients follow Horovod (`FARANDOLE_GRADIENT_CONVENTION`).
 
     Args:
         tensor: As for `allgather_async`.

@@ -77,7 +77,7 @@ def allreduce(
 
     Differentiable but for `Adasum`. For `Average` and `Sum` the gradient is allreduced by the same operation; for
     `Min` and `Max` it goes in equal parts to the ranks that hold the extreme, for `Product` it is the product of the
-    others.
+    others. Where gradients follow Horovod (`FARANDOLE_GRADIENT_CONVENTION`), every op reduces them by itself.
 
     Args:
         tensor: As for `allreduce_async`.

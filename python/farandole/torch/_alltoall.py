@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import engine
+from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import members_of, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._device import spot
@@ -39,19 +40,19 @@ def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -
     rows, members = tensor.shape[0], len(members_of(process_set))
     if isinstance(splits, torch.Tensor):
         if splits.dim() != 1 or splits.is_floating_point() or splits.is_complex() or not splits.is_cpu:
-            raise ValueError(
+            raise FarandoleUsageError(
                 f"splits must be whole numbers in one dimension, on the CPU: {splits.dtype}, "
                 f"shape {tuple(splits.shape)}, {splits.device}"
             )
         splits = splits.tolist()
     if splits is None or len(splits) == 0:
         if rows % members:
-            raise ValueError(f"without splits, rows must divide evenly among {members} ranks: {rows}")
+            raise FarandoleUsageError(f"without splits, rows must divide evenly among {members} ranks: {rows}")
         return [rows // members] * members
     if len(splits) != members:
-        raise ValueError(f"splits must have one entry for each of {members} ranks: {len(splits)}")
+        raise FarandoleUsageError(f"splits must have one entry for each of {members} ranks: {len(splits)}")
     if any(split < 0 for split in splits) or sum(splits) != rows:
-        raise ValueError(f"splits must not be negative and add up to the {rows} rows: {list(splits)}")
+        raise FarandoleUsageError(f"splits must not be negative and add up to the {rows} rows: {list(splits)}")
     return [int(split) for split in splits]
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from farandole._native import engine
-from farandole.common import basics
+from farandole.common import basics, convention
+from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import members_of, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import Average, Sum
 from farandole.torch._device import spot
 from farandole.torch._handles import (
     MOVED,
@@ -35,7 +37,7 @@ def _start(
     number = set_number(process_set)
     ranks = members_of(process_set)
     if root_rank not in ranks:
-        raise ValueError(f"root_rank must be a global rank among the members {ranks}: {root_rank!r}")
+        raise FarandoleUsageError(f"root_rank must be a global rank among the members {ranks}: {root_rank!r}")
     source = usable(tensor, MOVED)
     # A private copy serves as its own result.
     target = torch.empty_like(source) if source is tensor and not in_place else source
@@ -83,7 +85,7 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
         ctx.is_root = basics.rank() == root_rank
-        ctx.reduction = Reduction(process_set=process_set)
+        ctx.reduction = Reduction(Average if convention.is_horovods() else Sum, process_set=process_set)
         ctx.backward_name = None if name is None else f"{name}.backward"
         return synchronize(_start(tensor, root_rank, name, process_set, in_place=False, attended=True))
 
@@ -104,8 +106,8 @@ def broadcast(
 ) -> torch.Tensor:
     """Returns the root's tensor on every rank.
 
-    Differentiable: the root's gradient is the *sum* of what all ranks derive, that of the others is zero. Horovod
-    averages.
+    Differentiable: the root's gradient is the *sum* of what all ranks derive, that of the others is zero; the average
+    where gradients follow Horovod (`FARANDOLE_GRADIENT_CONVENTION`).
 
     Args:
         tensor: As for `broadcast_async`.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import Finish, HandleTable, Outcome
 from farandole.torch import _device
 
@@ -139,10 +140,10 @@ def require_dimension(operation: str, tensor: torch.Tensor) -> None:
     """Refuses scalars where rows are cut or joined.
 
     Raises:
-        ValueError: When the tensor has no dimension.
+        FarandoleUsageError: When the tensor has no dimension.
     """
     if tensor.dim() == 0:
-        raise ValueError(f"{operation} needs a tensor of at least one dimension: shape ()")
+        raise FarandoleUsageError(f"{operation} needs a tensor of at least one dimension: shape ()")
 
 
 def copy_back(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 """Reductions of one tensor or a group, and their gradients: what stands under every form of allreduce.
 
 The gradients are those of the sum of all ranks' losses: differentiating what one rank computes from the result tells
-every rank what its own input did to it.
+every rank what its own input did to it. By Horovod's convention gradients are reduced by the op itself, whatever it is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from farandole._native import engine
+from farandole.common import convention
 from farandole.common.handles import set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import OPERATIONS, Average, Max, Min, Product, Sum
@@ -115,7 +116,7 @@ def reduce_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: R
 def _differentiable(
     tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, grouped: bool
 ) -> list[torch.Tensor]:
-    if reduction.op in (Min, Max, Product):
+    if reduction.op in (Min, Max, Product) and not convention.is_horovods():
         kind = _Product if reduction.op == Product else _Extreme
         plain = reduction._replace(prescale=1.0, postscale=1.0)
         scaled = [_scale(tensor, reduction.prescale) for tensor in tensors]
@@ -145,7 +146,7 @@ class _Reduce(torch.autograd.Function):
             results = synchronize(start_group(tensors, name, reduction, in_place=False))
         else:
             results = [synchronize(start_one(tensors[0], name, reduction, in_place=False, attended=True))]
-        if reduction.op in (Min, Max, Product):
+        if reduction.op in (Min, Max, Product) and not convention.is_horovods():
             ctx.save_for_backward(*tensors, *results)
         return tuple(results)
 
@@ -164,11 +165,11 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Linear(_Reduce):
-    """Sum and Average: what is reduced forward is reduced backward."""
+    """Sum and Average: what is reduced forward is reduced backward. By Horovod's convention, every op."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.reduction.op not in (Sum, Average):
+        if ctx.reduction.op not in (Sum, Average) and not convention.is_horovods():
             raise ValueError(f"this reduction has no gradient: {OPERATIONS[ctx.reduction.op]}")
         wanted = [grads[i] for i in _Reduce.wanted(ctx)]
         if not ctx.grouped:

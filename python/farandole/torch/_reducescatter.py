@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import engine
+from farandole.common import convention
+from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import members_of
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 def _check(op: int) -> int:
     if op not in (Average, Sum):
-        raise ValueError(f"op must be Average or Sum in a reducescatter: {op!r}")
+        raise FarandoleUsageError(f"op must be Average or Sum in a reducescatter: {op!r}")
     return op
 
 
@@ -124,8 +126,11 @@ class _Reducescatter(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.process_set = reduction.process_set
         ctx.factor = reduction.prescale * reduction.postscale
+        count = len(members_of(reduction.process_set))
         if reduction.op == Average:
-            ctx.factor /= len(members_of(reduction.process_set))
+            ctx.factor /= count
+        if convention.is_horovods():
+            ctx.factor *= count
         ctx.backward_name = None if name is None else f"{name}.backward"
         if grouped:
             return tuple(synchronize(_start_group(tensors, name, reduction)))
@@ -151,7 +156,8 @@ def reducescatter(
     """Combines all ranks' tensors and returns this rank's part: consecutive rows, the first ranks get those left over.
 
     Differentiable: the gradient is put together from what all ranks derive for their parts, times the factors and,
-    for `Average`, divided by the number of ranks. Horovod's is larger by the number of ranks.
+    for `Average`, divided by the number of ranks; it is larger by the number of ranks where gradients follow Horovod
+    (`FARANDOLE_GRADIENT_CONVENTION`).
 
     Args:
         tensor: As for `reducescatter_async`.

@@ -26,7 +26,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
     so that gradients can be clipped before it, and options that look at all parameters work.
     """
 
-    _names: dict[torch.Tensor, str]
+    _parameter_names: dict[torch.Tensor, str]
     _compression: type[Compressor] = Compression.none
     _reduction: Reduction | None = None
 

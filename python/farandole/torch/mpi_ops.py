@@ -2,9 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """All operations under the module name that Horovod's scripts import them from."""
 
-from types import SimpleNamespace
-
-from farandole.common import basics, util
+from farandole.common import basics
 from farandole.common.basics import (
     ccl_built,
     cross_rank,
@@ -26,6 +24,7 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
+from farandole.common.exceptions import HorovodInternalError
 from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, gpu_available, num_rank_is_power_2
@@ -53,6 +52,7 @@ from farandole.torch._reducescatter import (
     reducescatter_async,
 )
 from farandole.torch._sparse import sparse_allreduce_async
+from farandole.torch.compression import Compression
 
 __all__ = [
     "Adasum",
@@ -116,13 +116,8 @@ __all__ = [
     "synchronize",
 ]
 
-_also = (gpu_available, handle_average_backwards_compatibility, num_rank_is_power_2)
+_also = (Compression, HorovodInternalError, gpu_available, handle_average_backwards_compatibility, num_rank_is_power_2)
 """Names that Horovod has here and not in `horovod.torch`."""
 
-_basics = SimpleNamespace(
-    **{name: value for module in (basics, util) for name, value in vars(module).items() if not name.startswith("_")},
-    ProcessSet=ProcessSet,
-    start_timeline=start_timeline,
-    stop_timeline=stop_timeline,
-)
+_basics = basics.HorovodBasics()
 """What Horovod's scripts reach for as `mpi_ops._basics`."""

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 class _DistributedOptimizer(torch.optim.Optimizer):
     """What `DistributedOptimizer` mixes into the class of the optimizer it wraps."""
 
+    _parameter_names: dict[torch.Tensor, str]
+    """The name of every parameter, as scripts look it up with Horovod."""
     _reducer: GradientReducer | None = None
     _synchronized: bool = False
     _skips: bool = False
@@ -105,9 +107,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             result = super().step(self._reduced(closure))
         else:
             if self._synchronized:
+                # Scripts filter this warning by Horovod's words.
                 warnings.warn(
-                    "step() reduces the gradients a second time after synchronize(); "
-                    "wrap it in `with optimizer.skip_synchronize():`",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -247,18 +251,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ValueError(f"{type(compression).__name__} needs op=Average or op=Sum")
     _require_positive(backward_passes_per_step)
     if num_groups:
-        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`, and is deprecated", DeprecationWarning, stacklevel=2
+        )
         groups = num_groups if groups is None else groups
     names = name_parameters(optimizer.param_groups, named_parameters)
     units = group_parameters(names, groups)
     alone = basics.rank() not in members or (len(members) == 1 and not _is_elastic())
     if op == Adasum:
         attributes = {
-            "_names": names,
             "_compression": compression,
             "_reduction": Reduction(op, process_set=process_set),
         }
-        return _wrap(optimizer, _DistributedAdasumOptimizer, {} if alone else attributes)
+        attributes = {"_parameter_names": names, **({} if alone else attributes)}
+        return _wrap(optimizer, _DistributedAdasumOptimizer, attributes)
     reduction = Reduction(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor, process_set)
     options = Options(reduction, compression, sparse_as_dense)
     reducer = None
@@ -266,4 +272,4 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         reducer = GradientReducer(
             names, units, options, passes=backward_passes_per_step, as_view=gradient_as_bucket_view
         )
-    return _wrap(optimizer, _DistributedOptimizer, {"_reducer": reducer})
+    return _wrap(optimizer, _DistributedOptimizer, {"_parameter_names": names, "_reducer": reducer})

@@ -4,9 +4,17 @@
 
 A script that imports Horovod runs unchanged. What Farandole has no module for, and scripts import all the same, lies
 as a small module of its own beside this file.
+
+Gradients of collectives follow Horovod's convention, too, in this process and in workers that it starts, unless
+`FARANDOLE_GRADIENT_CONVENTION` says otherwise.
 """
 
+import os as _os
+
 from horovod import _alias
+
+if not (_os.environ.get("FARANDOLE_GRADIENT_CONVENTION") or _os.environ.get("HOROVOD_GRADIENT_CONVENTION")):
+    _os.environ["FARANDOLE_GRADIENT_CONVENTION"] = "horovod"
 
 _alias.install()
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,9 +49,8 @@ class _Finder(MetaPathFinder):
         root, _, rest = fullname.partition(".")
         if root != "horovod" or not rest:
             return None
-        parent, _, _ = rest.rpartition(".")
-        own = PathFinder.find_spec(fullname, [str(_HERE.joinpath(*parent.split(".")) if parent else _HERE)])
-        if own is not None and own.origin is not None:
+        own = _own(fullname)
+        if own is not None:
             return own
         theirs = f"farandole.{rest}"
         try:
@@ -67,7 +66,38 @@ class _Finder(MetaPathFinder):
         return spec
 
 
+class _Back(MetaPathFinder):
+    """Finds for Farandole's packages what lies only here: `from horovod.spark.common import constants`.
+
+    Python asks a package for such a name by the package's own name, which is Farandole's.
+    """
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002 - the interface's
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        root, _, rest = fullname.partition(".")
+        own = _own(f"horovod.{rest}") if root == "farandole" and rest else None
+        if own is None:
+            return None
+        spec = ModuleSpec(fullname, _SameModule(own.name), origin=own.origin)
+        spec.submodule_search_locations = own.submodule_search_locations
+        return spec
+
+
+def _own(fullname: str) -> ModuleSpec | None:
+    """The module of this name that lies beside this file."""
+    place = _HERE.joinpath(*fullname.split(".")[1:])
+    if (package := place / "__init__.py").is_file():
+        return spec_from_file_location(fullname, package, submodule_search_locations=[str(place)])
+    if (module := place.with_suffix(".py")).is_file():
+        return spec_from_file_location(fullname, module)
+    return None
+
+
 def install() -> None:
-    """Puts the finder first, once."""
+    """Puts the finders first, once: Python's own would load the files here a second time, by Farandole's name."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path[:0] = [_Finder(), _Back()]

@@ -8,9 +8,15 @@ import sys
 
 
 def main() -> int:
-    """Runs the command line."""
-    from farandole.__main__ import main as farandole  # noqa: PLC0415 - horovod's import installed the aliases only
+    """Runs the command line.
 
-    arguments = sys.argv[1:]
-    sys.argv[1:] = ["--version"] if arguments in (["-v"], ["--version"]) else ["run", *arguments]
-    return farandole()
+    Returns:
+        The exit status, as `farandole run` has it.
+    """
+    import horovod  # noqa: PLC0415 - what runs is loaded by those who run
+    from farandole.__main__ import main as farandole  # noqa: PLC0415
+
+    if sys.argv[1:2] in (["-v"], ["--version"]):
+        print(horovod.__version__)  # noqa: T201 - what was asked for
+        return 0
+    return farandole("horovodrun")

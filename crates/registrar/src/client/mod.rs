@@ -3,6 +3,7 @@
 
 //! A task's side: blocking calls from any thread, served by one thread of this process.
 
+mod caller;
 #[cfg(test)]
 mod crowd;
 mod dial;
@@ -260,6 +261,18 @@ impl Client {
     /// # Errors
     /// `Timeout` naming the missing tasks, `Aborted`, `Refused`, `Lost`, `Malformed`.
     pub fn await_assignment(&self, deadline: Instant) -> Result<World> {
+        self.await_world(deadline, "tasks to register")
+    }
+
+    /// As [`Client::await_assignment`] where tasks are ranks, which a `Timeout` then names.
+    ///
+    /// # Errors
+    /// As [`Client::await_assignment`].
+    pub fn await_ranks(&self, deadline: Instant) -> Result<World> {
+        self.await_world(deadline, "ranks to come")
+    }
+
+    fn await_world(&self, deadline: Instant, all: &str) -> Result<World> {
         let started = Instant::now();
         let session = self.inner.offer.lock().as_ref().map(|offer| offer.session);
         loop {
@@ -277,10 +290,7 @@ impl Client {
             }
             if Instant::now() >= deadline {
                 let more = if reply.missing.len() < reply.missing_count as usize { " and more" } else { "" };
-                let what = format!(
-                    "all tasks to register, {} missing: {:?}{more}",
-                    reply.missing_count, reply.missing
-                );
+                let what = format!("all {all}, {} missing: {:?}{more}", reply.missing_count, reply.missing);
                 return Err(Error::Timeout { what, elapsed: started.elapsed() });
             }
         }

@@ -24,6 +24,7 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
+use super::caller::is_own;
 use super::{Caller, Client, dial};
 use crate::error::{Error, Result};
 use crate::generated as wire;
@@ -130,7 +131,7 @@ impl Relay {
         Ok(())
     }
 
-    /// An address of the loopback behind which `task` is.
+    /// An address of the loopback behind which `task` is, for this process's user alone.
     ///
     /// # Errors
     /// `Runtime` where nothing can be listened on.
@@ -140,9 +141,14 @@ impl Relay {
         let address = listener.local_addr().map_err(failed)?;
         let (caller, links, door) = (self.caller.clone(), Arc::clone(&self.links), self.door);
         let listening = self.handle.spawn(async move {
-            while let Ok((socket, _)) = listener.accept().await {
+            while let Ok((socket, from)) = listener.accept().await {
                 let (caller, counted) = (caller.clone(), Counted::new(&links));
                 tokio::spawn(async move {
+                    // The table may be long.
+                    let own = tokio::task::spawn_blocking(move || is_own(address, from)).await;
+                    if !matches!(own, Ok(true)) {
+                        return;
+                    }
                     link(&caller, What::Dial(wire::Dial { task: task.0, door }), socket).await;
                     drop(counted);
                 });

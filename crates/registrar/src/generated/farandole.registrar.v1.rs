@@ -62,6 +62,9 @@ pub struct World {
     /// Ascending by hash.
     #[prost(message, repeated, tag = "2")]
     pub hosts: ::prost::alloc::vec::Vec<Host>,
+    /// Ranks were given out before: every task's is its place among the tasks, whichever hosts they are on.
+    #[prost(bool, tag = "3")]
+    pub in_order: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Host {

@@ -29,7 +29,7 @@ mod tests;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use farandole_world::{Generation, HostHash, TaskId, TaskPlace, World, assign};
+use farandole_world::{Generation, HostHash, TaskId, TaskPlace, World, assign, assign_in_order};
 
 use crate::exit::{Exit, Verdict};
 use running::Running;
@@ -45,6 +45,8 @@ pub(crate) struct Options {
     pub(crate) disconnect_grace: Duration,
     /// How long exits are collected after the first failure, before one is named the first.
     pub(crate) failure_grace: Duration,
+    /// Whether a task's number is its rank, whichever host it is on.
+    pub(crate) in_order: bool,
 }
 
 /// What the machine is told.
@@ -270,7 +272,8 @@ impl Membership {
             .map(|(task, waiting)| TaskPlace { task: *task, host: waiting.host.clone() })
             .collect();
         let next = Generation(self.generation.0 + 1);
-        let world = assign(next, &places).ok()?;
+        let rule = if self.options.in_order { assign_in_order } else { assign };
+        let world = rule(next, &places).ok()?;
         let members = std::mem::take(&mut self.waiting);
         self.generation = next;
         self.running = Some(Running::new(now, world.clone(), members));

@@ -40,6 +40,7 @@ const OPTIONS: Options = Options {
     heartbeat_timeout: Duration::from_secs(5),
     disconnect_grace: Duration::from_secs(1),
     failure_grace: Duration::from_millis(500),
+    in_order: false,
 };
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

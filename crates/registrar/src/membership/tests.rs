@@ -13,6 +13,7 @@ const OPTIONS: Options = Options {
     heartbeat_timeout: Duration::from_secs(5),
     disconnect_grace: Duration::from_secs(1),
     failure_grace: Duration::from_millis(500),
+    in_order: false,
 };
 
 fn at(ms: u64) -> Duration {
@@ -48,6 +49,22 @@ fn verdicts(decisions: &[Decision]) -> Vec<&Verdict> {
             _ => None,
         })
         .collect()
+}
+
+#[test]
+fn tasks_that_have_ranks_keep_them_on_whichever_hosts_they_are() {
+    // MB-1, W-4.
+    let seats = |in_order| -> Vec<u32> {
+        let mut job = Membership::new(Options { in_order, ..OPTIONS });
+        let mut last = Vec::new();
+        for (task, name) in [(2, "a"), (0, "a"), (1, "b")] {
+            last = job.register(at(0), TaskId(task), 0, u64::from(task), host(name)).unwrap().1;
+        }
+        let Some(Decision::Assigned { world }) = last.pop() else { panic!("{last:?}") };
+        world.seats.iter().map(|seat| seat.task.0).collect()
+    };
+    assert_eq!(seats(true), [0, 1, 2]);
+    assert_eq!(seats(false), [0, 2, 1]);
 }
 
 #[test]

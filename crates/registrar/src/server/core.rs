@@ -126,12 +126,14 @@ impl Told {
 }
 
 impl Core {
-    pub(super) fn new(job_id: JobId, options: &Options) -> Self {
+    /// `in_order` where tasks have the ranks of their numbers.
+    pub(super) fn new(job_id: JobId, options: &Options, in_order: bool) -> Self {
         let membership = Membership::new(membership::Options {
             tasks: options.tasks,
             heartbeat_timeout: options.peer_timeout.max(SHORTEST),
             disconnect_grace: Duration::from_secs(1).min(options.peer_timeout),
             failure_grace: Duration::from_millis(500),
+            in_order,
         });
         Self {
             job_id,
@@ -342,7 +344,7 @@ mod tests {
     #[test]
     fn a_driver_that_takes_nothing_is_waited_for_once_and_again_after_it_took_something() {
         let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
-        let core = Core::new(JobId("job".to_owned()), &Options::from_config(1, &config));
+        let core = Core::new(JobId("job".to_owned()), &Options::from_config(1, &config), false);
         let fill = || {
             while core.events.weight() <= PRESSURE {
                 let text = "x".repeat(1 << 20);
@@ -372,7 +374,7 @@ mod tests {
     #[test]
     fn what_a_worker_of_another_generation_returns_is_no_result() {
         let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
-        let core = Core::new(JobId("job".to_owned()), &Options::from_config(2, &config));
+        let core = Core::new(JobId("job".to_owned()), &Options::from_config(2, &config), false);
         for (task, generation) in [(0, 0), (1, 3), (0, 0), (1, 0)] {
             core.returned(TaskId(task), Generation(generation), vec![0]);
         }

@@ -27,6 +27,7 @@ use self::service::Service;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::generated::registrar_server::RegistrarServer;
+use crate::secret::Secret;
 use crate::ticket::{Ticket, Token};
 use crate::{host, tls};
 
@@ -102,18 +103,40 @@ impl Registrar {
     /// # Errors
     /// `Options` for no tasks or an unusable job id, `Listen`, `Tls`, `Runtime`.
     pub fn start(options: Options) -> Result<Self> {
+        let job_id = job_id(options.job_id.clone())?;
+        Self::begin(options, job_id, Token::random(), tls::identity()?, false)
+    }
+
+    /// As [`Registrar::start`], for tasks whose numbers are their ranks; with a secret, for its job, and a token and a
+    /// certificate made from it.
+    ///
+    /// # Errors
+    /// As [`Registrar::start`].
+    pub fn start_in_order(options: Options, secret: Option<&Secret>) -> Result<Self> {
+        let Some(secret) = secret else {
+            let job_id = job_id(options.job_id.clone())?;
+            return Self::begin(options, job_id, Token::random(), tls::identity()?, true);
+        };
+        let job_id = job_id(Some(secret.job().0.clone()))?;
+        Self::begin(options, job_id, secret.token(), secret.identity()?, true)
+    }
+
+    fn begin(
+        options: Options,
+        job_id: JobId,
+        token: Token,
+        identity: tls::Identity,
+        in_order: bool,
+    ) -> Result<Self> {
         if options.tasks == 0 {
             return Err(Error::Options { reason: "a job has at least one task".to_owned() });
         }
-        let job_id = job_id(options.job_id.clone())?;
         let options = Options {
             // Outside of these, timers never fire, always fire, or overflow.
             peer_timeout: options.peer_timeout.clamp(SHORTEST, LONGEST),
             start_timeout: options.start_timeout.min(LONGEST),
             ..options
         };
-        let token = Token::random();
-        let identity = tls::identity()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .thread_name("farandole-registrar")
@@ -123,7 +146,7 @@ impl Registrar {
         let (listener, addresses) =
             listen(options.host.as_deref(), host::bound(&options.bind)?, options.port_range)?;
         let ticket = Ticket::new(token.clone(), identity.fingerprint, job_id.clone(), addresses);
-        let core = Arc::new(Core::new(job_id, &options));
+        let core = Arc::new(Core::new(job_id, &options, in_order));
         let gate = Gate::new(token, options.tasks);
         let registrar = RegistrarServer::new(Service::new(Arc::clone(&core), options.relays))
             .max_decoding_message_size(MAX_MESSAGE)

@@ -32,7 +32,16 @@ fn world<T: Send>(
     place: impl Fn(u32) -> String + Sync,
     body: impl Fn(Client, Instant) -> T + Sync,
 ) -> Vec<T> {
-    let registrar = registrar(tasks);
+    with(&registrar(tasks), tasks, place, body)
+}
+
+/// As [`world`], of tasks that register at this registrar.
+fn with<T: Send>(
+    registrar: &Registrar,
+    tasks: u32,
+    place: impl Fn(u32) -> String + Sync,
+    body: impl Fn(Client, Instant) -> T + Sync,
+) -> Vec<T> {
     let deadline = Instant::now() + LIMIT;
     thread::scope(|scope| {
         let (place, body, ticket) = (&place, &body, registrar.ticket());
@@ -93,6 +102,33 @@ fn ranks_of_several_hosts_form_a_world_over_tcp() {
         },
     );
     assert_eq!(sums, vec![400_000.0; 4]);
+}
+
+/// W-4: as mpirun deals ranks out by node, in every way of reducing.
+#[test]
+fn ranks_that_go_round_the_hosts_keep_their_numbers_and_reduce() {
+    for algorithm in ["auto", "direct", "doubling", "pipeline", "hierarchy"] {
+        let host = Some("127.0.0.1".to_owned());
+        let options = Options { host, ..Options::from_config(5, &config()) };
+        let registrar = Registrar::start_in_order(options, None).unwrap();
+        let config = Config { allreduce_algorithm: algorithm.to_owned(), ..config() };
+        let seats = with(
+            &registrar,
+            5,
+            |task| (task % 2).to_string(),
+            |client, deadline| {
+                let task = client.task().0;
+                let wishes = Wishes::default();
+                let session = launched(&config, client, 0, &wishes, deadline, &mut || false).unwrap();
+                let (world, seat) = (session.world(), session.world().seat());
+                assert_eq!((world.rank.0, seat.local_rank.0, seat.cross_rank.0), (task, task / 2, task % 2));
+                let bits = f32::from(1u8 << task);
+                assert_eq!(sum(&session, &vec![bits; 50_000]), vec![31.0; 50_000], "{algorithm}");
+                (seat.local_size, seat.cross_size)
+            },
+        );
+        assert_eq!(seats, [(3, 2), (2, 2), (3, 2), (2, 2), (3, 1)]);
+    }
 }
 
 #[test]

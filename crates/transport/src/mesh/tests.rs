@@ -3,14 +3,15 @@
 
 //! Handovers of shared memory that break off: the dialer against a peer that holds the key and misbehaves.
 
-use std::io::Read;
 use std::os::unix::net::UnixStream;
 
 use farandole_shm::handover;
 
 use super::*;
+use crate::beat::{Beats, Heard};
 use crate::contract::{meshes, open_pair};
-use crate::handshake::{HELLO, PROOF, Status, Transcript};
+use crate::handshake::exchange::{Keys, Side, Suite};
+use crate::handshake::{HELLO, Hello, Offer, PROOF, Status, Transcript, VERSION};
 use crate::{MemoryRendezvous, frames};
 
 const KEY: [u8; 32] = [7; 32];
@@ -109,6 +110,28 @@ fn a_peer_that_is_lost_on_one_connection_hears_last_words_on_another() {
     assert_eq!(hear(), (3, b"why".to_vec()));
 }
 
+/// The keys of both ends of a connection of heartbeats.
+fn both_keys() -> (Keys, Keys) {
+    let hello = Hello {
+        version: VERSION,
+        carrier: Carrier::Control,
+        suite: Suite::own(),
+        generation: Generation(0),
+        channel: CONTROL,
+        from: Rank(1),
+        to: Rank(0),
+        size: 2,
+        stream: 0,
+        streams: 1,
+        capacity: 0,
+        nonce: nonce().unwrap(),
+    };
+    let offer = Offer::new(&Key(KEY), &hello).unwrap();
+    let (acceptor, challenge) = Transcript::answer(&Key(KEY), *offer.hello(), Status::Welcome).unwrap();
+    let (dialer, _) = offer.read(&challenge).unwrap();
+    (dialer.keys(Side::Dialer).unwrap(), acceptor.keys(Side::Acceptor).unwrap())
+}
+
 #[test]
 fn a_peer_that_was_just_dialled_hears_a_goodbye() {
     let shared = Shared::new(Facts {
@@ -123,12 +146,14 @@ fn a_peer_that_was_just_dialled_hears_a_goodbye() {
     let shared = Arc::new(shared.unwrap());
     let (tcp, _) = addresses::listen(None, options().ports).unwrap();
     let service = Service::new(Arc::clone(&shared), Listeners { tcp, unix: None }).unwrap();
-    let (mut there, here) = UnixStream::pair().unwrap();
-    shared.watch(Watch::remote(Arc::clone(&shared.peers[1]), here.into()));
+    let (there, here) = UnixStream::pair().unwrap();
+    there.set_read_timeout(Some(PATIENCE)).unwrap();
+    let (dialer, acceptor) = both_keys();
+    let secured = Secured { socket: here.into(), keys: acceptor };
+    shared.watch(Watch::remote(Arc::clone(&shared.peers[1]), secured));
     shared.stop();
     service.run();
     drop(shared);
-    let mut heard = Vec::new();
-    there.read_to_end(&mut heard).unwrap();
-    assert_eq!(heard, [0]);
+    let mut beats = Beats::new(Secured { socket: there.into(), keys: dialer });
+    assert_eq!((beats.hear(), beats.hear()), (Heard::Word(0), Heard::End));
 }

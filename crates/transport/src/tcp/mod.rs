@@ -4,7 +4,8 @@
 //! Link halves over one or several TCP connections: a private ring each way, pumped by whoever polls either half.
 //!
 //! Bytes are dealt to the connections in fixed blocks ([`stripes`]); the receiver reads each connection straight to
-//! where its blocks belong in the ring, so that nothing is copied to put it in order.
+//! where its blocks belong in the ring, so that nothing is copied to put it in order. What crosses a connection is sealed
+//! in records ([`crate::record`]): sealed in the ring of the sender, opened in that of the receiver.
 //!
 //! What was measured between two network namespaces of one machine, a path without delay and without loss, both
 //! directions at once, in processor time per gigabyte:
@@ -22,6 +23,8 @@
 //! - Two connections: as one. They pay where a network limits each flow (`FARANDOLE_TCP_STREAMS`).
 
 pub(crate) mod path;
+mod receiving;
+mod sending;
 pub(crate) mod stripes;
 
 use std::os::fd::OwnedFd;
@@ -31,12 +34,14 @@ use std::sync::{Arc, Weak};
 use farandole_shm::{Consumer, Guard, Producer, private, rewind};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown, sockopt};
+use rustix::net::{Shutdown, shutdown, sockopt};
 
 use crate::peer::Peer;
-use crate::shared::Shared;
-use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Parker, Result};
+use crate::shared::{Secured, Shared};
+use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Parker, Result, addresses};
 use path::Sight;
+use receiving::{Receiving, Step};
+use sending::Sending;
 use stripes::Stripes;
 
 const CLOSED: &str = "it closed the connection";
@@ -48,6 +53,7 @@ pub(crate) struct Connection {
     parker: Parker,
     /// Takes over the sockets in the end.
     mesh: Weak<Shared>,
+    channel: u32,
     guard: Guard,
     /// The sockets' end of the outgoing ring. Lock order: nothing is locked while this is held.
     outgoing: Mutex<Outgoing>,
@@ -87,6 +93,17 @@ impl Connection {
         moved
     }
 
+    /// Somebody on the way meddled with a connection: the peer is lost, for nothing on any of them can be relied on.
+    fn tampered(&self, number: usize, what: &str) -> String {
+        let address = self.sockets.get(number).map_or(String::new(), addresses::of_peer);
+        let channel = self.channel;
+        let reason = format!("on connection {number} of channel {channel} with {address}, {what}");
+        if let Some(mesh) = self.mesh.upgrade() {
+            mesh.lose(&self.peer, reason.clone(), false);
+        }
+        reason
+    }
+
     /// On behalf of the sender, whose own polls tell what goes wrong.
     fn pump_idly(&self) {
         if self.unsent.load(Ordering::Acquire)
@@ -99,6 +116,8 @@ impl Connection {
 
 struct Outgoing {
     pending: Consumer,
+    /// By connection.
+    sending: Vec<Sending>,
     stripes: Stripes,
     broken: Option<String>,
 }
@@ -109,15 +128,14 @@ impl Outgoing {
             return Err(peer.gone(reason));
         }
         let base = self.stripes.complete();
-        let window = self.pending.window()?;
+        let window = self.pending.window_mut()?;
         let end = base + window.len() as u64;
-        for (number, socket) in sockets.iter().enumerate() {
+        for (number, (socket, sending)) in sockets.iter().zip(&mut self.sending).enumerate() {
             while let Some(extent) = self.stripes.extent(number, end) {
-                let bytes = &window[within(base, extent.start)..within(base, extent.end)];
-                match send(socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+                let bytes = &mut window[within(base, extent.start)..within(base, extent.end)];
+                match sending.step(socket, bytes) {
                     Ok(sent) => self.stripes.advance(number, sent as u64),
                     Err(Errno::AGAIN) => break,
-                    Err(Errno::INTR) => {}
                     Err(error) => {
                         let reason = if error == Errno::PIPE { CLOSED.to_owned() } else { error.to_string() };
                         let lost = peer.gone(&reason);
@@ -139,16 +157,23 @@ fn within(base: u64, position: u64) -> usize {
     usize::try_from(position.saturating_sub(base)).unwrap_or(usize::MAX)
 }
 
-/// A link over connected sockets, in the order of their numbers, and what lies under it. `congestion` names the algorithm
-/// to ask for.
+/// A link over connections, in the order of their numbers, and what lies under it. `congestion` names the algorithm to
+/// ask for.
 pub(crate) fn link(
-    sockets: Vec<OwnedFd>,
+    connections: Vec<Secured>,
     peer: Arc<Peer>,
     mesh: &Arc<Shared>,
+    channel: u32,
     capacity: usize,
     congestion: &str,
 ) -> Result<(Link, Arc<Connection>)> {
     let parker = mesh.parker.clone();
+    let (mut sockets, mut sending, mut receiving) = (Vec::new(), Vec::new(), Vec::new());
+    for Secured { socket, keys } in connections {
+        sockets.push(socket);
+        sending.push(Sending::new(keys.sending));
+        receiving.push(Receiving::new(keys.receiving));
+    }
     for socket in &sockets {
         rustix::io::ioctl_fionbio(socket, true).map_err(Error::of("ioctl"))?;
         sockopt::set_tcp_nodelay(socket, true).map_err(Error::of("setsockopt"))?;
@@ -169,8 +194,9 @@ pub(crate) fn link(
         peer,
         parker,
         mesh: Arc::downgrade(mesh),
+        channel,
         guard: Guard::new(),
-        outgoing: Mutex::new(Outgoing { pending, stripes: stripes.clone(), broken: None }),
+        outgoing: Mutex::new(Outgoing { pending, sending, stripes: stripes.clone(), broken: None }),
         unsent: AtomicBool::new(false),
     });
     let below = Arc::clone(&connection);
@@ -179,7 +205,16 @@ pub(crate) fn link(
         kind: LinkKind::Tcp,
         capacity: outgoing.capacity(),
         sender: Box::new(TcpSender { connection: Arc::clone(&connection), outgoing }),
-        receiver: Box::new(TcpReceiver { connection, arriving, incoming, stripes, ended, full: false }),
+        receiver: Box::new(TcpReceiver {
+            connection,
+            arriving,
+            incoming,
+            receiving,
+            stripes,
+            ended,
+            broken: None,
+            full: false,
+        }),
     };
     Ok((link, below))
 }
@@ -235,8 +270,13 @@ impl Drop for TcpSender {
     fn drop(&mut self) {
         if self.connection.guard.intact() {
             // What the peer no longer takes is lost, as the documentation of a drop says.
-            drop(self.pump());
-            for socket in &self.connection.sockets {
+            let mut outgoing = self.connection.outgoing.lock();
+            drop(self.connection.pump(&mut outgoing));
+            let all = outgoing.pending.used().is_ok_and(|left| left == 0);
+            for (socket, sending) in self.connection.sockets.iter().zip(&mut outgoing.sending) {
+                if all {
+                    sending.end(socket);
+                }
                 let _ = shutdown(socket, Shutdown::Write);
             }
         }
@@ -249,41 +289,48 @@ struct TcpReceiver {
     arriving: Producer,
     /// The caller's end.
     incoming: Consumer,
+    /// By connection.
+    receiving: Vec<Receiving>,
     stripes: Stripes,
     /// Why nothing more will come, by connection.
     ended: Vec<Option<String>>,
+    /// Why nothing more can be believed.
+    broken: Option<String>,
     /// The ring was full: bytes may wait in a socket without an edge to tell.
     full: bool,
 }
 
 impl TcpReceiver {
     fn pump(&mut self) -> Result<()> {
-        if !self.stripes.ahead() {
+        if !self.stripes.ahead() && !self.receiving.iter().any(Receiving::in_ring) {
             rewind(&mut self.arriving, &mut self.incoming);
         }
         let base = self.stripes.complete();
         let window = self.arriving.window()?;
         let end = base + window.len() as u64;
         self.full = false;
-        for (number, socket) in self.connection.sockets.iter().enumerate() {
-            while self.ended[number].is_none() {
-                let Some(extent) = self.stripes.extent(number, end) else {
-                    self.full = true;
-                    break;
-                };
-                let space = &mut window[within(base, extent.start)..within(base, extent.end)];
-                let wanted = space.len();
-                match recv(socket, space, RecvFlags::DONTWAIT) {
-                    Ok((0, _)) => self.ended[number] = Some(CLOSED.to_owned()),
-                    Ok((received, _)) => {
-                        self.stripes.advance(number, received as u64);
-                        if received < wanted {
-                            break;
-                        }
+        let connections = self.connection.sockets.iter().zip(&mut self.receiving).enumerate();
+        for (number, (socket, receiving)) in connections {
+            let mut seen = false;
+            receiving.poll();
+            while self.ended[number].is_none() && self.broken.is_none() {
+                let (extent, block) = self.stripes.room(number, end);
+                // A block that begins beyond the window has no room at all.
+                let space = window.get_mut(within(base, extent.start)..within(base, extent.end));
+                let space = space.unwrap_or_default();
+                match receiving.step(socket, space, within(0, block), seen) {
+                    Step::Placed(bytes) => {
+                        self.stripes.advance(number, bytes as u64);
+                        seen = true;
                     }
-                    Err(Errno::AGAIN) => break,
-                    Err(Errno::INTR) => {}
-                    Err(error) => self.ended[number] = Some(error.to_string()),
+                    Step::Again => {}
+                    Step::Drained => break,
+                    Step::Full => {
+                        self.full = true;
+                        break;
+                    }
+                    Step::Ended(reason) => self.ended[number] = Some(reason),
+                    Step::Tampered(what) => self.broken = Some(self.connection.tampered(number, &what)),
                 }
             }
         }
@@ -304,6 +351,9 @@ impl LinkReceiver for TcpReceiver {
 
     fn awaits(&mut self) -> Result<()> {
         let peer = &self.connection.peer;
+        if let Some(reason) = &self.broken {
+            return Err(peer.gone(reason));
+        }
         let next = self.stripes.owner(self.stripes.complete());
         if let Some(reason) = self.ended.get(next).and_then(Option::as_deref) {
             return Err(peer.gone(reason));

@@ -55,9 +55,16 @@ impl Stripes {
 
     /// What a connection may move next, before `end`.
     pub(super) fn extent(&self, connection: usize, end: u64) -> Option<Range<u64>> {
-        let start = *self.cursors.get(connection)?;
-        let stop = (start / self.block).saturating_add(1).saturating_mul(self.block).min(end);
-        (start < stop).then_some(start..stop)
+        let (extent, _) = self.room(connection, end);
+        (!extent.is_empty()).then_some(extent)
+    }
+
+    /// Where a connection moves next, as far as it may before `end`, which may be nowhere, and the bytes up to the end of
+    /// its block.
+    pub(super) fn room(&self, connection: usize, end: u64) -> (Range<u64>, u64) {
+        let start = self.cursors.get(connection).copied().unwrap_or(end);
+        let stop = (start / self.block).saturating_add(1).saturating_mul(self.block);
+        (start..stop.min(end).max(start), stop - start)
     }
 
     /// A connection has moved `bytes` of its extent.

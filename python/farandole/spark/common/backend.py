@@ -36,6 +36,20 @@ _OF_RUN = {
 _NOT_FOR_EXECUTORS = ("CUDA_VISIBLE_DEVICES", "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET", "SPARK_HOME")
 
 
+def default_num_proc() -> int:
+    """The number of processes where nobody says one: what the active Spark context calls its default parallelism.
+
+    Raises:
+        ValueError: There is no active context.
+    """
+    from pyspark import SparkContext  # noqa: PLC0415 - backends exist where Spark does not
+
+    context = SparkContext._active_spark_context  # noqa: SLF001 - the way to it that makes none
+    if context is None:
+        raise ValueError("there is no active Spark context: pass num_proc")
+    return context.defaultParallelism
+
+
 class Backend(ABC):
     """Runs a function on every process of a gang."""
 

@@ -5,7 +5,7 @@
 Everything that can be known to be wrong is said before data is written, and everything else before workers start.
 """
 
-# ruff: noqa: N802, PLC0415, SLF001 - Spark ML's names; what needs a session is loaded when there is one
+# ruff: noqa: PLC0415, SLF001 - Spark ML's names; what needs a session is loaded when there is one
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import secrets
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Estimator, Model
 
@@ -43,6 +43,21 @@ if TYPE_CHECKING:
 
 class FarandoleEstimator(EstimatorParams, Estimator[Any]):
     """What the estimators of all frameworks share."""
+
+    def fit(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
+        """Trains on a DataFrame, or on a pyarrow, pandas or polars table.
+
+        Args:
+            df: the rows.
+            params: values of parameters that hold for this call; a list of them fits a model with each.
+
+        Returns:
+            The fitted model, or a list of them.
+
+        Raises:
+            ValueError: a parameter, a column or the data does not fit; the message names it.
+        """
+        return super().fit(df, params)
 
     def fit_on_parquet(self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Trains on the Parquet data that is already in the store, without a DataFrame.
@@ -262,13 +277,20 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
 class FarandoleModel(ModelParams, Model):
     """What the models of all frameworks share."""
 
-    def setParams(self, **params: Any) -> Self:
-        """Sets several parameters by name and returns the object itself.
+    def transform(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Adds the model's predictions to a DataFrame.
 
         Args:
-            **params: values by parameter name.
+            df: the rows.
+            params: values of parameters that hold for this call.
+
+        Returns:
+            The DataFrame with the columns of `getOutputCols`.
+
+        Raises:
+            ValueError: a column is missing or does not fit; the message names it.
         """
-        return self._set(**params)
+        return super().transform(df, params)
 
     def _inputs(self) -> list[list[str]]:
         """The columns of each of the model's inputs, as in the estimator."""

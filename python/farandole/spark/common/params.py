@@ -291,6 +291,14 @@ class ModelParams(Params):
     setPaths, getPaths = accessors("paths")
     setBatchSize, getBatchSize = accessors("batch_size")
 
+    def setParams(self, **params: Any) -> Self:
+        """Sets several parameters by name and returns the object itself.
+
+        Args:
+            **params: values by parameter name.
+        """
+        return self._set(**params)
+
     def __init__(self) -> None:
         """Gives every parameter its default."""
         super().__init__()

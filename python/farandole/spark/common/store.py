@@ -152,6 +152,10 @@ class Store:
         """Whether there is a data set at `path`: prepared by us, or a directory of Parquet files."""
         raise NotImplementedError
 
+    def get_parquet_dataset(self, path: str) -> Any:
+        """The Parquet files at `path` as a `pyarrow.dataset.Dataset`."""
+        raise NotImplementedError
+
     def get_train_data_path(self, idx: int | None = None) -> str:
         """Where prepared training rows live."""
         raise NotImplementedError
@@ -180,6 +184,10 @@ class Store:
         """The directory the run's checkpoint is in, or `None` when runs are not saved."""
         raise NotImplementedError
 
+    def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
+        """Every file of the run that ends in `suffix`, sorted."""
+        raise NotImplementedError
+
     def get_logs_path(self, run_id: str) -> str | None:
         """The directory of the run's logs, or `None` when runs are not saved."""
         raise NotImplementedError
@@ -202,6 +210,14 @@ class Store:
 
     def write_text(self, path: str, text: str) -> None:
         """Writes a text file so that nobody ever sees half of it."""
+        raise NotImplementedError
+
+    def get_local_output_dir_fn(self, run_id: str) -> Callable[[], contextlib.AbstractContextManager[str]]:
+        """A function that opens a temporary local directory for the run's files."""
+        raise NotImplementedError
+
+    def sync_fn(self, run_id: str) -> Callable[[str], None]:
+        """A function that copies what is in a local directory into the run's."""
         raise NotImplementedError
 
     def to_remote(self, run_id: str, dataset_idx: int | None = None) -> RemoteStore:
@@ -486,6 +502,39 @@ class FilesystemStore(AbstractFilesystemStore):
         if scheme not in (None, "file"):
             raise ValueError(f"not a path of a file system, Store.create makes the store for its scheme: {path}")
 
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        """Whether this kind of store serves a path: one without a scheme, or `file`."""
+        return bool(path) and _scheme(path) in (None, "file")
+
+    def get_filesystem(self) -> StoreFileSystem:
+        """As `fs`."""
+        return self.fs
+
+    def copy(self, lpath: str, rpath: str, recursive: bool = False, callback: Any = None, **kwargs: Any) -> None:
+        """Copies a local file, or what is in a local directory, into the store.
+
+        Args:
+            lpath: The file or directory.
+            rpath: The path of the copy; a directory's files come directly below it.
+            recursive: Whether directories in a directory are copied, too.
+            callback: Not used.
+            **kwargs: Not used.
+
+        Raises:
+            FileNotFoundError: There is nothing at `lpath`.
+        """
+        del callback, kwargs
+        source = Path(native.localized_path(lpath))
+        if not source.exists():
+            raise FileNotFoundError(f"nothing to copy at: {lpath}")
+        if source.is_file():
+            self.write_bytes(rpath, source.read_bytes())
+            return
+        for path in sorted(source.rglob("*") if recursive else source.iterdir()):
+            if path.is_file():
+                self.write_bytes(f"{rpath.rstrip('/')}/{path.relative_to(source).as_posix()}", path.read_bytes())
+
 
 class LocalStore(FilesystemStore):
     """Horovod's older name of `FilesystemStore`."""
@@ -521,6 +570,8 @@ class HDFSStore(AbstractFilesystemStore):
     """
 
     SCHEMES = frozenset({"hdfs", "viewfs"})
+    FS_PREFIX = "hdfs://"
+    URL_PATTERN = r"^(?:(.+://))?(?:([^/:]+))?(?:[:]([0-9]+))?(?:(.+))?$"
 
     def __init__(
         self,
@@ -545,6 +596,18 @@ class HDFSStore(AbstractFilesystemStore):
         super().__init__(prefix_path, *args, storage_options=options or None, **kwargs)
         hadoop = {"host": host, "port": port, "user": user, "kerb_ticket": kerb_ticket, "driver": driver}
         self._arguments |= hadoop
+
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        """Whether a path is a URL of HDFS."""
+        return _scheme(path) in cls.SCHEMES
+
+    def parse_url(self, url: str) -> tuple[str | None, str | None, int | None, str | None, int]:
+        """The parts of a URL: what comes before the host, host, port, path, and where the path begins."""
+        found = re.search(self.URL_PATTERN, url)
+        if found is None:
+            raise ValueError(f"not a path in HDFS: {url}")
+        return found[1], found[2], None if found[3] is None else int(found[3]), found[4], found.start(4)
 
     def check_path(self, path: str) -> None:
         """Refuses another scheme, and a URL without a path."""
@@ -574,6 +637,7 @@ class DBFSLocalStore(FilesystemStore):
     """
 
     CHECKPOINT = "checkpoint.tf"
+    DBFS_PATH_FORMAT_ERROR = "not a path of Databricks (dbfs:/x, /dbfs/x, file:///dbfs/x, /Volumes/x): {}"
     _FORMS = re.compile(r"^(dbfs:/(?!/)|(file:(//)?)?/dbfs(/|$)|(file:(//)?)?/Volumes/)")
 
     @classmethod
@@ -584,7 +648,25 @@ class DBFSLocalStore(FilesystemStore):
     def check_path(self, path: str) -> None:
         """Refuses other forms."""
         if not self.matches(path):
-            raise ValueError(f"not a path of Databricks (dbfs:/x, /dbfs/x, file:///dbfs/x, /Volumes/x): {path}")
+            raise ValueError(self.DBFS_PATH_FORMAT_ERROR.format(path))
+
+    @classmethod
+    def matches_dbfs(cls, path: str) -> bool:
+        """As `matches`."""
+        return cls.matches(path)
+
+    @staticmethod
+    def normalize_path(path: str) -> str:
+        """A path of Databricks as a local one: `/dbfs/...` or `/Volumes/...`.
+
+        Raises:
+            ValueError: When it is none.
+        """
+        if not DBFSLocalStore.matches(path):
+            raise ValueError(DBFSLocalStore.DBFS_PATH_FORMAT_ERROR.format(path))
+        if path.startswith("dbfs:"):
+            return "/dbfs" + path.removeprefix("dbfs:")
+        return path.removeprefix("file:").removeprefix("//")
 
 
 def _scheme(path: str) -> str | None:

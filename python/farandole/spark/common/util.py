@@ -10,10 +10,20 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common import check
 from farandole.spark.common.columns import Roles, check_present, check_types
+from farandole.spark.common.types import (
+    data_type_to_numpy,
+    data_type_to_str,
+    get_output_cols,
+    get_spark_df_output_schema,
+    numpy_type_to_str,
+    pyarrow_to_spark_data_type,
+    spark_scalar_to_python_type,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +36,18 @@ __all__ = [
     "check_shape_compatibility",
     "check_validation",
     "clear_training_cache",
+    "data_type_to_numpy",
+    "data_type_to_str",
     "get_dataset_properties",
+    "get_output_cols",
     "get_simple_meta_from_parquet",
+    "get_spark_df_output_schema",
     "host_hash",
+    "is_databricks",
+    "numpy_type_to_str",
     "prepare_data",
+    "pyarrow_to_spark_data_type",
+    "spark_scalar_to_python_type",
     "to_list",
 ]
 
@@ -249,19 +267,24 @@ def host_hash(salt: str | None = None) -> str:
     return f"{name}-{hashlib.sha256(f'{digest}-{salt}'.encode()).hexdigest()[:16]}"
 
 
-def to_list(value: Any, length: int) -> list[Any] | None:
+def is_databricks() -> bool:
+    """Whether this process runs in a runtime of Databricks."""
+    return "DATABRICKS_RUNTIME_VERSION" in os.environ
+
+
+def to_list(var: Any, length: int) -> list[Any] | None:
     """A list of one thing per column.
 
     Args:
-        value: `None`, one for all, or a list.
+        var: `None`, one for all, or a list.
         length: how many.
 
     Raises:
         ValueError: a list of another length.
     """
-    if value is None:
+    if var is None:
         return None
-    values = list(value) if isinstance(value, list | tuple) else [value]
+    values = list(var) if isinstance(var, list | tuple) else [var]
     if len(values) == 1:
         return values * length
     if len(values) != length:

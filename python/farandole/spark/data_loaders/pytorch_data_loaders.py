@@ -189,7 +189,27 @@ class PytorchInmemAsyncDataLoader(AsyncDataLoaderMixin, PytorchInmemDataLoader):
     """`PytorchInmemDataLoader` whose batches are made in a thread."""
 
 
-PetastormBatchedDataLoader = PytorchDataLoader
+class PetastormBatchedDataLoader(PytorchDataLoader):
+    """`PytorchDataLoader` with the order of arguments that Horovod's loader of this name has."""
+
+    def __init__(
+        self, name: str = "", limit_step_per_epoch: int = -1, verbose: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        """Takes a reader.
+
+        Args:
+            name: For log lines.
+            limit_step_per_epoch: As of `PytorchDataLoader`.
+            verbose: As of `PytorchDataLoader`.
+            *args: Reader, size of a batch, and how many rows batches are drawn out of; 0 of them by default.
+            **kwargs: The same.
+        """
+        if len(args) < 3:  # noqa: PLR2004 - the third argument
+            kwargs.setdefault("shuffling_queue_capacity", 0)
+        more = {"name": name, "limit_step_per_epoch": limit_step_per_epoch, "verbose": verbose}
+        super().__init__(*args, **kwargs, **more)
+
+
 """Horovod's older name."""
 
 

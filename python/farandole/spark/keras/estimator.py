@@ -222,6 +222,19 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", _QUIET_TENSORFLOW)
         return {"KERAS_BACKEND": keras.backend.backend(), "TF_CPP_MIN_LOG_LEVEL": quiet, **self.getBackendEnv()}
 
+    def get_model_class(self) -> type[KerasModel]:
+        """The class of the fitted model."""
+        return KerasModel
+
+    def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Shapes of the model's inputs and of its outputs, with -1 for what is not known."""
+        model = self.getModel()
+        inputs, outputs = (
+            [[-1 if size is None else int(size) for size in one.shape] for one in side]
+            for side in (model.inputs, model.outputs)
+        )
+        return inputs, outputs
+
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> KerasModel:
         job, copy, outputs = self._job(prepared)
         shown.message(told_mapping(job.shape, job.labels, outputs))

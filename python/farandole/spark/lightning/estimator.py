@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
+MIN_PL_VERSION = "2.4.0"
+"""The first version of Lightning that this works with."""
+
+
 class TorchEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
@@ -255,6 +259,10 @@ class LightningEstimator(
         imported = [package for package in _PACKAGES if package in sys.modules]
         return next((one for one in imported if isinstance(self.getModel(), sys.modules[one].LightningModule)), None)
 
+    def get_model_class(self) -> type[TorchModel]:
+        """The class of the fitted model."""
+        return TorchModel
+
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
         job, objects, sizes = self._job(prepared)
         base = job.base
@@ -375,3 +383,16 @@ def _own_loss(_output: Any, _label: Any) -> None:
 
 TorchEstimator = LightningEstimator
 """Horovod's name of it."""
+
+
+def __getattr__(name: str) -> object:
+    """Horovod's names of what saves estimators."""
+    from farandole.spark.torch import persistence
+
+    names = {
+        "TorchEstimatorParamsReader": persistence.TorchParamsReader,
+        "TorchEstimatorParamsWriter": persistence.TorchParamsWriter,
+    }
+    if name not in names:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return names[name]

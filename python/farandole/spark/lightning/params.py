@@ -58,6 +58,7 @@ class LightningParams(TorchParams):
     )
 
     setNumGpus, getNumGpus = accessors("num_gpus")
+    setNumGPUs, getNumGPUs = setNumGpus, getNumGpus  # Horovod's spelling
     setLogger, getLogger = accessors("logger")
     setLogEveryNSteps, getLogEveryNSteps = accessors("log_every_n_steps")
     setLoaderNumEpochs, getLoaderNumEpochs = accessors("loader_num_epochs")

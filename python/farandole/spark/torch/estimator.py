@@ -247,6 +247,10 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
                 raise TypeError(f"loss must be a function of (output, label): {one!r}")
         return losses
 
+    def get_model_class(self) -> type[TorchModel]:
+        """The class of the fitted model."""
+        return TorchModel
+
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
         job, objects, losses, tensors = self._job(prepared)
         outputs = mapping.try_out(job, objects, losses, tensors)
@@ -323,3 +327,16 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(labels)] * len(labels)),
         )
         return job, mine, losses, tensors
+
+
+def __getattr__(name: str) -> object:
+    """Horovod's names of what saves estimators."""
+    from farandole.spark.torch import persistence
+
+    names = {
+        "TorchEstimatorParamsReader": persistence.TorchParamsReader,
+        "TorchEstimatorParamsWriter": persistence.TorchParamsWriter,
+    }
+    if name not in names:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return names[name]

@@ -16,13 +16,13 @@ import farandole.tensorflow as hvd
 from farandole.tensorflow.data.compute_service import SIDES, compute_worker_fn, serving
 
 
-def main(output_filename: str, dispatchers: int = 1, dispatcher_side: str = "compute", timeout: float = 60) -> None:
+def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float) -> None:
     """What every rank does.
 
     Args:
-        output_filename: Where trainers will look.
         dispatchers: Number of dispatchers, which must divide the number of ranks.
         dispatcher_side: Where they are, `"compute"` or `"training"`.
+        configfile: Where trainers will look.
         timeout: Seconds that waits for each other last at most.
 
     Raises:
@@ -35,8 +35,8 @@ def main(output_filename: str, dispatchers: int = 1, dispatcher_side: str = "com
             config = stack.enter_context(serving(hvd.size(), dispatchers, dispatcher_side, timeout))
         config = hvd.broadcast_object(config, name="farandole.tensorflow.data")
         if hvd.rank() == 0:
-            config.write(output_filename)
-            stack.callback(Path(output_filename).unlink, missing_ok=True)
+            config.write(configfile)
+            stack.callback(Path(configfile).unlink, missing_ok=True)
         compute_worker_fn(config)
         # The service outlives the others' last question.
         hvd.allgather_object(None, name="farandole.tensorflow.data.end")
@@ -54,4 +54,4 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     told = parser().parse_args()
-    main(told.configfile, told.dispatchers, told.dispatcher_side, told.timeout)
+    main(told.dispatchers, told.dispatcher_side, told.configfile, told.timeout)

@@ -43,7 +43,7 @@ from farandole.common.basics import (
 from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.reduction import choose_groups
 from farandole.common.timeline import start_timeline, stop_timeline
-from farandole.common.util import Average, Sum, choose_op
+from farandole.common.util import Average, Sum, choose_op, is_version_greater_equal_than
 from farandole.tensorflow.compression import Compression
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "is_version_greater_equal_than",
     "load_model",
     "local_rank",
     "local_size",

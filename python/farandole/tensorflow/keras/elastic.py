@@ -5,9 +5,17 @@
 from farandole._keras.elastic import (
     CommitStateCallback,
     KerasState,
+    TensorFlowKerasState,
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
 from farandole.tensorflow.elastic import run
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "TensorFlowKerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]

@@ -63,6 +63,9 @@ class _DictHandler(StateHandler):
 class ModelStateHandler(_DictHandler):
     """Handles a module: parameters and buffers."""
 
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+
     def sync(self) -> None:
         """Spreads rank 0's parameters and buffers, and keeps them."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
@@ -72,6 +75,9 @@ class ModelStateHandler(_DictHandler):
 class OptimizerStateHandler(_DictHandler):
     """Handles an optimizer: state and options."""
 
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+
     def sync(self) -> None:
         """Spreads rank 0's state and options, and keeps them."""
         broadcast_optimizer_state(self.value, root_rank=0)
@@ -80,6 +86,9 @@ class OptimizerStateHandler(_DictHandler):
 
 class SamplerStateHandler(_DictHandler):
     """Handles an `ElasticSampler`: how far the epoch has come."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler)
 
     def sync(self) -> None:
         """Spreads rank 0's progress, and keeps it."""

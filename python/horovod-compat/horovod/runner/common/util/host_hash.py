@@ -4,4 +4,7 @@
 
 from farandole.spark.common.util import host_hash
 
-__all__ = ["host_hash"]
+NAMESPACE_PATH = "/proc/self/ns"
+"""Where Linux tells the namespaces of a process."""
+
+__all__ = ["NAMESPACE_PATH", "host_hash"]

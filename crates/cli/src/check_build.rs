@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `--check-build`, in the form that Horovod's scripts read.
+
+use farandole::config::Config;
+use farandole::cuda::{Places, built};
+
+use crate::surroundings::Python;
+
+/// What this installation can do.
+pub(crate) fn check_build(python: &Python) -> String {
+    let installed = |names: &[&str]| names.iter().any(|name| python.packages.contains_key(*name));
+    let tensorflow = {
+        let named =
+            |name: &String| matches!(name.replace('_', "-").as_str(), "tensorflow" | "tensorflow-cpu");
+        python.packages.keys().any(named)
+    };
+    let mut page = format!("Farandole v{}:\n", env!("CARGO_PKG_VERSION"));
+    section(
+        &mut page,
+        "Frameworks",
+        &[
+            ("TensorFlow", tensorflow),
+            ("Keras", installed(&["keras"])),
+            ("PyTorch", installed(&["torch"])),
+            ("JAX", installed(&["jax"])),
+            ("MXNet", installed(&["mxnet"])),
+        ],
+    );
+    section(&mut page, "Controllers", &[("Farandole", true), ("MPI", false), ("Gloo", false)]);
+    section(
+        &mut page,
+        "Tensor Operations",
+        &[
+            ("shared memory", true),
+            ("TCP", true),
+            ("NCCL", has_nccl(python)),
+            ("DDL", false),
+            ("CCL", false),
+            ("MPI", false),
+            ("Gloo", false),
+        ],
+    );
+    page
+}
+
+fn has_nccl(python: &Python) -> bool {
+    let named = Config::from_env().map(|config| config.cuda_libraries).unwrap_or_default();
+    let mut places = Places::of(&named);
+    places.packages.extend(python.folders.iter().cloned());
+    built(&places).1 > 0
+}
+
+fn section(page: &mut String, title: &str, rows: &[(&str, bool)]) {
+    page.push_str(&format!("\nAvailable {title}:\n"));
+    for (name, is_there) in rows {
+        page.push_str(&format!("    [{}] {name}\n", if *is_there { "X" } else { " " }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_installed_has_a_cross() {
+        let packages = [("tensorflow-cpu".to_owned(), "2.21".to_owned())].into();
+        let page = check_build(&Python { packages, ..Python::default() });
+        for row in [
+            "Available Frameworks:\n    [X] TensorFlow\n",
+            "    [ ] PyTorch\n",
+            "    [X] TCP\n",
+            "    [ ] MPI\n",
+        ] {
+            assert!(page.contains(row), "{row:?} is missing in\n{page}");
+        }
+    }
+}

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `--config-file`: Horovod's sections and keys, and any knob under `farandole`.
+
+use anyhow::{Context as _, Result, bail};
+use farandole::config::KNOBS;
+use serde_json::{Map, Value};
+
+use super::flags::{FLAGS, Flag, Takes};
+
+/// Section for knobs that Horovod does not have.
+const OURS: &str = "farandole";
+/// Keys of which older documentation speaks, and which mean nothing.
+const OLD: [(&str, &str); 1] = [("logging", "hide_timestamp")];
+
+/// What a file says.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct File {
+    /// Flags and their values; of flags that take nothing: `true` or `false`.
+    pub(crate) flags: Vec<(&'static str, String)>,
+    /// Knobs and their values, by key.
+    pub(crate) knobs: Vec<(String, String)>,
+    /// What is not understood, in words.
+    pub(crate) warnings: Vec<String>,
+}
+
+/// Reads a file's text; `name` is the file's, for errors.
+///
+/// # Errors
+/// What is not YAML, or no table of sections, or has a value of the wrong kind.
+pub(crate) fn read(name: &str, text: &str) -> Result<File> {
+    let mut file = File::default();
+    if text.trim().is_empty() {
+        return Ok(file);
+    }
+    let all: Value = serde_saphyr::from_str(text).with_context(|| format!("{name} is not YAML"))?;
+    let Value::Object(sections) = all else {
+        if all.is_null() {
+            return Ok(file);
+        }
+        bail!("{name} must hold sections with keys, such as \"params:\"");
+    };
+    for (section, content) in &sections {
+        match content {
+            Value::Null => {}
+            Value::Object(keys) => keys_of(name, section, keys, &mut file)?,
+            other if section == "controller" => controller(name, other, &mut file)?,
+            _ => bail!("{name}: the section {section} must hold keys"),
+        }
+    }
+    Ok(file)
+}
+
+fn controller(name: &str, value: &Value, file: &mut File) -> Result<()> {
+    match value.as_str().map(str::to_lowercase).as_deref() {
+        Some("gloo") => file.flags.push(("gloo", "true".to_owned())),
+        Some("mpi") => file.flags.push(("mpi", "true".to_owned())),
+        _ => bail!("{name}: controller must be gloo or mpi: {value}"),
+    }
+    Ok(())
+}
+
+fn keys_of(name: &str, section: &str, keys: &Map<String, Value>, file: &mut File) -> Result<()> {
+    for (key, value) in keys {
+        let text = match value {
+            Value::Null => continue,
+            Value::String(text) => text.clone(),
+            Value::Bool(_) | Value::Number(_) => value.to_string(),
+            Value::Array(_) | Value::Object(_) => bail!("{name}: {section}.{key} must be one value: {value}"),
+        };
+        if section == OURS {
+            match KNOBS.iter().find(|knob| knob.key == key) {
+                Some(knob) => file.knobs.push((knob.key.to_owned(), text)),
+                None => file.warnings.push(unknown(name, section, key)),
+            }
+        } else if let Some(flag) = flag_of(section, key) {
+            if flag.takes == Takes::Nothing && !value.is_boolean() {
+                bail!("{name}: {section}.{key} must be true or false: {value}");
+            }
+            file.flags.push((flag.name, text));
+        } else if !OLD.contains(&(section, key.as_str())) {
+            file.warnings.push(unknown(name, section, key));
+        }
+    }
+    Ok(())
+}
+
+fn flag_of(section: &str, key: &str) -> Option<&'static Flag> {
+    FLAGS.iter().find(|flag| flag.key == Some((section, key)))
+}
+
+fn unknown(name: &str, section: &str, key: &str) -> String {
+    let written = format!("{section}.{key}");
+    let known = FLAGS
+        .iter()
+        .filter_map(|flag| flag.key.map(|(section, key)| format!("{section}.{key}")))
+        .chain(KNOBS.iter().map(|knob| format!("{OURS}.{}", knob.key)));
+    let nearest = known
+        .map(|one| (strsim::jaro_winkler(&written, &one), one))
+        .max_by(|one, other| one.0.total_cmp(&other.0))
+        .filter(|(likeness, _)| *likeness > 0.85);
+    match nearest {
+        Some((_, nearest)) => {
+            format!("{name}: no such key, {written} is ignored; perhaps {nearest} is meant")
+        }
+        None => format!("{name}: no such key, {written} is ignored"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EVERY: &str = "
+controller: gloo
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 5.5
+  cache_capacity: 0
+  hierarchical_allreduce: true
+autotune:
+  enabled: true
+  log_file: horovod.csv
+stall_check:
+  enabled: false
+  warning_time_seconds: 10
+timeline: {filename: t.json, mark_cycles: false}
+library_options: {mpi_threads_disable: true, num_nccl_streams: 2}
+farandole: {peer_timeout: 7s}
+";
+
+    #[test]
+    fn every_section_is_read() {
+        let file = read("c.yaml", EVERY).unwrap();
+        let value = |name: &str| {
+            file.flags.iter().find(|(flag, _)| *flag == name).map(|(_, value)| value.as_str()).unwrap()
+        };
+        assert_eq!(
+            (value("gloo"), value("fusion-threshold-mb"), value("cycle-time-ms")),
+            ("true", "32", "5.5")
+        );
+        assert_eq!((value("stall-check"), value("timeline-mark-cycles")), ("false", "false"));
+        assert_eq!(value("autotune-log-file"), "horovod.csv");
+        assert_eq!(file.knobs, [("peer_timeout".to_owned(), "7s".to_owned())]);
+        assert!(file.warnings.is_empty(), "{:?}", file.warnings);
+    }
+
+    #[test]
+    fn what_is_not_known_is_said_with_the_nearest_key() {
+        let file =
+            read("c.yaml", "params:\n  fusion_treshold_mb: 1\nlogging:\n  hide_timestamp: true\nx: {y: 1}\n");
+        assert_eq!(
+            file.unwrap().warnings,
+            [
+                "c.yaml: no such key, params.fusion_treshold_mb is ignored; perhaps params.fusion_threshold_mb is meant",
+                "c.yaml: no such key, x.y is ignored"
+            ]
+        );
+    }
+
+    #[test]
+    fn what_is_no_configuration_is_refused_by_name() {
+        for (text, part) in [
+            ("- a\n- b\n", "c.yaml must hold sections"),
+            ("params: 3\n", "the section params must hold keys"),
+            ("controller: nccl\n", "controller must be gloo or mpi"),
+            (
+                "params: {hierarchical_allreduce: 3}\n",
+                "params.hierarchical_allreduce must be true or false: 3",
+            ),
+            ("params: {cache_capacity: [1]}\n", "params.cache_capacity must be one value"),
+            ("a: [\n", "c.yaml is not YAML"),
+        ] {
+            let error = read("c.yaml", text).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+        assert_eq!(read("c.yaml", "# nothing\n").unwrap(), File::default());
+    }
+}

@@ -1,0 +1,465 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Every flag of `farandole run`: Horovod's in one table, and those of knobs that Horovod does not have.
+
+use clap::builder::Str;
+use clap::{Arg, ArgAction};
+use farandole::config::{KNOBS, Knob, PREFIX, Value};
+
+/// What a flag takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Takes {
+    /// Nothing.
+    Nothing,
+    /// A whole number of at least 0.
+    Count,
+    /// A number of at least 0.
+    Number,
+    /// A number from 0 to 1.
+    Share,
+    /// Any text.
+    Text,
+    /// Two whole numbers.
+    Pair,
+}
+
+/// What a flag does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Does {
+    /// Gives its value to a knob.
+    Sets(&'static str),
+    /// Gives its value, in MiB, to a knob in bytes.
+    SetsMib(&'static str),
+    /// Gives a knob this value.
+    Turns(&'static str, &'static str),
+    /// Nothing; why.
+    Nothing(&'static str),
+    /// Belongs to elastic training.
+    Elastic,
+    /// Something that `farandole run` itself does.
+    Own,
+}
+
+/// A flag.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Flag {
+    /// Its name, without dashes.
+    pub(crate) name: &'static str,
+    /// Other names.
+    pub(crate) aliases: &'static [&'static str],
+    /// Its one-letter form.
+    pub(crate) short: Option<char>,
+    /// Names behind a single dash, as Horovod has them.
+    pub(crate) single: &'static [&'static str],
+    pub(crate) takes: Takes,
+    pub(crate) does: Does,
+    /// Section and key in the configuration file. For flags that take nothing, `true` there is the flag.
+    pub(crate) key: Option<(&'static str, &'static str)>,
+    pub(crate) help: &'static str,
+}
+
+const PLAIN: Flag = Flag {
+    name: "",
+    aliases: &[],
+    short: None,
+    single: &[],
+    takes: Takes::Text,
+    does: Does::Own,
+    key: None,
+    help: "",
+};
+
+const fn own(name: &'static str, takes: Takes, help: &'static str) -> Flag {
+    Flag { name, takes, help, ..PLAIN }
+}
+
+const fn set(
+    name: &'static str,
+    takes: Takes,
+    does: Does,
+    key: (&'static str, &'static str),
+    help: &'static str,
+) -> Flag {
+    Flag { name, takes, does, key: Some(key), help, ..PLAIN }
+}
+
+const fn elastic(
+    name: &'static str,
+    aliases: &'static [&'static str],
+    takes: Takes,
+    help: &'static str,
+) -> Flag {
+    Flag { name, aliases, takes, does: Does::Elastic, help, ..PLAIN }
+}
+
+const fn ignored(name: &'static str, takes: Takes, why: &'static str) -> Flag {
+    Flag { name, takes, does: Does::Nothing(why), help: why, ..PLAIN }
+}
+
+const fn ignored_in(
+    name: &'static str,
+    takes: Takes,
+    key: (&'static str, &'static str),
+    why: &'static str,
+) -> Flag {
+    Flag { key: Some(key), ..ignored(name, takes, why) }
+}
+
+const NO_MPI: &str = "there is no MPI underneath";
+const NO_CYCLES: &str = "the engine has no cycles: it works when there is something to do";
+const BY_ITSELF: &str = "the engine chooses the algorithm by size and layout (FARANDOLE_ALLREDUCE_ALGORITHM)";
+const ONE_ENGINE: &str = "there is one engine, and it needs no controller";
+const NO_CACHE: &str = "nothing is cached from run to run";
+
+/// Horovod's flags, and those of `farandole run` that are no knobs.
+pub(crate) const FLAGS: &[Flag] = &[
+    Flag {
+        aliases: &["np"],
+        short: Some('n'),
+        single: &["np"],
+        ..own("num-proc", Takes::Text, "Number of processes; default: all slots of the hosts")
+    },
+    Flag {
+        short: Some('H'),
+        ..own("hosts", Takes::Text, "Hosts and their slots, in the order of ranks: a:2,b:4,[::1]:2")
+    },
+    Flag {
+        single: &["hostfile"],
+        ..own(
+            "hostfile",
+            Takes::Text,
+            "A file with a host a line: \"a slots=2\", \"a:2\" or \"a\"; # begins a comment",
+        )
+    },
+    Flag { short: Some('p'), ..own("ssh-port", Takes::Count, "Port for ssh; default: as ssh is configured") },
+    Flag {
+        short: Some('i'),
+        ..own("ssh-identity-file", Takes::Text, "Key for ssh; default: as ssh is configured")
+    },
+    own(
+        "ssh-command",
+        Takes::Text,
+        "Program that reaches other hosts, called with a host and a command; default: the batch system's own, else ssh",
+    ),
+    own(
+        "network-interfaces",
+        Takes::Text,
+        "Interfaces, such as eth0,ib0: registrar and links use the network of the first one there is",
+    ),
+    own("network-interface", Takes::Text, "The older form of --network-interfaces"),
+    own(
+        "output-filename",
+        Takes::Text,
+        "Folder for each rank's output besides, in rank.<N>/stdout and rank.<N>/stderr",
+    ),
+    Flag {
+        single: &["prefix-timestamp"],
+        ..own("prefix-output-with-timestamp", Takes::Nothing, "Begin each line of the workers with the time")
+    },
+    own(
+        "config-file",
+        Takes::Text,
+        "YAML file with Horovod's keys, and any knob under `farandole`; flags win over it",
+    ),
+    own("verbose", Takes::Nothing, "Say where each rank runs and how it ended"),
+    Flag {
+        single: &["cb"],
+        ..own("check-build", Takes::Nothing, "Say what this installation can do, and end")
+    },
+    Flag {
+        takes: Takes::Count,
+        does: Does::SetsMib("fusion_threshold"),
+        key: Some(("params", "fusion_threshold_mb")),
+        ..own("fusion-threshold-mb", Takes::Count, "Largest fused operation, in MiB")
+    },
+    set(
+        "cache-capacity",
+        Takes::Count,
+        Does::Sets("cache_capacity"),
+        ("params", "cache_capacity"),
+        "Tensors remembered per process set; 0 turns the response cache off",
+    ),
+    set(
+        "autotune",
+        Takes::Nothing,
+        Does::Turns("autotune", "1"),
+        ("autotune", "enabled"),
+        "Tune the fusion threshold in the first steps",
+    ),
+    own_turn("no-autotune", Does::Turns("autotune", "0"), "Undo --autotune"),
+    set(
+        "autotune-log-file",
+        Takes::Text,
+        Does::Sets("autotune_log"),
+        ("autotune", "log_file"),
+        "CSV file for the samples of autotune",
+    ),
+    set(
+        "autotune-warmup-samples",
+        Takes::Count,
+        Does::Sets("autotune_warmup_samples"),
+        ("autotune", "warmup_samples"),
+        "Samples at the beginning that do not count",
+    ),
+    set(
+        "autotune-steps-per-sample",
+        Takes::Count,
+        Does::Sets("autotune_steps_per_sample"),
+        ("autotune", "steps_per_sample"),
+        "Steps of a sample",
+    ),
+    set(
+        "autotune-bayes-opt-max-samples",
+        Takes::Count,
+        Does::Sets("autotune_samples"),
+        ("autotune", "bayes_opt_max_samples"),
+        "Samples after which autotune stops",
+    ),
+    ignored_in(
+        "autotune-gaussian-process-noise",
+        Takes::Share,
+        ("autotune", "gaussian_process_noise"),
+        "the search has no Gaussian process",
+    ),
+    set(
+        "timeline-filename",
+        Takes::Text,
+        Does::Sets("timeline"),
+        ("timeline", "filename"),
+        "File for the timeline; {rank} in it stands for the rank",
+    ),
+    set(
+        "timeline-mark-cycles",
+        Takes::Nothing,
+        Does::Turns("timeline_mark_cycles", "1"),
+        ("timeline", "mark_cycles"),
+        "Mark every negotiation round in the timeline",
+    ),
+    own_turn(
+        "no-timeline-mark-cycles",
+        Does::Turns("timeline_mark_cycles", "0"),
+        "Undo --timeline-mark-cycles",
+    ),
+    set(
+        "stall-check",
+        Takes::Nothing,
+        Does::Turns("stall_check_disable", "0"),
+        ("stall_check", "enabled"),
+        "Undo --no-stall-check",
+    ),
+    own_turn("no-stall-check", Does::Turns("stall_check_disable", "1"), "Turn the stall check off"),
+    set(
+        "stall-check-warning-time-seconds",
+        Takes::Count,
+        Does::Sets("stall_check_time"),
+        ("stall_check", "warning_time_seconds"),
+        "A tensor waiting this long for other ranks is reported; 0 means never",
+    ),
+    set(
+        "stall-check-shutdown-time-seconds",
+        Takes::Count,
+        Does::Sets("stall_shutdown_time"),
+        ("stall_check", "shutdown_time_seconds"),
+        "A tensor waiting this long ends the job; 0 means never",
+    ),
+    elastic("min-num-proc", &["min-np"], Takes::Count, "Least number of processes"),
+    elastic("max-num-proc", &["max-np"], Takes::Count, "Largest number of processes"),
+    elastic("slots-per-host", &[], Takes::Count, "Slots of hosts that are found without any"),
+    elastic("elastic-timeout", &[], Takes::Count, "Seconds to wait for enough slots"),
+    elastic("reset-limit", &[], Takes::Count, "How often the world may change"),
+    elastic(
+        "blacklist-cooldown-range",
+        &[],
+        Takes::Pair,
+        "Least and longest seconds before a failed host is tried again",
+    ),
+    elastic("host-discovery-script", &[], Takes::Text, "Program that lists the hosts there are"),
+    ignored_in("cycle-time-ms", Takes::Number, ("params", "cycle_time_ms"), NO_CYCLES),
+    ignored_in("hierarchical-allreduce", Takes::Nothing, ("params", "hierarchical_allreduce"), BY_ITSELF),
+    ignored("no-hierarchical-allreduce", Takes::Nothing, BY_ITSELF),
+    ignored_in("hierarchical-allgather", Takes::Nothing, ("params", "hierarchical_allgather"), BY_ITSELF),
+    ignored("no-hierarchical-allgather", Takes::Nothing, BY_ITSELF),
+    ignored_in("torus-allreduce", Takes::Nothing, ("params", "torus_allreduce"), BY_ITSELF),
+    ignored("no-torus-allreduce", Takes::Nothing, BY_ITSELF),
+    ignored_in("mpi-threads-disable", Takes::Nothing, ("library_options", "mpi_threads_disable"), NO_MPI),
+    ignored("no-mpi-threads-disable", Takes::Nothing, NO_MPI),
+    ignored("mpi-args", Takes::Text, NO_MPI),
+    ignored("binding-args", Takes::Text, NO_MPI),
+    ignored("tcp", Takes::Nothing, "links between hosts are TCP anyway; NCCL is told by NCCL_IB_DISABLE"),
+    ignored_in(
+        "num-nccl-streams",
+        Takes::Count,
+        ("library_options", "num_nccl_streams"),
+        "each communicator has one stream of its own",
+    ),
+    ignored_in(
+        "thread-affinity",
+        Takes::Count,
+        ("library_options", "thread_affinity"),
+        "the engine's threads are not pinned",
+    ),
+    ignored_in(
+        "gloo-timeout-seconds",
+        Takes::Count,
+        ("library_options", "gloo_timeout_seconds"),
+        "there is no Gloo; deadlines are --peer-timeout and --collective-timeout",
+    ),
+    ignored("gloo", Takes::Nothing, ONE_ENGINE),
+    ignored("mpi", Takes::Nothing, ONE_ENGINE),
+    ignored("jsrun", Takes::Nothing, ONE_ENGINE),
+    ignored("disable-cache", Takes::Nothing, NO_CACHE),
+];
+
+const fn own_turn(name: &'static str, does: Does, help: &'static str) -> Flag {
+    Flag { name, takes: Takes::Nothing, does, help, ..PLAIN }
+}
+
+/// Pairs of which the last one given counts.
+const OPPOSITES: [(&str, &str); 8] = [
+    ("autotune", "no-autotune"),
+    ("timeline-mark-cycles", "no-timeline-mark-cycles"),
+    ("stall-check", "no-stall-check"),
+    ("hierarchical-allreduce", "no-hierarchical-allreduce"),
+    ("hierarchical-allgather", "no-hierarchical-allgather"),
+    ("torus-allreduce", "no-torus-allreduce"),
+    ("mpi-threads-disable", "no-mpi-threads-disable"),
+    ("network-interfaces", "network-interface"),
+];
+
+/// Pairs of which only one may be given.
+const EXCLUDING: [(&str, &str); 4] =
+    [("hosts", "hostfile"), ("gloo", "mpi"), ("gloo", "jsrun"), ("mpi", "jsrun")];
+
+/// Knobs that are flags of `run` by themselves: Horovod has none for them.
+pub(crate) fn knob_flags() -> impl Iterator<Item = (&'static str, &'static Knob)> {
+    KNOBS.iter().filter_map(|knob| {
+        let name = knob.flag?.trim_start_matches('-');
+        (!FLAGS.iter().any(|flag| flag.name == name)).then_some((name, knob))
+    })
+}
+
+/// Whether a knob's flag takes no value.
+pub(crate) fn is_switch(knob: &Knob) -> bool {
+    knob.expected == <bool as Value>::EXPECTED
+}
+
+/// All of them, for clap.
+pub(crate) fn arguments() -> impl Iterator<Item = Arg> {
+    let table = FLAGS.iter().map(argument);
+    table.chain(knob_flags().map(|(name, knob)| {
+        let arg = Arg::new(name).long(name).help(format!("{} [{PREFIX}{}]", knob.doc.trim(), knob.name));
+        if is_switch(knob) { arg.action(ArgAction::SetTrue) } else { arg.value_name("VALUE") }
+    }))
+}
+
+fn argument(flag: &Flag) -> Arg {
+    let mut arg = Arg::new(flag.name).long(flag.name).help(help(flag)).aliases(flag.aliases.iter().copied());
+    if let Some(short) = flag.short {
+        arg = arg.short(short);
+    }
+    arg = match flag.takes {
+        Takes::Nothing => arg.action(ArgAction::SetTrue),
+        Takes::Pair => arg.num_args(2).value_names(["MIN", "MAX"]),
+        Takes::Count => arg.value_name("N").allow_negative_numbers(true),
+        Takes::Number | Takes::Share => arg.value_name("NUMBER").allow_negative_numbers(true),
+        Takes::Text => arg.value_name("VALUE").allow_hyphen_values(matches!(flag.does, Does::Nothing(_))),
+    };
+    if flag.name.starts_with("network-interface") {
+        arg = arg.action(ArgAction::Append);
+    } else if flag.takes != Takes::Nothing {
+        arg = arg.overrides_with(flag.name);
+    }
+    for (one, other) in OPPOSITES {
+        if one == flag.name && !one.starts_with("network") {
+            arg = arg.overrides_with(other);
+        }
+    }
+    for (one, other) in EXCLUDING {
+        if one == flag.name {
+            arg = arg.conflicts_with(Str::from(other));
+        }
+    }
+    arg.hide(matches!(flag.does, Does::Nothing(_)))
+}
+
+fn help(flag: &Flag) -> String {
+    let variable = match flag.does {
+        Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => {
+            KNOBS.iter().find(|knob| knob.key == key).map(|knob| format!(" [{PREFIX}{}]", knob.name))
+        }
+        Does::Elastic => Some(" (elastic training, which is not built yet)".to_owned()),
+        Does::Nothing(_) | Does::Own => None,
+    };
+    format!("{}{}", flag.help, variable.unwrap_or_default())
+}
+
+/// The page that says what every flag does: `docs/reference/command-line.md`.
+#[cfg(test)]
+pub(crate) fn reference() -> String {
+    let mut page = String::from(
+        "# The command line\n\n<!-- Written by `FARANDOLE_WRITE=1 cargo test -p farandole-cli reference`; do not edit. -->\n\n\
+         `farandole run [FLAGS] COMMAND...`, and `horovodrun [FLAGS] COMMAND...` of the drop-in package, which is the same \
+         command.\nA flag wins over the file of `--config-file`, the file over a variable, a variable over the default.\n\
+         Variables begin with `FARANDOLE_`; each also answers to its `HOROVOD_` name.\n\n\
+         | flag | what it does | key in the file | variable |\n| --- | --- | --- | --- |\n",
+    );
+    let text = |text: &str| text.trim().replace('|', "\\|");
+    for flag in FLAGS {
+        let mut names: Vec<String> = flag.single.iter().map(|name| format!("`-{name}`")).collect();
+        names.extend(flag.short.map(|short| format!("`-{short}`")));
+        names.push(format!("`--{}`", flag.name));
+        names.extend(flag.aliases.iter().filter(|name| **name != "np").map(|name| format!("`--{name}`")));
+        let effect = match flag.does {
+            Does::Nothing(why) => format!("accepted, means nothing here: {why}"),
+            Does::Elastic => format!("elastic training, which is not built yet: {}", flag.help),
+            _ => flag.help.to_owned(),
+        };
+        let key = flag.key.map_or(String::new(), |(section, key)| format!("`{section}.{key}`"));
+        page.push_str(&format!(
+            "| {} | {} | {key} | {} |\n",
+            names.join(", "),
+            text(&effect),
+            variable(flag.does)
+        ));
+    }
+    for (name, knob) in knob_flags() {
+        let variable = format!("`{PREFIX}{}`", knob.name);
+        page.push_str(&format!(
+            "| `--{name}` | {} | `farandole.{}` | {variable} |\n",
+            text(knob.doc),
+            knob.key
+        ));
+    }
+    page.push_str(
+        "\nThe exit status is that of the worker that failed first, 128 + n for signal n, and 1 when the job could not \
+         begin or a host was lost.\n",
+    );
+    page
+}
+
+#[cfg(test)]
+fn variable(does: Does) -> String {
+    let key = match does {
+        Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => key,
+        Does::Nothing(_) | Does::Elastic | Does::Own => return String::new(),
+    };
+    let knob = KNOBS.iter().find(|knob| knob.key == key);
+    knob.map_or(String::new(), |knob| format!("`{PREFIX}{}`", knob.name))
+}
+
+/// Checks a value against what its flag takes; the text as knobs read it.
+///
+/// # Errors
+/// What the flag takes.
+pub(crate) fn checked(takes: Takes, text: &str) -> Result<String, &'static str> {
+    let text = text.trim();
+    let number = || text.parse::<f64>().ok().filter(|number| *number >= 0.0);
+    let (holds, expected) = match takes {
+        Takes::Nothing | Takes::Text => (true, ""),
+        Takes::Count | Takes::Pair => (text.parse::<u64>().is_ok(), "a whole number of at least 0"),
+        Takes::Number => (number().is_some(), "a number of at least 0"),
+        Takes::Share => (number().is_some_and(|number| number <= 1.0), "a number from 0 to 1"),
+    };
+    if holds { Ok(text.to_owned()) } else { Err(expected) }
+}

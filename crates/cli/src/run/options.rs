@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! From flags and the configuration file to what is run where.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail};
+use clap::ArgMatches;
+use clap::parser::ValueSource;
+use farandole::config::{Config, KNOBS, PREFIX, environment};
+use farandole::launcher::allocation::{Here, allocation};
+use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
+use farandole::launcher::{HostSlots, Shell, placements};
+use farandole::registrar::host::network_of;
+
+use super::file::{self, File};
+use super::flags::{Does, FLAGS, Flag, Takes, checked, is_switch, knob_flags};
+
+/// What the user asked for.
+#[derive(Debug)]
+pub(crate) struct RunOptions {
+    /// The configuration of this process.
+    pub(crate) config: Config,
+    /// What workers are told beyond this process's environment.
+    pub(crate) environment: BTreeMap<String, Option<String>>,
+    pub(crate) num_proc: Option<u32>,
+    pub(crate) hosts: Option<String>,
+    pub(crate) hostfile: Option<String>,
+    pub(crate) ssh_command: Option<String>,
+    pub(crate) ssh_port: Option<u16>,
+    pub(crate) ssh_identity_file: Option<PathBuf>,
+    pub(crate) output_folder: Option<PathBuf>,
+    pub(crate) timestamps: bool,
+    pub(crate) verbose: bool,
+    pub(crate) command: Vec<String>,
+    /// What was asked for and means nothing, or was not understood, in words.
+    pub(crate) remarks: Vec<String>,
+}
+
+/// Hosts, and how they are reached.
+#[derive(Debug)]
+pub(crate) struct Place {
+    pub(crate) hosts: Vec<HostSlots>,
+    pub(crate) num_proc: u32,
+    pub(crate) shell: Shell,
+    /// The batch system that named the hosts.
+    pub(crate) system: Option<&'static str>,
+}
+
+impl RunOptions {
+    /// Reads the flags, and the file that they name.
+    ///
+    /// # Errors
+    /// What is wrong, by flag, file and key, or variable.
+    pub(crate) fn read(matches: &ArgMatches) -> Result<Self> {
+        let file = match text(matches, "config-file") {
+            None => File::default(),
+            Some(path) => {
+                let content = std::fs::read_to_string(&path)
+                    .with_context(|| format!("cannot read the configuration file {path}"))?;
+                file::read(&path, &content)?
+            }
+        };
+        let mut remarks = file.warnings;
+        let mut given: BTreeMap<String, String> = file.knobs.into_iter().collect();
+        for (name, value) in file.flags {
+            if let Some(flag) = FLAGS.iter().find(|flag| flag.name == name) {
+                apply(flag, &value, &format!("{name} of the configuration file"), &mut given, &mut remarks)?;
+            }
+        }
+        for flag in FLAGS.iter().filter(|flag| is_given(matches, flag.name)) {
+            let values = values(matches, flag);
+            apply(flag, &values, &format!("--{}", flag.name), &mut given, &mut remarks)?;
+        }
+        for (name, knob) in knob_flags().filter(|(name, _)| is_given(matches, name)) {
+            let value =
+                if is_switch(knob) { "1".to_owned() } else { text(matches, name).unwrap_or_default() };
+            given.insert(knob.key.to_owned(), value);
+        }
+        let mut extra = BTreeMap::new();
+        if let Some(interfaces) = interfaces(matches, &mut remarks) {
+            extra.insert("NCCL_SOCKET_IFNAME".to_owned(), Some(interfaces.join(",")));
+            if !given.contains_key("bind_address") {
+                given.insert("bind_address".to_owned(), network_of(&interfaces)?);
+            }
+        }
+        remarks.dedup();
+        let number = |name: &str| text(matches, name).map(|text| (name.to_owned(), text));
+        Ok(Self {
+            config: Config::read(environment, &given)?,
+            environment: for_workers(&given).into_iter().chain(extra).collect(),
+            num_proc: number("num-proc").map(|(_, text)| processes(&text)).transpose()?,
+            hosts: text(matches, "hosts"),
+            hostfile: text(matches, "hostfile"),
+            ssh_command: text(matches, "ssh-command"),
+            ssh_port: number("ssh-port").map(|(_, text)| port(&text)).transpose()?,
+            ssh_identity_file: text(matches, "ssh-identity-file").map(PathBuf::from),
+            output_folder: text(matches, "output-filename").map(PathBuf::from),
+            timestamps: matches.get_flag("prefix-output-with-timestamp"),
+            verbose: matches.get_flag("verbose"),
+            command: matches.get_many::<String>("command").unwrap_or_default().cloned().collect(),
+            remarks,
+        })
+    }
+
+    /// Where the processes go: as asked for, as the batch system says, or here.
+    ///
+    /// # Errors
+    /// Hosts that cannot be understood, and too few slots.
+    pub(crate) fn place(&self) -> Result<Place> {
+        let named = match (&self.hosts, &self.hostfile) {
+            (Some(text), _) => Some(parse_hosts(text)?),
+            (None, Some(path)) => {
+                let content = std::fs::read_to_string(path)
+                    .with_context(|| format!("cannot read the host file {path}"))?;
+                Some(parse_hostfile(path, &content)?)
+            }
+            (None, None) => None,
+        };
+        let given = allocation(&Here)?;
+        let system = given.as_ref().map(|given| given.system).filter(|_| named.is_none());
+        let asked = self.ssh_command.is_some() || self.ssh_port.is_some() || self.ssh_identity_file.is_some();
+        let own = given.as_ref().and_then(|given| given.shell.clone()).filter(|_| !asked);
+        let hosts = named.clone().or(given.map(|given| given.hosts)).unwrap_or_default();
+        let slots: u64 = hosts.iter().map(|host| u64::from(host.slots)).sum();
+        let num_proc = match self.num_proc {
+            Some(num_proc) => num_proc,
+            None if slots > 0 => u32::try_from(slots).context("more slots than ranks can be counted")?,
+            None => bail!("say how many processes to start: -np N"),
+        };
+        // A job of one host, which this is, may have any number of processes: slots are then tasks of the batch system.
+        let alone = named.is_none() && hosts.len() == 1 && placements(&hosts, 1)?.1.is_empty();
+        let hosts = if alone { Vec::new() } else { hosts };
+        let shell = match own {
+            Some(shell) => shell,
+            None => Shell::of(
+                self.ssh_command.as_deref().unwrap_or("ssh"),
+                self.ssh_port,
+                self.ssh_identity_file.as_deref().map(Path::new),
+                self.config.start_timeout.min(std::time::Duration::from_secs(10)),
+            )?,
+        };
+        Ok(Place { hosts, num_proc, shell, system })
+    }
+}
+
+/// Lets a flag have its effect.
+fn apply(
+    flag: &Flag,
+    value: &str,
+    called: &str,
+    given: &mut BTreeMap<String, String>,
+    remarks: &mut Vec<String>,
+) -> Result<()> {
+    for part in value.split_whitespace().filter(|_| flag.takes != Takes::Text) {
+        if flag.takes != Takes::Nothing
+            && let Err(expected) = checked(flag.takes, part)
+        {
+            bail!("{called} must be {expected}: {part}");
+        }
+    }
+    let set = |given: &mut BTreeMap<String, String>, key: &str, value: String| {
+        given.insert(key.to_owned(), value);
+    };
+    match flag.does {
+        Does::Sets(key) => set(given, key, value.trim().to_owned()),
+        Does::SetsMib(key) => set(given, key, format!("{}MiB", value.trim())),
+        // `false` in a file is the opposite.
+        Does::Turns(key, on) if value == "false" => {
+            set(given, key, if on == "1" { "0" } else { "1" }.to_owned())
+        }
+        Does::Turns(key, on) => set(given, key, on.to_owned()),
+        Does::Nothing(why) if value != "false" => remarks.push(format!("{called} means nothing here: {why}")),
+        Does::Nothing(_) | Does::Own => {}
+        Does::Elastic => bail!("{called} is for elastic training, which is not built yet"),
+    }
+    Ok(())
+}
+
+fn is_given(matches: &ArgMatches, name: &str) -> bool {
+    matches.value_source(name) == Some(ValueSource::CommandLine)
+}
+
+fn text(matches: &ArgMatches, name: &str) -> Option<String> {
+    matches.get_one::<String>(name).cloned()
+}
+
+fn values(matches: &ArgMatches, flag: &Flag) -> String {
+    if flag.takes == Takes::Nothing {
+        return "true".to_owned();
+    }
+    matches.get_many::<String>(flag.name).unwrap_or_default().cloned().collect::<Vec<_>>().join(" ")
+}
+
+fn interfaces(matches: &ArgMatches, remarks: &mut Vec<String>) -> Option<Vec<String>> {
+    let mut all = Vec::new();
+    for name in ["network-interfaces", "network-interface"] {
+        for value in matches.get_many::<String>(name).unwrap_or_default() {
+            all.extend(value.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned));
+        }
+    }
+    if is_given(matches, "network-interface") {
+        remarks.push("--network-interface is deprecated, use --network-interfaces".to_owned());
+    }
+    (!all.is_empty()).then_some(all)
+}
+
+fn processes(text: &str) -> Result<u32> {
+    match text.parse() {
+        Ok(number) if number > 0 => Ok(number),
+        _ => bail!("--num-proc must be a whole number of at least 1: {text}"),
+    }
+}
+
+fn port(text: &str) -> Result<u16> {
+    match text.parse() {
+        Ok(number) if number > 0 => Ok(number),
+        _ => bail!("--ssh-port must be a number from 1 to 65535: {text}"),
+    }
+}
+
+/// The knobs given, as variables, for those that workers are to know.
+fn for_workers(given: &BTreeMap<String, String>) -> BTreeMap<String, Option<String>> {
+    let known = KNOBS.iter().filter(|knob| knob.propagate);
+    known
+        .filter_map(|knob| Some((format!("{PREFIX}{}", knob.name), Some(given.get(knob.key)?.clone()))))
+        .collect()
+}

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+use std::time::Duration;
+
+use clap::ArgMatches;
+
+use super::flags::{FLAGS, Takes, knob_flags, reference};
+use super::options::RunOptions;
+use crate::arguments;
+
+fn matches(line: &[&str]) -> Result<ArgMatches, clap::Error> {
+    let words: Vec<String> = line.iter().map(|word| (*word).to_owned()).collect();
+    arguments::matches(&words, line[0] == "horovodrun").map(|(_, matches)| matches)
+}
+
+fn read(line: &[&str]) -> anyhow::Result<RunOptions> {
+    let mut words = vec!["horovodrun"];
+    words.extend(line);
+    words.extend(["python", "train.py", "-np", "9"]);
+    RunOptions::read(&matches(&words).unwrap())
+}
+
+fn written(text: &str) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), text).unwrap();
+    file
+}
+
+/// Every flag of Horovod 0.28.1's launcher, with a value where it takes one.
+const HOROVOD: &[&[&str]] = &[
+    &["-np", "2"],
+    &["--num-proc", "2"],
+    &["-n", "2"],
+    &["--disable-cache"],
+    &["--start-timeout", "30"],
+    &["--network-interfaces", "lo"],
+    &["--network-interface", "lo"],
+    &["--output-filename", "/tmp/out"],
+    &["--verbose"],
+    &["-p", "22"],
+    &["--ssh-port", "22"],
+    &["-i", "/key"],
+    &["--ssh-identity-file", "/key"],
+    &["--fusion-threshold-mb", "32"],
+    &["--cycle-time-ms", "5"],
+    &["--cache-capacity", "512"],
+    &["--hierarchical-allreduce"],
+    &["--no-hierarchical-allreduce"],
+    &["--hierarchical-allgather"],
+    &["--no-hierarchical-allgather"],
+    &["--torus-allreduce"],
+    &["--no-torus-allreduce"],
+    &["--autotune"],
+    &["--no-autotune"],
+    &["--autotune-log-file", "log"],
+    &["--autotune-warmup-samples", "1"],
+    &["--autotune-steps-per-sample", "1"],
+    &["--autotune-bayes-opt-max-samples", "1"],
+    &["--autotune-gaussian-process-noise", "0.5"],
+    &["--timeline-filename", "t.json"],
+    &["--timeline-mark-cycles"],
+    &["--no-timeline-mark-cycles"],
+    &["--no-stall-check"],
+    &["--stall-check"],
+    &["--stall-check-warning-time-seconds", "1"],
+    &["--stall-check-shutdown-time-seconds", "1"],
+    &["--mpi-threads-disable"],
+    &["--no-mpi-threads-disable"],
+    &["--mpi-args", "-x NAME"],
+    &["--mpi-args=--map-by node"],
+    &["--tcp"],
+    &["--binding-args=-bind-to none"],
+    &["--num-nccl-streams", "2"],
+    &["--thread-affinity", "0"],
+    &["--gloo-timeout-seconds", "30"],
+    &["-prefix-timestamp"],
+    &["--prefix-output-with-timestamp"],
+    &["-H", "localhost:2"],
+    &["--hosts", "localhost:2"],
+    &["-hostfile", "/hosts"],
+    &["--hostfile", "/hosts"],
+    &["--gloo"],
+    &["--mpi"],
+    &["--jsrun"],
+];
+
+#[test]
+fn every_flag_of_horovod_is_taken_and_the_programs_words_are_left_alone() {
+    for flag in HOROVOD {
+        let options = read(flag).unwrap_or_else(|error| panic!("{flag:?}: {error:#}"));
+        assert_eq!(options.command, ["python", "train.py", "-np", "9"], "{flag:?}");
+    }
+    for elastic in [
+        &["--min-np", "1"][..],
+        &["--min-num-proc", "1"],
+        &["--max-np", "1"],
+        &["--max-num-proc", "1"],
+        &["--slots-per-host", "1"],
+        &["--elastic-timeout", "1"],
+        &["--reset-limit", "1"],
+        &["--blacklist-cooldown-range", "1", "2"],
+        &["--host-discovery-script", "find"],
+    ] {
+        let error = read(elastic).unwrap_err().to_string();
+        assert!(error.contains("elastic training, which is not built yet"), "{elastic:?}: {error}");
+    }
+}
+
+#[test]
+fn what_means_nothing_says_so_once() {
+    let options =
+        read(&["--tcp", "--mpi-args", "-x A", "--cycle-time-ms", "2.5", "--gloo", "-np", "2"]).unwrap();
+    assert_eq!(options.remarks.len(), 4, "{:?}", options.remarks);
+    assert!(options.remarks.iter().all(|remark| remark.contains(" means nothing here: ")));
+    assert!(read(&["-np", "2"]).unwrap().remarks.is_empty());
+}
+
+#[test]
+fn values_out_of_range_are_refused_by_name() {
+    for (line, part) in [
+        (&["--cache-capacity", "-1"][..], "--cache-capacity must be a whole number of at least 0: -1"),
+        (&["--fusion-threshold-mb", "x"], "--fusion-threshold-mb must be a whole number"),
+        (&["--autotune-gaussian-process-noise", "2"], "must be a number from 0 to 1: 2"),
+        (&["-np", "0"], "--num-proc must be a whole number of at least 1: 0"),
+        (&["-p", "70000"], "--ssh-port must be a number from 1 to 65535: 70000"),
+        (&["--network-interfaces", "no0"], "no0 (those with one"),
+        (&["--config-file", "/no/such"], "cannot read the configuration file /no/such"),
+        (&["--peer-timeout", "soon"], "peer_timeout must be"),
+    ] {
+        let error = format!("{:#}", read(line).unwrap_err());
+        assert!(error.contains(part), "{line:?}: {error}");
+    }
+}
+
+#[test]
+fn an_unknown_flag_names_the_nearest_one_and_flags_that_exclude_each_other_are_refused() {
+    let error =
+        matches(&["horovodrun", "-np", "2", "--fusion-treshold-mb", "1", "a"]).unwrap_err().to_string();
+    assert!(error.contains("--fusion-threshold-mb") && error.contains("Usage: horovodrun "), "{error}");
+    for line in [["--gloo", "--mpi", "a"].as_slice(), &["-H", "a:1", "--hostfile", "f", "a"]] {
+        let mut words = vec!["farandole", "run"];
+        words.extend(line);
+        assert!(matches(&words).unwrap_err().to_string().contains("cannot be used with"));
+    }
+    assert!(matches(&["farandole", "run", "-np", "2"]).unwrap_err().to_string().contains("COMMAND"));
+    assert!(matches(&["horovodrun", "-cb"]).unwrap().get_flag("check-build"));
+}
+
+#[test]
+fn a_flag_wins_over_the_file_and_the_last_of_two_opposites_counts() {
+    let file = written(
+        "params: {cache_capacity: 7, fusion_threshold_mb: 32}\nautotune: {enabled: true}\n\
+         stall_check: {enabled: false, warning_time_seconds: 9}\nfarandole: {peer_timeout: 7s}\n",
+    );
+    let path = file.path().to_str().unwrap();
+    let options =
+        read(&["--config-file", path, "--cache-capacity", "8", "--autotune", "--no-autotune"]).unwrap();
+    let config = &options.config;
+    assert_eq!((config.cache_capacity, config.fusion_threshold, config.autotune), (8, 32 << 20, false));
+    assert!(config.stall_check_disable);
+    assert_eq!(
+        (config.stall_check_time, config.peer_timeout),
+        (Duration::from_secs(9), Duration::from_secs(7))
+    );
+    let told = |name: &str| options.environment[name].as_deref();
+    assert_eq!(told("FARANDOLE_CACHE_CAPACITY"), Some("8"));
+    assert_eq!(told("FARANDOLE_PEER_TIMEOUT"), Some("7s"));
+}
+
+#[test]
+fn hosts_give_the_number_of_processes_and_too_few_slots_are_refused_when_it_is_placed() {
+    let options = read(&["-H", "a:2,b:4", "-p", "2222"]).unwrap();
+    let place = options.place().unwrap();
+    assert_eq!((place.num_proc, place.hosts.len()), (6, 2));
+    let hosts = written("# two\nlocalhost slots=2\n\nb\n");
+    let options = read(&["-hostfile", hosts.path().to_str().unwrap()]).unwrap();
+    assert_eq!(options.place().unwrap().num_proc, 3);
+    let none = read(&[]).unwrap().place().unwrap_err().to_string();
+    assert!(none.contains("-np N"), "{none}");
+    let rsh =
+        read(&["-np", "1", "--ssh-command", "rsh", "-p", "1"]).unwrap().place().unwrap_err().to_string();
+    assert!(rsh.contains("hosts are reached by: rsh"), "{rsh}");
+}
+
+#[test]
+fn every_knob_with_a_flag_is_one() {
+    // CL-2.
+    let run = super::command();
+    let names: Vec<&str> = run.get_arguments().filter_map(clap::Arg::get_long).collect();
+    for (name, _) in knob_flags() {
+        assert!(names.contains(&name), "{name}");
+    }
+    let twice = FLAGS.iter().filter(|flag| flag.takes == Takes::Nothing && flag.key.is_some());
+    assert!(twice.count() > 3);
+    run.debug_assert();
+}
+
+#[test]
+fn the_reference_says_what_the_command_does() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/command-line.md");
+    if farandole::config::environment("FARANDOLE_WRITE").is_some() {
+        std::fs::write(path, reference()).unwrap();
+    }
+    let page = std::fs::read_to_string(path).unwrap();
+    assert!(page == reference(), "run FARANDOLE_WRITE=1 cargo test -p farandole-cli reference");
+}

@@ -1,0 +1,340 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Rank 0 takes the others in, and they find it.
+
+use std::path::PathBuf;
+use std::process;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use farandole_config::{Config, PortRange, environment};
+use farandole_registrar::{Client, Error as RegistrarError, Options, Registrar, Ticket, host as facts};
+use farandole_world::{JobId, Rank, TaskId};
+use parking_lot::Mutex;
+
+use super::way::{Folders, Way, joined};
+use super::{Found, Started, detect, file, identity};
+use crate::meeting::{Interrupted, SLICE};
+use crate::{Error, Result, claim, say};
+
+/// What a rank leaves in its environment for processes that it starts: the job, the rank, and who has it.
+const HOLDER: &str = "FARANDOLE_RANK_HOLDER";
+/// The longest one attempt to reach the registrar takes before somebody is asked whether to give up.
+const DIAL: Duration = Duration::from_secs(2);
+/// After this long a line says what is waited for.
+const SILENCE: Duration = Duration::from_secs(10);
+/// Time between two looks for rank 0, at first and at most.
+const PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+/// How often a rank that has been let in looks whether it is in an earlier start's job.
+const GLANCE: Duration = Duration::from_secs(1);
+
+/// A place among ranks that others have started, kept for the life of the process.
+struct Held {
+    process: u32,
+    job: String,
+    client: Client,
+    /// In rank 0.
+    registrar: Option<Registrar>,
+}
+
+static HELD: Mutex<Option<Held>> = Mutex::new(None);
+/// The registrar of the latest world that was formed by a communicator of somebody else's.
+static TOLD: Mutex<Option<(u32, Registrar)>> = Mutex::new(None);
+
+/// A search for the other ranks.
+struct Search<'a> {
+    config: &'a Config,
+    started: &'a Started,
+    job: &'a JobId,
+    way: &'a Way,
+    began: Instant,
+    deadline: Instant,
+}
+
+/// The connection of the rank that somebody else's starter has made of this process; `None` in a process that nobody
+/// started, or that was started alone.
+///
+/// # Errors
+/// What contradicts itself in the environment, what keeps the ranks from meeting, `Interrupted`, `Held`.
+pub(crate) fn client(
+    config: &Config,
+    deadline: Instant,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<Option<Client>> {
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let started = match detect(&environment, &read).map_err(|reason| Error::Place { reason })? {
+        Found::World(started) => started,
+        Found::Alone(warning) => {
+            warning.into_iter().for_each(say::warn);
+            return Ok(None);
+        }
+    };
+    let astray = |reason| Error::NoWay { starter: started.starter, size: started.size, reason };
+    let job = JobId(identity::job(&started, &config.rendezvous, &identity::starter).map_err(astray)?);
+    if let Some(client) = held(&started, &job)? {
+        return Ok(Some(client));
+    }
+    let way = Way::of(&started, &job, &config.job_secret, &config.rendezvous, &folders()).map_err(astray)?;
+    match &way {
+        Way::File { folder, private: true, .. } => file::private(folder).map_err(astray)?,
+        Way::File { folder, private: false, .. } => file::existing(folder).map_err(astray)?,
+        Way::Address { .. } => {}
+    }
+    let search = Search { config, started: &started, job: &job, way: &way, began: Instant::now(), deadline };
+    let (client, registrar) = if started.rank == 0 {
+        let (client, registrar) = search.take_in(interrupted)?;
+        (client, Some(registrar))
+    } else {
+        (search.find(interrupted)?, None)
+    };
+    let held = Held { process: process::id(), job: job.0, client: client.clone(), registrar };
+    // An earlier one is of another job: the environment has changed.
+    let earlier = HELD.lock().replace(held);
+    drop(earlier.map(|held| (held.client, held.registrar)));
+    Ok(Some(client))
+}
+
+/// The connection that this process has for its rank already.
+///
+/// # Errors
+/// `Held` when it is its parent that has the rank.
+fn held(started: &Started, job: &JobId) -> Result<Option<Client>> {
+    let taken = |holder: String| Error::Held { rank: Rank(started.rank), holder, variable: started.variable };
+    if let Some(held) = HELD.lock().as_ref()
+        && held.job == job.0
+    {
+        if held.process != process::id() {
+            return Err(taken(format!("process {}", held.process)));
+        }
+        return Ok(Some(held.client.clone()));
+    }
+    match environment(HOLDER).as_deref().and_then(|text| text.split_once('|')) {
+        Some((theirs, holder)) if theirs == job.0 && holder != claim::identity() => {
+            Err(taken(holder.to_owned()))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// What to leave in the environment of this process, by name and value, so that a process that it starts does not take
+/// itself for the same rank; nothing where nobody else started this one.
+pub fn holder() -> Option<(&'static str, String)> {
+    if environment("FARANDOLE_JOB").is_some() {
+        return None;
+    }
+    let Ok(Found::World(started)) = detect(&environment, &|path| std::fs::read_to_string(path).ok()) else {
+        return None;
+    };
+    let rendezvous = Config::from_env().ok()?.rendezvous;
+    let job = identity::job(&started, &rendezvous, &identity::starter).ok()?;
+    Some((HOLDER, format!("{job}|{}", claim::identity())))
+}
+
+/// Where this user's files of this host go.
+fn folders() -> Folders {
+    let own = rustix::process::geteuid().as_raw();
+    let of_session = environment("XDG_RUNTIME_DIR")
+        .map(PathBuf::from)
+        .filter(|folder| folder.is_dir() && file::private(folder).is_ok());
+    let local = of_session.unwrap_or_else(|| std::env::temp_dir().join(format!("farandole-{own}")));
+    Folders { local, home: environment("HOME").map(PathBuf::from) }
+}
+
+impl Search<'_> {
+    /// Rank 0: holds the registrar, and tells where it is until everybody has come.
+    fn take_in(&self, interrupted: &mut Interrupted<'_>) -> Result<(Client, Registrar)> {
+        let mut options = Options::from_config(self.started.size, self.config);
+        options.job_id = Some(self.job.0.clone());
+        let mut secret = None;
+        if let Way::Address { secret: given, port, .. } = self.way {
+            options.port_range = PortRange { first: *port, last: *port };
+            secret = Some(given);
+        }
+        if self.way.stays_here(self.started) && options.host.is_none() && options.bind.is_empty() {
+            options.host = Some("127.0.0.1".to_owned());
+        }
+        let registrar = Registrar::start_in_order(options, secret)?;
+        let written = match self.way {
+            Way::File { folder, name, .. } => {
+                let text = registrar.ticket().encode();
+                Some(file::write(folder, name, &text).map_err(|reason| self.astray(reason))?)
+            }
+            Way::Address { .. } => None,
+        };
+        let client = enter(registrar.ticket(), self.started.rank, self.config, self.deadline)?;
+        let mut said = false;
+        loop {
+            match client.await_ranks(self.deadline.min(Instant::now() + SLICE)) {
+                Err(RegistrarError::Timeout { what, .. }) if Instant::now() < self.deadline => {
+                    self.say_once(&mut said, || format!("{what}; they look for {}", self.way));
+                }
+                Err(RegistrarError::Timeout { what, .. }) => {
+                    return Err(self.missed(format!("{what}; they look for {}", self.way)));
+                }
+                other => {
+                    other?;
+                    break;
+                }
+            }
+            give_up_if(interrupted)?;
+        }
+        drop(written);
+        Ok((client, registrar))
+    }
+
+    /// The others: look for rank 0 until it lets them in, and wait for the rest.
+    fn find(&self, interrupted: &mut Interrupted<'_>) -> Result<Client> {
+        let (mut pause, mut said) = (PAUSE, false);
+        loop {
+            let reason = match self.ticket() {
+                Ok(Some(ticket)) => match enter(&ticket, self.started.rank, self.config, self.soon()) {
+                    Ok(client) => match self.wait(&client, &ticket, interrupted)? {
+                        true => return Ok(client),
+                        false => "it was an earlier start's".to_owned(),
+                    },
+                    Err(error @ (RegistrarError::Version { .. } | RegistrarError::Runtime { .. })) => {
+                        return Err(error.into());
+                    }
+                    Err(error) => error.to_string(),
+                },
+                Ok(None) => "it is not there".to_owned(),
+                Err(reason) => reason,
+            };
+            give_up_if(interrupted)?;
+            let waited = || {
+                let at = match (&self.started.first_host, self.started.one_host) {
+                    (Some(host), false) => format!(", most likely on {host}"),
+                    _ => String::new(),
+                };
+                format!("rank 0{at}, which was to be found by {}: {reason}", self.way)
+            };
+            if Instant::now() + pause >= self.deadline {
+                return Err(self.missed(waited()));
+            }
+            self.say_once(&mut said, waited);
+            thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// What rank 0 has left, if it is this job's.
+    ///
+    /// # Errors
+    /// Why it is not to be believed.
+    fn ticket(&self) -> Result<Option<Ticket>, String> {
+        let (folder, name) = match self.way {
+            Way::File { folder, name, .. } => (folder, name),
+            Way::Address { secret, host, port } => {
+                return secret.ticket(vec![joined(host, *port)]).map(Some).map_err(|error| error.to_string());
+            }
+        };
+        let Some(text) = file::read(folder, name)? else { return Ok(None) };
+        let ticket: Ticket = text.parse().map_err(|error: RegistrarError| error.to_string())?;
+        if ticket.job_id() != self.job {
+            return Err(format!("it is of job {}", ticket.job_id()));
+        }
+        Ok(Some(ticket))
+    }
+
+    /// Waits for the other ranks; false when the ticket has been replaced meanwhile, as an earlier start's is.
+    fn wait(&self, client: &Client, ticket: &Ticket, interrupted: &mut Interrupted<'_>) -> Result<bool> {
+        let (mut looked, mut said) = (Instant::now(), false);
+        loop {
+            match client.await_ranks(self.deadline.min(Instant::now() + SLICE)) {
+                Err(RegistrarError::Timeout { what, .. }) if Instant::now() < self.deadline => {
+                    self.say_once(&mut said, || what);
+                }
+                Err(RegistrarError::Timeout { what, .. }) => return Err(self.missed(what)),
+                other => return Ok(other.map(|_| true)?),
+            }
+            give_up_if(interrupted)?;
+            if looked.elapsed() >= GLANCE {
+                looked = Instant::now();
+                let replaced = |now: Ticket| now.encode() != ticket.encode();
+                if self.ticket().ok().flatten().is_some_and(replaced) {
+                    return Ok(false);
+                }
+            }
+        }
+    }
+
+    fn soon(&self) -> Instant {
+        self.deadline.min(Instant::now() + DIAL)
+    }
+
+    fn say_once(&self, said: &mut bool, what: impl FnOnce() -> String) {
+        if !*said && self.began.elapsed() >= SILENCE {
+            *said = true;
+            let Started { rank, size, starter, .. } = self.started;
+            say::say("waiting", format!("rank {rank} of {size}, started by {starter}, waits for {}", what()));
+        }
+    }
+
+    fn astray(&self, reason: String) -> Error {
+        Error::NoWay { starter: self.started.starter, size: self.started.size, reason }
+    }
+
+    fn missed(&self, what: String) -> Error {
+        Error::Missed {
+            rank: Rank(self.started.rank),
+            size: self.started.size,
+            starter: self.started.starter,
+            what,
+            elapsed: self.began.elapsed(),
+        }
+    }
+}
+
+/// Connects as a rank, registers, and shows from then on that it lives.
+fn enter(ticket: &Ticket, rank: u32, config: &Config, deadline: Instant) -> Result<Client, RegistrarError> {
+    let client = Client::connect(ticket, TaskId(rank), None, deadline)?;
+    client.register(0, &facts::facts(), deadline)?;
+    // Nobody is there to end this process: its links see a lost peer, and calls of the registrar say why.
+    client.watch(2 * config.peer_timeout, drop);
+    Ok(client)
+}
+
+/// Holds the registrar of a world whose ranks somebody else has given out and can tell its ticket, which is returned: an
+/// MPI communicator. It lives until this process holds the next one.
+///
+/// # Errors
+/// Those of [`Registrar::start`].
+pub fn host(size: u32, one_host: bool) -> Result<String> {
+    let config = Config::from_env()?;
+    let mut options = Options::from_config(size, &config);
+    if one_host && options.host.is_none() && options.bind.is_empty() {
+        options.host = Some("127.0.0.1".to_owned());
+    }
+    let registrar = Registrar::start_in_order(options, None)?;
+    let ticket = registrar.ticket().encode();
+    let earlier = TOLD.lock().replace((process::id(), registrar));
+    drop(earlier);
+    Ok(ticket)
+}
+
+/// The connection of the rank that a ticket's job has for this process.
+///
+/// # Errors
+/// What keeps it out, `Interrupted`.
+pub(crate) fn as_told(
+    ticket: &str,
+    rank: u32,
+    config: &Config,
+    deadline: Instant,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<Client> {
+    let ticket: Ticket = ticket.parse()?;
+    loop {
+        match enter(&ticket, rank, config, deadline.min(Instant::now() + DIAL)) {
+            Err(RegistrarError::Unreachable { .. }) if Instant::now() < deadline => {}
+            other => return Ok(other?),
+        }
+        give_up_if(interrupted)?;
+    }
+}
+
+fn give_up_if(interrupted: &mut Interrupted<'_>) -> Result<()> {
+    if interrupted() { Err(Error::Interrupted) } else { Ok(()) }
+}

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Prints the processor time of a TCP link, both ends together, for each gigabyte and for each small message: one thread
+//! sends and receives by turns, so that nothing waits and other programs of the machine hardly matter. `cargo run --release
+//! -p farandole-transport --features _test-harness --example link_cost`
+#![expect(clippy::unwrap_used, reason = "an example")]
+
+use std::time::Duration;
+
+use farandole_transport::Link;
+use farandole_transport::contract::{meshes, open_pair};
+use rustix::time::{ClockId, clock_gettime};
+
+const TURNS: usize = 5;
+const RING: usize = 4 << 20;
+
+fn spent() -> Duration {
+    let now = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).unwrap())
+}
+
+/// Moves `total` bytes in messages of `bytes`, each read before the next is sent.
+fn stream(from: &mut Link, to: &mut Link, bytes: usize, total: usize) -> Duration {
+    let started = spent();
+    for _ in 0..total / bytes {
+        let mut sent = 0;
+        while sent < bytes {
+            let window = from.sender.window().unwrap();
+            let part = window.len().min(bytes - sent);
+            from.sender.commit(part).unwrap();
+            sent += part;
+        }
+        let mut read = 0;
+        while read < bytes {
+            from.sender.flush().unwrap();
+            let part = to.receiver.window().unwrap().len();
+            to.receiver.release(part).unwrap();
+            read += part;
+        }
+    }
+    spent() - started
+}
+
+fn main() {
+    let meshes = meshes(2, |options| options.use_shared_memory = false);
+    let (mut a, mut b) = open_pair(&meshes, 1, RING);
+    let only: Option<usize> = std::env::args().nth(1).and_then(|t| t.parse().ok());
+    for (bytes, total) in
+        [(64, 1 << 21), (1 << 10, 1 << 25), (64 << 10, 1 << 30), (1 << 20, 1 << 30), (4 << 20, 1 << 30)]
+    {
+        if only.is_some_and(|only| only != bytes) {
+            continue;
+        }
+        let least = (0..TURNS).map(|_| stream(&mut a, &mut b, bytes, total)).min().unwrap();
+        let each = least / u32::try_from(total / bytes).unwrap();
+        let gigabyte = least.as_secs_f64() / (total as f64 / 1e9);
+        println!("messages of {bytes:>8} bytes: {each:>10.1?} each, {gigabyte:.3} s for a gigabyte");
+    }
+}

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Sealed records: what crosses a TCP connection after its handshake. No I/O here.
+//!
+//! ```text
+//! record    header | payload, encrypted | tag (16 bytes)
+//! header    u32 length of the payload, little endian | u8 kind | 11 zero bytes
+//! nonce     4 zero bytes | u64 number of the record, little endian
+//! ```
+//!
+//! The header is authenticated with the payload. Each direction of each connection has a key of its own and counts its
+//! records from zero, so a record that was changed, repeated, left out, put in, or taken from elsewhere does not open;
+//! after the first of these nothing opens any more.
+//!
+//! Everything is encrypted, as that is the cheapest way to authenticate: on a core with vector AES, AES-128-GCM seals
+//! 10 GB/s and opens as much, where authentication without encryption reaches 1.9 GB/s (GMAC) and 3.3 GB/s (Poly1305)
+//! in the library that is used (`cargo run --release -p farandole-transport --example seal_speed`).
+
+use ring::aead::{Aad, LessSafeKey, Nonce, UnboundKey};
+
+/// As long as a tag: the kernel copies bytes that follow a header of 4 bytes at half the speed.
+pub(crate) const HEADER: usize = 16;
+pub(crate) const TAG: usize = 16;
+/// Largest payload of a record: what a core keeps near while it seals it and hands it to the kernel.
+pub(crate) const MOST: usize = 256 << 10;
+
+/// What a record carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Bytes of a link.
+    Bytes,
+    /// Nothing; no record follows.
+    End,
+    /// One byte of a heartbeat.
+    Word,
+}
+
+impl Kind {
+    fn code(self) -> u8 {
+        match self {
+            Self::Bytes => 1,
+            Self::End => 2,
+            Self::Word => 3,
+        }
+    }
+}
+
+/// The first bytes of a record, as they came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Header(pub(crate) [u8; HEADER]);
+
+impl Header {
+    fn new(kind: Kind, length: usize) -> Option<Self> {
+        let mut bytes = [0; HEADER];
+        bytes[..4].copy_from_slice(&u32::try_from(length).ok()?.to_le_bytes());
+        bytes[4] = kind.code();
+        Some(Self(bytes))
+    }
+
+    /// What it promises. `None` for what no sender writes; nothing is known of the sender before the record has opened.
+    pub(crate) fn promises(self) -> Option<(Kind, usize)> {
+        let (length, rest) = self.0.split_first_chunk::<4>()?;
+        let length = usize::try_from(u32::from_le_bytes(*length)).ok()?;
+        let [kind, rest @ ..] = rest else { return None };
+        if rest.iter().any(|byte| *byte != 0) {
+            return None;
+        }
+        let (kind, fits) = match kind {
+            1 => (Kind::Bytes, (1..=MOST).contains(&length)),
+            2 => (Kind::End, length == 0),
+            3 => (Kind::Word, length == 1),
+            _ => return None,
+        };
+        fits.then_some((kind, length))
+    }
+}
+
+/// A record did not open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Tampered {
+    /// Its number, from zero.
+    pub(crate) record: u64,
+}
+
+/// The key of one direction of one connection, and how many records it has served.
+pub(crate) struct Seal {
+    key: LessSafeKey,
+    record: u64,
+}
+
+impl Seal {
+    pub(crate) fn new(key: UnboundKey) -> Self {
+        Self { key: LessSafeKey::new(key), record: 0 }
+    }
+
+    /// Encrypts a payload where it lies. `None` for one that is longer than a record may be; it is left alone.
+    pub(crate) fn seal(&mut self, kind: Kind, payload: &mut [u8]) -> Option<(Header, [u8; TAG])> {
+        let header = Header::new(kind, payload.len()).filter(|header| header.promises().is_some())?;
+        let next = self.record.checked_add(1)?;
+        let aad = Aad::from(header.0);
+        let tag = self.key.seal_in_place_separate_tag(nonce(self.record), aad, payload).ok()?;
+        self.record = next;
+        Some((header, tag.as_ref().try_into().ok()?))
+    }
+
+    /// Decrypts a payload where it lies if it is the one that follows, with this header and this tag. Else its bytes mean
+    /// nothing, and this must open nothing more.
+    pub(crate) fn open(
+        &mut self,
+        header: Header,
+        payload: &mut [u8],
+        tag: [u8; TAG],
+    ) -> Result<(), Tampered> {
+        let tampered = Tampered { record: self.record };
+        let next = self.record.checked_add(1).ok_or(tampered)?;
+        self.key
+            .open_in_place_separate_tag(nonce(self.record), Aad::from(header.0), tag.into(), payload, 0..)
+            .map_err(|_| tampered)?;
+        self.record = next;
+        Ok(())
+    }
+
+    /// What is said of a record that is no record.
+    pub(crate) fn tampered(&self) -> Tampered {
+        Tampered { record: self.record }
+    }
+}
+
+impl std::fmt::Debug for Seal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Seal").field("record", &self.record).finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Display for Tampered {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { record } = self;
+        write!(
+            f,
+            "record {record} is not what its sender sealed: changed, repeated, left out or put in on the way"
+        )
+    }
+}
+
+fn nonce(record: u64) -> Nonce {
+    let mut bytes = [0; 12];
+    bytes[4..].copy_from_slice(&record.to_le_bytes());
+    Nonce::assume_unique_for_key(bytes)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Records on a socket, in parts of any size, into rings of any room: what was sent is placed, and nothing else.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use ring::aead::{AES_128_GCM, UnboundKey};
+
+use super::*;
+
+fn seal() -> Seal {
+    Seal::new(UnboundKey::new(&AES_128_GCM, &[3; 16]).unwrap())
+}
+
+/// Payloads as they go over a connection, with the last word.
+fn wire(payloads: &[Vec<u8>]) -> Vec<u8> {
+    let mut seal = seal();
+    let mut wire = Vec::new();
+    for (kind, payload) in payloads.iter().map(|one| (Kind::Bytes, &one[..])).chain([(Kind::End, &[][..])]) {
+        let mut payload = payload.to_vec();
+        let (header, tag) = seal.seal(kind, &mut payload).unwrap();
+        wire.extend([&header.0[..], &payload, &tag].concat());
+    }
+    wire
+}
+
+/// Hands over `wire` in parts and reads it with `room` at a time in the ring; what was placed, and how it ended.
+fn read(wire: &[u8], parts: &[usize], room: usize) -> (Vec<u8>, Step) {
+    let (here, mut there) = UnixStream::pair().unwrap();
+    let socket = OwnedFd::from(here);
+    let (mut receiving, mut placed) = (Receiving::new(seal()), Vec::new());
+    let mut parts = parts.iter().cycle();
+    let mut rest = wire;
+    // The space behind what was placed keeps what lies in it, as a ring's does.
+    let mut space = vec![0; room];
+    let mut filled = 0;
+    loop {
+        let (part, behind) = rest.split_at(rest.len().min(*parts.next().unwrap()));
+        there.write_all(part).unwrap();
+        rest = behind;
+        if rest.is_empty() {
+            there.shutdown(std::net::Shutdown::Write).unwrap();
+        }
+        receiving.poll();
+        let mut seen = false;
+        loop {
+            match receiving.step(&socket, &mut space[filled..], usize::MAX, seen) {
+                Step::Placed(bytes) => {
+                    placed.extend_from_slice(&space[filled..filled + bytes]);
+                    filled += bytes;
+                    seen = true;
+                }
+                Step::Again => {}
+                Step::Drained => break,
+                // The reader releases everything, and the ring begins anew unless a part of a record lies in it.
+                Step::Full => {
+                    assert!(!receiving.in_ring());
+                    filled = 0;
+                }
+                end => return (placed, end),
+            }
+        }
+    }
+}
+
+fn payloads() -> impl Strategy<Value = Vec<Vec<u8>>> {
+    let small = vec(any::<u8>(), 1..300);
+    let large = (1_usize..40_000, any::<u8>()).prop_map(|(bytes, byte)| vec![byte; bytes]);
+    vec(prop_oneof![3 => small, 1 => large], 0..12)
+}
+
+fn parts() -> impl Strategy<Value = Vec<usize>> {
+    vec(prop_oneof![1_usize..40, 1_usize..20_000], 1..8)
+}
+
+proptest! {
+    #[test]
+    fn what_was_sent_is_placed_whatever_the_parts_and_the_room(
+        payloads in payloads(),
+        parts in parts(),
+        room in 1_usize..60_000,
+    ) {
+        let (placed, end) = read(&wire(&payloads), &parts, room);
+        prop_assert!(placed == payloads.concat());
+        prop_assert_eq!(end, Step::Ended(CLOSED.to_owned()));
+    }
+
+    #[test]
+    fn of_a_stream_that_was_meddled_with_only_what_lay_before_is_placed(
+        payloads in payloads(),
+        parts in parts(),
+        room in 1_usize..60_000,
+        at in any::<prop::sample::Index>(),
+        strange in vec(any::<u8>(), 0..50),
+        taken in 0_usize..50,
+    ) {
+        let whole = wire(&payloads);
+        let at = at.index(whole.len());
+        let mut meddled = whole.clone();
+        meddled.splice(at..whole.len().min(at + taken), strange);
+        prop_assume!(meddled != whole);
+        let same = whole.iter().zip(&meddled).take_while(|(one, other)| one == other).count();
+        let (placed, end) = read(&meddled, &parts, room);
+        let sent = payloads.concat();
+        prop_assert!(sent.starts_with(&placed));
+        prop_assert!(placed.len() <= same);
+        // What was put in behind the last word is not read.
+        let behind = same == whole.len();
+        let expected = match end {
+            Step::Tampered(_) => !behind,
+            Step::Ended(reason) => reason == if behind { CLOSED } else { CUT },
+            _ => false,
+        };
+        prop_assert!(expected);
+    }
+
+    /// Nobody who does not hold the key makes it take memory or place anything.
+    #[test]
+    fn garbage_places_nothing(garbage in vec(any::<u8>(), 0..2000), parts in parts()) {
+        let (placed, end) = read(&garbage, &parts, 4096);
+        prop_assert!(placed.is_empty());
+        prop_assert!(matches!(end, Step::Tampered(_) | Step::Ended(_)));
+    }
+}

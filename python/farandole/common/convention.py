@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Whose gradients collectives have: those of the sum of all ranks' losses, or Horovod's.
+
+`FARANDOLE_GRADIENT_CONVENTION` decides. The drop-in package sets it when a script imports `horovod`, unless it is set.
+For n ranks Horovod's gradients are 1/n of ours for `allgather` and `broadcast`, and n times ours for `reducescatter`;
+the gradient of an allreduce by `Min`, `Max`, `Product` or `Adasum` is reduced by the same op.
+"""
+
+from __future__ import annotations
+
+from farandole._native import engine
+from farandole.common import basics
+
+_known: list[bool] = []
+
+
+def is_horovods() -> bool:
+    """Whether gradients are Horovod's. Looked up once in a world.
+
+    Raises:
+        ValueError: When the variable is neither `farandole` nor `horovod`.
+    """
+    if not _known:
+        _known.append(engine.has_horovods_gradients())
+    return _known[0]
+
+
+basics.on_init(_known.clear)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Objects as text: pickled by cloudpickle, in base 64."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from typing import Any
+
+import cloudpickle
+
+
+def dumps_base64(obj: Any, to_ascii: bool = True) -> str | bytes:
+    """An object as text, or as bytes.
+
+    Args:
+        obj: What cloudpickle takes.
+        to_ascii: Whether the result is text.
+    """
+    encoded = base64.b64encode(cloudpickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))
+    return encoded.decode("ascii") if to_ascii else encoded
+
+
+def loads_base64(encoded: str | bytes) -> Any:
+    """The object; runs code of whoever made the text."""
+    return cloudpickle.loads(base64.b64decode(encoded))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`farandole.run` of a function on several hosts: results and exceptions come back, interpreters must be alike."""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+import sys
+
+import pytest
+from tests.launch.test_unfit_hosts import play
+
+pytestmark = pytest.mark.slow
+
+# A user's script on the launcher's host alone: its functions travel.
+DRIVER = """
+import json, os, socket, sys, time
+import farandole
+from farandole.common.exceptions import FarandoleInternalError
+
+def world(factor):
+    import numpy as np
+    import farandole.numpy as hvd
+    hvd.init()
+    total = hvd.allreduce(np.full(3, float(hvd.rank())), op=hvd.Sum)
+    return socket.gethostname(), hvd.rank(), (total * factor).tolist()
+
+def failing():
+    rank = int(os.environ["RANK"])
+    if rank == 3:
+        raise LookupError("no digits on this host")
+    time.sleep(1000)
+
+def waiting():
+    print("up", os.environ["RANK"], flush=True)
+    time.sleep(1000)
+
+how, hosts = sys.argv[1:]
+try:
+    if how == "world":
+        print(json.dumps(farandole.run(world, kwargs={"factor": 10}, num_proc=4, hosts=hosts)))
+    else:
+        farandole.run(failing if how == "failing" else waiting, num_proc=4, hosts=hosts)
+except Exception as error:
+    print(json.dumps({"type": type(error).__name__, "error": str(error), "cause": repr(error.__cause__),
+                      "remote": getattr(error, "remote_traceback", None)}))
+"""
+
+
+def driven(bed, how):
+    """What the script prints at its end."""
+    bed["head"].write("driver.py", DRIVER)
+    done = bed["head"].run(sys.executable, "driver.py", how, "h1:2,h2:2")
+    assert done.returncode == 0, done.stderr
+    bed.until_quiet(5.0)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_results_of_all_hosts_come_back_by_rank(hosts):
+    bed = hosts("h1", "h2")
+    assert driven(bed, "world") == [[("h1", "h1", "h2", "h2")[rank], rank, [60.0] * 3] for rank in range(4)]
+
+
+def test_an_exception_comes_back_with_its_rank_host_and_traceback(hosts):
+    bed = hosts("h1", "h2")
+    told = driven(bed, "failing")
+    assert "rank 3 on h2" in told["error"], told
+    assert told["cause"] == "LookupError('no digits on this host')"
+    assert "in failing" in told["remote"], told
+
+
+def test_a_host_with_another_python_is_named_with_both_versions(hosts):
+    # This machine has one minor version alone: an agent that says so plays the other one.
+    bed = hosts("h1", "h2")
+    play(bed["h2"], python="3.8.10")
+    told = driven(bed, "world")
+    assert told["error"].startswith("h2: Python 3.8.10 runs there"), told
+    assert f"and {platform.python_version()} here" in told["error"], told
+
+
+def test_a_driver_that_is_killed_leaves_nothing(hosts):
+    bed = hosts("h1", "h2")
+    bed["head"].write("driver.py", DRIVER)
+    running = bed["head"].start(sys.executable, "driver.py", "waiting", "head:1,h1:2,h2:1")
+    running.until(*(f"[{rank}]<stdout>:up {rank}" for rank in range(4)))
+    running.send(signal.SIGKILL)
+    bed.until_quiet(10.0)

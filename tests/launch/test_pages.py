@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Every example of the pages about running does what the page says, on hosts with the names of the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.launch.bed import HOME
+from tests.launch.conftest import WORLD, told
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs/user-guide/running"
+NODES = ["node1", "node1", "node2", "node2"]
+
+
+def blocks(page):
+    """The examples of a page, in order: their kind and their text."""
+    return re.findall(r"^```([\w-]+)\n(.*?)^```$", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def bed(hosts):
+    bed = hosts("node1", "node2")
+    bed.login(bed["head"], key=f"{HOME}/.ssh/cluster")
+    bed.login(bed["node1"])
+    bed.login(bed["head"])
+    bed.write("train.py", WORLD)
+    return bed
+
+
+def ran(bed, script, **env):
+    """The hosts of the ranks of the world that a script starts, in order."""
+    done = bed["head"].run("bash", "-e", "-c", script, "bash", **env)
+    assert done.returncode == 0, script + done.stderr
+    words = told(done.stdout)
+    assert [(word["rank"], word["right"]) for word in words] == [(rank, True) for rank in range(len(words))], script
+    return [word["host"] for word in words]
+
+
+def test_the_page_about_hosts(bed):
+    commands = 0
+    for kind, text in blocks("hosts.md"):
+        if kind == "ssh-config":
+            bed["head"].write(f"{HOME}/.ssh/config", text, mode=0o600)
+            continue
+        assert kind == "sh", f"nothing runs this: {text}"
+        for script in re.split(r"^(?=farandole run )", text, flags=re.MULTILINE):
+            starts = script.startswith("farandole run ")
+            wanted = NODES[: 3 if "-np 3" in script else 4] if starts else []
+            assert ran(bed, script) == wanted, script
+            commands += starts
+    assert commands >= 10
+
+
+# What the systems tell their jobs. Their own ways to a host are not here: hosts are reached by ssh.
+SYSTEMS = {
+    "#SBATCH": {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"},
+    "#BSUB": {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "node1 2 node2 2"},
+    "#PBS": {"PBS_JOBID": "7.front", "PBS_NODEFILE": "/run/job/nodes", "PBS_O_WORKDIR": "/run/job"},
+    "#$ ": {"JOB_ID": "7", "PE_HOSTFILE": "/run/job/pe"},
+}
+
+
+def test_the_page_about_batch_systems(bed):
+    head = bed["head"]
+    head.write("nodes", "node1\nnode1\nnode2\nnode2\n")
+    head.write("pe", "node1 2 all.q@node1 UNDEFINED\nnode2 2 all.q@node2 UNDEFINED\n")
+    head.write("hostfile", "node1 slots=2\nnode2 slots=2\n")
+    path = head.without_programs("srun", "blaunch", "qrsh")
+    seen = set()
+    for kind, text in blocks("batch-systems.md"):
+        if kind == "bash":
+            (mark,) = [mark for mark in SYSTEMS if f"\n{mark}" in text]
+            assert ran(bed, text, PATH=path, **SYSTEMS[mark]) == NODES, text
+        elif kind == "yaml":
+            launcher = yaml.safe_load(text)["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+            script = " ".join(launcher["command"])
+            assert ran(bed, script, OMPI_MCA_orte_default_hostfile="/run/job/hostfile") == NODES, text
+        else:
+            assert kind == "sh", f"nothing runs this: {text}"
+            assert ran(bed, text) == NODES, text
+        seen.add(kind)
+    assert seen == {"bash", "yaml", "sh"}
+
+
+def test_the_example_of_digits_trains_one_model_on_two_hosts_of_two(hosts):
+    bed = hosts("h1", "h2")
+    example = (ROOT / "examples/torch_digits.py").read_text()
+    bed.write("torch_digits.py", example)
+    words = ["-np", 4, "-H", "h1:2,h2:2", "python", "torch_digits.py", "--epochs", 3]
+    done = bed.launched(*words, limit=240.0)
+    assert done.returncode == 0, done.stderr
+    accuracy = re.findall(r"^\[0\]<stdout>:epoch 3: .*accuracy (\d\.\d+)$", done.stdout, re.MULTILINE)
+    assert len(accuracy) == 1, done.stdout
+    assert float(accuracy[0]) > 0.8, done.stdout

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Hosts that can run nothing are named with the reason before anything starts anywhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.launch.bed import HOME
+
+pytestmark = pytest.mark.slow
+
+
+def refused(bed, *arguments, limit=15.0, **env):
+    """What the launcher says when it starts nothing, within a time."""
+    bed.write("start.py", "open('started', 'w').close()")
+    began = time.monotonic()
+    names = ",".join(f"{name}:1" for name in bed.hosts if name != "head")
+    size = len(bed.hosts) - 1
+    done = bed.launched("-np", size, "-H", names, *arguments, sys.executable, "start.py", **env)
+    took = time.monotonic() - began
+    assert done.returncode != 0, done.stdout
+    assert took < limit, (took, done.stderr)
+    assert "Traceback" not in done.stderr
+    bed.until_quiet(5.0)
+    assert not any((host.root / "run/job/started").exists() for host in bed.hosts.values() if host.is_on)
+    return done.stderr
+
+
+def test_a_host_without_power(hosts):
+    bed = hosts("h1", "h2")
+    bed["h2"].power_off()
+    said = refused(bed, "--start-timeout", 5)
+    assert "h2: ssh: connect to host h2 port 22: " in said, said
+    assert "h1: " not in said, said
+
+
+def test_hosts_are_checked_side_by_side_and_all_that_fail_are_named(hosts):
+    bed = hosts("h1", "h2", "h3", "h4")
+    for name in ("h2", "h3", "h4"):
+        bed[name].power_off()
+    # One after the other would be three times 4 s.
+    said = refused(bed, "--start-timeout", 4, limit=9.0)
+    for name in ("h2", "h3", "h4"):
+        assert f"{name}: ssh: connect to host {name} port 22: " in said, said
+
+
+def test_a_name_that_nobody_knows(hosts):
+    bed = hosts("h1")
+    done = bed.launched("-np", 2, "-H", "h1:1,h9:1", sys.executable, "-c", "pass")
+    assert done.returncode != 0
+    assert "h9: ssh: Could not resolve hostname h9" in done.stderr
+
+
+def test_a_host_that_does_not_take_the_key(hosts):
+    bed = hosts("h1", "h2")
+    bed["h2"].write(f"{HOME}/.ssh/authorized_keys", "", mode=0o600)
+    said = refused(bed)
+    assert "h2: " in said, said
+    assert "Permission denied (publickey)" in said, said
+
+
+def test_a_host_whose_key_is_not_known(hosts):
+    bed = hosts("h1", "h2")
+    known = (line for line in bed["head"].read(f"{HOME}/.ssh/known_hosts").splitlines() if not line.startswith("h2 "))
+    bed["head"].write(f"{HOME}/.ssh/known_hosts", "\n".join(known) + "\n", mode=0o600)
+    # Its address is still in the file: the name alone decides.
+    said = refused(bed, "--ssh-command", "ssh -o CheckHostIP=no")
+    assert "h2: " in said, said
+    assert "Host key verification failed" in said, said
+
+
+def test_a_host_without_the_package(hosts):
+    bed = hosts("h1", "h2")
+    bed["h2"].without_package()
+    said = refused(bed)
+    assert f"h2: {sys.executable}: No module named farandole" in said, said
+
+
+def test_a_host_without_the_interpreter(hosts):
+    bed = hosts("h1", "h2")
+    bed["h2"].without_package(interpreter=False)
+    said = refused(bed)
+    assert "h2: " in said, said
+    assert f"{sys.executable}: not found" in said or "No such file" in said, said
+
+
+# The first words of an agent of another version, and then it waits for its order, as agents do.
+PLAYED = """
+import json, sys
+hello = json.dumps({hello}).encode()
+sys.stdout.buffer.write(b"farandole agent 1\\nH" + len(hello).to_bytes(8, "big") + hello)
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+def play(host, **changes):
+    """Puts an agent in the place of the package of a host that says other things of itself."""
+    import farandole
+
+    version = farandole.__version__
+    hello = {"version": 1, "farandole": version, "python": "3.11.7", "executable": sys.executable, "host": host.name}
+    host.write("/run/played/__init__.py", "")
+    host.write("/run/played/__main__.py", PLAYED.replace("{hello}", repr(hello | changes)))
+    host.mount("/run/played", Path(farandole.__file__).parent)
+
+
+def test_a_host_with_another_version_of_the_package(hosts):
+    from farandole import __version__
+
+    bed = hosts("h1", "h2")
+    play(bed["h2"], farandole="0.0.9")
+    said = refused(bed)
+    assert "h2: farandole 0.0.9 is installed there" in said, said
+    assert f"and {__version__} here" in said, said
+
+
+def test_a_host_whose_agent_speaks_another_language(hosts):
+    bed = hosts("h1", "h2")
+    play(bed["h2"], version=2)
+    said = refused(bed)
+    assert "h2: farandole " in said, said
+
+
+def test_a_host_whose_interpreter_ends_without_a_word(hosts):
+    bed = hosts("h1", "h2")
+    bed["h2"].write("/run/python", "#!/bin/sh\nexit 3\n", mode=0o755)
+    bed["h2"].mount("/run/python", Path(sys.executable).resolve())
+    said = refused(bed)
+    assert "h2: the connection ended with status 3" in said, said

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Scripts that were written for Horovod run with the drop-in, unchanged, and get Horovod's results.
+
+They lie in `tests/horovod_scripts`, one for each framework and feature, and check themselves. `horovodrun` starts them
+on two ranks; those of Spark start their own.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "horovod_scripts"
+LIMIT = 240
+RUN = [sys.executable, "-m", "horovod.runner.launch", "-np", "2"]
+
+ON_TWO_RANKS = {
+    "torch_train": False,
+    "torch_accumulation": False,
+    "torch_collectives": False,
+    "torch_join": True,
+    "torch_process_sets": True,
+    "torch_adasum": True,
+    "torch_sync_batch_norm": True,
+    "torch_elastic": True,
+    "tensorflow2_tape": False,
+    "tensorflow2_keras": True,
+    "keras_standalone": True,
+}
+"""The scripts, and whether a run is left to the slow tests."""
+ON_SPARK = ["spark_run", "spark_torch", "spark_lightning", "spark_keras"]
+
+
+def environment(**more):
+    env = {
+        **os.environ,
+        "PYSPARK_PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "KERAS_BACKEND": "tensorflow",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        **more,
+    }
+    env.pop("FARANDOLE_GRADIENT_CONVENTION", None)
+    return env
+
+
+def run(*command):
+    """What a command writes; it must end well."""
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=LIMIT, check=False, env=environment()
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def of(script):
+    if script.startswith(("tensorflow", "keras", "spark_keras")) and find_spec("tensorflow") is None:
+        pytest.skip("needs TensorFlow")
+    return SCRIPTS / f"{script}.py"
+
+
+def as_marked(scripts):
+    return [pytest.param(name, marks=[pytest.mark.slow] if slow else [], id=name) for name, slow in scripts.items()]
+
+
+@pytest.mark.parametrize("script", as_marked(ON_TWO_RANKS))
+def test_a_script_of_horovods_runs_on_two_ranks(script, tmp_path):
+    told = run(*RUN, sys.executable, of(script), tmp_path)
+    assert sorted(line for line in told.splitlines() if ":done" in line) == [
+        "[0]<stdout>:done 0",
+        "[1]<stdout>:done 1",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ON_SPARK)
+def test_a_script_of_horovods_runs_on_spark(script, tmp_path):
+    pytest.importorskip("pyspark")
+    assert "done 0" in run(sys.executable, of(script), tmp_path).splitlines()
+
+
+@pytest.mark.slow
+def test_two_jobs_of_horovods_share_a_data_service(tmp_path):
+    trainers, config = of("tensorflow2_data_service"), tmp_path / "service.json"
+    workers = subprocess.Popen(
+        [*RUN, sys.executable, "-m", "horovod.tensorflow.data.compute_worker", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    )
+    try:
+        told = run(*RUN, sys.executable, trainers, config)
+        said, _ = workers.communicate(timeout=LIMIT)
+    finally:
+        workers.kill()
+        workers.wait()
+    assert told.count(":done ") == 2
+    assert workers.returncode == 0, said
