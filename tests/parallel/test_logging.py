@@ -36,16 +36,18 @@ class Collected(logging.Handler):
             return found()[0]
 
 
-def adds_a_set():
+def adds_sets():
     """A record of the engine in this process, as plain values, and its rank."""
     collected = Collected()
     logger = logging.getLogger("farandole")
     logger.addHandler(collected)
     try:
         before = time.time()
-        added = hvd.add_process_set([0, 1])
+        # Each rank is in one of them, and hears of that one.
+        added = [hvd.add_process_set([0]), hvd.add_process_set([1])]
         record = collected.first("a process set is added")
-        hvd.remove_process_set(added)
+        for process_set in added:
+            hvd.remove_process_set(process_set)
         return (
             hvd.rank(),
             (record.name, record.levelname, record.getMessage(), record.rank),
@@ -58,10 +60,10 @@ def adds_a_set():
 
 def test_every_rank_has_the_engines_events_in_pythons_logging_with_its_rank(fresh_world):
     world = fresh_world(2, env={"FARANDOLE_LOG_LEVEL": "debug", "FARANDOLE_DYNAMIC_PROCESS_SETS": "1"})
-    for expected, (rank, (name, level, text, told), plausible, logger_level) in enumerate(world.run(adds_a_set)):
+    for expected, (rank, (name, level, text, told), plausible, logger_level) in enumerate(world.run(adds_sets)):
         assert (rank, told) == (expected, expected)
         assert (name, level, logger_level) == ("farandole.engine.engine", "DEBUG", logging.DEBUG)
-        assert "process_set=1" in text, text
+        assert f"process_set={rank + 1}" in text, text
         assert f"rank={rank}" in text, text
         assert plausible
 

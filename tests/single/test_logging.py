@@ -65,11 +65,18 @@ def test_every_operation_is_shown_by_a_trace():
     pytest.importorskip("numpy")
     code = WORLD + "import numpy, farandole.numpy as hvd\nhvd.allreduce(numpy.ones(2), name='loss')\n"
     _, shown = python(code, FARANDOLE_LOG_LEVEL="trace")
-    [line] = [line for line in shown.splitlines() if ": submitted " in line]
+    [line] = [line for line in shown.splitlines() if ": submitted " in line and "loss" in line]
     assert "TRACE farandole.engine.engine" in line
     assert "rank=0" in line
-    assert "loss" in line
     assert "process_set=0" in line
+
+
+def test_a_driver_shows_what_its_registrar_decides():
+    pytest.importorskip("cloudpickle")
+    code = "import farandole; print(farandole.run(lambda: 7, num_proc=1))"
+    told, shown = python(code, FARANDOLE_LOG_LEVEL="debug")
+    assert told == "[7]\n"
+    assert "DEBUG farandole.registrar.server.core: the registrar decides " in shown, shown
 
 
 def test_a_word_that_is_no_level_is_refused_by_name():

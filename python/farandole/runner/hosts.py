@@ -76,7 +76,9 @@ class HostsBackend(LocalBackend):
         if not self._there:
             return super()._registrar(size, limit)
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+        from farandole.common import logs  # noqa: PLC0415
 
+        logs.start()
         return Registrar(size, start_timeout=limit, bind=self._bind)
 
     def _agents(self, work: Work, size: int) -> Agents:

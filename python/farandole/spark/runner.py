@@ -198,7 +198,9 @@ def run_with(
     spill = None if store is None else Spill.below(store)
 
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+    from farandole.common import logs  # noqa: PLC0415
 
+    logs.start()
     try:
         registrar = Registrar(size, start_timeout=limit)
         work = Work(

@@ -283,7 +283,7 @@ impl Core {
     /// Called with membership locked, so that decisions take effect in their order.
     fn apply(&self, decisions: Vec<Decision>) {
         for decision in decisions {
-            tracing::info!(job = %self.job_id, ?decision);
+            tracing::debug!(job = %self.job_id, ?decision, "the registrar decides");
             match decision {
                 Decision::Registered { task, session, replaces } => {
                     self.events.push(Event::Registered { task });

@@ -234,7 +234,9 @@ class LocalBackend(Backend):
 
     def _registrar(self, size: int, limit: float) -> Registrar:
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+        from farandole.common import logs  # noqa: PLC0415
 
+        logs.start()
         return Registrar(size, start_timeout=limit)
 
     def _agents(self, work: Work, size: int) -> Agents:
