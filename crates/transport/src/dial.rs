@@ -187,7 +187,7 @@ pub(crate) fn any(
                 .and_then(|socket| converse(shared, request, socket, &[], attempt))
                 .and_then(|(socket, keys, _)| {
                     let keyless = || Failure::Stranger(format!("rank {}: a bad public key", request.to.rank));
-                    Ok(Secured { socket, keys: keys.ok_or_else(keyless)? })
+                    Ok(Secured { socket, keys: Box::new(keys.ok_or_else(keyless)?) })
                 });
             match outcome {
                 Ok(secured) => return Ok(secured),

@@ -38,7 +38,7 @@ enum Stage {
 /// What became of it.
 pub(crate) enum Progress {
     /// More has to arrive.
-    Waiting(Incoming),
+    Waiting(Box<Incoming>),
     /// Turned away.
     Refused,
     /// A link, already among the arrivals.
@@ -105,7 +105,7 @@ impl Incoming {
                         descriptors.truncate(handover::MOST);
                     }
                 }
-                Err(ShmError::System { source: Errno::AGAIN, .. }) => return Progress::Waiting(self),
+                Err(ShmError::System { source: Errno::AGAIN, .. }) => return Progress::Waiting(Box::new(self)),
                 Err(_) => return Progress::Refused,
             }
             if matches!(self.stage, Stage::Hello) && self.is_foreign() {
@@ -192,7 +192,7 @@ fn finish(
         return bell
             .map_or(Progress::Linked, |bell| Progress::Watched(Watch::local(Arc::clone(peer), bell, end)));
     }
-    let Some(keys) = transcript.keys(Side::Acceptor) else { return Progress::Refused };
+    let Some(keys) = transcript.keys(Side::Acceptor).map(Box::new) else { return Progress::Refused };
     if handover::send(&socket, &transcript.accept(Status::Welcome), &[]).is_err() {
         return Progress::Refused;
     }

@@ -227,7 +227,7 @@ impl Service {
         match incoming.advance(&self.shared) {
             Progress::Waiting(incoming) => {
                 if add(&self.epoll, &incoming, token).is_ok() {
-                    self.incoming.insert(token, incoming);
+                    self.incoming.insert(token, *incoming);
                 }
             }
             Progress::Watched(watch) => self.watch(watch),

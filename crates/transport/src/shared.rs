@@ -32,7 +32,8 @@ pub(crate) enum Arrival {
 #[derive(Debug)]
 pub(crate) struct Secured {
     pub(crate) socket: OwnedFd,
-    pub(crate) keys: Keys,
+    /// Tables of ciphers: a kilobyte, too much to move about.
+    pub(crate) keys: Box<Keys>,
 }
 
 /// A socket that is only kept until its peer knows that nothing follows.

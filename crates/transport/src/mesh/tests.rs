@@ -149,11 +149,11 @@ fn a_peer_that_was_just_dialled_hears_a_goodbye() {
     let (there, here) = UnixStream::pair().unwrap();
     there.set_read_timeout(Some(PATIENCE)).unwrap();
     let (dialer, acceptor) = both_keys();
-    let secured = Secured { socket: here.into(), keys: acceptor };
+    let secured = Secured { socket: here.into(), keys: Box::new(acceptor) };
     shared.watch(Watch::remote(Arc::clone(&shared.peers[1]), secured));
     shared.stop();
     service.run();
     drop(shared);
-    let mut beats = Beats::new(Secured { socket: there.into(), keys: dialer });
+    let mut beats = Beats::new(Secured { socket: there.into(), keys: Box::new(dialer) });
     assert_eq!((beats.hear(), beats.hear()), (Heard::Word(0), Heard::End));
 }
