@@ -171,6 +171,8 @@ impl Search<'_> {
                     self.say_once(&mut said, || format!("{what}; they look for {}", self.way));
                 }
                 Err(RegistrarError::Timeout { what, .. }) => {
+                    // Those who have come hear why, and not only that the registrar has gone.
+                    drop(registrar.abort(&format!("it has waited for {what}")));
                     return Err(self.missed(format!("{what}; they look for {}", self.way)));
                 }
                 other => {
@@ -247,6 +249,9 @@ impl Search<'_> {
                     self.say_once(&mut said, || what);
                 }
                 Err(RegistrarError::Timeout { what, .. }) => return Err(self.missed(what)),
+                Err(RegistrarError::Aborted { reason, .. } | RegistrarError::Lost { reason, .. }) => {
+                    return Err(self.missed(format!("all ranks to come, and rank 0 has given up: {reason}")));
+                }
                 other => return Ok(other.map(|_| true)?),
             }
             give_up_if(interrupted)?;
