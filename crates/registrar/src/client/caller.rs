@@ -21,7 +21,7 @@ fn is_own_in(table: &str, door: SocketAddr, caller: SocketAddr) -> bool {
 }
 
 /// The user of the socket with these two ends.
-fn user<'a>(table: &'a str, own: SocketAddr, other: SocketAddr) -> Option<&'a str> {
+fn user(table: &str, own: SocketAddr, other: SocketAddr) -> Option<&str> {
     let (own, other) = (hex(own)?, hex(other)?);
     table.lines().find_map(|line| {
         let mut fields = line.split_whitespace().skip(1);
