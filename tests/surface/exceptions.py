@@ -30,9 +30,6 @@ EXCEPTIONS = {
         horovod.runner.elastic.settings
         horovod.runner.elastic.worker
     """,
-    "It starts processes of this host only so far.": """
-        horovod.runner: run
-    """,
     "Inner parts of Horovod's launcher: what they do is native here, and `farandole run` is the way to it.": """
         horovod.runner.driver
         horovod.runner.driver.driver_service
