@@ -60,7 +60,7 @@ def _train(job: LightningJob, folder: Path) -> Trained | None:
     device = device_of(base.loop.use_gpu and job.gpus != 0)
     objects: LightningObjects = payload.unpack(base.objects)
     # One read for all: a rank 0 of a lost gang may not have ended yet, and write another in between.
-    found = hvd.broadcast_object(base.store.read(base.store.checkpoint_filename) if rank == 0 else None, root_rank=0)
+    found = hvd.broadcast_object(base.store.resume() if rank == 0 else None, root_rank=0)
     resume, history = None, []
     if found is not None:
         resume = folder / "resume.ckpt"

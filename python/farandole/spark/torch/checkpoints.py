@@ -3,6 +3,7 @@
 """A run's checkpoints: the last, the best, and those of every so many epochs.
 
 <runs>/<run_id>/checkpoint               after the last complete epoch; what a repeated run goes on from
+<runs>/<run_id>/checkpoint.previous      after the epoch before; it goes on from this one where that one is damaged
 <runs>/<run_id>/checkpoint.best          after the best epoch, with `best_checkpoint`
 <runs>/<run_id>/checkpoint.epoch-0010    after the tenth epoch, with `checkpoint_every=10`
 """
@@ -52,7 +53,7 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is of another model or optimizer.
         """
-        found = self._store.read(self._store.checkpoint_filename) if self._rank == 0 else None
+        found = self._store.resume() if self._rank == 0 else None
         rest: dict[str, Any] = {}
         if hvd.broadcast_object(found is not None, root_rank=0):
             if found is not None:
@@ -93,10 +94,10 @@ class Checkpoints:
             return
         name, every = self._store.checkpoint_filename, self._job.loop.checkpoint_every
         if is_best:
-            self._store.write(f"{name}.best", packed)
+            self._store.write_checkpoint(f"{name}.best", packed)
         if every is not None and len(history) % every == 0:
-            self._store.write(f"{name}.epoch-{len(history):04d}", packed)
-        self._store.write(name, packed)
+            self._store.write_checkpoint(f"{name}.epoch-{len(history):04d}", packed)
+        self._store.write_checkpoint(name, packed)
         logs = self._store.logs_subdir
         self._store.write(f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in history).encode())
         self._store.write(f"{logs}/events.out.tfevents.farandole", scalars(history))
@@ -112,7 +113,7 @@ class Checkpoints:
             return None
         if self._job.loop.best is not None and self._job.loop.best.best(history) is not None:
             # A resumed run whose best epoch came before has it in the store alone.
-            best = self._best or self._store.read(f"{self._store.checkpoint_filename}.best")
+            best = self._best or self._store.read_checkpoint(f"{self._store.checkpoint_filename}.best")
             if best is not None:
                 return Trained(best, history)
         return Trained(payload.pack_state(state()), history)
