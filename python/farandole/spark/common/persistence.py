@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWriter
 
+from farandole.spark.common.consent import check_load
 from farandole.spark.common.saved import Saved
 
 if TYPE_CHECKING:
@@ -77,6 +78,29 @@ class ParamsReader(MLReader[T]):
     def __init__(self, kind: type[T]) -> None:
         super().__init__()
         self.kind = kind
+        self.allowed: bool | None = None
+
+    def allow_pickle(self, allowed: bool = True) -> Self:
+        """Whether pickled code that was saved may run; without this, the variable `FARANDOLE_ALLOW_PICKLE` says.
+
+        Args:
+            allowed: refused before anything runs, where it is `False`.
+        """
+        self.allowed = allowed
+        return self
+
+    def check_code(self, path: str, instead: str = "") -> None:
+        """Refuses pickled code, or says that it runs now.
+
+        Args:
+            path: of what is loaded.
+            instead: how to do without, in a clause.
+
+        Raises:
+            PickleNotAllowedError: it is not allowed.
+        """
+        check_load(path, self.allowed, instead)
+        _log.warning("loading from %s runs the code pickled in it: load only what you trust%s", path, instead)
 
     def restore(self, loaded: T, parts: dict[str, bytes], path: str) -> None:
         """Sets what is no JSON.
@@ -103,16 +127,6 @@ class ParamsReader(MLReader[T]):
         DefaultParamsReader.getAndSetParams(loaded, metadata | {"paramMap": known, "defaultParamMap": defaults})
         self.restore(loaded, saved.parts(metadata), path)
         return loaded
-
-
-def warn_of_code(path: str, instead: str = "") -> None:
-    """Says that loading runs code.
-
-    Args:
-        path: of what is loaded.
-        instead: how to do without, in a clause.
-    """
-    _log.warning("loading from %s runs the code pickled in it: load only what you trust%s", path, instead)
 
 
 def is_plain(value: Any) -> bool:

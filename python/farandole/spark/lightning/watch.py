@@ -17,6 +17,7 @@ import torch
 
 import farandole.torch as hvd
 from farandole.spark import task
+from farandole.spark.common.consent import given
 from farandole.spark.common.events import scalars
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class Watch:
             with open(chosen, "rb") as file:  # noqa: PTH123 - Lightning's own path
                 found = file.read()
         if found is not None:
-            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=False)["state_dict"]
+            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=not given())["state_dict"]
         return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
 

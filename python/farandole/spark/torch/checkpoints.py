@@ -11,9 +11,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import farandole.torch as hvd
+from farandole.spark.common.consent import PickleNotAllowedError
 from farandole.spark.common.events import scalars
 from farandole.spark.torch import payload
 from farandole.spark.torch.job import Trained
@@ -65,7 +67,13 @@ class Checkpoints:
         return rest
 
     def _load(self, found: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        state = payload.unpack_state(found)
+        try:
+            state = payload.unpack_state(found)
+        except pickle.UnpicklingError as error:
+            raise PickleNotAllowedError(
+                f"the checkpoint of run {self._job.run_id!r} holds more than tensors and plain values, which no run of "
+                f"this estimator writes; it is not loaded: {self._store.run_path}: {error}"
+            ) from error
         try:
             model.load_state_dict(state.pop("model"))
             optimizer.load_state_dict(state.pop("optimizer"))
