@@ -180,7 +180,7 @@ class _StoreFiles:
 
         for name, _ in self._store.list():
             if name.endswith(".parquet") and name.rpartition("/")[0] == directory:
-                for row in pq.read_table(io.BytesIO(self._store.read(name)), partitioning=None).to_pylist():
+                for row in pq.read_table(io.BytesIO(self._store.read(name))).to_pylist():
                     yield row["part"], row["chunk"], row["bytes"]
 
     def write_rows(self, directory: str, rows: list[tuple[str, int, bytearray]]) -> None:
