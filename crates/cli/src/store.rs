@@ -4,11 +4,12 @@
 //! `farandole store`: what lies in a store, how large it is, and what of it nobody needs any more.
 
 use std::collections::BTreeMap;
-use std::io::Write as _;
+use std::io::{BufRead, Write as _};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Arg, ArgAction, ArgMatches, Command};
+use farandole::config::environment;
 use farandole::store::{Options, Store, configure, is_free, stale, sweep};
 
 /// The command line.
@@ -32,7 +33,18 @@ pub(crate) fn command() -> Command {
                 .value_name("KEY=VALUE")
                 .action(ArgAction::Append)
                 .value_parser(pair)
-                .help("A storage option, such as endpoint_url=http://localhost:9000; may be repeated"),
+                .help(
+                    "A storage option, such as endpoint_url=http://localhost:9000; may be repeated. Secrets do not \
+                     belong on a command line, which other users can see: KEY=env:NAME takes a variable, \
+                     KEY=file:PATH the first line of a file, KEY=- a line of standard input",
+                ),
+        )
+        .arg(
+            Arg::new("option-file")
+                .long("option-file")
+                .global(true)
+                .value_name("PATH")
+                .help("A file of storage options, one KEY=VALUE a line, # before comments; - is standard input"),
         )
         .subcommand(Command::new("ls").about("Lists what is directly in a directory.").arg(url()).arg(json()))
         .subcommand(
@@ -72,6 +84,79 @@ fn pair(text: &str) -> Result<(String, String)> {
     Ok((key.to_owned(), value.to_owned()))
 }
 
+/// Whether an option's name says that its value is a secret.
+fn is_secret(key: &str) -> bool {
+    let key = key.to_ascii_lowercase();
+    let words = [
+        "secret",
+        "token",
+        "password",
+        "passwd",
+        "credential",
+        "private",
+        "account_key",
+        "access_key",
+        "sas",
+    ];
+    // The name of an access key is public, its secret is not.
+    !key.ends_with("_id") && words.iter().any(|word| key.contains(word))
+}
+
+/// Whether a value says where the value is.
+fn is_elsewhere(value: &str) -> bool {
+    value == "-" || value.starts_with("env:") || value.starts_with("file:")
+}
+
+/// The options of a file, and over them those of the command line, each with the value that it stands for.
+fn options(
+    given: Vec<(String, String)>,
+    file: Option<&str>,
+    input: &mut impl BufRead,
+) -> Result<BTreeMap<String, String>> {
+    let mut options = BTreeMap::new();
+    if let Some(path) = file {
+        let mut text = String::new();
+        if path == "-" {
+            input.read_to_string(&mut text).context("cannot read storage options from standard input")?;
+        } else {
+            text = std::fs::read_to_string(path)
+                .with_context(|| format!("cannot read storage options: {path}"))?;
+        }
+        let lines = text.lines().map(str::trim).enumerate();
+        for (index, line) in lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#')) {
+            let (key, value) = pair(line).with_context(|| format!("line {} of {path}", index + 1))?;
+            options.insert(key.trim().to_owned(), value.trim().to_owned());
+        }
+    }
+    for (key, value) in given {
+        let value = value_of(&key, value, input)?;
+        options.insert(key, value);
+    }
+    Ok(options)
+}
+
+fn value_of(key: &str, value: String, input: &mut impl BufRead) -> Result<String> {
+    let text = if let Some(name) = value.strip_prefix("env:") {
+        environment(name).with_context(|| format!("the variable for option {key} is not set: {name}"))?
+    } else if let Some(path) = value.strip_prefix("file:") {
+        std::fs::read_to_string(path)
+            .with_context(|| format!("cannot read the file for option {key}: {path}"))?
+    } else if value == "-" {
+        let mut line = String::new();
+        input
+            .read_line(&mut line)
+            .with_context(|| format!("cannot read option {key} from standard input"))?;
+        line
+    } else {
+        return Ok(value);
+    };
+    let line = text.lines().next().unwrap_or_default();
+    if line.is_empty() {
+        bail!("the value for option {key} is empty");
+    }
+    Ok(line.to_owned())
+}
+
 fn age(text: &str) -> Result<Duration> {
     let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 24 * 3600), ("w", 7 * 24 * 3600)];
     let unit = units.iter().find_map(|(unit, seconds)| Some((text.strip_suffix(unit)?, *seconds)));
@@ -84,8 +169,16 @@ fn age(text: &str) -> Result<Duration> {
 pub(crate) fn store(matches: &ArgMatches) -> Result<i32> {
     let Some((action, matches)) = matches.subcommand() else { bail!("no such command") };
     let url = matches.get_one::<String>("url").cloned().unwrap_or_default();
-    let options: BTreeMap<String, String> =
+    let given: Vec<(String, String)> =
         matches.get_many::<(String, String)>("option").unwrap_or_default().cloned().collect();
+    for (key, _) in given.iter().filter(|(key, value)| is_secret(key) && !is_elsewhere(value)) {
+        eprintln!(
+            "warning: the value of {key} is on the command line, where other users of this host can see it: use \
+             --option {key}=env:NAME, --option {key}=file:PATH, --option {key}=- or --option-file"
+        );
+    }
+    let file = matches.get_one::<String>("option-file").map(String::as_str);
+    let options = options(given, file, &mut std::io::stdin().lock())?;
     if !options.is_empty() {
         configure(&url, Options(options));
     }
@@ -239,6 +332,50 @@ mod tests {
     fn a_wrong_option_is_not_repeated() {
         assert!(!pair("hidden").unwrap_err().to_string().contains("hidden"));
         assert_eq!(pair("a=b=c").unwrap(), ("a".to_owned(), "b=c".to_owned()));
+    }
+
+    #[test]
+    fn secrets_come_from_variables_files_and_standard_input() {
+        let directory = std::env::temp_dir().join(format!("farandole-options-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        let path = |name: &str| directory.join(name).to_string_lossy().into_owned();
+        std::fs::write(path("secret"), "from a file\n").unwrap();
+        std::fs::write(path("all"), "# mine\nregion = here\n\nkey=a=b\n").unwrap();
+        std::fs::write(path("wrong"), "region=here\nhidden\n").unwrap();
+        let given = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
+            pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+        };
+        let file = format!("file:{}", path("secret"));
+        let asked = given(&[("secret", &file), ("token", "-"), ("path", "env:PATH"), ("region", "there")]);
+        let found = options(asked, Some(&path("all")), &mut "typed\nmore\n".as_bytes()).unwrap();
+        let of = |name: &str| found.get(name).map(String::as_str).unwrap_or_default().to_owned();
+        assert_eq!(
+            [of("secret"), of("token"), of("region"), of("key")],
+            ["from a file", "typed", "there", "a=b"]
+        );
+        assert!(!of("path").is_empty());
+        let all = options(Vec::new(), Some("-"), &mut "secret=s\ntoken=t\n".as_bytes()).unwrap();
+        assert_eq!(all.len(), 2);
+        let error = options(Vec::new(), Some(&path("wrong")), &mut "".as_bytes()).unwrap_err();
+        assert!(error.to_string().starts_with("line 2 of") && !format!("{error:?}").contains("hidden"));
+        for wrong in ["env:FARANDOLE_NO_SUCH_VARIABLE", "file:/nowhere/at/all", "-"] {
+            let error = options(given(&[("secret", wrong)]), None, &mut "".as_bytes()).unwrap_err();
+            assert!(error.to_string().contains("option secret"), "{error}");
+        }
+        std::fs::remove_dir_all(&directory).unwrap();
+    }
+
+    #[test]
+    fn names_of_secrets_are_known() {
+        for key in
+            ["secret", "AWS_SECRET_ACCESS_KEY", "account_key", "sas_token", "password", "client_secret"]
+        {
+            assert!(is_secret(key), "{key}");
+        }
+        for key in ["region", "endpoint_url", "aws_access_key_id", "account_name", "client_id"] {
+            assert!(!is_secret(key), "{key}");
+        }
+        assert!(is_elsewhere("env:X") && is_elsewhere("-") && !is_elsewhere("hunter2"));
     }
 
     #[test]

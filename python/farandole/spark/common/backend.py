@@ -15,6 +15,7 @@ from farandole.runner import warm as warm_workers
 from farandole.runner.rank_files import RankFiles
 from farandole.spark import outcome, runner
 from farandole.spark.agent import Work
+from farandole.spark.common import environment
 from farandole.spark.common.check import at_least
 from farandole.spark.gang import Output, conduct, payload
 from farandole.spark.local import LocalAgents
@@ -105,18 +106,30 @@ class Backend(ABC):
 class SparkBackend(Backend):
     """Workers in the tasks of the active Spark session.
 
-    Unlike `farandole.spark.run` this hands the driver's environment to the workers, without `CUDA_VISIBLE_DEVICES`
-    and what belongs to the driver's own JVM.
+    Unlike `farandole.spark.run` this hands variables of the driver to the workers: settings of Farandole, of frameworks
+    and of numerical libraries, as `farandole.spark.common.environment` lists them, and never
+    `CUDA_VISIBLE_DEVICES` or what looks like a secret. `verbose=2` names what was left out.
 
     Args:
         num_proc: Number of processes; default: Spark's default parallelism.
-        env: Environment of the workers instead of the driver's.
+        env: Environment of the workers instead of the driver's; all of it travels.
+        pass_env: Names of further variables of the driver that travel, or patterns such as `"WANDB_*"`.
         **kwargs: Further arguments of `farandole.spark.run`, such as `stdout`, `verbose` or `start_timeout`.
     """
 
-    def __init__(self, num_proc: int | None = None, env: Mapping[str, str | None] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        num_proc: int | None = None,
+        env: Mapping[str, str | None] | None = None,
+        *,
+        pass_env: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
         self._num_proc = None if num_proc is None else at_least("num_proc", 1)(num_proc)
         self._env = dict(env) if env is not None else None
+        if isinstance(pass_env, str) or not all(isinstance(one, str) for one in pass_env):
+            raise TypeError(f"pass_env is a list of names and patterns of variables: {pass_env!r}")
+        self._pass_env = tuple(pass_env)
         unknown = sorted(set(kwargs) - _OF_RUN)
         if unknown:
             raise TypeError(
@@ -134,9 +147,23 @@ class SparkBackend(Backend):
         on_progress: OnProgress | None = None,
     ) -> list[Any]:
         """As `Backend.run`; also raises what `farandole.spark.run` raises."""
-        base: dict[str, str | None] = dict(os.environ) if self._env is None else dict(self._env)
+        base: dict[str, str | None] = dict(self._env or {})
+        if self._env is None:
+            taken, left = environment.chosen(os.environ, self._pass_env, _NOT_FOR_EXECUTORS)
+            base |= taken
+            self._tell_of(left)
         merged = {name: value for name, value in (base | dict(env or {})).items() if name not in _NOT_FOR_EXECUTORS}
         return runner.run_with(fn, args, kwargs, on_progress, num_proc=self.num_processes(), env=merged, **self._kwargs)
+
+    def _tell_of(self, left: Sequence[str]) -> None:
+        if left:
+            output = Output(
+                self._kwargs.get("stdout"), self._kwargs.get("stderr"), verbose=self._kwargs.get("verbose", 1)
+            )
+            names = ", ".join(left)
+            output.say(
+                f"variables of the driver that do not reach the workers (pass_env names those that must): {names}", 2
+            )
 
     def num_processes(self) -> int:
         """Number of workers; needs an active Spark session when none was given."""
@@ -158,7 +185,7 @@ class SparkBackend(Backend):
         """As `Backend.through`: Spark bounds what its rows bring back by `spark.driver.maxResultSize`."""
         if type(self) is not SparkBackend or self._kwargs.get("store") is not None:
             return self  # somebody else's class may keep something of its own, which a copy would not
-        return SparkBackend(self._num_proc, self._env, **self._kwargs | {"store": store})
+        return SparkBackend(self._num_proc, self._env, pass_env=self._pass_env, **self._kwargs | {"store": store})
 
 
 class LocalBackend(Backend):

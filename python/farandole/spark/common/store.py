@@ -5,7 +5,7 @@
 A store is a URL and a layout below it:
 
     <prefix>/intermediate_train_data[.<idx>]    prepared rows; also ..._val_data and ..._test_data
-    <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint
+    <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint; the one before is checkpoint.previous
     <prefix>/runs/<run_id>/logs/                history and logs
 
 The bytes go through the native store, so that the driver, Spark's executors and training processes agree on every path.
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
 from farandole.runner import scratch
+from farandole.spark.common import durable
 from farandole.spark.common.filesystem import StoreFileSystem
 
 if TYPE_CHECKING:
@@ -121,6 +122,32 @@ class RemoteStore:
         """
         if self.run_path is not None:
             native.Store(self.run_path).write(name, data)
+
+    def write_checkpoint(self, name: str, data: bytes) -> None:
+        """Writes a file as `write` does, so that it outlives a loss of power; of the run's checkpoint two are kept.
+
+        Args:
+            name: path below the run's directory.
+            data: the whole content.
+        """
+        if self.run_path is not None:
+            durable.write(native.Store(self.run_path), name, data, keeps=name == self.checkpoint_filename)
+
+    def read_checkpoint(self, name: str) -> bytes | None:
+        """A checkpoint of the run, or `None` where there is none; a damaged one is named in a warning and not used.
+
+        Args:
+            name: path below the run's directory.
+        """
+        return None if self.run_path is None else durable.read(native.Store(self.run_path), name)
+
+    def resume(self) -> bytes | None:
+        """The checkpoint that the run goes on from, or `None` for a fresh run.
+
+        Raises:
+            ValueError: there are checkpoints, and all of them are damaged.
+        """
+        return None if self.run_path is None else durable.resume(native.Store(self.run_path), self.checkpoint_filename)
 
 
 class Store:

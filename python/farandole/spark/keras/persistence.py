@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import cloudpickle
 
 from farandole.spark.common.outputs import describe
-from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain, warn_of_code
+from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain
 from farandole.spark.keras import payload
 from farandole.spark.keras.objects import custom_objects, dumps, travelling
 
@@ -48,6 +48,7 @@ class KerasModelReader(ParamsReader["KerasModel"]):
         super().__init__(kind)
         self._objects: dict[str, Any] | None = None
         self._safe_mode = True
+        self._told_safe = False
 
     def custom_objects(self, objects: Mapping[str, Any]) -> Self:
         """Takes these classes and functions instead of those that were saved, of which none runs.
@@ -61,17 +62,21 @@ class KerasModelReader(ParamsReader["KerasModel"]):
     def safe_mode(self, safe: bool) -> Self:
         """Whether Keras refuses models with Python lambdas in them, whose code would run; it does unless told so here.
 
+        Asked for `True`, classes and functions that were pickled beside the model are refused, too.
+
         Args:
             safe: as in `keras.saving.load_model`.
         """
-        self._safe_mode = safe
+        self._safe_mode, self._told_safe = safe, safe
         return self
 
     def restore(self, loaded: KerasModel, parts: dict[str, bytes], path: str) -> None:
         """As `ParamsReader.restore`."""
         objects = self._objects
         if objects is None and "custom_objects" in parts:
-            warn_of_code(path, f", or use {self.kind.__name__}.read().custom_objects(...), which runs none")
+            if self._told_safe:
+                self.allow_pickle(False)
+            self.check_code(path, f", or use {self.kind.__name__}.read().custom_objects(...), which runs none")
             objects = cloudpickle.loads(parts["custom_objects"])
         try:
             loaded.setModel(payload.unpack(parts["model"], objects, safe_mode=self._safe_mode))
@@ -111,7 +116,7 @@ class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):
 
     def restore(self, loaded: KerasEstimator, parts: dict[str, bytes], path: str) -> None:
         """As `ParamsReader.restore`."""
-        warn_of_code(path)
+        self.check_code(path)
         rest = cloudpickle.loads(parts["objects"])
         if "model" in parts:
             loaded.setModel(payload.unpack(parts["model"], rest.get("custom_objects"), safe_mode=False))

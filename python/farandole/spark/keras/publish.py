@@ -3,6 +3,7 @@
 """What rank 0 writes and tells while a run goes on.
 
 <runs>/<run_id>/checkpoint          after the last complete epoch, a `.keras` file; a repeated run goes on from it
+<runs>/<run_id>/checkpoint.previous the one before; a run goes on from this one where that one is damaged
 <runs>/<run_id>/checkpoint.best     what `checkpoint_callback` kept, another
 <runs>/<run_id>/logs/               history, and scalars for TensorBoard
 """
@@ -190,8 +191,8 @@ class Publisher(keras.callbacks.Callback):
     def _write(self, checkpoint: bytes) -> None:
         store = self._job.store
         if self.kept is not None and self._changed(self.kept.path):
-            store.write(f"{store.checkpoint_filename}.best", self.kept.path.read_bytes())
-        store.write(store.checkpoint_filename, checkpoint)
+            store.write_checkpoint(f"{store.checkpoint_filename}.best", self.kept.path.read_bytes())
+        store.write_checkpoint(store.checkpoint_filename, checkpoint)
         told = entries(self.history, self.timing)
         store.write(f"{store.logs_subdir}/history.jsonl", "".join(json.dumps(one) + "\n" for one in told).encode())
         if self._board is None:

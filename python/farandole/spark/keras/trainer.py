@@ -123,7 +123,7 @@ class Trainer:
         store = self.job.store
         done = np.zeros(1, np.int64)
         if self.rank == 0:
-            found = store.read(store.checkpoint_filename)
+            found = store.resume()
             if found is not None:
                 try:
                     payload.load_state(model, found)
@@ -133,7 +133,7 @@ class Trainer:
                         f"run_id, or delete {store.run_path}: {error}"
                     ) from error
                 self.note = payload.note_of(found)
-                self.best = store.read(f"{store.checkpoint_filename}.best")
+                self.best = store.read_checkpoint(f"{store.checkpoint_filename}.best")
                 done[0] = len(self.note.get("timing", []))
         self.done = int(arrays.broadcast(done, 0, name="farandole.keras.done")[0])
 

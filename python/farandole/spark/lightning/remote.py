@@ -8,6 +8,7 @@ A run whose checkpoint exists goes on after the last complete epoch, with the st
 from __future__ import annotations
 
 import logging
+import pickle
 import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 
 import farandole.torch as hvd
 from farandole.runner import scratch
+from farandole.spark.common.consent import VARIABLE, PickleNotAllowedError, given
 from farandole.spark.lightning.loader import Loader
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch import payload
@@ -60,12 +62,12 @@ def _train(job: LightningJob, folder: Path) -> Trained | None:
     device = device_of(base.loop.use_gpu and job.gpus != 0)
     objects: LightningObjects = payload.unpack(base.objects)
     # One read for all: a rank 0 of a lost gang may not have ended yet, and write another in between.
-    found = hvd.broadcast_object(base.store.read(base.store.checkpoint_filename) if rank == 0 else None, root_rank=0)
+    found = hvd.broadcast_object(base.store.resume() if rank == 0 else None, root_rank=0)
     resume, history = None, []
     if found is not None:
         resume = folder / "resume.ckpt"
         resume.write_bytes(found)
-        history = payload.unpack(found).get("farandole_history", [])
+        history = _checked(job, found).get("farandole_history", [])
     watch = Watch(job, folder, history, rank, size)
     trainer = _trainer(job, objects, watch, folder, device)
     if objects.data_module is not None:
@@ -76,7 +78,6 @@ def _train(job: LightningJob, folder: Path) -> Trained | None:
         if val_source is not None:
             data["val_dataloaders"] = Loader(val_source, base, base.data.val_steps, len(history))
     module: Any = torch.compile(objects.module) if base.loop.compile else objects.module
-    # The checkpoint is this run's own, out of the user's store: it may hold any object of the module's.
     trainer.fit(module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
     if rank != 0:
         return None
@@ -154,7 +155,21 @@ def _redirect(logger: Any, directory: Path) -> None:
 def _trusting(trainer: Any) -> dict[str, Any]:
     import inspect  # noqa: PLC0415 - once per run
 
-    return {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+    # What holds code was refused before: see `_checked`.
+    return {"weights_only": not given()} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+
+
+def _checked(job: LightningJob, found: bytes) -> dict[str, Any]:
+    """The checkpoint, unpickled as far as that runs no code; with the user's consent, all of it."""
+    if given():
+        return payload.unpack(found)
+    try:
+        return payload.unpack_state(found)
+    except pickle.UnpicklingError as error:
+        raise PickleNotAllowedError(
+            f"the checkpoint of run {job.base.run_id!r} holds more than tensors and plain values: loading it runs "
+            f"code. If you trust {job.base.store.run_path}, set {VARIABLE}=1, else choose another run_id: {error}"
+        ) from error
 
 
 def _data_module(job: LightningJob, objects: LightningObjects, rank: int, size: int) -> Any:

@@ -17,6 +17,7 @@ import torch
 
 import farandole.torch as hvd
 from farandole.spark import task
+from farandole.spark.common.consent import given
 from farandole.spark.common.events import scalars
 
 if TYPE_CHECKING:
@@ -132,10 +133,10 @@ class Watch:
             return
         data, name = path.read_bytes(), self.store.checkpoint_filename
         if is_best:
-            self.store.write(f"{name}.best", data)
+            self.store.write_checkpoint(f"{name}.best", data)
         if every is not None and len(self.history) % every == 0:
-            self.store.write(f"{name}.epoch-{len(self.history):04d}", data)
-        self.store.write(name, data)
+            self.store.write_checkpoint(f"{name}.epoch-{len(self.history):04d}", data)
+        self.store.write_checkpoint(name, data)
         logs = self.store.logs_subdir
         self.store.write(f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in self.history).encode())
         self.store.write(f"{logs}/events.out.tfevents.farandole", scalars(self.history))
@@ -159,13 +160,15 @@ class Watch:
         """
         if self.best is not None:
             return self.best
-        found = self.store.read(f"{self.store.checkpoint_filename}.best") if self.job.base.loop.best else None
+        found = (
+            self.store.read_checkpoint(f"{self.store.checkpoint_filename}.best") if self.job.base.loop.best else None
+        )
         chosen = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if found is None and chosen:
             with open(chosen, "rb") as file:  # noqa: PTH123 - Lightning's own path
                 found = file.read()
         if found is not None:
-            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=False)["state_dict"]
+            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=not given())["state_dict"]
         return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
 

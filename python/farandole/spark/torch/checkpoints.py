@@ -3,6 +3,7 @@
 """A run's checkpoints: the last, the best, and those of every so many epochs.
 
 <runs>/<run_id>/checkpoint               after the last complete epoch; what a repeated run goes on from
+<runs>/<run_id>/checkpoint.previous      after the epoch before; it goes on from this one where that one is damaged
 <runs>/<run_id>/checkpoint.best          after the best epoch, with `best_checkpoint`
 <runs>/<run_id>/checkpoint.epoch-0010    after the tenth epoch, with `checkpoint_every=10`
 """
@@ -10,9 +11,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import farandole.torch as hvd
+from farandole.spark.common.consent import PickleNotAllowedError
 from farandole.spark.common.events import scalars
 from farandole.spark.torch import payload
 from farandole.spark.torch.job import Trained
@@ -52,7 +55,7 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is of another model or optimizer.
         """
-        found = self._store.read(self._store.checkpoint_filename) if self._rank == 0 else None
+        found = self._store.resume() if self._rank == 0 else None
         rest: dict[str, Any] = {}
         if hvd.broadcast_object(found is not None, root_rank=0):
             if found is not None:
@@ -64,7 +67,13 @@ class Checkpoints:
         return rest
 
     def _load(self, found: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        state = payload.unpack_state(found)
+        try:
+            state = payload.unpack_state(found)
+        except pickle.UnpicklingError as error:
+            raise PickleNotAllowedError(
+                f"the checkpoint of run {self._job.run_id!r} holds more than tensors and plain values, which no run of "
+                f"this estimator writes; it is not loaded: {self._store.run_path}: {error}"
+            ) from error
         try:
             model.load_state_dict(state.pop("model"))
             optimizer.load_state_dict(state.pop("optimizer"))
@@ -93,10 +102,10 @@ class Checkpoints:
             return
         name, every = self._store.checkpoint_filename, self._job.loop.checkpoint_every
         if is_best:
-            self._store.write(f"{name}.best", packed)
+            self._store.write_checkpoint(f"{name}.best", packed)
         if every is not None and len(history) % every == 0:
-            self._store.write(f"{name}.epoch-{len(history):04d}", packed)
-        self._store.write(name, packed)
+            self._store.write_checkpoint(f"{name}.epoch-{len(history):04d}", packed)
+        self._store.write_checkpoint(name, packed)
         logs = self._store.logs_subdir
         self._store.write(f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in history).encode())
         self._store.write(f"{logs}/events.out.tfevents.farandole", scalars(history))
@@ -112,7 +121,7 @@ class Checkpoints:
             return None
         if self._job.loop.best is not None and self._job.loop.best.best(history) is not None:
             # A resumed run whose best epoch came before has it in the store alone.
-            best = self._best or self._store.read(f"{self._store.checkpoint_filename}.best")
+            best = self._best or self._store.read_checkpoint(f"{self._store.checkpoint_filename}.best")
             if best is not None:
                 return Trained(best, history)
         return Trained(payload.pack_state(state()), history)

@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 
 from farandole.spark.common.outputs import describe
-from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain, warn_of_code
+from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain
 from farandole.spark.torch import payload, tensorfile
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class TorchModelReader(ParamsReader["TorchModel"]):
             self._module.load_state_dict(weights)
             loaded.setModel(self._module)
             return
-        warn_of_code(path, f", or use {self.kind.__name__}.read().model(module), which runs none")
+        self.check_code(path, f", or use {self.kind.__name__}.read().model(module), which runs none")
         objects = _Unpickler(io.BytesIO(parts["objects"]), weights).load()
         loaded.setParams(**{name: value for name, value in objects.items() if value is not None})
 
@@ -121,5 +121,5 @@ class TorchParamsReader(ParamsReader[Any]):
 
     def restore(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
         """As `ParamsReader.restore`."""
-        warn_of_code(path)
+        self.check_code(path)
         loaded.setParams(**payload.unpack(parts["objects"]))

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Consent to unpickle what lies in a store, which runs the code in it.
+
+The variable `FARANDOLE_ALLOW_PICKLE` holds for a process: `1` allows, `0` refuses. A reader's `allow_pickle(...)` goes
+before it. Without either, the two kinds of reads differ:
+
+- the resume of a run reads a checkpoint that nobody named: it unpickles nothing but tensors and plain values;
+- `load(path)` reads what the user named: it unpickles, and says so in a warning. Spark ML's own `PipelineModel.load`
+  has no place for a parameter, and whoever saved a pipeline expects to load it.
+"""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "FARANDOLE_ALLOW_PICKLE"
+_WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+class PickleNotAllowedError(ValueError):
+    """Something in a store holds code, and nobody has allowed to run it."""
+
+
+def given() -> bool | None:
+    """What the variable says; `None` where it is not set.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    text = os.environ.get(VARIABLE, "").strip().lower()
+    if not text:
+        return None
+    if text not in _WORDS:
+        raise ValueError(f"{VARIABLE} is 1 or 0: {text!r}")
+    return _WORDS[text]
+
+
+def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
+    """Refuses to unpickle what a user loads, where that was asked for.
+
+    Args:
+        path: of what is loaded.
+        allowed: by the reader; `None` asks the variable.
+        instead: how to do without, in a clause.
+
+    Raises:
+        PickleNotAllowedError: it is not allowed.
+    """
+    if (given() if allowed is None else allowed) is False:
+        raise PickleNotAllowedError(
+            f"what is saved at {path} holds pickled code, which is not allowed to run: allow it by "
+            f"read().allow_pickle(True) or {VARIABLE}=1{instead}"
+        )

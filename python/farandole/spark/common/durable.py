@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Checkpoints that outlive a loss of power, and what becomes of a damaged one.
+
+On a file system a checkpoint is written beside its place and synchronized. Then the one before gets its second name,
+the new one takes the place, and the directory is synchronized:
+
+    checkpoint             the last one
+    checkpoint.previous    the one before
+
+Object stores show a file when they have all of it, and keep it: there the one before is copied, then the new one is
+written. HDFS does the same with a rename, and its data nodes keep what they acknowledged by their own settings.
+
+Checkpoints of PyTorch, Lightning and Keras are zip archives, whose checksums say whether one is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import itertools
+import logging
+import os
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from farandole._native import store as native
+
+PREVIOUS = ".previous"
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP)
+_numbers = itertools.count(1)
+_log = logging.getLogger("farandole")
+
+
+class Disk:
+    """The operations of a file system that matter here."""
+
+    def make_directory(self, path: Path) -> None:
+        """Makes a directory whose parent is there."""
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Writes a new file."""
+        with path.open("xb") as file:
+            file.write(data)
+
+    def sync(self, path: Path) -> None:
+        """Returns when a file's content, or a directory's entries, are on the disk."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems have no such call for directories.
+            if error.errno not in _NOT_SUPPORTED or not path.is_dir():
+                raise
+        finally:
+            os.close(descriptor)
+
+    def link(self, path: Path, name: Path) -> None:
+        """Gives a file a second name."""
+        os.link(path, name)
+
+    def rename(self, path: Path, name: Path) -> None:
+        """Gives a file another name, which stood for another file until then."""
+        path.replace(name)
+
+    def remove(self, path: Path) -> None:
+        """Deletes a file; a missing one is no error."""
+        path.unlink(missing_ok=True)
+
+
+_DISK = Disk()
+
+
+def write(store: native.Store, name: str, data: bytes, *, keeps: bool = False, disk: Disk = _DISK) -> None:
+    """Writes a file that is whole, or the one before, after a loss of power at any moment.
+
+    Args:
+        store: directory of the run.
+        name: of the file, directly in it.
+        data: the whole content.
+        keeps: whether the file that has the name now is kept as `<name>.previous`.
+        disk: does the work on local file systems.
+
+    Raises:
+        OSError: it cannot be written; the message names the path.
+    """
+    if store.local_path is not None:
+        _write_locally(Path(store.local_path), name, data, keeps=keeps, disk=disk)
+        return
+    if keeps and store.exists(name):
+        store.write(name + PREVIOUS, store.read(name))
+    store.write(name, data)
+
+
+def _write_locally(directory: Path, name: str, data: bytes, *, keeps: bool, disk: Disk) -> None:
+    missing = [one for one in (directory, *directory.parents) if not one.exists()]
+    for one in reversed(missing):
+        disk.make_directory(one)
+        disk.sync(one.parent)
+    # Names of unfinished files end so everywhere in a store.
+    fresh, second = (directory / f"{name}#{os.getpid()}{next(_numbers):06}" for _ in range(2))
+    path = directory / name
+    try:
+        disk.write(fresh, data)
+        disk.sync(fresh)
+        if keeps and path.exists():
+            try:
+                disk.link(path, second)
+            except OSError:  # a file system without links: for a moment there is the one before alone
+                disk.rename(path, directory / (name + PREVIOUS))
+            else:
+                disk.rename(second, directory / (name + PREVIOUS))
+        disk.rename(fresh, path)
+        disk.sync(directory)
+    except BaseException:
+        disk.remove(fresh)
+        disk.remove(second)
+        raise
+
+
+def read(store: native.Store, name: str) -> bytes | None:
+    """A checkpoint, if it is there and whole; a damaged one is told of.
+
+    Args:
+        store: directory of the run.
+        name: of the file.
+    """
+    data = store.read(name) if store.exists(name) else None
+    why = None if data is None else damage(data)
+    if why is not None:
+        _log.warning("the checkpoint is damaged and is not used: %s/%s: %s", store.url, name, why)
+        return None
+    return data
+
+
+def resume(store: native.Store, name: str) -> bytes | None:
+    """The checkpoint to go on from: the last one, or where that is damaged or missing, the one before.
+
+    The one before then takes the place of the damaged one, so that the next write does not keep that.
+
+    Args:
+        store: directory of the run.
+        name: of the checkpoint.
+
+    Returns:
+        Its bytes; `None` where there are none, for a fresh run.
+
+    Raises:
+        ValueError: there are checkpoints, and all of them are damaged.
+    """
+    found = read(store, name)
+    if found is not None:
+        return found
+    there = store.exists(name)
+    found = read(store, name + PREVIOUS)
+    if found is None:
+        if there or store.exists(name + PREVIOUS):
+            raise ValueError(
+                f"no checkpoint of the run is whole: choose another run_id, or delete {store.url} to begin anew"
+            )
+        return None
+    state = "is damaged" if there else "is missing"
+    _log.warning("%s/%s %s: the run goes on from the one before, %s%s", store.url, name, state, name, PREVIOUS)
+    write(store, name, found)
+    return found
+
+
+def damage(data: bytes) -> str | None:
+    """What is wrong with a checkpoint; `None` when it is whole.
+
+    Args:
+        data: of the file.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            broken = file.testzip()
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
+        return f"{len(data)} bytes that are no whole archive ({error})"
+    return None if broken is None else f"{broken} in it does not match its checksum"

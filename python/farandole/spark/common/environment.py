@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Which of the driver's variables reach the workers on Spark.
+
+They travel in the closure of Spark's tasks, which Spark keeps in caches, and shows to its
+administrators. So only those travel that workers are known to need, and none that may be a secret:
+
+1. its name is in `NAMES`, or starts with one of `PREFIXES`, or matches a pattern that the user gave;
+2. where the user gave no pattern for it, its name has none of the words of secrets, and its value is no URL with a
+   password in it.
+
+What must reach the workers besides is named: `SparkBackend(pass_env=["WANDB_*"])`, or `env={...}` for all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+NAMES = ("LANG", "LANGUAGE", "TZ", "NO_COLOR")
+PREFIXES = (
+    *("FARANDOLE_", "HOROVOD_"),
+    *("KERAS_", "TF_", "XLA_", "JAX_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_", "PL_"),
+    *("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "NVIDIA_", "GLOO_", "UCX_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MALLOC_"),
+    *("HADOOP_CONF_", "HADOOP_USER_", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"),
+    *("PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "LC_"),
+)
+_SECRET_WORDS = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|_KEY$|TICKET")
+_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+
+
+def chosen(
+    environment: Mapping[str, str], more: Sequence[str], never: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The variables that travel, and the names of those that do not.
+
+    Args:
+        environment: of the driver.
+        more: patterns of further names, as a shell has them.
+        never: names that belong to the driver's own process, and mean nothing elsewhere.
+    """
+    known = {name: value for name, value in environment.items() if name not in never}
+    taken = {name: value for name, value in known.items() if _travels(name, value, more)}
+    return taken, sorted(set(known) - set(taken))
+
+
+def _travels(name: str, value: str, more: Sequence[str]) -> bool:
+    if any(fnmatchcase(name, pattern) for pattern in more):
+        return True
+    if name not in NAMES and not name.startswith(PREFIXES):
+        return False
+    return _SECRET_WORDS.search(name.upper()) is None and _PASSWORD.search(value) is None

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Files in a store that hold code: none of it runs where nobody has allowed it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.single.test_checkpoint_safety import lightning_fit, torch_fit
+from tests.single.training import line, write
+
+from farandole._native import store as native
+from farandole.spark.common.consent import VARIABLE, PickleNotAllowedError, given
+from farandole.spark.lightning.watch import Watch
+from farandole.spark.torch import TorchEstimator, TorchModel
+from farandole.spark.torch.persistence import TorchModelReader, TorchModelWriter, TorchParamsReader
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Poison:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def mark(tmp_path):
+    return tmp_path / "it ran"
+
+
+@pytest.fixture
+def data(tmp_path):
+    x, y = line()
+    write(tmp_path / "intermediate_train_data", x=x, y=y)
+    return tmp_path
+
+
+def saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def test_the_poison_works(mark):
+    pickle.loads(pickle.dumps(Poison(mark)))
+    assert mark.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
+@pytest.mark.parametrize("fitted", [torch_fit, lightning_fit])
+def test_a_poisoned_checkpoint_ends_the_run_that_would_go_on_from_it(data, mark, fitted):
+    fitted(data, "r", 1)
+    path = data / "runs" / "r" / "checkpoint"
+    state = torch.load(path, weights_only=True)
+    path.write_bytes(saved(state | {"history": Poison(mark), "farandole_history": Poison(mark)}))
+    with pytest.raises(PickleNotAllowedError, match="of run 'r' holds more"):
+        fitted(data, "r", 2)
+    assert not mark.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
+def test_a_checkpoint_of_lightning_with_code_is_resumed_where_that_is_allowed(data, mark, monkeypatch):
+    lightning_fit(data, "r", 1)
+    path = data / "runs" / "r" / "checkpoint"
+    path.write_bytes(saved(torch.load(path, weights_only=True) | {"more": Poison(mark)}))
+    with pytest.raises(PickleNotAllowedError, match=f"run 'r' holds more.*{VARIABLE}=1"):
+        lightning_fit(data, "r", 2)
+    monkeypatch.setenv(VARIABLE, "1")
+    assert len(lightning_fit(data, "r", 2).getHistory()) == 2
+    assert mark.exists()
+
+
+def test_a_poisoned_best_checkpoint_does_not_run(tmp_path, mark):
+    native.Store(str(tmp_path)).write("checkpoint.best", saved({"state_dict": Poison(mark)}))
+    store = SimpleNamespace(
+        checkpoint_filename="checkpoint", read_checkpoint=lambda name: native.Store(str(tmp_path)).read(name)
+    )
+    job = SimpleNamespace(base=SimpleNamespace(store=store, loop=SimpleNamespace(best=True)))
+    watch = Watch(job, tmp_path, [], 0, 1)
+    with pytest.raises(pickle.UnpicklingError):
+        watch.best_state(SimpleNamespace(checkpoint_callback=None), torch.nn.Linear(1, 1))
+    assert not mark.exists()
+
+
+def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(mark, monkeypatch):
+    linear = torch.nn.Linear(1, 1)
+    _, parts = TorchModelWriter(TorchModel(model=linear)).parts({"model": linear})
+    poisoned = parts | {"objects": pickle.dumps(Poison(mark))}
+    with pytest.raises(PickleNotAllowedError, match="what is saved at here holds pickled code"):
+        TorchModelReader(TorchModel).allow_pickle(False).restore(TorchModel(), poisoned, "here")
+    monkeypatch.setenv(VARIABLE, "0")
+    for reader, kind in ((TorchModelReader, TorchModel), (TorchParamsReader, TorchEstimator)):
+        with pytest.raises(PickleNotAllowedError):
+            reader(kind).restore(kind(), poisoned, "here")
+    loaded = TorchModel()
+    TorchModelReader(TorchModel).model(torch.nn.Linear(1, 1)).restore(loaded, poisoned, "here")
+    assert torch.equal(loaded.getModel().weight, linear.weight)
+    assert not mark.exists()
+    monkeypatch.setenv(VARIABLE, "maybe")
+    with pytest.raises(ValueError, match="is 1 or 0"):
+        given()
+
+
+def test_safe_mode_of_keras_refuses_pickled_classes_before_they_run(mark):
+    pytest.importorskip("keras")
+    from farandole.spark.keras import KerasModel
+    from farandole.spark.keras.persistence import KerasModelReader
+
+    parts = {"model": b"", "custom_objects": pickle.dumps(Poison(mark))}
+    with pytest.raises(PickleNotAllowedError, match="custom_objects"):
+        KerasModelReader(KerasModel).safe_mode(True).restore(KerasModel(), parts, "here")
+    assert not mark.exists()

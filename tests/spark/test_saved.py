@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""An overwriting save that fails leaves the object that was there before."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from pyspark.ml import PipelineModel
+
+from farandole._native import store as native
+from farandole.spark.common import saved as module
+from farandole.spark.common.saved import Saved
+from farandole.spark.torch import TorchModel
+
+pytestmark = pytest.mark.timeout(300)
+WRITES = ("write_rows", "write_text")
+METADATA = {"class": "an.Object", "uid": "u", "paramMap": {}, "defaultParamMap": {}}
+
+
+class Broken(OSError):
+    pass
+
+
+@pytest.fixture(params=["spark", "store"])
+def place(request, spark, tmp_path):
+    """A path that Spark writes, and one that the native store does."""
+    return f"{tmp_path}/object" if request.param == "spark" else f"memory://saved-{tmp_path.name}/object"
+
+
+def files(place):
+    return sorted(name for name, _ in native.Store(place).list() if not name.rpartition("/")[2].startswith(("_", ".")))
+
+
+def read(place, spark):
+    found = Saved(place, spark)
+    return found.parts(found.metadata())
+
+
+def breaking(monkeypatch, saved, call, *, after):
+    """Makes a call of the files fail, before it did anything or when it has done its work."""
+    real = getattr(saved._files, call)
+
+    def broken(*arguments):
+        if after:
+            real(*arguments)
+        raise Broken(call)
+
+    monkeypatch.setattr(saved._files, call, broken)
+
+
+@pytest.mark.parametrize("call", WRITES)
+def test_a_save_that_fails_leaves_the_old_object(spark, place, monkeypatch, call):
+    Saved(place, spark).write(METADATA, {"weights": b"old"}, overwrite=False)
+    failing = Saved(place, spark)
+    breaking(monkeypatch, failing, call, after=False)
+    with pytest.raises(Broken):
+        failing.write(METADATA, {"weights": b"new"}, overwrite=True)
+    assert read(place, spark) == {"weights": b"old"}
+    Saved(place, spark).write(METADATA, {"weights": b"next"}, overwrite=True)
+    assert read(place, spark) == {"weights": b"next"}
+    assert [name.partition("/")[0] for name in files(place)] == ["data", "metadata"]
+
+
+def test_a_process_that_ends_after_its_data_or_metadata_leaves_one_whole_object(spark, place, monkeypatch):
+    Saved(place, spark).write(METADATA, {"weights": b"old"}, overwrite=False)
+    for call, expected in zip(WRITES, (b"old", b"new"), strict=True):
+        failing = Saved(place, spark)
+        breaking(monkeypatch, failing, call, after=True)
+        with pytest.raises(Broken):
+            failing.write(METADATA, {"weights": b"new"}, overwrite=True)
+        assert read(place, spark) == {"weights": expected}
+
+
+def test_what_cannot_be_deleted_is_told_and_goes_with_the_next_save(spark, place, monkeypatch, caplog):
+    Saved(place, spark).write(METADATA, {"weights": b"old"}, overwrite=False)
+    failing = Saved(place, spark)
+    breaking(monkeypatch, failing, "delete", after=False)
+    with caplog.at_level(logging.WARNING, "farandole"):
+        failing.write(METADATA, {"weights": b"new"}, overwrite=True)
+    assert "could not be deleted" in caplog.text
+    assert read(place, spark) == {"weights": b"new"}
+    Saved(place, spark).write(METADATA, {"weights": b"newest"}, overwrite=True)
+    assert read(place, spark) == {"weights": b"newest"}
+    assert len(files(place)) == 2
+
+
+def test_objects_of_the_earlier_layout_are_read_and_replaced(spark, place):
+    old, text = native.Store(place), json.dumps({**METADATA, "uid": "before"})
+    old.write("data/part-00000.parquet", module._parquet([("weights", 0, bytearray(b"earlier"))]))
+    old.write("metadata/part-00000.txt", text.encode() + b"\n")
+    assert read(place, spark) == {"weights": b"earlier"}
+    Saved(place, spark).write(METADATA, {"weights": b"new"}, overwrite=True)
+    assert read(place, spark) == {"weights": b"new"}
+    assert len(files(place)) == 2
+
+
+def test_earlier_versions_read_what_is_written_now(spark, tmp_path):
+    place = f"{tmp_path}/object"
+    for data in (b"one", b"two"):
+        Saved(place, spark).write(METADATA, {"weights": data}, overwrite=True)
+    (row,) = spark.read.parquet(f"{place}/data").collect()
+    assert (row.part, row.chunk, bytes(row.bytes)) == ("weights", 0, b"two")
+    assert json.loads(spark.read.text(f"{place}/metadata").first()[0])["class"] == "an.Object"
+
+
+def test_metadata_cannot_point_outside(spark, place):
+    Saved(place, spark).write(METADATA, {}, overwrite=False)
+    found = Saved(place, spark)
+    metadata = found.metadata() | {"save": {"data": "data/../../elsewhere", "number": 9}}
+    with pytest.raises(ValueError, match="names no directory of its data"):
+        found.parts(metadata)
+
+
+def test_a_model_and_its_pipeline_are_overwritten_and_what_was_cut_off_is_ignored(spark, tmp_path, monkeypatch):
+    def model(weight):
+        linear = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(linear.weight, weight)
+        return TorchModel(model=linear, feature_columns=["x"], label_columns=["y"])
+
+    path = f"{tmp_path}/model"
+    model(1.0).write().overwrite().save(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module._SparkFiles, "write_text", lambda *_: (_ for _ in ()).throw(Broken("full")))
+        with pytest.raises(Broken):
+            model(2.0).write().overwrite().save(path)
+    assert float(TorchModel.load(path).getModel().weight.detach()) == 1.0
+    model(3.0).write().overwrite().save(path)
+    assert float(TorchModel.load(path).getModel().weight.detach()) == 3.0
+    with pytest.raises(FileExistsError, match="there is something already"):
+        model(4.0).write().save(path)
+    pipeline = PipelineModel([model(5.0)])
+    pipeline.write().overwrite().save(path)
+    (stage,) = PipelineModel.load(path).stages
+    assert float(stage.getModel().weight.detach()) == 5.0
+    assert not Path(path, "data").exists()
