@@ -108,7 +108,7 @@ def test_a_reader_of_petastorms_kind_is_read_to_its_end_and_started_again():
             self.resets += 1
 
     reader = Reader()
-    loader = loaders.PetastormBatchedDataLoader(reader, 4, 0)
+    loader = loaders.PetastormBatchedDataLoader("", -1, False, reader, 4, 0)
     assert ids(loader) == ids(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert reader.resets == 1
     assert isinstance(next(iter(loader))["id"], torch.Tensor)

@@ -105,7 +105,9 @@ impl Incoming {
                         descriptors.truncate(handover::MOST);
                     }
                 }
-                Err(ShmError::System { source: Errno::AGAIN, .. }) => return Progress::Waiting(Box::new(self)),
+                Err(ShmError::System { source: Errno::AGAIN, .. }) => {
+                    return Progress::Waiting(Box::new(self));
+                }
                 Err(_) => return Progress::Refused,
             }
             if matches!(self.stage, Stage::Hello) && self.is_foreign() {

@@ -53,12 +53,14 @@ pub(crate) fn detect(lookup: Lookup<'_>, read: &dyn Fn(&str) -> Option<String>) 
     if lookup("FARANDOLE_TASK").is_some() {
         return Ok(Found::Alone(None));
     }
+    let is_singleton = lookup("OMPI_MCA_ess").is_some_and(|module| module == "singleton");
     let mut told = Vec::new();
     let mut sizeless = None;
     for starter in STARTERS.iter().filter(|starter| starter.applies(lookup)) {
         match one(starter, lookup)? {
             Some(one) => told.push(one),
-            None if starter.own_names => sizeless = sizeless.or(Some(starter)),
+            // Whoever imports mpi4py without mpirun has Open MPI set variables of a world of one in its own process.
+            None if starter.own_names && !is_singleton => sizeless = sizeless.or(Some(starter)),
             None => {}
         }
     }

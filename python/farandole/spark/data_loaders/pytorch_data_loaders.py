@@ -210,9 +210,6 @@ class PetastormBatchedDataLoader(PytorchDataLoader):
         super().__init__(*args, **kwargs, **more)
 
 
-"""Horovod's older name."""
-
-
 def _first(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     """So many of them, or all when `count` is negative; nothing is taken beyond."""
     step = 0

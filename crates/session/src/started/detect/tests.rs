@@ -47,6 +47,13 @@ fn with<'a>(pairs: &[(&'a str, &'a str)], more: &[(&'a str, &'a str)]) -> Vec<(&
 }
 
 #[test]
+fn a_process_that_has_imported_mpi4py_by_itself_is_alone() {
+    let singleton = [("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "1360986113"), ("OMPI_MCA_ess", "singleton")];
+    assert!(matches!(found(&singleton), Ok(Found::Alone(None))));
+    assert!(found(&singleton[..2]).unwrap_err().starts_with("PMIX_RANK tells a rank and no size"));
+}
+
+#[test]
 fn every_starter_tells_rank_size_and_whether_hosts_are_several() {
     type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, u32, u32, bool);
     let cases: [Case<'_>; 7] = [
