@@ -76,17 +76,17 @@ def test_05_a_checkpoint_cannot_be_written_where_files_are_only_written_whole(da
         def run(self, fn, args=(), kwargs=None, env=None, on_progress=None):
             from farandole.spark.common.store import RemoteStore
 
-            write_whole = RemoteStore.write
+            write_whole = RemoteStore.write_checkpoint
 
             def noted(remote, name, content):
                 written.append((name, len(content)))
                 write_whole(remote, name, content)
 
-            RemoteStore.write = noted
+            RemoteStore.write_checkpoint = noted
             try:
                 return super().run(fn, args, kwargs, env, on_progress)
             finally:
-                RemoteStore.write = write_whole
+                RemoteStore.write_checkpoint = write_whole
 
     fit(data, linear(), backend=Whole(), epochs=2, run_id="r")
     assert [name for name, _ in written].count("checkpoint") == 2
