@@ -50,7 +50,7 @@ predicted = scored.withColumn("predicted", F.expr("array_position(scores, array_
 print(f"test accuracy {predicted.select(F.avg((F.col('predicted') == F.col('label')).cast('int'))).first()[0]:.4f}")
 
 model.write().overwrite().save("farandole-demo/model")
-again = TorchModel.load("farandole-demo/model")
+again = TorchModel.read().trust_code().load("farandole-demo/model")
 assert again.transform(test).select("label__output").collect() == predicted.select("label__output").collect()
 print("predictions identical after save/load")
 

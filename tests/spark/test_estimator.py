@@ -18,6 +18,7 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as sf
 from sklearn.datasets import load_digits
 
+from farandole.common.trust import CodeNotTrustedError
 from farandole.spark.common import LocalStore
 from farandole.spark.torch import TorchEstimator, TorchModel
 
@@ -111,14 +112,14 @@ def test_transform_gives_what_the_module_gives(fitted, digits):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_saved_model_predicts_the_same_when_loaded(fitted, digits, tmp_path, caplog):
+def test_a_saved_model_predicts_the_same_when_loaded(fitted, digits, tmp_path):
     expected = fitted.transform(digits[1]).select("label__output").collect()
     path = f"file://{tmp_path}/model"
     fitted.write().overwrite().save(path)
     fitted.write().overwrite().save(path)
-    with caplog.at_level(logging.WARNING, "farandole"):
-        loaded = TorchModel.load(path)
-    assert "runs the code pickled in it" in caplog.text
+    with pytest.raises(CodeNotTrustedError, match=r"TorchModel.read\(\).trust_code\(\)"):
+        TorchModel.load(path)
+    loaded = TorchModel.read().trust_code().load(path)
     assert loaded.transform(digits[1]).select("label__output").collect() == expected
     assert loaded.uid == fitted.uid
     assert loaded.getHistory() == fitted.getHistory()

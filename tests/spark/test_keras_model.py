@@ -17,6 +17,7 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 from pyspark.sql import functions as sf
 
+from farandole.common.trust import VARIABLE, CodeNotTrustedError
 from farandole.spark.common import Backend, LocalStore
 from farandole.spark.keras import KerasEstimator, KerasModel
 
@@ -65,7 +66,7 @@ def test_predictions_are_appended_in_the_types_of_their_labels(by_hand, frame):
     np.testing.assert_allclose([row.v__output.toArray() for row in rows], second, rtol=1e-5, atol=1e-5)
 
 
-def test_a_saved_model_predicts_the_same_and_its_classes_are_told_of(frame, tmp_path, caplog):
+def test_a_saved_model_predicts_the_same_and_its_classes_are_told_of(frame, tmp_path):
     model = KerasModel(
         model=adder(2), feature_columns=["n", "d"], label_columns=["y"], history={"loss": [1.0, 0.5]}, run_id="r"
     )
@@ -74,15 +75,14 @@ def test_a_saved_model_predicts_the_same_and_its_classes_are_told_of(frame, tmp_
     path = f"file://{tmp_path}/model"
     model.write().save(path)
     model.write().overwrite().save(path)
-    with caplog.at_level(logging.WARNING, "farandole"):
-        loaded = KerasModel.load(path)
-    assert "runs the code pickled in it" in caplog.text
+    with pytest.raises(CodeNotTrustedError, match=r"KerasModel.read\(\).trust_code\(\)"):
+        KerasModel.load(path)
+    with pytest.raises(CodeNotTrustedError, match="pickled classes and functions"):
+        KerasModel.read().safe_mode(True).load(path)
+    loaded = KerasModel.read().trust_code().load(path)
     assert (loaded.uid, loaded.getHistory(), loaded.getRunId()) == (model.uid, model.getHistory(), "r")
     assert [row.y__output for row in loaded.transform(frame).collect()] == expected
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "farandole"):
-        mine = KerasModel.read().custom_objects({"Summed": Summed}).load(path)
-    assert not caplog.text
+    mine = KerasModel.read().custom_objects({"Summed": Summed}).load(path)
     assert type(mine.getModel().layers[-1]) is Summed
 
 
@@ -103,7 +103,7 @@ def test_a_lambda_in_a_saved_model_is_refused_unless_asked_for(frame, tmp_path):
     )
     expected = model.transform(frame).select("d__output").collect()
     model.write().save(f"{tmp_path}/model")
-    with pytest.raises(ValueError, match=r"KerasModel.read\(\).safe_mode\(False\).load"):
+    with pytest.raises(ValueError, match=r"KerasModel.read\(\).trust_code\(\).load"):
         KerasModel.load(f"{tmp_path}/model")
     loaded = KerasModel.read().safe_mode(False).load(f"{tmp_path}/model")
     assert loaded.transform(frame).select("d__output").collect() == expected
@@ -134,13 +134,13 @@ def estimator(directory, **params):
     return KerasEstimator(**{name: value for name, value in (known | params).items() if value is not None})
 
 
-def test_a_saved_estimator_is_the_same_but_for_store_and_backend(spark, tmp_path, caplog):
+def test_a_saved_estimator_is_the_same_but_for_store_and_backend(spark, tmp_path):
     callbacks = [keras.callbacks.EarlyStopping(patience=7)]
     saved = estimator(tmp_path, epochs=5, callbacks=callbacks, loss=keras.losses.Huber(0.5), metrics=["mae"])
     saved.write().overwrite().save(f"{tmp_path}/estimator")
-    with caplog.at_level(logging.WARNING, "farandole"):
-        loaded = KerasEstimator.load(f"{tmp_path}/estimator")
-    assert "runs the code pickled in it" in caplog.text
+    with pytest.raises(CodeNotTrustedError, match=r"KerasEstimator.read\(\).trust_code\(\)"):
+        KerasEstimator.load(f"{tmp_path}/estimator")
+    loaded = KerasEstimator.read().trust_code().load(f"{tmp_path}/estimator")
     assert (loaded.getEpochs(), loaded.getMetrics(), loaded.getFeatureCols()) == (5, ["mae"], ["v"])
     assert float(loaded.getLoss()(np.zeros(1), np.full(1, 3.0))) == pytest.approx(0.5 * (3 - 0.25))
     assert loaded.getCallbacks()[0].patience == 7
@@ -149,7 +149,8 @@ def test_a_saved_estimator_is_the_same_but_for_store_and_backend(spark, tmp_path
 
 
 @pytest.mark.backends
-def test_two_tasks_fit_a_stage_of_a_pipeline_that_is_saved_and_loaded(frame, tmp_path):
+def test_two_tasks_fit_a_stage_of_a_pipeline_that_is_saved_and_loaded(frame, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
     pipeline = Pipeline(stages=[estimator(tmp_path / "store", epochs=1, metrics=["mae"])])
     fitted = pipeline.fit(frame, {pipeline.getStages()[0].epochs: 3})
     history = fitted.stages[0].getHistory()
@@ -165,7 +166,8 @@ def test_two_tasks_fit_a_stage_of_a_pipeline_that_is_saved_and_loaded(frame, tmp
     assert loaded.transform(frame).select("d__output").collect() == transformed.select("d__output").collect()
 
 
-def test_a_cross_validator_chooses_among_epochs(frame, tmp_path):
+def test_a_cross_validator_chooses_among_epochs(frame, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
     fitted_by = estimator(tmp_path, batch_size=8, num_proc=None, backend=Here())
     grid = ParamGridBuilder().addGrid(fitted_by.epochs, [1, 6]).build()
     score = RegressionEvaluator(labelCol="d", predictionCol="d__output")

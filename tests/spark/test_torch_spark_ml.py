@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
 import cloudpickle
@@ -17,6 +16,7 @@ from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuil
 from pyspark.sql import functions as sf
 from tests.single.training import Here
 
+from farandole.common.trust import VARIABLE, CodeNotTrustedError
 from farandole.spark.common import LocalStore
 from farandole.spark.torch import TorchEstimator, TorchModel
 
@@ -50,7 +50,8 @@ def estimator(home, **params):
 
 
 @pytest.mark.slow
-def test_a_cross_validator_chooses_among_epochs_and_is_saved(frame, tmp_path):
+def test_a_cross_validator_chooses_among_epochs_and_is_saved(frame, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
     fitted_by = estimator(tmp_path)
     grid = ParamGridBuilder().addGrid(fitted_by.epochs, [1, 8]).build()
     score = RegressionEvaluator(labelCol="y", predictionCol="y__output")
@@ -72,12 +73,12 @@ def test_a_train_validation_split_chooses_too(frame, tmp_path):
     assert len(split.fit(frame).bestModel.getHistory()) == 8
 
 
-def test_an_estimator_is_saved_and_fits_the_same_when_loaded(frame, tmp_path, caplog):
+def test_an_estimator_is_saved_and_fits_the_same_when_loaded(frame, tmp_path):
     made = estimator(tmp_path, epochs=2, early_stopping=5)
     made.write().overwrite().save(f"{tmp_path}/estimator")
-    with caplog.at_level(logging.WARNING, "farandole"):
-        loaded = TorchEstimator.load(f"{tmp_path}/estimator")
-    assert "runs the code pickled in it" in caplog.text
+    with pytest.raises(CodeNotTrustedError, match=r"TorchEstimator.read\(\).trust_code\(\)"):
+        TorchEstimator.load(f"{tmp_path}/estimator")
+    loaded = TorchEstimator.read().trust_code().load(f"{tmp_path}/estimator")
     assert loaded.uid == made.uid
     assert loaded.getStore() is None
     assert loaded.getBackend() is None
@@ -88,7 +89,8 @@ def test_an_estimator_is_saved_and_fits_the_same_when_loaded(frame, tmp_path, ca
     assert torch.equal(*weights)
 
 
-def test_a_pipeline_is_saved_before_and_after_its_fit(frame, tmp_path):
+def test_a_pipeline_is_saved_before_and_after_its_fit(frame, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
     stages = [VectorAssembler(inputCols=["a", "b"], outputCol="x"), estimator(tmp_path, feature_cols=["x"])]
     pipeline = Pipeline(stages=stages)
     pipeline.write().save(f"{tmp_path}/before")
@@ -106,7 +108,7 @@ def test_a_model_is_saved_where_spark_has_no_file_system(spark, frame, tmp_path)
     with pytest.raises(FileExistsError, match="there is something already"):
         fitted.write().save(path)
     fitted.write().overwrite().save(path)
-    loaded = TorchModel.load(path)
+    loaded = TorchModel.read().trust_code().load(path)
     assert torch.equal(loaded.getModel().weight, fitted.getModel().weight)
     assert loaded.getFeatureColumns() == [["a", "b"]]
 

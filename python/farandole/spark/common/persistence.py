@@ -2,123 +2,27 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Saving and loading estimators and models with Spark ML's own `write()` and `read()`, alone or in a pipeline.
 
-A saved object is a directory:
-
-    metadata/    Spark ML's JSON: class, uid, parameters
-    data/        Parquet with rows of (part, chunk, bytes): named parts, cut in pieces
-
-Spark writes and reads it wherever Spark has a file system for the path's scheme; where it has none, as on most
-installations for `s3://`, `gs://` and `az://`, the native store does, with the environment's credentials. Both see
-the same files.
+`farandole.spark.common.saved` says how it lies in a directory.
 """
 
-# ruff: noqa: N802, PLC0415, SLF001 - Spark ML's names and its own helpers; loaded where it is needed
+# ruff: noqa: N802, SLF001 - Spark ML's names and its own helpers
 
 from __future__ import annotations
 
-import io
-import json
-import logging
-import re
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWriter
 
-from farandole._native import store as native
+from farandole.common import trust
+from farandole.spark.common.saved import Place
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
-    from pyspark.sql import SparkSession
 
 T = TypeVar("T", bound=MLReadable)
 
-_CHUNK = 16 << 20
-_DATA = "part string, chunk int, bytes binary"
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 _NEVER_SAVED = ("backend", "store")
-_log = logging.getLogger("farandole")
-
-
-class Place:
-    """A directory that Spark reads and writes, or else the native store.
-
-    Args:
-        path: of the directory.
-        session: Spark's.
-    """
-
-    def __init__(self, path: str, session: SparkSession) -> None:
-        self._path = path.rstrip("/")
-        self._session = session
-        self._store = None if _spark_knows(path, session) else native.Store(self._path)
-
-    @property
-    def by_spark(self) -> bool:
-        """Whether Spark has a file system for it."""
-        return self._store is None
-
-    def clear(self) -> None:
-        """Deletes what is there, where Spark does not."""
-        if self._store is not None:
-            self._store.delete_all()
-
-    def write(self, metadata: str, parts: dict[str, bytes], *, overwrite: bool) -> None:
-        """Writes the whole directory.
-
-        Args:
-            metadata: JSON.
-            parts: bytes by name.
-            overwrite: whether something may be there.
-
-        Raises:
-            FileExistsError: something is there.
-        """
-        rows = [chunk for name, data in parts.items() for chunk in _chunks(name, data)]
-        if self._store is None:
-            mode = "overwrite" if overwrite else "errorifexists"
-            self._session.createDataFrame([(metadata,)], "value string").coalesce(1).write.mode(mode).text(
-                f"{self._path}/metadata"
-            )
-            self._session.createDataFrame(rows, _DATA).coalesce(1).write.mode(mode).parquet(f"{self._path}/data")
-            return
-        if self._store.exists() and not overwrite:
-            raise FileExistsError(f"there is something already, write().overwrite() replaces it: {self._path}")
-        self._store.write("data/part-00000.parquet", _parquet(rows))
-        self._store.write("data/_SUCCESS", b"")
-        self._store.write("metadata/part-00000.txt", metadata.encode() + b"\n")
-        self._store.write("metadata/_SUCCESS", b"")
-
-    def metadata(self) -> dict[str, Any]:
-        """The JSON that was written.
-
-        Raises:
-            FileNotFoundError: nothing was saved there.
-        """
-        if self._store is None:
-            row = self._session.read.text(f"{self._path}/metadata").first()
-            text = None if row is None else row[0]
-        else:
-            names = [name for name, _ in self._store.list("metadata") if "part-" in name]
-            text = self._store.read(_below("metadata", names[0])).decode() if names else None
-        if text is None:
-            raise FileNotFoundError(f"nothing was saved at {self._path}")
-        return json.loads(text)
-
-    def parts(self) -> dict[str, bytes]:
-        """The parts that were written."""
-        if self._store is None:
-            rows = [
-                (row.part, row.chunk, bytes(row.bytes))
-                for row in self._session.read.parquet(f"{self._path}/data").collect()
-            ]
-        else:
-            names = [name for name, _ in self._store.list("data") if name.endswith(".parquet")]
-            rows = [row for name in names for row in _rows(self._store.read(_below("data", name)))]
-        whole: dict[str, list[tuple[int, bytes]]] = {}
-        for part, chunk, data in rows:
-            whole.setdefault(part, []).append((chunk, data))
-        return {part: b"".join(data for _, data in sorted(chunks)) for part, chunks in whole.items()}
 
 
 class ParamsWriter(MLWriter):
@@ -144,11 +48,7 @@ class ParamsWriter(MLWriter):
         raise NotImplementedError
 
     def _handleOverwrite(self, path: str) -> None:
-        place = Place(path, self.sparkSession)
-        if not place.by_spark:
-            place.clear()
-        elif not _is_connect(self.sparkSession):
-            super()._handleOverwrite(path)  # pyright: ignore[reportAttributeAccessIssue]
+        """Keeps what is there, where Spark ML would delete it: `saveImpl` replaces it when the new object is there."""
 
     def saveImpl(self, path: str) -> None:
         """Writes the object to a path."""
@@ -163,8 +63,7 @@ class ParamsWriter(MLWriter):
             "paramMap": plain,
             "defaultParamMap": {param.name: value for param, value in instance._defaultParamMap.items()},
         }
-        text = json.dumps(metadata, separators=(",", ":"))
-        Place(path, session).write(text, parts, overwrite=self.shouldOverwrite)
+        Place(path, session).write(metadata, parts, overwrite=self.shouldOverwrite)
 
 
 class ParamsReader(MLReader[T]):
@@ -177,6 +76,33 @@ class ParamsReader(MLReader[T]):
     def __init__(self, kind: type[T]) -> None:
         super().__init__()
         self.kind = kind
+        self.trusted: bool | None = None
+
+    def trust_code(self, trusted: bool = True) -> Self:
+        """Consents to run the code in what is loaded, or refuses it whatever `FARANDOLE_TRUST_CODE` says.
+
+        Saved classes, functions, optimizers and callbacks are pickles: who wrote them decides what they do. Without
+        consent they are not loaded.
+
+        Args:
+            trusted: whether you trust who could write there.
+        """
+        self.trusted = trusted
+        return self
+
+    def require_trust(self, path: str, what: str, instead: str = "") -> None:
+        """Refuses to go on where nobody has consented to run code.
+
+        Args:
+            path: of what is loaded.
+            what: in it is code.
+            instead: how to do without, in a clause.
+
+        Raises:
+            CodeNotTrustedError: nobody has.
+        """
+        name = self.kind.__name__
+        trust.require(path, what, f"{name}.read().trust_code().load(path){instead}", self.trusted)
 
     def restore(self, loaded: T, parts: dict[str, bytes], path: str) -> None:
         """Sets what is no JSON.
@@ -194,25 +120,14 @@ class ParamsReader(MLReader[T]):
         Args:
             path: where it was saved.
         """
-        place = Place(path, self.sparkSession)
-        metadata = place.metadata()
+        metadata, parts = Place(path, self.sparkSession).read()
         loaded: Any = self.kind()
         loaded._resetUid(metadata["uid"])
         known = {name: value for name, value in metadata["paramMap"].items() if loaded.hasParam(name)}
         defaults = {name: value for name, value in metadata["defaultParamMap"].items() if loaded.hasParam(name)}
         DefaultParamsReader.getAndSetParams(loaded, metadata | {"paramMap": known, "defaultParamMap": defaults})
-        self.restore(loaded, place.parts(), path)
+        self.restore(loaded, parts, path)
         return loaded
-
-
-def warn_of_code(path: str, instead: str = "") -> None:
-    """Says that loading runs code.
-
-    Args:
-        path: of what is loaded.
-        instead: how to do without, in a clause.
-    """
-    _log.warning("loading from %s runs the code pickled in it: load only what you trust%s", path, instead)
 
 
 def is_plain(value: Any) -> bool:
@@ -220,46 +135,3 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(is_plain(one) for one in value)
     return value is None or isinstance(value, str | int | float | bool)
-
-
-def _is_connect(session: SparkSession) -> bool:
-    return type(session).__module__.startswith("pyspark.sql.connect")
-
-
-def _spark_knows(path: str, session: SparkSession) -> bool:
-    scheme = _SCHEME.match(path)
-    if scheme is None or _is_connect(session):
-        return True
-    classic: Any = session
-    configuration = classic._jsparkSession.sessionState().newHadoopConf()
-    try:
-        classic._jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme[1], configuration)
-    except Exception:  # noqa: BLE001 - whatever keeps it from loading
-        return False
-    return True
-
-
-def _below(directory: str, name: str) -> str:
-    return name if name.startswith(f"{directory}/") else f"{directory}/{name}"
-
-
-def _chunks(part: str, data: bytes) -> list[tuple[str, int, bytearray]]:
-    starts = range(0, max(len(data), 1), _CHUNK)
-    return [(part, index, bytearray(data[start : start + _CHUNK])) for index, start in enumerate(starts)]
-
-
-def _parquet(rows: list[tuple[str, int, bytearray]]) -> bytes:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    part, chunk, data = zip(*rows, strict=True) if rows else ((), (), ())
-    columns = [pa.array(part, pa.string()), pa.array(chunk, pa.int32()), pa.array(map(bytes, data), pa.binary())]
-    file = io.BytesIO()
-    pq.write_table(pa.Table.from_arrays(columns, names=["part", "chunk", "bytes"]), file)
-    return file.getvalue()
-
-
-def _rows(data: bytes) -> list[tuple[str, int, bytes]]:
-    import pyarrow.parquet as pq
-
-    return [(row["part"], row["chunk"], row["bytes"]) for row in pq.read_table(io.BytesIO(data)).to_pylist()]

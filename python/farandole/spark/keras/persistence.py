@@ -3,7 +3,7 @@
 """What of Keras's estimator and model is saved, and in which form.
 
 A model has the parts "model", a `.keras` file, and, where it is made of the user's classes and functions,
-"custom_objects", a pickle of these; loading the latter runs code, loading the former does not.
+"custom_objects", a pickle of these; loading the latter runs code and needs consent, loading the former does not.
 
 An estimator has the parts "model" and "objects": a pickle of its optimizer, functions, callbacks and the like.
 """
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import cloudpickle
 
+from farandole.common import trust
 from farandole.spark.common.outputs import describe
-from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain, warn_of_code
+from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain
 from farandole.spark.keras import payload
 from farandole.spark.keras.objects import custom_objects, dumps, travelling
 
@@ -47,7 +48,6 @@ class KerasModelReader(ParamsReader["KerasModel"]):
     def __init__(self, kind: type[KerasModel]) -> None:
         super().__init__(kind)
         self._objects: dict[str, Any] | None = None
-        self._safe_mode = True
 
     def custom_objects(self, objects: Mapping[str, Any]) -> Self:
         """Takes these classes and functions instead of those that were saved, of which none runs.
@@ -59,28 +59,30 @@ class KerasModelReader(ParamsReader["KerasModel"]):
         return self
 
     def safe_mode(self, safe: bool) -> Self:
-        """Whether Keras refuses models with Python lambdas in them, whose code would run; it does unless told so here.
+        """Keras's word for `trust_code`, turned around: with `False`, saved classes and Python lambdas run.
 
         Args:
             safe: as in `keras.saving.load_model`.
         """
-        self._safe_mode = safe
-        return self
+        return self.trust_code(not safe)
 
     def restore(self, loaded: KerasModel, parts: dict[str, bytes], path: str) -> None:
         """As `ParamsReader.restore`."""
         objects = self._objects
+        name = self.kind.__name__
         if objects is None and "custom_objects" in parts:
-            warn_of_code(path, f", or use {self.kind.__name__}.read().custom_objects(...), which runs none")
+            instead = f", or use {name}.read().custom_objects({{...}}).load(path), which runs none"
+            self.require_trust(path, "pickled classes and functions", instead)
             objects = cloudpickle.loads(parts["custom_objects"])
+        trusted = trust.given() if self.trusted is None else self.trusted
         try:
-            loaded.setModel(payload.unpack(parts["model"], objects, safe_mode=self._safe_mode))
+            loaded.setModel(payload.unpack(parts["model"], objects, safe_mode=not trusted))
         except ValueError as error:
-            if not self._safe_mode:
+            if trusted:
                 raise
-            raise ValueError(
+            raise trust.CodeNotTrustedError(
                 f"{error}\n(to load a model with a lambda in it, which runs its code: "
-                f"{self.kind.__name__}.read().safe_mode(False).load(path))"
+                f"{name}.read().trust_code().load(path), or {trust.VARIABLE}=1)"
             ) from error
         if objects:
             loaded.setCustomObjects(objects)
@@ -111,7 +113,7 @@ class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):
 
     def restore(self, loaded: KerasEstimator, parts: dict[str, bytes], path: str) -> None:
         """As `ParamsReader.restore`."""
-        warn_of_code(path)
+        self.require_trust(path, "a pickled optimizer, functions and callbacks")
         rest = cloudpickle.loads(parts["objects"])
         if "model" in parts:
             loaded.setModel(payload.unpack(parts["model"], rest.get("custom_objects"), safe_mode=False))

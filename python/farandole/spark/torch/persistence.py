@@ -4,7 +4,7 @@
 
 A model has the parts "state" and "objects". "state" holds the weights as safetensors (as torch's zip of plain tensors
 where they are of types that safetensors has not) and is loaded without running anything. "objects" is a pickle of
-module, optimizer and loss in which every weight is a reference into "state"; loading it runs code.
+module, optimizer and loss in which every weight is a reference into "state"; loading it runs code, and needs consent.
 
 An estimator has the part "objects" alone: a pickle of its model, optimizer, functions and the like.
 """
@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 
 from farandole.spark.common.outputs import describe
-from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain, warn_of_code
+from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain
 from farandole.spark.torch import payload, tensorfile
 
 if TYPE_CHECKING:
@@ -95,13 +95,16 @@ class TorchModelReader(ParamsReader["TorchModel"]):
 
     def restore(self, loaded: TorchModel, parts: dict[str, bytes], path: str) -> None:
         """As `ParamsReader.restore`."""
+        if self._module is None:
+            what = "a pickled module, optimizer and loss"
+            instead = f", or use {self.kind.__name__}.read().model(module).load(path), which runs none"
+            self.require_trust(path, what, instead)
         state = parts["state"]
         weights = payload.unpack_state(state) if state.startswith(_ZIP) else tensorfile.load(state)
         if self._module is not None:
             self._module.load_state_dict(weights)
             loaded.setModel(self._module)
             return
-        warn_of_code(path, f", or use {self.kind.__name__}.read().model(module), which runs none")
         objects = _Unpickler(io.BytesIO(parts["objects"]), weights).load()
         loaded.setParams(**{name: value for name, value in objects.items() if value is not None})
 
@@ -121,5 +124,5 @@ class TorchParamsReader(ParamsReader[Any]):
 
     def restore(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
         """As `ParamsReader.restore`."""
-        warn_of_code(path)
+        self.require_trust(path, "a pickled model, optimizer, loss and callbacks")
         loaded.setParams(**payload.unpack(parts["objects"]))
