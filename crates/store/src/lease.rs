@@ -44,6 +44,9 @@ static COUNT: AtomicU64 = AtomicU64::new(0);
 #[derive(Debug, Serialize, Deserialize)]
 struct Holder {
     host: String,
+    /// The kernel's, one for each start of it: hosts with equal names differ in it.
+    #[serde(default)]
+    boot: Option<String>,
     pid: u32,
     /// The process namespace, in which the number counts.
     #[serde(default)]
@@ -58,11 +61,18 @@ struct Holder {
 impl Holder {
     fn here(now: SystemTime) -> Self {
         let pid = std::process::id();
-        Self { host: host(), pid, namespace: namespace(), started: started(pid), time: seconds(now) }
+        let (namespace, started) = (namespace(), started(pid));
+        Self { host: host(), boot: boot(), pid, namespace, started, time: seconds(now) }
     }
 
     fn lives(&self, now: SystemTime) -> bool {
-        if self.host != host() || (self.namespace.is_some() && self.namespace != namespace()) {
+        // Another boot id is another host, or this one before it was started again, in which nobody lives; which of the
+        // two cannot be told, as hosts may have equal names.
+        let elsewhere = match (&self.boot, boot()) {
+            (Some(theirs), Some(ours)) => *theirs != ours,
+            _ => self.host != host(),
+        };
+        if elsewhere || (self.namespace.is_some() && self.namespace != namespace()) {
             return seconds(now) - self.time <= LONGEST.as_secs_f64();
         }
         match (started(self.pid), self.started) {
@@ -79,6 +89,11 @@ fn seconds(time: SystemTime) -> f64 {
 
 fn host() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
+}
+
+fn boot() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
 fn namespace() -> Option<String> {
@@ -261,7 +276,9 @@ mod tests {
         store.delete("_lease-4.json").unwrap();
 
         for unseen in [
-            Holder { host: "elsewhere".to_owned(), ..Holder::here(now) },
+            Holder { host: "elsewhere".to_owned(), boot: None, ..Holder::here(now) },
+            // A host with the same name, in which no process has that number here.
+            Holder { boot: Some("another".to_owned()), pid: u32::MAX, ..Holder::here(now) },
             Holder { namespace: Some("pid:[1]".to_owned()), pid: u32::MAX, ..Holder::here(now) },
         ] {
             left(&store, "_use-y.json", &unseen);

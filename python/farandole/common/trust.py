@@ -38,6 +38,20 @@ def given() -> bool:
     raise ValueError(f"{VARIABLE} must be one of {', '.join(_YES)}, or {', '.join(_NO[1:])}: {told!r}")
 
 
+def refusal(path: str, what: str, instead: str) -> str:
+    """What is said without consent.
+
+    Args:
+        path: of the file.
+        what: in it is code.
+        instead: how to consent by a call, and how to do without.
+    """
+    return (
+        f"{path} holds {what}: loading it runs code, and none of it has run. If you trust who can write there, consent "
+        f"by {instead}, or by {VARIABLE}=1 for the whole process"
+    )
+
+
 def require(path: str, what: str, instead: str, consent: bool | None = None) -> None:
     """Refuses to go on without consent.
 
@@ -51,7 +65,4 @@ def require(path: str, what: str, instead: str, consent: bool | None = None) -> 
         CodeNotTrustedError: there is none.
     """
     if not (given() if consent is None else consent):
-        raise CodeNotTrustedError(
-            f"{path} holds {what}: loading it runs that code, and none has run. If you trust who can write there, "
-            f"consent by {instead}, or by {VARIABLE}=1 for the whole process"
-        )
+        raise CodeNotTrustedError(refusal(path, what, instead))

@@ -24,6 +24,7 @@ import atexit
 import contextlib
 import itertools
 import json
+import logging
 import os
 import threading
 import time
@@ -46,7 +47,12 @@ _AT_EXIT = 2.0
 """Seconds that the end of a process waits for stores."""
 _AT_LEAST = 0.1
 """Seconds that each place has of them whatever the others took: a store that works needs no more."""
+_RENEWAL = 6 * 3600.0
+"""Seconds from one renewal of a mark to the next; hosts that cannot see this process believe a mark for a week."""
+_NEVER = threading.Event()
+_RENEWING: dict[str, int] = {}
 _LOCK = threading.Lock()
+_log = logging.getLogger("farandole")
 _HELD: set[Place] = set()
 
 
@@ -62,10 +68,12 @@ class Place:
         self.told: dict[int, str] = {}
         self._mark = mark
         self._pid = os.getpid()
+        self._touching = threading.Lock()
         with _LOCK:
             if not _HELD:
                 atexit.register(release_all)
             _HELD.add(self)
+        _start_renewing()
 
     def begin(self, key: str) -> None:
         """Empties the place and says what will be prepared in it.
@@ -110,11 +118,25 @@ class Place:
     def finish(self) -> None:
         """Says that the data is complete, and uses it from now on beside others."""
         train = NativeStore(self.train_url)
-        self._mark = train.settle(self._mark)
+        with self._touching:
+            self._mark = train.settle(self._mark)
         train.delete(_PREPARATION)
         for name, _ in train.list():
             if name.startswith(_DONE):
                 train.delete(name)
+
+    def renew(self) -> None:
+        """Says that the process still lives, to hosts that cannot see it: they believe a mark for a week."""
+        with self._touching:
+            if self not in _HELD or self._pid != os.getpid():
+                return
+            train = NativeStore(self.train_url)
+            try:
+                told = json.loads(train.read(self._mark))
+            except FileNotFoundError:
+                _log.warning("the mark of this process is gone from %s: its data may be deleted", self.train_url)
+                return
+            train.write(self._mark, _json({**told, "time": time.time()}))
 
     def release(self, patience: float | None = None) -> None:
         """Lets go of the place. Data stays readable until somebody takes the place; what is unfinished can go on.
@@ -126,8 +148,14 @@ class Place:
             if self not in _HELD:
                 return
             _HELD.discard(self)
-        if self._pid == os.getpid():
+        if self._pid != os.getpid():
+            return
+        waits = self._touching.acquire(timeout=-1 if patience is None else patience)
+        try:
             NativeStore(self.train_url).delete(self._mark, patience)
+        finally:
+            if waits:
+                self._touching.release()
 
     def discard(self) -> None:
         """Lets go of the place and deletes everything in it."""
@@ -214,6 +242,29 @@ def take(store: AbstractFilesystemStore, key: str, *, resumable: bool, replace: 
             return place, False
         place.release()
     raise AssertionError("numbers do not end")
+
+
+def renew_all() -> None:
+    """Renews the marks of everything this process holds; a store that does not answer is asked again next time."""
+    for place in list(_HELD):
+        try:
+            place.renew()
+        except OSError as error:
+            _log.warning("the mark of this process in %s could not be renewed: %s", place.train_url, error)
+
+
+def _start_renewing() -> None:
+    """Starts the thread that renews marks, once in a process."""
+    with _LOCK:
+        if _RENEWING.get("pid") == os.getpid():
+            return
+        _RENEWING["pid"] = os.getpid()
+
+    def renew() -> None:
+        while not _NEVER.wait(_RENEWAL):
+            renew_all()
+
+    threading.Thread(target=renew, name="farandole-marks", daemon=True).start()
 
 
 def release_all() -> None:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.runner import warm as warm_workers
-from farandole.spark import outcome, runner
+from farandole.spark import environment, outcome, runner
 from farandole.spark.agent import Work
 from farandole.spark.common.check import at_least
 from farandole.spark.gang import Output, conduct, payload
@@ -29,7 +29,6 @@ _OF_RUN = {
     for one in inspect.signature(runner.run_with).parameters.values()
     if one.kind is inspect.Parameter.KEYWORD_ONLY
 } - {"num_proc", "env"}
-_NOT_FOR_EXECUTORS = ("CUDA_VISIBLE_DEVICES", "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET", "SPARK_HOME")
 
 
 class Backend(ABC):
@@ -87,8 +86,9 @@ class Backend(ABC):
 class SparkBackend(Backend):
     """Workers in the tasks of the active Spark session.
 
-    Unlike `farandole.spark.run` this hands the driver's environment to the workers, without `CUDA_VISIBLE_DEVICES`
-    and what belongs to the driver's own JVM.
+    Unlike `farandole.spark.run` this hands variables of the driver to the workers: those of what trains, such as
+    `OMP_*`, `NCCL_*`, `TF_*` and `PATH`, and none that looks as if it held a secret; `farandole.spark.environment` has
+    the rule. With `verbose=2` the names of those that stay are said. Credentials travel with a store's `storage_options`.
 
     Args:
         num_proc: Number of processes; default: Spark's default parallelism.
@@ -116,8 +116,20 @@ class SparkBackend(Backend):
         on_progress: OnProgress | None = None,
     ) -> list[Any]:
         """As `Backend.run`; also raises what `farandole.spark.run` raises."""
-        base: dict[str, str | None] = dict(os.environ) if self._env is None else dict(self._env)
-        merged = {name: value for name, value in (base | dict(env or {})).items() if name not in _NOT_FOR_EXECUTORS}
+        base: dict[str, str | None] = {}
+        if self._env is not None:
+            base.update(self._env)
+        else:
+            goes, stays = environment.handed_on(os.environ)
+            base.update(goes)
+            if self._kwargs.get("verbose", 1) > 1 and stays:
+                stream = self._kwargs.get("stderr") or sys.stderr
+                names = ", ".join(stays)
+                print(
+                    f"farandole: variables of the driver that stay there (env={{...}} gives others): {names}",
+                    file=stream,
+                )
+        merged = {name: value for name, value in (base | dict(env or {})).items() if name not in environment.OWN}
         return runner.run_with(fn, args, kwargs, on_progress, num_proc=self.num_processes(), env=merged, **self._kwargs)
 
     def num_processes(self) -> int:

@@ -5,7 +5,7 @@
 A store is a URL and a layout below it:
 
     <prefix>/intermediate_train_data[.<idx>]    prepared rows; also ..._val_data and ..._test_data
-    <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint
+    <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint; `checkpoint.previous` is the one before
     <prefix>/runs/<run_id>/logs/                history and logs
 
 The bytes go through the native store, so that the driver, Spark's executors and training processes agree on every path.
@@ -18,12 +18,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
 from farandole.runner import scratch
+from farandole.spark.common import checkpoints
 from farandole.spark.common.filesystem import StoreFileSystem
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class RemoteStore:
     checkpoint_filename: str
     logs_subdir: str
     storage_options: StorageOptions
+    seal_key: bytes | None = field(default=None, repr=False)
 
     def read(self, name: str) -> bytes | None:
         """A file of the run, or `None` where there is none.
@@ -468,6 +470,7 @@ class AbstractFilesystemStore(Store):
             checkpoint_filename=self.get_checkpoint_filename(),
             logs_subdir=self.get_logs_subdir(),
             storage_options=self._options,
+            seal_key=checkpoints.run_key(self.get_run_path(run_id)),
         )
 
     def _split(self, path: str) -> tuple[str, str]:

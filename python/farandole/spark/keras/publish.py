@@ -18,6 +18,7 @@ import numpy as np
 
 from farandole._keras.callbacks import in_step
 from farandole.spark import task
+from farandole.spark.common import checkpoints
 from farandole.spark.common.events import scalars
 from farandole.spark.common.history import entries
 from farandole.spark.keras import payload
@@ -191,7 +192,7 @@ class Publisher(keras.callbacks.Callback):
         store = self._job.store
         if self.kept is not None and self._changed(self.kept.path):
             store.write(f"{store.checkpoint_filename}.best", self.kept.path.read_bytes())
-        store.write(store.checkpoint_filename, checkpoint)
+        checkpoints.write(store, checkpoint)
         told = entries(self.history, self.timing)
         store.write(f"{store.logs_subdir}/history.jsonl", "".join(json.dumps(one) + "\n" for one in told).encode())
         if self._board is None:

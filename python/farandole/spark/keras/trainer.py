@@ -22,6 +22,7 @@ from farandole._keras.callbacks import LearningRateScheduleCallback
 from farandole._keras.values import as_array, broadcast_variables
 from farandole.common import basics
 from farandole.runner import scratch
+from farandole.spark.common import checkpoints
 from farandole.spark.common.source import Source
 from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import reader_casts, zeros
@@ -123,7 +124,7 @@ class Trainer:
         store = self.job.store
         done = np.zeros(1, np.int64)
         if self.rank == 0:
-            found = store.read(store.checkpoint_filename)
+            found = checkpoints.read(store, payload.note_of)
             if found is not None:
                 try:
                     payload.load_state(model, found)

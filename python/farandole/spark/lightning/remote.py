@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import farandole.torch as hvd
+from farandole.common import trust
 from farandole.runner import scratch
+from farandole.spark.common import checkpoints
 from farandole.spark.lightning.loader import Loader
-from farandole.spark.lightning.watch import Watch
+from farandole.spark.lightning.watch import Watch, weights
 from farandole.spark.torch import payload
 from farandole.spark.torch.job import Trained
 from farandole.spark.torch.setup import device_of, module_steps, prepare_process, sources
@@ -60,12 +62,13 @@ def _train(job: LightningJob, folder: Path) -> Trained | None:
     device = device_of(base.loop.use_gpu and job.gpus != 0)
     objects: LightningObjects = payload.unpack(base.objects)
     # One read for all: a rank 0 of a lost gang may not have ended yet, and write another in between.
-    found = hvd.broadcast_object(base.store.read(base.store.checkpoint_filename) if rank == 0 else None, root_rank=0)
+    found = hvd.broadcast_object(checkpoints.read(base.store) if rank == 0 else None, root_rank=0)
     resume, history = None, []
     if found is not None:
         resume = folder / "resume.ckpt"
         resume.write_bytes(found)
-        history = payload.unpack(found).get("farandole_history", [])
+        told = weights(found, f"{base.store.run_path}/{base.store.checkpoint_filename}")
+        history = told.get("farandole_history", [])
     watch = Watch(job, folder, history, rank, size)
     trainer = _trainer(job, objects, watch, folder, device)
     if objects.data_module is not None:
@@ -76,7 +79,6 @@ def _train(job: LightningJob, folder: Path) -> Trained | None:
         if val_source is not None:
             data["val_dataloaders"] = Loader(val_source, base, base.data.val_steps, len(history))
     module: Any = torch.compile(objects.module) if base.loop.compile else objects.module
-    # The checkpoint is this run's own, out of the user's store: it may hold any object of the module's.
     trainer.fit(module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
     if rank != 0:
         return None
@@ -154,7 +156,8 @@ def _redirect(logger: Any, directory: Path) -> None:
 def _trusting(trainer: Any) -> dict[str, Any]:
     import inspect  # noqa: PLC0415 - once per run
 
-    return {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+    # An older Lightning asks torch, whose default is the same since 2.6.
+    return {"weights_only": not trust.given()} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
 
 
 def _data_module(job: LightningJob, objects: LightningObjects, rank: int, size: int) -> Any:

@@ -8,16 +8,19 @@ validation, a `train_` before others is left out, and `train` always has a `loss
 
 from __future__ import annotations
 
-import io
 import json
+import pickle
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import farandole.torch as hvd
+from farandole.common import trust
 from farandole.spark import task
+from farandole.spark.common import checkpoints
 from farandole.spark.common.events import scalars
+from farandole.spark.torch import payload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,7 +138,7 @@ class Watch:
             self.store.write(f"{name}.best", data)
         if every is not None and len(self.history) % every == 0:
             self.store.write(f"{name}.epoch-{len(self.history):04d}", data)
-        self.store.write(name, data)
+        checkpoints.write(self.store, data)
         logs = self.store.logs_subdir
         self.store.write(f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in self.history).encode())
         self.store.write(f"{logs}/events.out.tfevents.farandole", scalars(self.history))
@@ -165,8 +168,28 @@ class Watch:
             with open(chosen, "rb") as file:  # noqa: PTH123 - Lightning's own path
                 found = file.read()
         if found is not None:
-            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=False)["state_dict"]
+            return weights(found, f"{self.store.run_path}/{self.store.checkpoint_filename}.best")["state_dict"]
         return {name: value.detach().cpu() for name, value in module.state_dict().items()}
+
+
+def weights(data: bytes, path: str) -> dict[str, Any]:
+    """A checkpoint of Lightning's, with every tensor on the CPU. Runs nothing of it without consent.
+
+    Args:
+        data: the file's content.
+        path: for messages.
+
+    Raises:
+        CodeNotTrustedError: it holds more than tensors and plain values, and nobody has consented to run code.
+    """
+    if trust.given():
+        return payload.unpack(data)
+    try:
+        return payload.unpack_state(data)
+    except pickle.UnpicklingError as error:
+        what = "objects besides tensors and plain values, such as hyperparameters of a class of one's own"
+        instead = "setting it where the fit is called: a fit has no other way"
+        raise trust.CodeNotTrustedError(f"{trust.refusal(path, what, instead)}\n{error}") from error
 
 
 class _Moments:

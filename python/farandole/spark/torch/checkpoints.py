@@ -13,6 +13,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import farandole.torch as hvd
+from farandole.spark.common import checkpoints
 from farandole.spark.common.events import scalars
 from farandole.spark.torch import payload
 from farandole.spark.torch.job import Trained
@@ -52,7 +53,7 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is of another model or optimizer.
         """
-        found = self._store.read(self._store.checkpoint_filename) if self._rank == 0 else None
+        found = checkpoints.read(self._store, payload.unpack_state) if self._rank == 0 else None
         rest: dict[str, Any] = {}
         if hvd.broadcast_object(found is not None, root_rank=0):
             if found is not None:
@@ -96,7 +97,7 @@ class Checkpoints:
             self._store.write(f"{name}.best", packed)
         if every is not None and len(history) % every == 0:
             self._store.write(f"{name}.epoch-{len(history):04d}", packed)
-        self._store.write(name, packed)
+        checkpoints.write(self._store, packed)
         logs = self._store.logs_subdir
         self._store.write(f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in history).encode())
         self._store.write(f"{logs}/events.out.tfevents.farandole", scalars(history))
