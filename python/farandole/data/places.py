@@ -53,20 +53,20 @@ _NEVER = threading.Event()
 _RENEWING: dict[str, int] = {}
 _LOCK = threading.Lock()
 _log = logging.getLogger("farandole")
-_HELD: set[Place] = set()
+_HELD: set[Place | Mark] = set()
 
 
-class Place:
-    """A numbered pair of directories that this process writes or uses."""
+class Mark:
+    """A mark of this process in a directory that is no place: of a run, or of a job's leavings.
 
-    def __init__(self, store: AbstractFilesystemStore, index: int, mark: str) -> None:
-        self.index = index
-        self.train_url = store.get_train_data_path(index)
-        self.val_url = store.get_val_data_path(index)
-        self.done: dict[int, bytes] = {}
-        self.ended: set[int] = set()
-        self.told: dict[int, str] = {}
-        self._mark = mark
+    Args:
+        url: The directory.
+        name: The mark's, as the native store gave it.
+    """
+
+    def __init__(self, url: str, name: str) -> None:
+        self.url = url
+        self._mark = name
         self._pid = os.getpid()
         self._touching = threading.Lock()
         with _LOCK:
@@ -74,6 +74,51 @@ class Place:
                 atexit.register(release_all)
             _HELD.add(self)
         _start_renewing()
+
+    def renew(self) -> None:
+        """Says that the process still lives, to hosts that cannot see it: they believe a mark for a week."""
+        with self._touching:
+            if self not in _HELD or self._pid != os.getpid():
+                return
+            directory = NativeStore(self.url)
+            try:
+                told = json.loads(directory.read(self._mark))
+            except FileNotFoundError:
+                _log.warning("the mark of this process is gone from %s: its data may be deleted", self.url)
+                return
+            directory.write(self._mark, _json({**told, "time": time.time()}))
+
+    def release(self, patience: float | None = None) -> None:
+        """Takes the mark away.
+
+        Args:
+            patience: Seconds after which a store that does not answer is given up; default: that of its retries.
+        """
+        with _LOCK:
+            if self not in _HELD:
+                return
+            _HELD.discard(self)
+        if self._pid != os.getpid():
+            return
+        waits = self._touching.acquire(timeout=-1 if patience is None else patience)
+        try:
+            NativeStore(self.url).delete(self._mark, patience)
+        finally:
+            if waits:
+                self._touching.release()
+
+
+class Place(Mark):
+    """A numbered pair of directories that this process writes or uses."""
+
+    def __init__(self, store: AbstractFilesystemStore, index: int, mark: str) -> None:
+        self.train_url = store.get_train_data_path(index)
+        super().__init__(self.train_url, mark)
+        self.index = index
+        self.val_url = store.get_val_data_path(index)
+        self.done: dict[int, bytes] = {}
+        self.ended: set[int] = set()
+        self.told: dict[int, str] = {}
 
     def begin(self, key: str) -> None:
         """Empties the place and says what will be prepared in it.
@@ -124,38 +169,6 @@ class Place:
         for name, _ in train.list():
             if name.startswith(_DONE):
                 train.delete(name)
-
-    def renew(self) -> None:
-        """Says that the process still lives, to hosts that cannot see it: they believe a mark for a week."""
-        with self._touching:
-            if self not in _HELD or self._pid != os.getpid():
-                return
-            train = NativeStore(self.train_url)
-            try:
-                told = json.loads(train.read(self._mark))
-            except FileNotFoundError:
-                _log.warning("the mark of this process is gone from %s: its data may be deleted", self.train_url)
-                return
-            train.write(self._mark, _json({**told, "time": time.time()}))
-
-    def release(self, patience: float | None = None) -> None:
-        """Lets go of the place. Data stays readable until somebody takes the place; what is unfinished can go on.
-
-        Args:
-            patience: Seconds after which a store that does not answer is given up; default: that of its retries.
-        """
-        with _LOCK:
-            if self not in _HELD:
-                return
-            _HELD.discard(self)
-        if self._pid != os.getpid():
-            return
-        waits = self._touching.acquire(timeout=-1 if patience is None else patience)
-        try:
-            NativeStore(self.train_url).delete(self._mark, patience)
-        finally:
-            if waits:
-                self._touching.release()
 
     def discard(self) -> None:
         """Lets go of the place and deletes everything in it."""
@@ -250,7 +263,7 @@ def renew_all() -> None:
         try:
             place.renew()
         except OSError as error:
-            _log.warning("the mark of this process in %s could not be renewed: %s", place.train_url, error)
+            _log.warning("the mark of this process in %s could not be renewed: %s", place.url, error)
 
 
 def _start_renewing() -> None:

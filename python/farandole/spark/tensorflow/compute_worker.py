@@ -20,6 +20,8 @@ def main(
     dispatcher_side: str = "compute",
     timeout: float = 60,
     num_proc: int | None = None,
+    *,
+    open_to_the_network: bool = False,
 ) -> None:
     """What the driver does.
 
@@ -29,6 +31,7 @@ def main(
         dispatcher_side: Where they are, `"compute"` or `"training"`.
         timeout: Seconds that waits for each other last at most.
         num_proc: Number of workers, by default all that Spark has room for.
+        open_to_the_network: Consent to ports that run the graphs of whoever reaches them; see `compute_service`.
 
     Raises:
         ValueError: When workers cannot be dealt out evenly.
@@ -37,7 +40,7 @@ def main(
 
     session = SparkSession.builder.getOrCreate()  # pyright: ignore[reportAttributeAccessIssue]
     num_proc = num_proc or session.sparkContext.defaultParallelism
-    with serving(num_proc, dispatchers, dispatcher_side, timeout) as config:
+    with serving(num_proc, dispatchers, dispatcher_side, timeout, open_to_the_network=open_to_the_network) as config:
         config.write(output_filename)
         try:
             run(compute_worker_fn, args=(config,), num_proc=num_proc)
@@ -47,4 +50,10 @@ def main(
 
 if __name__ == "__main__":
     told = parser().parse_args()
-    main(told.configfile, told.dispatchers, told.dispatcher_side, told.timeout)
+    main(
+        told.configfile,
+        told.dispatchers,
+        told.dispatcher_side,
+        told.timeout,
+        open_to_the_network=told.open_to_the_network,
+    )

@@ -16,7 +16,14 @@ import farandole.tensorflow as hvd
 from farandole.tensorflow.data.compute_service import SIDES, compute_worker_fn, serving
 
 
-def main(output_filename: str, dispatchers: int = 1, dispatcher_side: str = "compute", timeout: float = 60) -> None:
+def main(
+    output_filename: str,
+    dispatchers: int = 1,
+    dispatcher_side: str = "compute",
+    timeout: float = 60,
+    *,
+    open_to_the_network: bool = False,
+) -> None:
     """What every rank does.
 
     Args:
@@ -24,6 +31,7 @@ def main(output_filename: str, dispatchers: int = 1, dispatcher_side: str = "com
         dispatchers: Number of dispatchers, which must divide the number of ranks.
         dispatcher_side: Where they are, `"compute"` or `"training"`.
         timeout: Seconds that waits for each other last at most.
+        open_to_the_network: Consent to ports that run the graphs of whoever reaches them; see `compute_service`.
 
     Raises:
         ValueError: When ranks cannot be dealt out evenly.
@@ -32,7 +40,7 @@ def main(output_filename: str, dispatchers: int = 1, dispatcher_side: str = "com
     with contextlib.ExitStack() as stack:
         config = None
         if hvd.rank() == 0:
-            config = stack.enter_context(serving(hvd.size(), dispatchers, dispatcher_side, timeout))
+            config = stack.enter_context(serving(hvd.size(), dispatchers, dispatcher_side, timeout, open_to_the_network=open_to_the_network))
         config = hvd.broadcast_object(config, name="farandole.tensorflow.data")
         if hvd.rank() == 0:
             config.write(output_filename)
@@ -49,9 +57,20 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--dispatchers", type=int, default=1, help="number of dispatchers")
     arguments.add_argument("--dispatcher-side", choices=SIDES, default="compute", help="who holds them")
     arguments.add_argument("--timeout", type=float, default=60, help="seconds that waits last at most")
+    arguments.add_argument(
+        "--open-to-the-network",
+        action="store_true",
+        help="consent to ports on all addresses of the workers' hosts, which run the graphs of whoever reaches them",
+    )
     return arguments
 
 
 if __name__ == "__main__":
     told = parser().parse_args()
-    main(told.configfile, told.dispatchers, told.dispatcher_side, told.timeout)
+    main(
+        told.configfile,
+        told.dispatchers,
+        told.dispatcher_side,
+        told.timeout,
+        open_to_the_network=told.open_to_the_network,
+    )
