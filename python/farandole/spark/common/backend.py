@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
+import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,7 +20,7 @@ from farandole.spark.gang import Output, conduct, payload
 from farandole.spark.local import LocalAgents
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from farandole.spark.common.store import Store
 
@@ -29,6 +31,9 @@ _OF_RUN = {
     for one in inspect.signature(runner.run_with).parameters.values()
     if one.kind is inspect.Parameter.KEYWORD_ONLY
 } - {"num_proc", "env"}
+_BIND = "FARANDOLE_BIND_ADDRESS"
+_LOOPBACK = "127.0.0.1"
+_BINDING = threading.Lock()
 
 
 class Backend(ABC):
@@ -158,7 +163,8 @@ class SparkBackend(Backend):
 class LocalBackend(Backend):
     """Workers as processes of this host, without Spark and without a JVM.
 
-    They get this process's environment and modules. Unless `OMP_NUM_THREADS` is set, each gets its fair share of
+    They get this process's environment and modules, and listen on loopback alone unless `FARANDOLE_BIND_ADDRESS` says
+    otherwise. Unless `OMP_NUM_THREADS` is set, each gets its fair share of
     the cores.
 
     Args:
@@ -217,7 +223,10 @@ class LocalBackend(Backend):
 
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
-        registrar = Registrar(size, start_timeout=limit)
+        with _on_loopback() as bound:
+            registrar = Registrar(size, start_timeout=limit)
+        if bound is not None:
+            changes.setdefault(_BIND, bound)
         warmth = warm_workers.wanted(self._warm, by_default=True)
         work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth)
         agents = LocalAgents(work, size)
@@ -227,6 +236,24 @@ class LocalBackend(Backend):
     def num_processes(self) -> int:
         """Number of workers."""
         return self._num_proc
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[str | None]:
+    """Has the registrar that is made meanwhile listen on loopback alone, unless the user says where it should.
+
+    Yields:
+        The address, or `None` where the user has said another.
+    """
+    with _BINDING:
+        if any(os.environ.get(name) for name in (_BIND, f"HOROVOD_{_BIND.partition('_')[2]}")):
+            yield None
+            return
+        os.environ[_BIND] = _LOOPBACK
+        try:
+            yield _LOOPBACK
+        finally:
+            del os.environ[_BIND]
 
 
 def _cores() -> int:

@@ -40,7 +40,9 @@ def main(
     with contextlib.ExitStack() as stack:
         config = None
         if hvd.rank() == 0:
-            config = stack.enter_context(serving(hvd.size(), dispatchers, dispatcher_side, timeout, open_to_the_network=open_to_the_network))
+            config = stack.enter_context(
+                serving(hvd.size(), dispatchers, dispatcher_side, timeout, open_to_the_network=open_to_the_network)
+            )
         config = hvd.broadcast_object(config, name="farandole.tensorflow.data")
         if hvd.rank() == 0:
             config.write(output_filename)

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from farandole.common import basics
 from farandole.torch.distributed._groups import join_world
+from farandole.torch.distributed._listen import listener
 from farandole.torch.functions import broadcast_object
 
 if TYPE_CHECKING:
@@ -35,15 +34,25 @@ def _meet(url: str, timeout: timedelta = _TIMEOUT, **_: Any) -> Iterator[tuple[S
 
 
 def _store(timeout: timedelta) -> Store:
-    """A store of all ranks: rank 0 serves it on an unused port and tells the others where."""
+    """A store of all ranks: rank 0 serves it where it may listen, and tells the others where that is."""
     size = basics.size()
     if size == 1:
         return HashStore()
     if basics.rank() != 0:
         host, port = broadcast_object(None, 0, "distributed.store")
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
-    one_host = basics.local_size() == size
-    host = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
-    store = TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-    broadcast_object((host, store.port), 0, "distributed.store")
+    made, host = listener(one_host=basics.local_size() == size)
+    port = made.getsockname()[1]
+    # Torch's own socket would listen on all addresses, on any port. It takes this one, and closes it at its end.
+    store = TCPStore(
+        host,
+        port,
+        size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=made.detach(),
+        use_libuv=True,
+    )
+    broadcast_object((host, port), 0, "distributed.store")
     return store
