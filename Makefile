@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-spark spark-slow spark-older test-storage tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
+.PHONY: demo test test-spark spark-slow spark-older test-storage tensorflow-ops test-faults test-trust loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -101,6 +101,11 @@ test-faults: install
 	rm -f target/faults.jsonl
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
 	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
+
+# What strangers can reach, and what files of strangers can do.
+test-trust: install
+	$(BIN)/python -m pytest tests/trust tests/spark/test_saved.py tests/single/test_checkpoints.py tests/single/test_runs.py \
+	tests/single/test_environment.py
 
 lint: $(VENV)/.packages
 	cargo fmt --all --check

@@ -32,7 +32,27 @@ pub(crate) fn command() -> Command {
                 .value_name("KEY=VALUE")
                 .action(ArgAction::Append)
                 .value_parser(pair)
-                .help("A storage option, such as endpoint_url=http://localhost:9000; may be repeated"),
+                .help(
+                    "A storage option, such as endpoint_url=http://localhost:9000; may be repeated. Other users of this \
+                     host see it in the list of processes: secrets belong to --option-env or --option-file",
+                ),
+        )
+        .arg(
+            Arg::new("option-env")
+                .long("option-env")
+                .global(true)
+                .value_name("KEY=VARIABLE")
+                .action(ArgAction::Append)
+                .value_parser(pair)
+                .help("A storage option whose value is in an environment variable; may be repeated"),
+        )
+        .arg(
+            Arg::new("option-file")
+                .long("option-file")
+                .global(true)
+                .value_name("FILE")
+                .action(ArgAction::Append)
+                .help("A file of storage options, one KEY=VALUE a line, or - for standard input; may be repeated"),
         )
         .subcommand(Command::new("ls").about("Lists what is directly in a directory.").arg(url()).arg(json()))
         .subcommand(
@@ -84,8 +104,7 @@ fn age(text: &str) -> Result<Duration> {
 pub(crate) fn store(matches: &ArgMatches) -> Result<i32> {
     let Some((action, matches)) = matches.subcommand() else { bail!("no such command") };
     let url = matches.get_one::<String>("url").cloned().unwrap_or_default();
-    let options: BTreeMap<String, String> =
-        matches.get_many::<(String, String)>("option").unwrap_or_default().cloned().collect();
+    let options = options(matches)?;
     if !options.is_empty() {
         configure(&url, Options(options));
     }
@@ -112,6 +131,33 @@ pub(crate) fn store(matches: &ArgMatches) -> Result<i32> {
     };
     print(&rows, json, action == "ls");
     Ok(0)
+}
+
+#[expect(clippy::disallowed_methods, reason = "a variable that the command line names is no knob")]
+fn variable(name: &str) -> Result<String, std::env::VarError> {
+    std::env::var(name)
+}
+
+/// The storage options of the command line: what is named later in this order wins.
+fn options(matches: &ArgMatches) -> Result<BTreeMap<String, String>> {
+    let mut found = BTreeMap::new();
+    for path in matches.get_many::<String>("option-file").unwrap_or_default() {
+        let text = if path == "-" { std::io::read_to_string(std::io::stdin()) } else { std::fs::read_to_string(path) };
+        found.extend(lines(&text.with_context(|| format!("--option-file cannot be read: {path}"))?, path)?);
+    }
+    for (key, name) in matches.get_many::<(String, String)>("option-env").unwrap_or_default() {
+        let value = variable(name).with_context(|| format!("--option-env {key}: {name}"))?;
+        found.insert(key.clone(), value);
+    }
+    found.extend(matches.get_many::<(String, String)>("option").unwrap_or_default().cloned());
+    Ok(found)
+}
+
+/// Options of a file; what starts with `#` is a remark. A wrong line is named by its number: it may hold a secret.
+fn lines(text: &str, path: &str) -> Result<Vec<(String, String)>> {
+    let wanted = |(_, line): &(usize, &str)| !line.is_empty() && !line.starts_with('#');
+    let numbered = text.lines().map(str::trim).enumerate().filter(wanted);
+    numbered.map(|(index, line)| pair(line).with_context(|| format!("line {} of {path}", index + 1))).collect()
 }
 
 /// A line of output.
@@ -239,6 +285,26 @@ mod tests {
     fn a_wrong_option_is_not_repeated() {
         assert!(!pair("hidden").unwrap_err().to_string().contains("hidden"));
         assert_eq!(pair("a=b=c").unwrap(), ("a".to_owned(), "b=c".to_owned()));
+    }
+
+    #[test]
+    fn options_come_from_files_and_variables_without_being_repeated() {
+        let file = std::env::temp_dir().join(format!("farandole-options-{}", std::process::id()));
+        std::fs::write(&file, "# of the bucket\n\n secret=from=file \nkey=k\n").unwrap();
+        let path = file.to_str().unwrap();
+        let asked = |given: &[&str]| {
+            let matches = command().try_get_matches_from([&["store", "ls", "x"], given].concat()).unwrap();
+            options(matches.subcommand().unwrap().1)
+        };
+        let found = asked(&["--option-file", path, "--option-env", "path=PATH", "--option", "key=won"]).unwrap();
+        std::fs::remove_file(&file).unwrap();
+        assert_eq!(found["secret"], "from=file");
+        assert_eq!(found["key"], "won");
+        assert_eq!(found["path"], variable("PATH").unwrap());
+        assert!(asked(&["--option-env", "k=FARANDOLE_NO_SUCH_VARIABLE"]).is_err());
+        assert!(asked(&["--option-file", "/nowhere/at/all"]).is_err());
+        let wrong = format!("{:#}", lines("a=b\nhidden", "f").unwrap_err());
+        assert!(wrong.contains("line 2 of f") && !wrong.contains("hidden"), "{wrong}");
     }
 
     #[test]

@@ -93,7 +93,8 @@ class SparkBackend(Backend):
 
     Unlike `farandole.spark.run` this hands variables of the driver to the workers: those of what trains, such as
     `OMP_*`, `NCCL_*`, `TF_*` and `PATH`, and none that looks as if it held a secret; `farandole.spark.environment` has
-    the rule. With `verbose=2` the names of those that stay are said. Credentials travel with a store's `storage_options`.
+    the rule. With `verbose=2` the names of those that stay are said. A store's credentials travel with it, as its
+    `storage_options`.
 
     Args:
         num_proc: Number of processes; default: Spark's default parallelism.

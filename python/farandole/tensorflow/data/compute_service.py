@@ -88,8 +88,8 @@ class TfDataServiceConfig:
         if self.open_to_the_network or os.environ.get(CONSENT, "").lower() in ("1", "true", "yes", "on"):
             return
         raise PermissionError(
-            "tf.data's dispatchers and workers listen on all addresses of this host without a password: whoever reaches "
-            "them runs graphs here, which read and write files. If nobody else reaches these ports, say so: "
+            "tf.data's dispatchers and workers listen on all addresses of this host without a password: who reaches them "
+            "runs graphs here, which read and write files. If nobody else reaches these ports, say so: "
             f"open_to_the_network=True, --open-to-the-network, or {CONSENT}=1"
         )
 
