@@ -142,7 +142,11 @@ fn variable(name: &str) -> Result<String, std::env::VarError> {
 fn options(matches: &ArgMatches) -> Result<BTreeMap<String, String>> {
     let mut found = BTreeMap::new();
     for path in matches.get_many::<String>("option-file").unwrap_or_default() {
-        let text = if path == "-" { std::io::read_to_string(std::io::stdin()) } else { std::fs::read_to_string(path) };
+        let text = if path == "-" {
+            std::io::read_to_string(std::io::stdin())
+        } else {
+            std::fs::read_to_string(path)
+        };
         found.extend(lines(&text.with_context(|| format!("--option-file cannot be read: {path}"))?, path)?);
     }
     for (key, name) in matches.get_many::<(String, String)>("option-env").unwrap_or_default() {
@@ -157,7 +161,9 @@ fn options(matches: &ArgMatches) -> Result<BTreeMap<String, String>> {
 fn lines(text: &str, path: &str) -> Result<Vec<(String, String)>> {
     let wanted = |(_, line): &(usize, &str)| !line.is_empty() && !line.starts_with('#');
     let numbered = text.lines().map(str::trim).enumerate().filter(wanted);
-    numbered.map(|(index, line)| pair(line).with_context(|| format!("line {} of {path}", index + 1))).collect()
+    numbered
+        .map(|(index, line)| pair(line).with_context(|| format!("line {} of {path}", index + 1)))
+        .collect()
 }
 
 /// A line of output.
@@ -296,7 +302,8 @@ mod tests {
             let matches = command().try_get_matches_from([&["store", "ls", "x"], given].concat()).unwrap();
             options(matches.subcommand().unwrap().1)
         };
-        let found = asked(&["--option-file", path, "--option-env", "path=PATH", "--option", "key=won"]).unwrap();
+        let found =
+            asked(&["--option-file", path, "--option-env", "path=PATH", "--option", "key=won"]).unwrap();
         std::fs::remove_file(&file).unwrap();
         assert_eq!(found["secret"], "from=file");
         assert_eq!(found["key"], "won");
