@@ -299,7 +299,8 @@ mod tests {
         std::fs::write(&file, "# of the bucket\n\n secret=from=file \nkey=k\n").unwrap();
         let path = file.to_str().unwrap();
         let asked = |given: &[&str]| {
-            let matches = command().try_get_matches_from([&["store", "ls", "x"], given].concat()).unwrap();
+            let matches =
+                command().try_get_matches_from([&["store", "ls", "x"][..], given].concat()).unwrap();
             options(matches.subcommand().unwrap().1)
         };
         let found =

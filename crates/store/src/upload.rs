@@ -117,7 +117,7 @@ impl Upload {
             Ok(_) => {
                 // Manifests name such files: what they name must outlast a loss of power.
                 let synced = self.local.as_deref().map_or(Ok(()), local::sync);
-                let source = |source| object_store::Error::Generic {
+                let source = |source: std::io::Error| object_store::Error::Generic {
                     store: "LocalFileSystem",
                     source: Box::new(source),
                 };
