@@ -125,6 +125,7 @@ fn run_agent(
         environment: env,
         payload: (!payload.is_empty()).then_some(payload),
         collect_result: true,
+        elastic: false,
         together,
         output,
         start_timeout: config.start_timeout,

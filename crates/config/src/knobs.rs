@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::value::{Error, Gradients, LogLevel, PortRange, Value};
+use crate::value::{Cooldown, Error, Gradients, LogLevel, PortRange, Value};
 use crate::{HOROVOD_PREFIX, PREFIX, environment};
 
 /// A row of the registry.
@@ -131,7 +131,7 @@ fn limits(key: &str) -> Limits {
         "peer_timeout" => {
             (tenth, DAY, "a duration from 100ms to 24h: seconds, or a number with ms, s, m or h")
         }
-        "start_timeout" | "spark_start_timeout" | "collective_timeout" => {
+        "start_timeout" | "spark_start_timeout" | "collective_timeout" | "discovery_timeout" => {
             (tenth, 365 * DAY, "a duration from 100ms to 8760h: seconds, or a number with ms, s, m or h")
         }
         "spin" => (
@@ -173,6 +173,24 @@ knobs! {
     warm_workers: String = "auto", "WARM_WORKERS", None, false;
     /// How long such a server stays without work. Read by the driver, in seconds.
     warm_idle: Duration = "120", "WARM_IDLE_SECONDS", None, false;
+    /// Elastic training: the least number of processes; with fewer the job waits for more. Given, the job is elastic; default there: the number of processes.
+    min_num_proc: Option<u32> = "", "MIN_NUM_PROC", Some("--min-num-proc"), false;
+    /// Elastic training: the largest number of processes; default: all slots there are, and with spares the number of processes.
+    max_num_proc: Option<u32> = "", "MAX_NUM_PROC", Some("--max-num-proc"), false;
+    /// Elastic training: processes beyond the largest number that are started, wait, and take over when one is lost.
+    spares: u64 = "0", "SPARES", Some("--spares"), false;
+    /// Elastic training: a program that prints the hosts there are, `host` or `host:slots` a line; run by the shell every second. Given, the job is elastic.
+    host_discovery_script: String = "", "HOST_DISCOVERY_SCRIPT", Some("--host-discovery-script"), false;
+    /// Elastic training: how long that program may take before it is killed and tried again.
+    discovery_timeout: Duration = "20", "DISCOVERY_TIMEOUT", Some("--discovery-timeout"), false;
+    /// Elastic training: slots of hosts that are found without a number.
+    slots_per_host: Option<u32> = "", "SLOTS_PER_HOST", Some("--slots-per-host"), false;
+    /// Elastic training: how long there may be too few slots for the least number of processes before the job fails.
+    elastic_timeout: Duration = "600", "ELASTIC_TIMEOUT", Some("--elastic-timeout"), false;
+    /// Elastic training: how often the world may change before the job fails; default: without limit.
+    reset_limit: Option<u32> = "", "RESET_LIMIT", Some("--reset-limit"), false;
+    /// Elastic training: seconds for which no new process is started on a host after a failure there, at first and at most; every further failure doubles them.
+    blacklist_cooldown_range: Cooldown = "5 300", "BLACKLIST_COOLDOWN_RANGE", Some("--blacklist-cooldown-range"), false;
     /// The longest one collective may take before it fails, naming the ranks that did not come.
     collective_timeout: Duration = "1800", "COLLECTIVE_TIMEOUT", Some("--collective-timeout"), true;
     /// How long a silent peer is waited for: a stopped process, a lost host, a partition.

@@ -14,7 +14,7 @@ mod knobs;
 mod value;
 
 pub use knobs::{Config, KNOBS, Knob};
-pub use value::{Error, Gradients, LogLevel, PortRange, Value};
+pub use value::{Cooldown, Error, Gradients, LogLevel, PortRange, Value};
 
 /// Prefix of our variables.
 pub const PREFIX: &str = "FARANDOLE_";

@@ -26,6 +26,15 @@ pub struct PortRange {
     pub last: u16,
 }
 
+/// How long a host is left alone after a failure: at first, and at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cooldown {
+    /// After the first failure; each further one doubles it.
+    pub least: Duration,
+    /// The longest.
+    pub most: Duration,
+}
+
 /// Whose gradients collectives have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gradients {
@@ -112,6 +121,23 @@ impl Value for u64 {
     }
 }
 
+impl Value for Option<u32> {
+    const EXPECTED: &'static str = "a whole number, or nothing";
+    fn parse(text: &str) -> Option<Self> {
+        if text.is_empty() { Some(None) } else { text.parse().ok().map(Some) }
+    }
+}
+
+impl Value for Cooldown {
+    const EXPECTED: &'static str = "two whole numbers of seconds from 1 to 3600, such as 5 300, the smaller one first";
+    fn parse(text: &str) -> Option<Self> {
+        let (least, most) = text.split_once([' ', '-', ','])?;
+        let (least, most): (u64, u64) = (least.trim().parse().ok()?, most.trim().parse().ok()?);
+        let holds = (1..=most).contains(&least) && most <= 3600;
+        holds.then(|| Self { least: Duration::from_secs(least), most: Duration::from_secs(most) })
+    }
+}
+
 impl Value for Duration {
     const EXPECTED: &'static str = "a duration: seconds, or a number with ms, s, m or h";
     fn parse(text: &str) -> Option<Self> {
@@ -185,6 +211,18 @@ mod tests {
         assert_eq!(Duration::parse("250ms"), Some(Duration::from_millis(250)));
         assert_eq!(Duration::parse("2m"), Some(Duration::from_secs(120)));
         assert_eq!(Duration::parse("-1"), None);
+    }
+
+    #[test]
+    fn a_cooldown_has_horovods_limits() {
+        let seconds = |least, most| Cooldown { least: Duration::from_secs(least), most: Duration::from_secs(most) };
+        assert_eq!(Cooldown::parse("1 3600"), Some(seconds(1, 3600)));
+        assert_eq!(Cooldown::parse("7-7"), Some(seconds(7, 7)));
+        for wrong in ["0 5", "5 3601", "9 5", "5", "a b", ""] {
+            assert_eq!(Cooldown::parse(wrong), None, "{wrong}");
+        }
+        assert_eq!((Option::<u32>::parse(""), Option::<u32>::parse("0")), (Some(None), Some(Some(0))));
+        assert_eq!(Option::<u32>::parse("-1"), None);
     }
 
     #[test]

@@ -17,7 +17,7 @@ use farandole_telemetry::{LogLine, Record, Sink};
 use farandole_world::{Rank, TaskId, World};
 use parking_lot::Mutex;
 
-use crate::environment::{Master, variables};
+use crate::environment::{Master, unranked, variables};
 use crate::error::{Error, Result};
 use crate::worker::{Manner, Remains, Start, TakeLine, Waited, Worker};
 
@@ -68,6 +68,8 @@ pub struct Task {
     pub payload: Option<Vec<u8>>,
     /// Whether the worker may write a result to `FARANDOLE_RESULT_FD`.
     pub collect_result: bool,
+    /// Whether the worker starts at once, without a rank, and asks for one itself: a worker of an elastic job.
+    pub elastic: bool,
     /// Whether an agent whose worker has ended well waits for the others: one that is lost makes all begin again.
     pub together: bool,
     /// Where its lines go.
@@ -209,6 +211,21 @@ impl Drop for Agent {
     }
 }
 
+/// What a worker is told of its place when it starts.
+struct Place {
+    /// `None` in an elastic job, where it asks.
+    rank: Option<Rank>,
+    size: Option<usize>,
+    variables: BTreeMap<String, Option<String>>,
+}
+
+impl Place {
+    fn ranked(ticket: &Ticket, world: &World, master: &Master) -> Self {
+        let set = variables(ticket, world, master).into_iter().map(|(name, value)| (name, Some(value)));
+        Self { rank: Some(world.rank), size: Some(world.size()), variables: set.collect() }
+    }
+}
+
 struct Run {
     task: Task,
     phase: Arc<Mutex<Phase>>,
@@ -219,12 +236,20 @@ struct Run {
 impl Run {
     fn run(self, cancel: Cancel) -> Result<Outcome> {
         let deadline = Instant::now() + self.task.start_timeout;
-        let (client, world) = match self.join(cancel, deadline) {
-            Ok(joined) => joined,
+        let client = match self.register(cancel, deadline) {
+            Ok(client) => client,
+            Err(error) => return self.not_started(None, error),
+        };
+        if self.task.elastic {
+            let variables = unranked(&self.task.ticket, self.task.task);
+            return self.supervise(&client, &Place { rank: None, size: None, variables });
+        }
+        let world = match client.await_assignment(deadline) {
+            Ok(world) => world,
             Err(error) => return self.not_started(None, error),
         };
         match master(&client, &world, deadline) {
-            Ok(master) => self.supervise(&client, &world, &master),
+            Ok(master) => self.supervise(&client, &Place::ranked(&self.task.ticket, &world, &master)),
             Err(error) => self.not_started(Some(world.rank), error),
         }
     }
@@ -247,8 +272,8 @@ impl Run {
         Ok(Outcome { rank, retry: again, ..Outcome::without_worker(reason) })
     }
 
-    /// From nothing to a rank.
-    fn join(&self, cancel: Cancel, deadline: Instant) -> farandole_registrar::Result<(Client, World)> {
+    /// From nothing to a task that the registrar knows.
+    fn register(&self, cancel: Cancel, deadline: Instant) -> farandole_registrar::Result<Client> {
         let task = &self.task;
         // The registrar is up before any task is: whoever cannot reach it soon never will, and says why while somebody
         // still waits to hear it.
@@ -264,20 +289,19 @@ impl Run {
             // An agent that has ended hears nothing.
             drop(stop.send(Signal::Stop(verdict)));
         });
-        let world = client.await_assignment(deadline)?;
-        Ok((client, world))
+        Ok(client)
     }
 
-    fn supervise(self, client: &Client, world: &World, master: &Master) -> Result<Outcome> {
+    fn supervise(self, client: &Client, place: &Place) -> Result<Outcome> {
         {
             let mut phase = self.phase.lock();
             if let Phase::Cancelled(reason) = &*phase {
-                return Ok(Outcome { rank: Some(world.rank), ..Outcome::without_worker(reason.clone()) });
+                return Ok(Outcome { rank: place.rank, ..Outcome::without_worker(reason.clone()) });
             }
             *phase = Phase::Running;
         }
         let exited = self.signals.clone();
-        let started = Worker::start(self.start(client, world, master), move || {
+        let started = Worker::start(self.start(client, place), move || {
             // An agent that has ended hears nothing.
             drop(exited.send(Signal::Exited));
         });
@@ -313,17 +337,16 @@ impl Run {
             }
             cancelled
         })?;
-        Ok(self.report(client, world, remains, ended_by))
+        Ok(self.report(client, place, remains, ended_by))
     }
 
-    fn start(&self, client: &Client, world: &World, master: &Master) -> Start {
-        let ours = variables(&self.task.ticket, world, master);
+    fn start(&self, client: &Client, place: &Place) -> Start {
         let mut environment = self.task.environment.clone();
         if farandole_config::environment(UNBUFFERED).is_none() {
             // A line is seen when it is printed, and not lost with a killed worker.
             environment.entry(UNBUFFERED.to_owned()).or_insert_with(|| Some("1".to_owned()));
         }
-        environment.extend(ours.into_iter().map(|(name, value)| (name, Some(value))));
+        environment.extend(place.variables.clone());
         let take_line: TakeLine = match &self.task.output {
             Output::Registrar => {
                 let client = client.clone();
@@ -333,7 +356,7 @@ impl Run {
                 })
             }
             Output::Sink(sink) => {
-                let (sink, task, rank) = (Arc::clone(sink), self.task.task.0, Some(world.rank.0));
+                let (sink, task, rank) = (Arc::clone(sink), self.task.task.0, place.rank.map(|rank| rank.0));
                 Arc::new(move |stream, text| sink.accept(Record::Log(LogLine { task, rank, stream, text })))
             }
         };
@@ -372,7 +395,7 @@ impl Run {
     }
 
     /// Tells the registrar, and learns who failed first.
-    fn report(&self, client: &Client, world: &World, remains: Remains, ended_by: Option<Signal>) -> Outcome {
+    fn report(&self, client: &Client, place: &Place, remains: Remains, ended_by: Option<Signal>) -> Outcome {
         let Remains { how, stderr_tail, result } = remains;
         let stopped = matches!(ended_by, Some(Signal::Stop(_)));
         let time = match ended_by {
@@ -400,8 +423,8 @@ impl Run {
             client.exit(&exit, deadline)
         };
         let outcome = Outcome {
-            rank: Some(world.rank),
-            size: Some(world.size()),
+            rank: place.rank,
+            size: place.size,
             how: Some(how.clone()),
             stderr_tail,
             result,
@@ -424,7 +447,11 @@ impl Run {
             // A success that could not be reported is still one: its result travels by other ways, too.
             (_, Err(_)) if how.is_success() => outcome,
             (_, Err(error)) => {
-                let reason = format!("rank {} {how} ({error})", world.rank);
+                let who = match place.rank {
+                    Some(rank) => format!("rank {rank}"),
+                    None => format!("task {}", self.task.task),
+                };
+                let reason = format!("{who} {how} ({error})");
                 Outcome { reason: Some(reason), ..outcome }
             }
         }

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 
 use farandole_config::{HOROVOD_PREFIX, PREFIX};
 use farandole_registrar::Ticket;
-use farandole_world::{Rank, World};
+use farandole_world::{Rank, TaskId, World};
 
 /// Where rank 0 of frameworks with a rendezvous of their own listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,6 +62,25 @@ pub(crate) fn variables(ticket: &Ticket, world: &World, master: &Master) -> BTre
     all
 }
 
+/// What a worker of an elastic job is told: how to reach its job, and nothing of a rank, which it gets by asking.
+/// Ranks of the launcher's own environment mean nothing to it.
+pub(crate) fn unranked(ticket: &Ticket, task: TaskId) -> BTreeMap<String, Option<String>> {
+    const PLAIN: [&str; 6] =
+        ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
+    const RANKS: [&str; 7] =
+        ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "GENERATION"];
+    let removed = PLAIN.into_iter().map(str::to_owned);
+    let removed = removed.chain(RANKS.map(|name| format!("{HOROVOD_PREFIX}{name}")));
+    let removed = removed.chain([format!("{PREFIX}GENERATION")]).map(|name| (name, None));
+    let set = [
+        (format!("{PREFIX}JOB"), ticket.encode()),
+        (format!("{PREFIX}TASK"), task.to_string()),
+        (format!("{PREFIX}ELASTIC"), "1".to_owned()),
+        (format!("{HOROVOD_PREFIX}ELASTIC"), "1".to_owned()),
+    ];
+    removed.chain(set.map(|(name, value)| (name, Some(value)))).collect()
+}
+
 /// As [`forwarded`], of this process's environment.
 pub fn forwarded_environment() -> BTreeMap<String, Option<String>> {
     forwarded(farandole_config::variables())
@@ -70,7 +89,7 @@ pub fn forwarded_environment() -> BTreeMap<String, Option<String>> {
 /// What of an environment workers on other hosts get: all of it, but for functions of the shell, the folder
 /// before this one, the choice of GPUs, which each host makes for itself, and what is secret or another job's.
 fn forwarded(variables: impl IntoIterator<Item = (String, String)>) -> BTreeMap<String, Option<String>> {
-    const OURS: [&str; 5] = ["JOB", "TASK", "GENERATION", "JOB_SECRET", "SECRET_KEY"];
+    const OURS: [&str; 6] = ["JOB", "TASK", "GENERATION", "ELASTIC", "JOB_SECRET", "SECRET_KEY"];
     let stays = |name: &str| {
         let own = OURS.iter().any(|knob| {
             name.strip_prefix(PREFIX).or_else(|| name.strip_prefix(HOROVOD_PREFIX)) == Some(knob)

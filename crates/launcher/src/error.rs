@@ -61,6 +61,12 @@ pub enum Error {
     /// Several hosts cannot be worked with.
     #[error("{} hosts cannot be used: {}", .0.len(), .0.join("; "))]
     Hosts(Vec<String>),
+    /// The hosts of an elastic job could not be found at its beginning.
+    #[error("{reason}")]
+    Discovery {
+        /// Why, naming what was asked.
+        reason: String,
+    },
     /// A thread of the launcher ended without an answer.
     #[error("the launcher's thread of task {task} ended unexpectedly")]
     Vanished {
@@ -101,7 +107,7 @@ impl Error {
             Self::Usage { .. } => Fault::Usage,
             Self::Registrar { source, .. } => source.fault(),
             Self::Spawn { .. } | Self::System { .. } | Self::Cancelled { .. } => Fault::Environment,
-            Self::Host { .. } | Self::Hosts(_) => Fault::Environment,
+            Self::Host { .. } | Self::Hosts(_) | Self::Discovery { .. } => Fault::Environment,
             Self::Vanished { .. } => Fault::Bug,
         }
     }

@@ -100,6 +100,7 @@ fn start(order: &Order, payload: Option<Vec<u8>>) -> Result<Arc<Vec<(TaskId, Age
             environment: order.environment.clone(),
             payload: payload.clone(),
             collect_result: order.collect_result,
+            elastic: order.elastic,
             together: false,
             output: Output::Registrar,
             start_timeout: Duration::from_millis(order.start_timeout_ms),

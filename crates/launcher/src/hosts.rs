@@ -130,20 +130,24 @@ fn line_of(line: &str) -> Option<HostSlots> {
     Some(host)
 }
 
-/// `name`, `name:4`, `::1`, `[::1]`, `[::1]:4`, `user@name:4`.
 fn entry_of(entry: &str) -> Option<HostSlots> {
+    host_of(entry).map(|(host, slots)| HostSlots::new(host, slots.unwrap_or(1)))
+}
+
+/// `name`, `name:4`, `::1`, `[::1]`, `[::1]:4`, `user@name:4`: the host, and its slots where they are given.
+pub(crate) fn host_of(entry: &str) -> Option<(&str, Option<u32>)> {
     if let Some(rest) = entry.strip_prefix('[') {
         let (host, rest) = rest.split_once(']')?;
-        let slots = if rest.is_empty() { 1 } else { rest.strip_prefix(':')?.parse().ok()? };
-        return is_name(host).then(|| HostSlots::new(host, slots));
+        let slots = if rest.is_empty() { None } else { Some(rest.strip_prefix(':')?.parse().ok()?) };
+        return is_name(host).then_some((host, slots));
     }
     let (host, slots) = match entry.split_once(':') {
         // More than one colon and no brackets: an IPv6 address without slots.
-        Some((_, rest)) if rest.contains(':') => (entry, 1),
-        Some((host, slots)) => (host, slots.parse().ok()?),
-        None => (entry, 1),
+        Some((_, rest)) if rest.contains(':') => (entry, None),
+        Some((host, slots)) => (host, Some(slots.parse().ok()?)),
+        None => (entry, None),
     };
-    is_name(host).then(|| HostSlots::new(host, slots))
+    is_name(host).then_some((host, slots))
 }
 
 /// Whether it may be a host: what starts with a dash would be an option of the program that reaches it.

@@ -9,9 +9,8 @@
 //!       '-- Remote --ssh--> serve_host --> Agent ... ----'
 //! ```
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
-use std::sync::{Arc, mpsc};
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
@@ -19,14 +18,13 @@ use farandole_registrar::{Event, Options, Registrar};
 use farandole_telemetry::{Record, Sink};
 use farandole_world::{TaskId, World};
 
-use crate::agent::{Agent, Outcome, Output, Task};
-use crate::environment::forwarded_environment;
+use crate::agent::{Outcome, Output};
+use crate::crew::{Crew, Elsewhere, News, Wish};
 use crate::error::{Error, Result};
 use crate::hosts::{HostSlots, Placement};
 use crate::near::placements;
-use crate::remote::{Notice, Remote, RemoteTasks};
 use crate::report::Report;
-use crate::shell::Shell;
+use crate::work::Work;
 
 /// How often the caller's wish is looked at.
 const SLICE: Duration = Duration::from_millis(20);
@@ -44,30 +42,8 @@ pub struct Job {
     pub num_proc: u32,
     /// Hosts and their slots, in the order of ranks; none means this host alone.
     pub hosts: Vec<HostSlots>,
-    /// How other hosts are reached.
-    pub shell: Shell,
-    /// The Python interpreter that has the package on other hosts.
-    pub python: String,
-    /// Program and arguments.
-    pub command: Vec<String>,
-    /// Changes to the inherited environment; `None` removes.
-    pub environment: BTreeMap<String, Option<String>>,
-    /// The configuration of this process.
-    pub config: Config,
-}
-
-/// What the caller wants of a running job. Later wishes are harsher; an earlier one after a later one changes nothing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Wish {
-    /// That it goes on.
-    #[default]
-    GoOn,
-    /// That it ends, with time for a last checkpoint: SIGINT to the workers.
-    Interrupt,
-    /// That it ends soon: SIGTERM.
-    Terminate,
-    /// That it ends now: SIGKILL.
-    Kill,
+    /// What each process runs.
+    pub work: Work,
 }
 
 /// Hears of the ranks.
@@ -81,15 +57,7 @@ impl Job {
         environment: BTreeMap<String, Option<String>>,
         config: Config,
     ) -> Self {
-        Self {
-            num_proc,
-            hosts: Vec::new(),
-            shell: Shell::default(),
-            python: String::new(),
-            command,
-            environment,
-            config,
-        }
+        Self { num_proc, hosts: Vec::new(), work: Work::program(command, environment, config) }
     }
 
     /// As [`Job::run_told`], and nobody wants to know the ranks.
@@ -115,11 +83,9 @@ impl Job {
         if self.num_proc == 0 {
             return Err(Error::Usage { reason: "at least one process is needed".to_owned() });
         }
-        if self.command.first().is_none_or(String::is_empty) {
-            return Err(Error::Usage { reason: "the command is empty".to_owned() });
-        }
+        self.work.check()?;
         let (here, there) = placements(&self.hosts, self.num_proc)?;
-        let mut options = Options::from_config(self.num_proc, &self.config);
+        let mut options = Options::from_config(self.num_proc, &self.work.config);
         if there.is_empty() {
             // Nobody else needs to reach it.
             options.host = Some("127.0.0.1".to_owned());
@@ -127,73 +93,20 @@ impl Job {
         }
         let registrar = Registrar::start(options)
             .map_err(|source| Error::Registrar { task: TaskId(0), source: Box::new(source) })?;
-        let mut crew = Crew::start(self, &registrar, (sink, assigned), here, there)?;
-        let ended = crew.conduct(wish);
-        drop(crew);
+        let mut conduct = Conduct::start(self, &registrar, (sink, assigned), here, there)?;
+        let ended = conduct.run(wish);
+        drop(conduct);
         registrar.close();
         ended
     }
-
-    fn task(&self, registrar: &Registrar, sink: &Arc<dyn Sink>, task: u32) -> Task {
-        Task {
-            ticket: registrar.ticket().clone(),
-            task: TaskId(task),
-            host: None,
-            attempt: 0,
-            command: self.command.clone(),
-            environment: self.environment.clone(),
-            payload: None,
-            collect_result: false,
-            together: false,
-            output: Output::Sink(Arc::clone(sink)),
-            start_timeout: self.config.start_timeout,
-            peer_timeout: self.config.peer_timeout,
-        }
-    }
-
-    fn remote(&self, registrar: &Registrar, placement: Placement) -> RemoteTasks {
-        let mut environment = forwarded_environment();
-        environment.extend(self.environment.clone());
-        RemoteTasks {
-            host: placement.host,
-            shell: self.shell.clone(),
-            python: self.python.clone(),
-            python_path: farandole_config::environment("PYTHONPATH"),
-            same_python: None,
-            ticket: registrar.ticket().clone(),
-            tasks: placement.tasks,
-            command: self.command.clone(),
-            environment,
-            folder: std::env::current_dir()
-                .ok()
-                .and_then(|folder| folder.into_os_string().into_string().ok()),
-            payload: None,
-            collect_result: false,
-            start_timeout: self.config.start_timeout,
-            peer_timeout: self.config.peer_timeout,
-        }
-    }
 }
 
-/// Another host, as far as it was heard of.
-struct Elsewhere {
-    remote: Remote,
-    tasks: Range<u32>,
-    /// Its agent has its order.
-    ready: bool,
-    /// When its agent was said to be lost.
-    silent_since: Option<Instant>,
-}
-
-/// Everybody who works for one job.
-struct Crew<'a> {
+/// A running job.
+struct Conduct<'a> {
     registrar: &'a Registrar,
     sink: &'a Arc<dyn Sink>,
     assigned: &'a Assigned<'a>,
-    num_proc: u32,
-    agents: BTreeMap<u32, Agent>,
-    hosts: Vec<Elsewhere>,
-    notices: mpsc::Receiver<(usize, Notice)>,
+    crew: Crew<'a>,
     outcomes: BTreeMap<u32, Outcome>,
     /// Hosts and agents that could not do their part.
     errors: Vec<Error>,
@@ -204,33 +117,26 @@ struct Crew<'a> {
     wish: Wish,
 }
 
-impl<'a> Crew<'a> {
+impl<'a> Conduct<'a> {
     fn start(
-        job: &Job,
+        job: &'a Job,
         registrar: &'a Registrar,
         (sink, assigned): (&'a Arc<dyn Sink>, &'a Assigned<'a>),
         here: Vec<u32>,
         there: Vec<Placement>,
     ) -> Result<Self> {
-        let (sender, notices) = mpsc::channel();
-        let mut hosts = Vec::with_capacity(there.len());
-        for (number, placement) in there.into_iter().enumerate() {
-            let (sender, tasks) = (sender.clone(), placement.tasks.clone());
-            // A job that is over hears no more.
-            let tell = move |notice| drop(sender.send((number, notice)));
-            let remote = Remote::start(job.remote(registrar, placement), tell)?;
-            hosts.push(Elsewhere { remote, tasks, ready: false, silent_since: None });
+        let mut crew = Crew::new(&job.work, registrar.ticket().clone(), false);
+        for placement in there {
+            crew.start_there(placement.host, placement.tasks.collect())?;
         }
-        let start = |task| Ok((task, Agent::start(job.task(registrar, sink, task))?));
-        let agents = here.into_iter().map(start).collect::<Result<_>>()?;
+        for task in here {
+            crew.start_here(task, Output::Sink(Arc::clone(sink)))?;
+        }
         Ok(Self {
             registrar,
             sink,
             assigned,
-            num_proc: job.num_proc,
-            agents,
-            hosts,
-            notices,
+            crew,
             outcomes: BTreeMap::new(),
             errors: Vec::new(),
             unheard: Vec::new(),
@@ -240,14 +146,12 @@ impl<'a> Crew<'a> {
         })
     }
 
-    fn conduct(&mut self, wish: &dyn Fn() -> Wish) -> Result<Report> {
-        let mut told = BTreeSet::new();
-        while told.len() < self.num_proc as usize {
+    fn run(&mut self, wish: &dyn Fn() -> Wish) -> Result<Report> {
+        while !self.crew.is_done() {
             self.events(Instant::now() + SLICE);
-            self.hear_agents(&mut told);
-            self.hear_hosts(&mut told);
+            self.hear();
             self.follow(wish());
-            self.give_up(&mut told);
+            self.give_up();
         }
         // What the workers of other hosts wrote last came before their ends did.
         self.events(Instant::now());
@@ -277,8 +181,7 @@ impl<'a> Crew<'a> {
                 Event::Record(record @ Record::Log(_)) => self.sink.accept(record),
                 Event::Assigned { world } => (self.assigned)(&world),
                 Event::Lost { task, .. } => {
-                    let host = self.hosts.iter_mut().find(|host| host.tasks.contains(&task.0));
-                    if let Some(host) = host {
+                    if let Some(host) = self.crew.elsewhere(task.0) {
                         host.silent_since.get_or_insert_with(Instant::now);
                     }
                 }
@@ -290,53 +193,25 @@ impl<'a> Crew<'a> {
         }
     }
 
-    fn hear_agents(&mut self, told: &mut BTreeSet<u32>) {
-        let ended: Vec<(u32, Result<Outcome>)> = self
-            .agents
-            .iter()
-            .filter_map(|(task, agent)| Some((*task, agent.wait(Duration::ZERO)?)))
-            .collect();
-        for (task, outcome) in ended {
-            self.agents.remove(&task);
-            self.ended(task, outcome, told);
-        }
-    }
-
-    fn hear_hosts(&mut self, told: &mut BTreeSet<u32>) {
-        while let Ok((number, notice)) = self.notices.try_recv() {
-            match notice {
-                Notice::Ready => self.hosts[number].ready = true,
-                Notice::Ended { task, outcome } => self.ended(task.0, outcome, told),
-                Notice::Gone { tasks, error } => {
-                    let begun = self.hosts[number].ready;
-                    let over = self.over_at.is_some();
-                    self.hosts[number].ready = true;
-                    told.extend(&tasks);
-                    if over || self.wish > Wish::GoOn {
-                        // What ended the job has a name already.
-                        tracing::info!(%error, "a host ended without its last words");
-                        continue;
-                    }
+    fn hear(&mut self) {
+        for news in self.crew.news() {
+            match news {
+                News::Ended { task, outcome: Ok(outcome) } => {
+                    self.outcomes.insert(task, outcome);
+                }
+                // The other agents learn of it from the registrar; their ends are waited for.
+                News::Ended { outcome: Err(error), .. } => self.failed(error),
+                News::Gone { error, .. } if self.over_at.is_some() || self.wish > Wish::GoOn => {
+                    // What ended the job has a name already.
+                    tracing::info!(%error, "a host ended without its last words");
+                }
+                News::Gone { error, begun, .. } => {
                     if begun {
                         self.abort(&error.told());
                     }
                     self.failed(error);
                 }
-                Notice::Done => {}
             }
-        }
-    }
-
-    fn ended(&mut self, task: u32, outcome: Result<Outcome>, told: &mut BTreeSet<u32>) {
-        if !told.insert(task) {
-            return;
-        }
-        match outcome {
-            Ok(outcome) => {
-                self.outcomes.insert(task, outcome);
-            }
-            // The other agents learn of it from the registrar; their ends are waited for.
-            Err(error) => self.failed(error),
         }
     }
 
@@ -352,10 +227,10 @@ impl<'a> Crew<'a> {
     }
 
     /// Ends a job that cannot begin or go on, and what is left of one that is over.
-    fn give_up(&mut self, told: &mut BTreeSet<u32>) {
+    fn give_up(&mut self) {
         let now = Instant::now();
         let passed = |since: Option<Instant>, limit| since.is_some_and(|since| now >= since + limit);
-        let all_answered = self.hosts.iter().all(|host| host.ready);
+        let all_answered = self.crew.hosts.iter().all(|host| host.ready);
         if self.over_at.is_none()
             && self.failed_at.is_some()
             && (all_answered || passed(self.failed_at, OTHERS))
@@ -363,17 +238,11 @@ impl<'a> Crew<'a> {
             let reasons: Vec<String> = self.errors.iter().map(Error::told).collect();
             self.abort(&reasons.join("; "));
         }
-        let late = passed(self.over_at, ENDING);
-        for host in &self.hosts {
-            let gone = self.over_at.is_some() && passed(host.silent_since, SILENT);
-            if (gone || late) && host.tasks.clone().any(|task| !told.contains(&task)) {
-                host.remote.hang_up();
-                let reason = "its agent fell silent".to_owned();
-                self.unheard.push(Error::Host { host: host.remote.host().to_owned(), reason });
-                for task in host.tasks.clone().filter(|task| told.insert(*task)) {
-                    tracing::info!(task, host = host.remote.host(), "its end is not waited for");
-                }
-            }
+        let (over, late) = (self.over_at.is_some(), passed(self.over_at, ENDING));
+        let given_up = |host: &Elsewhere| late || (over && passed(host.silent_since, SILENT));
+        for (host, tasks) in self.crew.hang_up(given_up) {
+            tracing::info!(?tasks, host, "their ends are not waited for");
+            self.unheard.push(Error::Host { host, reason: "its agent fell silent".to_owned() });
         }
     }
 
@@ -382,22 +251,7 @@ impl<'a> Crew<'a> {
             return;
         }
         self.wish = wish;
-        for host in &self.hosts {
-            match wish {
-                Wish::GoOn => {}
-                Wish::Interrupt => host.remote.interrupt(),
-                Wish::Terminate => host.remote.terminate(),
-                Wish::Kill => host.remote.kill(),
-            }
-        }
-        for agent in self.agents.values() {
-            match wish {
-                Wish::GoOn => {}
-                Wish::Interrupt => agent.interrupt("interrupted"),
-                Wish::Terminate => agent.cancel("interrupted"),
-                Wish::Kill => agent.kill("interrupted"),
-            }
-        }
+        self.crew.follow(wish);
         if wish > Wish::Interrupt {
             self.abort("interrupted");
         }

@@ -35,6 +35,8 @@
 
 mod agent;
 pub mod allocation;
+mod crew;
+pub mod elastic;
 mod environment;
 mod error;
 mod guard;
@@ -48,16 +50,19 @@ mod remote;
 mod report;
 mod shell;
 mod spawn;
+mod work;
 mod worker;
 
 pub use agent::{Agent, Outcome, Output, Task};
+pub use crew::Wish;
 pub use environment::forwarded_environment;
 pub use error::{Error, Result};
 pub use hosted::serve_host;
 pub use hosts::HostSlots;
-pub use job::{Job, Wish};
+pub use job::Job;
 pub use near::placements;
 pub use orders::Hello;
 pub use remote::{Notice, Remote, RemoteTasks};
 pub use report::Report;
 pub use shell::Shell;
+pub use work::Work;

@@ -30,7 +30,7 @@ pub fn placements(hosts: &[HostSlots], num_proc: u32) -> Result<(Vec<u32>, Vec<P
 
 /// For each of the names, whether it means this host. Names are resolved side by side: a resolver that does not answer
 /// takes seconds for each.
-fn are_here(names: &[&str]) -> Vec<bool> {
+pub(crate) fn are_here(names: &[&str]) -> Vec<bool> {
     let own = host::addresses();
     let facts = host::facts();
     thread::scope(|scope| {

@@ -30,7 +30,7 @@ use crate::agent::Outcome;
 use crate::error::{Error, Result};
 
 /// Version of these words; the two sides refuse to differ.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 /// First line of an agent.
 pub(crate) const GREETING: &str = "farandole agent 1";
 /// Longest body that is kept in memory as a whole, but for payloads and results.
@@ -93,6 +93,7 @@ pub(crate) struct Order {
     pub(crate) folder: Option<String>,
     pub(crate) payload: bool,
     pub(crate) collect_result: bool,
+    pub(crate) elastic: bool,
     pub(crate) start_timeout_ms: u64,
     pub(crate) peer_timeout_ms: u64,
 }

@@ -5,7 +5,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, BufRead as _, BufReader, Read, Write as _};
-use std::ops::Range;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -48,7 +47,9 @@ pub struct RemoteTasks {
     /// How to reach the registrar.
     pub ticket: Ticket,
     /// The host's tasks.
-    pub tasks: Range<u32>,
+    pub tasks: Vec<u32>,
+    /// Whether they are of an elastic job.
+    pub elastic: bool,
     /// Program and arguments.
     pub command: Vec<String>,
     /// Changes to the environment of that host; `None` removes.
@@ -203,7 +204,7 @@ fn converse(
     tail: &mpsc::Receiver<Vec<String>>,
     tell: &impl Fn(Notice),
 ) {
-    let mut open: BTreeSet<u32> = tasks.tasks.clone().collect();
+    let mut open: BTreeSet<u32> = tasks.tasks.iter().copied().collect();
     let mut input = BufReader::new(stdout);
     let heard = hear(tasks, &mut input, orders, &mut open, tell);
     drop(orders.lock().take());
@@ -311,12 +312,13 @@ fn give_order(tasks: &RemoteTasks, orders: &Mutex<Option<ChildStdin>>) -> io::Re
     let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     let order = Order {
         ticket: tasks.ticket.encode(),
-        tasks: tasks.tasks.clone().collect(),
+        tasks: tasks.tasks.clone(),
         command: tasks.command.clone(),
         environment: tasks.environment.clone(),
         folder: tasks.folder.clone(),
         payload: tasks.payload.is_some(),
         collect_result: tasks.collect_result,
+        elastic: tasks.elastic,
         start_timeout_ms: milliseconds(tasks.start_timeout),
         peer_timeout_ms: milliseconds(tasks.peer_timeout),
     };

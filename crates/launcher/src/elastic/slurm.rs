@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The nodes of a Slurm job that are up: a job that was submitted with `--no-kill` outlives nodes that fail, and they
+//! may come back.
+
+use std::process::Command;
+use std::time::Duration;
+
+use super::discovery::{Discovery, Stop};
+use super::program::answer;
+use crate::hosts::HostSlots;
+
+/// States in which a node runs nothing, and their marks: `*` behind a state is a node that does not answer.
+const UNUSABLE: [&str; 8] =
+    ["DOWN", "ERROR", "FAIL", "FAILING", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT", "UNKNOWN"];
+
+/// The nodes of this process's job, as Slurm's controller sees them.
+#[derive(Clone, Debug)]
+pub struct Slurm {
+    /// The job's nodes and their slots.
+    pub nodes: Vec<HostSlots>,
+    /// How long the controller may take to answer.
+    pub limit: Duration,
+}
+
+impl Discovery for Slurm {
+    fn find(&mut self, stop: &Stop) -> Result<Vec<HostSlots>, String> {
+        let names: Vec<&str> = self.nodes.iter().map(|node| node.host.as_str()).collect();
+        let mut scontrol = Command::new("scontrol");
+        scontrol.args(["--oneliner", "show", "node", &names.join(",")]);
+        let answer = answer(scontrol, self.limit, stop).map_err(|why| format!("scontrol {why}"))?;
+        if answer.code != Some(0) {
+            return Err(format!("scontrol cannot tell the state of the job's nodes: {}", answer.words));
+        }
+        Ok(usable(&self.nodes, &answer.stdout))
+    }
+}
+
+/// Those of the nodes that a listing shows in a state to work in.
+fn usable(nodes: &[HostSlots], listing: &str) -> Vec<HostSlots> {
+    let up: Vec<&str> = listing.lines().filter_map(up).collect();
+    nodes.iter().filter(|node| up.contains(&node.host.as_str())).cloned().collect()
+}
+
+/// The node of a line, if it is up.
+fn up(line: &str) -> Option<&str> {
+    let value = |key: &str| line.split_whitespace().find_map(|word| word.strip_prefix(key));
+    let (name, state) = (value("NodeName=")?, value("State=")?);
+    let down = state.contains('*') || state.split('+').any(|part| UNUSABLE.contains(&part));
+    (!down).then_some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_that_are_down_or_do_not_answer_are_left_out_and_come_back() {
+        let nodes = ["n1", "n2", "n3", "n4"].map(|name| HostSlots::new(name, 2));
+        let listing = "NodeName=n1 Arch=x86_64 CPUAlloc=4 State=ALLOCATED ThreadsPerCore=1\n\
+                       NodeName=n2 State=DOWN+NOT_RESPONDING\nNodeName=n3 State=MIXED+DRAIN\n\
+                       NodeName=n4 State=ALLOCATED*\n";
+        let names = |listing: &str| -> Vec<String> {
+            usable(&nodes, listing).into_iter().map(|node| node.host).collect()
+        };
+        assert_eq!(names(listing), ["n1", "n3"]);
+        assert_eq!(names(&listing.replace("DOWN+NOT_RESPONDING", "IDLE")), ["n1", "n2", "n3"]);
+    }
+}
