@@ -7,16 +7,18 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use farandole::config::Gradients;
 use farandole::engine::{Handle, Kind, Request};
+use farandole::registrar::Error as RegistrarError;
 use farandole::session::{self, Session, Told, Wishes};
 use farandole::world::{self, ProcessSetId, Rank};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::device::{DeviceMemory, Given, Reached, Spot, Spots, device_memory, open_device};
-use crate::error::raise;
+use crate::error::{WorkerDismissed, raise};
 use crate::registrar::configuration;
 use crate::runtime;
 use crate::tensor::{Gathered, Mapped, buffer, dtype, reduce_op};
@@ -33,6 +35,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(host, module)?)?;
     module.add_function(wrap_pyfunction!(here, module)?)?;
     module.add_function(wrap_pyfunction!(holder, module)?)?;
+    module.add_function(wrap_pyfunction!(host_changes, module)?)?;
+    module.add_function(wrap_pyfunction!(leave, module)?)?;
     module.add_function(wrap_pyfunction!(shutdown, module)?)?;
     module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
     module.add_function(wrap_pyfunction!(has_horovods_gradients, module)?)?;
@@ -126,6 +130,22 @@ fn init(
     interruptible(py, |interrupted| session::begin(&wishes, interrupted))
 }
 
+/// Changes of hosts that workers of an elastic job have not asked for yet: seconds since the epoch, and 1 where workers
+/// are to leave, 2 where workers wait to join, or both.
+#[pyfunction]
+fn host_changes() -> Vec<(f64, u8)> {
+    let bits = |removed: bool, added: bool| u8::from(removed) | u8::from(added) << 1;
+    session::host_changes().into_iter().map(|change| (change.at, bits(change.removed, change.added))).collect()
+}
+
+/// Tells the registrar of an elastic job that this worker ends at its next chance; false where the job is not elastic.
+#[pyfunction]
+#[pyo3(signature = (reason, timeout, /))]
+fn leave(py: Python<'_>, reason: &str, timeout: f64) -> PyResult<bool> {
+    let deadline = Instant::now() + Duration::try_from_secs_f64(timeout).unwrap_or_default();
+    py.detach(|| session::leave(reason, deadline)).map_err(|error| raise(error.fault(), &error))
+}
+
 /// Holds the registrar of a world of `size`, in the process that is its rank 0; the ticket that its ranks need, a secret.
 #[pyfunction]
 #[pyo3(signature = (size, one_host, /))]
@@ -159,6 +179,9 @@ fn interruptible<T: Send>(
     });
     match (waited, interrupt) {
         (Err(session::Error::Interrupted), Some(interrupt)) => Err(interrupt),
+        (Err(session::Error::Registrar(RegistrarError::Dismissed { reason, .. })), _) => {
+            Err(WorkerDismissed::new_err(reason))
+        }
         (waited, _) => waited.map_err(|error| raise(error.fault(), &error)),
     }
 }

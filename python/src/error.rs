@@ -13,6 +13,7 @@ import_exception!(farandole.common.exceptions, FarandoleBugError);
 import_exception!(farandole.common.exceptions, FarandoleEnvironmentError);
 import_exception!(farandole.common.exceptions, FarandoleInternalError);
 import_exception!(farandole.common.exceptions, FarandoleUsageError);
+import_exception!(farandole.common.exceptions, WorkerDismissed);
 
 /// The exception for `error`.
 pub(crate) fn raise(fault: Fault, error: &dyn Error) -> PyErr {

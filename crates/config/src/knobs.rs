@@ -157,6 +157,8 @@ knobs! {
     rendezvous: String = "", "RENDEZVOUS", None, false;
     /// Generation of the job that this process was started for; 0 where none is known. Set by launchers.
     generation: u64 = "0", "GENERATION", None, false;
+    /// Whether workers come and go while the job runs: `init` waits until this one is wanted. Set by launchers.
+    elastic: bool = "0", "ELASTIC", None, false;
     /// Addresses the registrar is reached at; default: all of the driver's own.
     driver_host: String = "", "DRIVER_HOST", Some("--driver-host"), true;
     /// Address of this host to listen on, for the driver and the ranks; or a network such as `10.0.0.0/8`, in which each host has an address of its own. Default: all.

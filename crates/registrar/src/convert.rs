@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use farandole_telemetry::{LogLine, Metric, Record, Stream};
 use farandole_world::{
-    Generation, HostFacts, HostHash, Rank, TaskId, TaskPlace, World, assign, assign_in_order,
+    Generation, HostFacts, HostHash, Rank, TaskId, TaskPlace, World, assign, assign_as_listed,
+    assign_in_order,
 };
 use prost::Message as _;
 
@@ -38,7 +39,16 @@ pub(crate) fn encode_world(world: &World) -> Bytes {
         .collect();
     // Where both rules give this order they give one world.
     let in_order = world.seats.is_sorted_by_key(|seat| seat.task);
-    wire::World { generation: world.generation.0, hosts, in_order }.encode_to_vec().into()
+    let kept = !in_order && !follows_rule(world);
+    let order = if kept { world.seats.iter().map(|seat| seat.task.0).collect() } else { Vec::new() };
+    wire::World { generation: world.generation.0, hosts, in_order, order }.encode_to_vec().into()
+}
+
+/// Whether the ranks are those of the rule of assignment.
+fn follows_rule(world: &World) -> bool {
+    let places: Vec<TaskPlace> =
+        world.seats.iter().map(|seat| TaskPlace { task: seat.task, host: seat.host.clone() }).collect();
+    assign(world.generation, &places).is_ok_and(|ruled| ruled.seats == world.seats)
 }
 
 /// The world in `bytes`, seen from `task`. The error says what is wrong with it.
@@ -67,7 +77,14 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
             );
         }
     }
-    let rule = if message.in_order { assign_in_order } else { assign };
+    let rule = match (message.order.is_empty(), message.in_order) {
+        (true, true) => assign_in_order,
+        (true, false) => assign,
+        (false, _) => {
+            places = by_order(places, &message.order)?;
+            assign_as_listed
+        }
+    };
     let world = rule(Generation(message.generation), &places).map_err(|error| error.to_string())?;
     let rank = (0u32..)
         .zip(&world.seats)
@@ -75,6 +92,19 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
         .map(|(rank, _)| Rank(rank))
         .ok_or_else(|| format!("task {task} has no place in it"))?;
     world.seen_from(rank).map_err(|error| error.to_string())
+}
+
+/// The places as `order` lists their tasks.
+fn by_order(places: Vec<TaskPlace>, order: &[u32]) -> Result<Vec<TaskPlace>, String> {
+    if places.len() != order.len() {
+        return Err(format!("{} tasks have places, and {} ranks", places.len(), order.len()));
+    }
+    let mut by_task: BTreeMap<TaskId, TaskPlace> =
+        places.into_iter().map(|place| (place.task, place)).collect();
+    order
+        .iter()
+        .map(|task| by_task.remove(&TaskId(*task)).ok_or_else(|| format!("task {task} has no place of its own")))
+        .collect()
 }
 
 /// A hash's name and digest; all of it is the name where it does not end in a digest.
@@ -215,6 +245,12 @@ mod tests {
         }
     }
 
+    /// Ranks that no rule gives.
+    fn backwards(generation: Generation, places: &[TaskPlace]) -> Result<World, farandole_world::Error> {
+        let places: Vec<TaskPlace> = places.iter().rev().cloned().collect();
+        assign_as_listed(generation, &places)
+    }
+
     proptest! {
         #[test]
         fn a_world_survives_the_wire_as_each_task_sees_it(
@@ -224,7 +260,7 @@ mod tests {
                 .zip(&hosts)
                 .map(|(task, host)| TaskPlace { task: TaskId(task * gap), host: HostHash(host.clone()) })
                 .collect();
-            for rule in [assign, assign_in_order] {
+            for rule in [assign, assign_in_order, assign_as_listed, backwards] {
                 let world = rule(Generation(generation), &places).unwrap();
                 for (rank, seat) in (0u32..).zip(&world.seats) {
                     let seen = decode_world(encode_world(&world), seat.task).unwrap();

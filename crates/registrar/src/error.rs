@@ -83,6 +83,14 @@ pub enum Error {
         /// No worker failed: the tasks may form another generation.
         retry: bool,
     },
+    /// A worker of an elastic job is not wanted any more, and may end: that is no failure.
+    #[error("this worker leaves job {job}: {reason}")]
+    Dismissed {
+        /// The job.
+        job: String,
+        /// Why.
+        reason: String,
+    },
     /// The connection broke during a call.
     #[error("lost the registrar of job {job} during {call}: {reason}")]
     Lost {
@@ -153,7 +161,7 @@ impl Error {
             | Self::Refused { .. }
             | Self::Timeout { .. }
             | Self::Version { .. } => Fault::Environment,
-            Self::Aborted { .. } => Fault::Membership,
+            Self::Aborted { .. } | Self::Dismissed { .. } => Fault::Membership,
             Self::Lost { .. } | Self::Closed { .. } => Fault::Peer,
             Self::Malformed { .. } => Fault::Bug,
         }

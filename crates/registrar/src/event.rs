@@ -4,7 +4,7 @@
 //! What the driver hears of its job.
 
 use farandole_telemetry::{Record, Weight};
-use farandole_world::{Rank, TaskId, World};
+use farandole_world::{Generation, Rank, TaskId, World};
 
 use crate::exit::{Exit, Verdict};
 
@@ -50,6 +50,32 @@ pub enum Event {
         rank: Option<Rank>,
         /// What was seen.
         reason: String,
+    },
+    /// Elastic jobs: a worker is to be started. Those of one host come together.
+    Start {
+        /// Its task, which no worker had before.
+        task: TaskId,
+        /// The host, as it was discovered.
+        host: String,
+    },
+    /// Elastic jobs: a worker is to be ended.
+    Stop {
+        /// Its task.
+        task: TaskId,
+        /// Why.
+        reason: String,
+    },
+    /// Elastic jobs: a worker that waited for a world may go.
+    Dismissed {
+        /// Its task.
+        task: TaskId,
+        /// Why.
+        reason: String,
+    },
+    /// Elastic jobs: the function has returned on every rank of the present world.
+    Finished {
+        /// That world.
+        generation: Generation,
     },
     /// A generation is over, or the whole job, and its workers are being ended.
     Aborted {

@@ -45,11 +45,11 @@ mod ticket;
 mod tls;
 mod wire;
 
-pub use client::{Cancel, Client, Relay};
+pub use client::{Cancel, Client, HostChange, Relay};
 pub use error::{Error, Result};
 pub use event::Event;
 pub use exit::{Exit, How, Verdict, signal_name};
 pub use secret::Secret;
-pub use server::{Options, Registrar};
+pub use server::{Elastic, Options, Registrar};
 pub use ticket::Ticket;
 pub use wire::{MAX_RESULT, PROTOCOL_VERSION};

@@ -4,7 +4,7 @@
 //! What both ends agree on beside the messages.
 
 /// Compared on every registration and heartbeat.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 
 /// Metadata: the job's token.
 pub(crate) const TOKEN: &str = "farandole-token";
@@ -17,6 +17,9 @@ pub(crate) const PROTOCOL: &str = "farandole-protocol";
 
 /// Metadata of the word that a generation is over: its tasks may form another.
 pub(crate) const RETRY: &str = "farandole-retry";
+
+/// Metadata of the word that a worker of an elastic job may go: its host was removed, or it asked to leave.
+pub(crate) const DISMISSED: &str = "farandole-dismissed";
 
 /// Largest result that passes through the registrar; larger ones go through a store.
 pub const MAX_RESULT: usize = 16 << 20;

@@ -15,6 +15,8 @@
 //! variables of another starter (`started`), or by the caller, who has a communicator of his own ([`Told`], [`host`]). A
 //! process that nobody started gets a world of one.
 //!
+//! In an elastic job a worker asks the registrar for each world by itself (`rejoin`), as often as worlds break.
+//!
 //! Refuses policy: who gets which rank is the registrar's or the starter's, when to form a new world the trainer's.
 //!
 //! Invariants:
@@ -36,6 +38,7 @@ mod links;
 mod meeting;
 mod memory;
 mod process;
+mod rejoin;
 mod rest;
 mod say;
 mod session;
@@ -45,6 +48,7 @@ mod started;
 mod wishes;
 
 pub use error::{Error, Result};
+pub use rejoin::{host_changes, leave};
 pub use process::{begin, current, init, is_initialized, shutdown};
 pub use session::Session;
 pub use stalls::Stacks;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 
-use crate::{Error, Result, Session, Wishes, form};
+use crate::{Error, Result, Session, Wishes, form, rejoin};
 
 /// Held while a session comes up or goes down. Taken before `SESSION`.
 static CHANGE: Mutex<()> = Mutex::new(());
@@ -63,6 +63,7 @@ pub fn shutdown() {
     let _change = CHANGE.lock();
     let session = SESSION.write().take();
     if let Some(session) = session {
+        rejoin::left(&session);
         session.shutdown();
     }
 }

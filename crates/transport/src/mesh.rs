@@ -469,6 +469,11 @@ impl Mesh {
         self.shared.first_loss().map_or(Ok(()), |error| Err(error.clone()))
     }
 
+    /// Peers that were lost otherwise than by leaving in order, by rank.
+    pub fn lost(&self) -> Vec<Rank> {
+        self.shared.lost()
+    }
+
     /// Shows local peers that this process runs. The service thread does so by itself, so this is for a caller whose
     /// own progress should count too; it is never needed.
     pub fn beat(&self) {

@@ -3,7 +3,7 @@
 
 //! What the mesh, its service thread and its dialers share.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -76,6 +76,8 @@ pub(crate) struct Shared {
     /// For the service thread to take. Lock order: as above.
     retired: Mutex<Vec<Retired>>,
     first_loss: OnceLock<Error>,
+    /// Peers that were lost otherwise than by leaving in order. Lock order: nothing is locked while this is held.
+    losses: Mutex<BTreeSet<Rank>>,
 }
 
 /// The facts a [`Shared`] starts from.
@@ -115,6 +117,7 @@ impl Shared {
             paths: Mutex::new(Vec::new()),
             retired: Mutex::new(Vec::new()),
             first_loss: OnceLock::new(),
+            losses: Mutex::default(),
         })
     }
 
@@ -199,6 +202,7 @@ impl Shared {
             return;
         }
         if !orderly && let Some(error) = peer.lost() {
+            self.losses.lock().insert(peer.rank);
             // The first loss is the one reported.
             drop(self.first_loss.set(error));
         }
@@ -210,6 +214,10 @@ impl Shared {
 
     pub(crate) fn first_loss(&self) -> Option<&Error> {
         self.first_loss.get()
+    }
+
+    pub(crate) fn lost(&self) -> Vec<Rank> {
+        self.losses.lock().iter().copied().collect()
     }
 
     pub(crate) fn stop(&self) {

@@ -3,7 +3,7 @@
 
 //! From registered tasks to ranks.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::{CrossRank, Error, Generation, HostHash, LocalRank, Rank, Seat, TaskId, World};
 
@@ -77,10 +77,32 @@ pub fn assign_in_order(generation: Generation, places: &[TaskPlace]) -> Result<W
     if sorted.is_empty() {
         return Err(Error::RankOutOfRange { rank: Rank(0), size: 0 });
     }
+    Ok(seated(generation, sorted))
+}
+
+/// Gives the tasks ranks in the order of `places`, whichever hosts they are on: for a world that keeps the ranks of the
+/// one before it. Local ranks follow the ranks of a host, and cross ranks those of a local rank.
+/// The returned world is seen from rank 0.
+///
+/// # Errors
+/// As [`assign`].
+pub fn assign_as_listed(generation: Generation, places: &[TaskPlace]) -> Result<World, Error> {
+    let mut seen = HashSet::with_capacity(places.len());
+    if let Some(place) = places.iter().find(|place| !seen.insert(place.task)) {
+        return Err(Error::DuplicateTask { task: place.task });
+    }
+    if places.is_empty() {
+        return Err(Error::RankOutOfRange { rank: Rank(0), size: 0 });
+    }
+    Ok(seated(generation, places.iter().collect()))
+}
+
+/// The world whose ranks are the positions in `places`.
+fn seated(generation: Generation, places: Vec<&TaskPlace>) -> World {
     let mut local_sizes: HashMap<&HostHash, u32> = HashMap::new();
     let mut cross_sizes: HashMap<u32, u32> = HashMap::new();
     let mut seats = Vec::with_capacity(places.len());
-    for place in &sorted {
+    for place in &places {
         let local = local_sizes.entry(&place.host).or_default();
         let cross = cross_sizes.entry(*local).or_default();
         seats.push(Seat {
@@ -94,11 +116,11 @@ pub fn assign_in_order(generation: Generation, places: &[TaskPlace]) -> Result<W
         *local += 1;
         *cross += 1;
     }
-    for (seat, place) in seats.iter_mut().zip(sorted) {
+    for (seat, place) in seats.iter_mut().zip(places) {
         seat.local_size = local_sizes[&place.host];
         seat.cross_size = cross_sizes[&seat.local_rank.0];
     }
-    Ok(World { generation, rank: Rank(0), seats })
+    World { generation, rank: Rank(0), seats }
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ pub mod nodelist;
 mod part;
 mod topology;
 
-pub use assign::{TaskPlace, assign, assign_in_order};
+pub use assign::{TaskPlace, assign, assign_as_listed, assign_in_order};
 pub use fault::Fault;
 pub use host::{HostFacts, HostHash};
 pub use ids::{CrossRank, Generation, JobId, LocalRank, ProcessSetId, Rank, TaskId};

@@ -8,6 +8,7 @@ import functools
 import queue
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from farandole._native import engine
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HostsUpdatedInterrupt
 
@@ -76,6 +77,8 @@ class State:
         Raises:
             HostsUpdatedInterrupt: On all ranks, when hosts came or went.
         """
+        for at, change in engine.host_changes():
+            self.on_hosts_updated(at, change)
         latest, changes = self._last_updated_timestamp, HostUpdateResult.no_update
         while not self._host_messages.empty():
             timestamp, change = self._host_messages.get()

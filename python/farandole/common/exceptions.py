@@ -29,6 +29,20 @@ class FarandoleBugError(RuntimeError):
     """Farandole itself is wrong; please report it with the message."""
 
 
+class WorkerDismissed(SystemExit):  # noqa: N818 - it ends the process in order, as SystemExit does
+    """This worker of an elastic job is not wanted any more: its host was removed, or it has asked to leave.
+
+    `init` raises it. Where nobody catches it the process ends with code 0, which is no failure of the job.
+
+    Attributes:
+        reason: Why the worker is dismissed.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+
 HorovodInternalError = FarandoleInternalError
 """Horovod's name of `FarandoleInternalError`."""
 

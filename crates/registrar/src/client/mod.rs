@@ -7,6 +7,7 @@ mod caller;
 #[cfg(test)]
 mod crowd;
 mod dial;
+mod elastic;
 mod heartbeat;
 mod outbox;
 mod relay;
@@ -32,6 +33,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use self::outbox::Outbox;
+pub use self::elastic::HostChange;
 pub use self::relay::Relay;
 use crate::convert;
 use crate::error::{Error, Result};
@@ -39,7 +41,7 @@ use crate::exit::{Exit, Verdict};
 use crate::generated as wire;
 use crate::generated::registrar_client::RegistrarClient;
 use crate::ticket::Ticket;
-use crate::wire::{GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK, TOKEN};
+use crate::wire::{DISMISSED, GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK, TOKEN};
 
 /// The longest a call waits at the registrar before it is made again.
 const POLL: Duration = Duration::from_secs(30);
@@ -111,6 +113,8 @@ struct Inner {
     outbox: Arc<Outbox>,
     offer: heartbeat::Offer,
     tasks: Mutex<Vec<JoinHandle<()>>>,
+    /// What waits for news of hosts.
+    changes: Mutex<Option<JoinHandle<()>>>,
     made_in: u32,
 }
 
@@ -205,6 +209,7 @@ impl Client {
             outbox,
             offer: heartbeat::Offer::default(),
             tasks: Mutex::new(vec![pump]),
+            changes: Mutex::new(None),
             made_in: std::process::id(),
         };
         Ok(Self { inner: Arc::new(inner) })
@@ -519,6 +524,7 @@ impl Client {
         let job = self.job_id().0.clone();
         let reason = status.message().to_owned();
         match status.code() {
+            Code::Aborted if status.metadata().contains_key(DISMISSED) => Error::Dismissed { job, reason },
             Code::Aborted => Error::Aborted { job, reason, retry: status.metadata().contains_key(RETRY) },
             Code::Unauthenticated
             | Code::PermissionDenied
@@ -556,7 +562,8 @@ async fn whole(
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        for task in self.tasks.lock().drain(..) {
+        let changes = self.changes.lock().take();
+        for task in self.tasks.lock().drain(..).chain(changes) {
             task.abort();
         }
     }

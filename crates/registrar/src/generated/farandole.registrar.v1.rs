@@ -42,6 +42,42 @@ pub struct AwaitAssignmentRequest {
     pub session: ::core::option::Option<u64>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct JoinRequest {
+    #[prost(uint64, tag = "1")]
+    pub timeout_ms: u64,
+    /// The world that the worker leaves; 0 before its first.
+    #[prost(uint64, tag = "2")]
+    pub after: u64,
+    /// Tasks of that world that the worker has lost.
+    #[prost(uint32, repeated, tag = "3")]
+    pub suspects: ::prost::alloc::vec::Vec<u32>,
+}
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct ChangesRequest {
+    #[prost(uint64, tag = "1")]
+    pub timeout_ms: u64,
+    /// Seconds since the epoch of the last change that the caller knows.
+    #[prost(double, tag = "2")]
+    pub known: f64,
+}
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct ChangesReply {
+    /// Seconds since the epoch; absent when the time ran out first.
+    #[prost(double, optional, tag = "1")]
+    pub at: ::core::option::Option<f64>,
+    #[prost(bool, tag = "2")]
+    pub removed: bool,
+    #[prost(bool, tag = "3")]
+    pub added: bool,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LeaveRequest {
+    #[prost(string, tag = "1")]
+    pub reason: ::prost::alloc::string::String,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct LeaveReply {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct AwaitAssignmentReply {
     /// A piece of a `World`; absent when the time ran out first.
     #[prost(bytes = "bytes", optional, tag = "1")]
@@ -65,6 +101,9 @@ pub struct World {
     /// Ranks were given out before: every task's is its place among the tasks, whichever hosts they are on.
     #[prost(bool, tag = "3")]
     pub in_order: bool,
+    /// Every task by its rank, where neither rule gives the ranks: a world that keeps those of the one before it.
+    #[prost(uint32, repeated, tag = "4")]
+    pub order: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Host {
@@ -400,6 +439,75 @@ pub mod registrar_client {
                 );
             self.inner.server_streaming(req, path, codec).await
         }
+        /// A worker of an elastic job asks for a world after the one of the call's generation, and waits for it.
+        pub async fn join(
+            &mut self,
+            request: impl tonic::IntoRequest<super::JoinRequest>,
+        ) -> std::result::Result<
+            tonic::Response<tonic::codec::Streaming<super::AwaitAssignmentReply>>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Codec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/farandole.registrar.v1.Registrar/Join",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Join"));
+            self.inner.server_streaming(req, path, codec).await
+        }
+        /// A worker of an elastic job waits for news of hosts that came or went.
+        pub async fn changes(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ChangesRequest>,
+        ) -> std::result::Result<tonic::Response<super::ChangesReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Codec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/farandole.registrar.v1.Registrar/Changes",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Changes"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// A worker of an elastic job will end at its next chance.
+        pub async fn leave(
+            &mut self,
+            request: impl tonic::IntoRequest<super::LeaveRequest>,
+        ) -> std::result::Result<tonic::Response<super::LeaveReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Codec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/farandole.registrar.v1.Registrar/Leave",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Leave"));
+            self.inner.unary(req, path, codec).await
+        }
         /// An agent shows that it lives; the answer stream says when to stop.
         pub async fn heartbeat(
             &mut self,
@@ -649,6 +757,27 @@ pub mod registrar_server {
             tonic::Response<Self::AwaitAssignmentStream>,
             tonic::Status,
         >;
+        /// Server streaming response type for the Join method.
+        type JoinStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::AwaitAssignmentReply, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// A worker of an elastic job asks for a world after the one of the call's generation, and waits for it.
+        async fn join(
+            &self,
+            request: tonic::Request<super::JoinRequest>,
+        ) -> std::result::Result<tonic::Response<Self::JoinStream>, tonic::Status>;
+        /// A worker of an elastic job waits for news of hosts that came or went.
+        async fn changes(
+            &self,
+            request: tonic::Request<super::ChangesRequest>,
+        ) -> std::result::Result<tonic::Response<super::ChangesReply>, tonic::Status>;
+        /// A worker of an elastic job will end at its next chance.
+        async fn leave(
+            &self,
+            request: tonic::Request<super::LeaveRequest>,
+        ) -> std::result::Result<tonic::Response<super::LeaveReply>, tonic::Status>;
         /// Server streaming response type for the Heartbeat method.
         type HeartbeatStream: tonic::codegen::tokio_stream::Stream<
                 Item = std::result::Result<super::Directive, tonic::Status>,
@@ -882,6 +1011,138 @@ pub mod registrar_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.server_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/farandole.registrar.v1.Registrar/Join" => {
+                    #[allow(non_camel_case_types)]
+                    struct JoinSvc<T: Registrar>(pub Arc<T>);
+                    impl<
+                        T: Registrar,
+                    > tonic::server::ServerStreamingService<super::JoinRequest>
+                    for JoinSvc<T> {
+                        type Response = super::AwaitAssignmentReply;
+                        type ResponseStream = T::JoinStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::JoinRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Registrar>::join(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = JoinSvc(inner);
+                        let codec = crate::codec::Codec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.server_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/farandole.registrar.v1.Registrar/Changes" => {
+                    #[allow(non_camel_case_types)]
+                    struct ChangesSvc<T: Registrar>(pub Arc<T>);
+                    impl<T: Registrar> tonic::server::UnaryService<super::ChangesRequest>
+                    for ChangesSvc<T> {
+                        type Response = super::ChangesReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ChangesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Registrar>::changes(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ChangesSvc(inner);
+                        let codec = crate::codec::Codec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/farandole.registrar.v1.Registrar/Leave" => {
+                    #[allow(non_camel_case_types)]
+                    struct LeaveSvc<T: Registrar>(pub Arc<T>);
+                    impl<T: Registrar> tonic::server::UnaryService<super::LeaveRequest>
+                    for LeaveSvc<T> {
+                        type Response = super::LeaveReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::LeaveRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Registrar>::leave(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = LeaveSvc(inner);
+                        let codec = crate::codec::Codec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)

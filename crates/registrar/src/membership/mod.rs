@@ -20,6 +20,7 @@
 //!   stopped worker whenever one was seen in time.
 //! - `MB-5`: after an abort, or a finish, nothing is assigned.
 
+pub(crate) mod elastic;
 mod running;
 #[cfg(test)]
 mod simulation;
@@ -39,14 +40,21 @@ use running::Running;
 pub(crate) struct Options {
     /// Tasks in the job.
     pub(crate) tasks: u32,
-    /// Silence after which an agent is lost.
-    pub(crate) heartbeat_timeout: Duration,
-    /// How long an agent whose connection broke may take to come back.
-    pub(crate) disconnect_grace: Duration,
+    /// When an agent counts as gone.
+    pub(crate) liveness: Liveness,
     /// How long exits are collected after the first failure, before one is named the first.
     pub(crate) failure_grace: Duration,
     /// Whether a task's number is its rank, whichever host it is on.
     pub(crate) in_order: bool,
+}
+
+/// When an agent counts as gone.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Liveness {
+    /// Silence after which it is lost.
+    pub(crate) heartbeat_timeout: Duration,
+    /// How long one whose connection broke may take to come back.
+    pub(crate) disconnect_grace: Duration,
 }
 
 /// What the machine is told.
@@ -60,6 +68,12 @@ pub(crate) enum Input {
     Exited { task: TaskId, generation: Generation, exit: Exit },
     /// The driver gives up.
     Abort { reason: String },
+    /// Elastic jobs: the hosts that there are now, and their slots.
+    Hosts(Vec<(String, u32)>),
+    /// Elastic jobs: a worker could not be started.
+    NotStarted { task: TaskId, reason: String },
+    /// Elastic jobs: a worker wants to go at the next chance.
+    Leaves { task: TaskId, reason: String },
     /// Time has passed.
     Tick,
 }
@@ -81,6 +95,16 @@ pub(crate) enum Decision {
     Aborted { reason: String },
     /// All workers of a generation ended well: the job is done.
     Finished { generation: Generation },
+    /// Elastic jobs: a worker is to be started.
+    Start { task: TaskId, host: String },
+    /// Elastic jobs: a worker is to be ended, or is held to be: it must not come back.
+    End { task: TaskId, reason: String },
+    /// Elastic jobs: a worker that waits for a world gets none, and may go.
+    Dismissed { task: TaskId, reason: String },
+    /// Elastic jobs: members of a world should ask for the next one, at their next chance.
+    Changed { generation: Generation, removed: bool, added: bool },
+    /// Elastic jobs: a world cannot go on; its members will ask for the next one.
+    Broken { generation: Generation, verdict: Verdict },
 }
 
 /// Why a registration was turned down.
@@ -94,6 +118,10 @@ pub(crate) enum Refusal {
     Stale { task: TaskId, attempt: u64, current: u64 },
     #[error("the job was aborted: {reason}")]
     Aborted { reason: String },
+    #[error("task {task} is not expected: the driver has not started it, or counts it as gone")]
+    NotWanted { task: TaskId },
+    #[error("task {task} is to leave the job")]
+    Dismissed { task: TaskId },
     #[error("the job is done: all workers of generation {generation} ended well")]
     Finished { generation: Generation },
 }
@@ -138,13 +166,13 @@ impl Presence {
     }
 
     /// Why the agent counts as gone, if it does.
-    fn gone(&self, now: Duration, options: &Options) -> Option<String> {
+    fn gone(&self, now: Duration, liveness: &Liveness) -> Option<String> {
         let silent = now.saturating_sub(self.seen);
-        if silent >= options.heartbeat_timeout {
+        if silent >= liveness.heartbeat_timeout {
             return Some(format!("its agent was silent for {:.1} s", silent.as_secs_f64()));
         }
         let since = self.disconnected?;
-        (now.saturating_sub(since) >= options.disconnect_grace)
+        (now.saturating_sub(since) >= liveness.disconnect_grace)
             .then(|| "its agent's connection closed".to_owned())
     }
 }
@@ -234,7 +262,8 @@ impl Membership {
                 }
             }
             Input::Abort { reason } => return self.abort(reason),
-            Input::Tick => {}
+            // Nothing of an elastic job comes here.
+            Input::Hosts(_) | Input::NotStarted { .. } | Input::Leaves { .. } | Input::Tick => {}
         }
         self.settle(now)
     }
@@ -297,7 +326,7 @@ impl Membership {
             return decisions;
         }
         let options = &self.options;
-        self.waiting.retain(|task, waiting| match waiting.presence.gone_while_waiting(now, options) {
+        self.waiting.retain(|task, waiting| match waiting.presence.gone_while_waiting(now, &options.liveness) {
             Some(reason) => {
                 decisions.push(Decision::Withdrawn { task: *task, reason });
                 false
@@ -318,10 +347,10 @@ impl Membership {
 
 impl Presence {
     /// Nothing runs yet, so a closed connection is enough: the task may simply register again.
-    fn gone_while_waiting(&self, now: Duration, options: &Options) -> Option<String> {
+    fn gone_while_waiting(&self, now: Duration, liveness: &Liveness) -> Option<String> {
         match self.disconnected {
             Some(_) => Some("its agent's connection closed".to_owned()),
-            None => self.gone(now, options),
+            None => self.gone(now, liveness),
         }
     }
 }

@@ -100,7 +100,7 @@ impl Running {
         let mut decisions = Vec::new();
         for (task, member) in &mut self.members {
             if member.end.is_none()
-                && let Some(reason) = member.presence.gone(now, options)
+                && let Some(reason) = member.presence.gone(now, &options.liveness)
             {
                 member.end = Some(End { at: now, what: What::Lost(reason.clone()) });
                 decisions.push(Decision::Lost { task: *task, reason });
@@ -122,7 +122,7 @@ impl Running {
         let grace = if end.is_own() {
             options.failure_grace
         } else {
-            options.heartbeat_timeout + options.failure_grace
+            options.liveness.heartbeat_timeout + options.failure_grace
         };
         let everybody = self.members.values().all(|member| member.end.is_some());
         if !everybody && now.saturating_sub(earliest) < grace {

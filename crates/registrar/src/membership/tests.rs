@@ -10,8 +10,7 @@ use crate::exit::How;
 
 const OPTIONS: Options = Options {
     tasks: 3,
-    heartbeat_timeout: Duration::from_secs(5),
-    disconnect_grace: Duration::from_secs(1),
+    liveness: Liveness { heartbeat_timeout: Duration::from_secs(5), disconnect_grace: Duration::from_secs(1) },
     failure_grace: Duration::from_millis(500),
     in_order: false,
 };

@@ -5,7 +5,7 @@
 //!
 //! Lock order: membership, then what was told, then board, then events; key-values alone.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -16,12 +16,13 @@ use farandole_world::{Generation, HostHash, JobId, Rank, TaskId, World};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use super::Options;
+use super::members::Members;
+use super::{Elastic, Options};
 use crate::convert;
 use crate::event::Event;
 use crate::exit::{Exit, Verdict};
 use crate::kv::KeyValues;
-use crate::membership::{self, Decision, Input, Membership, Refusal};
+use crate::membership::{self, Decision, Input, Liveness, Membership, Refusal, elastic};
 
 /// Bytes of events that wait for the driver.
 const EVENTS: usize = 64 << 20;
@@ -56,7 +57,21 @@ pub(super) struct Board {
     aborted: Option<Arc<Verdict>>,
     /// Who registered last for each task: earlier starts of it get no rank any more.
     holders: HashMap<TaskId, u64>,
+    /// Elastic jobs: workers that are out, and why; those that may go; and what members of a world should know.
+    ends: HashMap<TaskId, Arc<Verdict>>,
+    dismissed: HashMap<TaskId, Arc<str>>,
+    pub(super) change: Option<Change>,
     pub(super) closed: bool,
+}
+
+/// Hosts came or went: members of a world should ask for the next one at their next chance.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Change {
+    pub(super) generation: Generation,
+    pub(super) removed: bool,
+    pub(super) added: bool,
+    /// Seconds since the epoch.
+    pub(super) at: f64,
 }
 
 impl Board {
@@ -76,6 +91,28 @@ impl Board {
             cause: None,
             retry: true,
         })
+    }
+
+    /// Why a worker has to end, if it has.
+    pub(super) fn end(&self, task: TaskId) -> Option<Verdict> {
+        self.ends.get(&task).map(|verdict| Verdict::clone(verdict))
+    }
+
+    /// Why a worker that waits for a world may go, if it may.
+    pub(super) fn dismissal(&self, task: TaskId) -> Option<Arc<str>> {
+        self.dismissed.get(&task).cloned()
+    }
+
+    /// Whether a task is in a world after `after`.
+    pub(super) fn is_seated(&self, task: TaskId, after: Generation) -> bool {
+        self.world.as_ref().is_some_and(|published| {
+            published.world.generation > after && published.ranks.contains_key(&task)
+        })
+    }
+
+    /// Why nothing will be assigned any more, if nothing will.
+    pub(super) fn aborted(&self) -> Option<Verdict> {
+        self.aborted.as_ref().map(|verdict| Verdict::clone(verdict))
     }
 
     /// Whether another start of the task has taken the place of this one.
@@ -99,13 +136,16 @@ pub(super) struct Core {
     tasks: u32,
     started: Instant,
     start_timeout: Duration,
-    membership: Mutex<Membership>,
+    pub(super) is_elastic: bool,
+    membership: Mutex<Members>,
     board: watch::Sender<Board>,
     kv: Mutex<KeyValues>,
     events: Ring<Event>,
     /// The driver has been waited for in vain: until it takes something, nobody waits again.
     deaf: AtomicBool,
     told: Mutex<Told>,
+    /// The last rank of each worker of an elastic job.
+    last_ranks: Mutex<HashMap<TaskId, Rank>>,
 }
 
 /// What the driver has heard of a generation's tasks: a call that is repeated because its connection broke is no news.
@@ -125,27 +165,55 @@ impl Told {
     }
 }
 
+fn liveness(options: &Options) -> Liveness {
+    Liveness {
+        heartbeat_timeout: options.peer_timeout.max(SHORTEST),
+        disconnect_grace: Duration::from_secs(1).min(options.peer_timeout),
+    }
+}
+
 impl Core {
     /// `in_order` where tasks have the ranks of their numbers.
     pub(super) fn new(job_id: JobId, options: &Options, in_order: bool) -> Self {
         let membership = Membership::new(membership::Options {
             tasks: options.tasks,
-            heartbeat_timeout: options.peer_timeout.max(SHORTEST),
-            disconnect_grace: Duration::from_secs(1).min(options.peer_timeout),
+            liveness: liveness(options),
             failure_grace: Duration::from_millis(500),
             in_order,
         });
+        Self::of(job_id, options, Members::Fixed(membership))
+    }
+
+    /// For workers that come and go.
+    pub(super) fn elastic(job_id: JobId, options: &Options, elastic: &Elastic) -> Self {
+        let rules = elastic::Rules {
+            first: elastic.first,
+            least: elastic.least,
+            most: elastic.most,
+            spares: elastic.spares,
+            timeout: elastic.timeout,
+            reset_limit: elastic.reset_limit,
+            cooldown: elastic.cooldown,
+            start_timeout: options.start_timeout,
+            liveness: liveness(options),
+        };
+        Self::of(job_id, options, Members::Elastic(Box::new(elastic::Elastic::new(rules))))
+    }
+
+    fn of(job_id: JobId, options: &Options, membership: Members) -> Self {
         Self {
             job_id,
             tasks: options.tasks,
             started: Instant::now(),
             start_timeout: options.start_timeout,
+            is_elastic: membership.is_elastic(),
             membership: Mutex::new(membership),
             board: watch::Sender::new(Board::default()),
             kv: Mutex::new(KeyValues::default()),
             events: Ring::new(EVENTS),
             deaf: AtomicBool::new(false),
             told: Mutex::default(),
+            last_ranks: Mutex::default(),
         }
     }
 
@@ -164,6 +232,19 @@ impl Core {
         Ok(generation)
     }
 
+    /// A worker of an elastic job asks for a world after `after`.
+    pub(super) fn ready(
+        &self,
+        task: TaskId,
+        after: Generation,
+        suspects: BTreeSet<TaskId>,
+    ) -> Result<(), Refusal> {
+        let mut membership = self.membership.lock();
+        let decisions = membership.ready(self.started.elapsed(), task, after, suspects)?;
+        self.apply(decisions);
+        Ok(())
+    }
+
     /// Takes in what happened.
     pub(super) fn observe(&self, input: Input) {
         let mut membership = self.membership.lock();
@@ -174,9 +255,8 @@ impl Core {
     /// Takes in a worker's end; the driver hears of it before it hears of what follows.
     pub(super) fn exited(&self, task: TaskId, generation: Generation, exit: Exit) {
         let mut membership = self.membership.lock();
-        if membership.generation() == generation && self.told.lock().enter(generation).ends.insert(task) {
-            let rank = self.board.borrow().rank(task).unwrap_or_default();
-            self.events.push(Event::Exited { task, rank, exit: exit.clone() });
+        if self.is_news(&membership, generation) && self.told.lock().enter(generation).ends.insert(task) {
+            self.events.push(Event::Exited { task, rank: self.last_rank(task), exit: exit.clone() });
         }
         let decisions = membership.observe(self.started.elapsed(), Input::Exited { task, generation, exit });
         self.apply(decisions);
@@ -185,10 +265,19 @@ impl Core {
     /// Takes in what a worker of the present generation returned.
     pub(super) fn returned(&self, task: TaskId, generation: Generation, data: Vec<u8>) {
         let membership = self.membership.lock();
-        if membership.generation() == generation && self.told.lock().enter(generation).results.insert(task) {
-            let rank = self.board.borrow().rank(task).unwrap_or_default();
-            self.events.push(Event::Result { task, rank, data });
+        if self.is_news(&membership, generation) && self.told.lock().enter(generation).results.insert(task) {
+            self.events.push(Event::Result { task, rank: self.last_rank(task), data });
         }
+    }
+
+    /// Agents of elastic jobs speak of no generation: a task is one process.
+    fn is_news(&self, membership: &Members, generation: Generation) -> bool {
+        self.is_elastic || membership.generation() == generation
+    }
+
+    fn last_rank(&self, task: TaskId) -> Rank {
+        let present = self.board.borrow().rank(task);
+        present.or_else(|| self.last_ranks.lock().get(&task).copied()).unwrap_or_default()
     }
 
     pub(super) fn abort(&self, reason: String) {
@@ -239,7 +328,7 @@ impl Core {
     /// The lowest tasks that have not registered, and how many there are.
     pub(super) fn missing(&self) -> (Vec<u32>, u32) {
         let membership = self.membership.lock();
-        let all: Vec<u32> = membership.missing().map(|task| task.0).collect();
+        let all: Vec<u32> = membership.missing().into_iter().map(|task| task.0).collect();
         let count = u32::try_from(all.len()).unwrap_or(u32::MAX);
         (all.into_iter().take(LISTED).collect(), count)
     }
@@ -263,7 +352,9 @@ impl Core {
         while !board.borrow_and_update().closed {
             interval.tick().await;
             self.observe(Input::Tick);
-            if self.started.elapsed() >= self.start_timeout + LEEWAY && self.board.borrow().world.is_none() {
+            if !self.is_elastic
+                && self.started.elapsed() >= self.start_timeout + LEEWAY
+                && self.board.borrow().world.is_none() {
                 self.give_up();
             }
         }
@@ -302,7 +393,10 @@ impl Core {
                 }
                 Decision::Assigned { world } => {
                     let ranks =
-                        (0u32..).map(Rank).zip(&world.seats).map(|(rank, seat)| (seat.task, rank)).collect();
+                        (0u32..).map(Rank).zip(&world.seats).map(|(rank, seat)| (seat.task, rank)).collect::<HashMap<_, _>>();
+                    if self.is_elastic {
+                        self.last_ranks.lock().extend(ranks.iter().map(|(task, rank)| (*task, *rank)));
+                    }
                     let published = Arc::new(Published {
                         encoded: convert::encode_world(&world),
                         ranks,
@@ -324,7 +418,29 @@ impl Core {
                     }
                     self.board.send_modify(|board| board.aborted = Some(Arc::new(verdict)));
                 }
+                Decision::Start { task, host } => self.events.push(Event::Start { task, host }),
+                Decision::End { task, reason } => {
+                    self.events.push(Event::Stop { task, reason: reason.clone() });
+                    let verdict = Arc::new(Verdict { reason, cause: None, retry: false });
+                    self.board.send_modify(|board| drop(board.ends.insert(task, verdict)));
+                }
+                Decision::Dismissed { task, reason } => {
+                    self.events.push(Event::Dismissed { task, reason: reason.clone() });
+                    self.board.send_modify(|board| drop(board.dismissed.insert(task, reason.into())));
+                }
+                Decision::Changed { generation, removed, added } => {
+                    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+                    let at = since.unwrap_or_default().as_secs_f64();
+                    let change = Change { generation, removed, added, at };
+                    self.board.send_modify(|board| board.change = Some(change));
+                }
+                Decision::Broken { generation, verdict } => {
+                    self.board.send_modify(|board| board.over = Some((generation, Arc::new(verdict))));
+                }
                 Decision::Finished { generation } => {
+                    if self.is_elastic {
+                        self.events.push(Event::Finished { generation });
+                    }
                     self.board.send_modify(|board| board.finished = Some(generation));
                 }
             }

@@ -6,6 +6,7 @@
 mod auth;
 mod core;
 mod incoming;
+mod members;
 mod relay;
 mod service;
 
@@ -15,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use farandole_config::{Config, PortRange};
 use farandole_telemetry::Drained;
-use farandole_world::{JobId, World};
+use farandole_world::{JobId, TaskId, World};
 use parking_lot::Mutex;
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
@@ -26,6 +27,7 @@ use self::core::Core;
 use self::service::Service;
 use crate::error::{Error, Result};
 use crate::event::Event;
+use crate::membership::Input;
 use crate::generated::registrar_server::RegistrarServer;
 use crate::secret::Secret;
 use crate::ticket::{Ticket, Token};
@@ -44,6 +46,10 @@ const RECORDS_WINDOW: u32 = 1 << 20;
 /// Times beyond these are taken for these.
 const SHORTEST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
+/// Workers that an elastic job may start in its life.
+const TASKS: u32 = 1 << 20;
+/// Connections of workers that end while others take their places.
+const LEAVERS: u32 = 64;
 /// How long open calls may take to end once the registrar closes.
 const CLOSING: Duration = Duration::from_secs(1);
 
@@ -84,6 +90,25 @@ impl Options {
     }
 }
 
+/// What makes a job elastic.
+#[derive(Clone, Debug)]
+pub struct Elastic {
+    /// Workers that the first world waits for.
+    pub first: u32,
+    /// Fewest workers of a world.
+    pub least: u32,
+    /// Most workers of a world.
+    pub most: u32,
+    /// Workers beyond `most` that are started, and wait to take a place.
+    pub spares: u32,
+    /// How long the job may wait for workers.
+    pub timeout: Duration,
+    /// Worlds after the first that may be formed; any number when absent.
+    pub reset_limit: Option<u32>,
+    /// Shortest and longest time without a new worker on a host where one has failed.
+    pub cooldown: (Duration, Duration),
+}
+
 struct Running {
     runtime: Runtime,
     server: JoinHandle<()>,
@@ -104,7 +129,7 @@ impl Registrar {
     /// `Options` for no tasks or an unusable job id, `Listen`, `Tls`, `Runtime`.
     pub fn start(options: Options) -> Result<Self> {
         let job_id = job_id(options.job_id.clone())?;
-        Self::begin(options, job_id, Token::random(), tls::identity()?, false)
+        Self::start_fixed(options, job_id, Token::random(), tls::identity()?, false)
     }
 
     /// As [`Registrar::start`], for tasks whose numbers are their ranks; with a secret, for its job, and a token and a
@@ -115,13 +140,32 @@ impl Registrar {
     pub fn start_in_order(options: Options, secret: Option<&Secret>) -> Result<Self> {
         let Some(secret) = secret else {
             let job_id = job_id(options.job_id.clone())?;
-            return Self::begin(options, job_id, Token::random(), tls::identity()?, true);
+            return Self::start_fixed(options, job_id, Token::random(), tls::identity()?, true);
         };
         let job_id = job_id(Some(secret.job().0.clone()))?;
-        Self::begin(options, job_id, secret.token(), secret.identity()?, true)
+        Self::start_fixed(options, job_id, secret.token(), secret.identity()?, true)
     }
 
-    fn begin(
+    /// As [`Registrar::start`], for workers that come and go. `options.tasks` is not looked at.
+    ///
+    /// # Errors
+    /// As [`Registrar::start`]; `Options` also where the numbers of workers contradict each other.
+    pub fn start_elastic(options: Options, elastic: &Elastic) -> Result<Self> {
+        let Elastic { first, least, most, .. } = *elastic;
+        if least == 0 || least > first || first > most {
+            let reason = format!(
+                "an elastic job has at least 1 worker, and its least ({least}), first ({first}) and most ({most}) workers ascend"
+            );
+            return Err(Error::Options { reason });
+        }
+        let job_id = job_id(options.job_id.clone())?;
+        let options = Options { tasks: TASKS, ..options };
+        let connected = most.saturating_add(elastic.spares).saturating_mul(2).saturating_add(LEAVERS);
+        let make = |job_id, options: &Options| Core::elastic(job_id, options, elastic);
+        Self::begin(options, job_id, Token::random(), tls::identity()?, connected, make)
+    }
+
+    fn start_fixed(
         options: Options,
         job_id: JobId,
         token: Token,
@@ -131,6 +175,19 @@ impl Registrar {
         if options.tasks == 0 {
             return Err(Error::Options { reason: "a job has at least one task".to_owned() });
         }
+        let connected = options.tasks;
+        let make = |job_id, options: &Options| Core::new(job_id, options, in_order);
+        Self::begin(options, job_id, token, identity, connected, make)
+    }
+
+    fn begin(
+        options: Options,
+        job_id: JobId,
+        token: Token,
+        identity: tls::Identity,
+        connected: u32,
+        make: impl FnOnce(JobId, &Options) -> Core,
+    ) -> Result<Self> {
         let options = Options {
             // Outside of these, timers never fire, always fire, or overflow.
             peer_timeout: options.peer_timeout.clamp(SHORTEST, LONGEST),
@@ -146,7 +203,7 @@ impl Registrar {
         let (listener, addresses) =
             listen(options.host.as_deref(), host::bound(&options.bind)?, options.port_range)?;
         let ticket = Ticket::new(token.clone(), identity.fingerprint, job_id.clone(), addresses);
-        let core = Arc::new(Core::new(job_id, &options, in_order));
+        let core = Arc::new(make(job_id, &options));
         let gate = Gate::new(token, options.tasks);
         let registrar = RegistrarServer::new(Service::new(Arc::clone(&core), options.relays))
             .max_decoding_message_size(MAX_MESSAGE)
@@ -173,7 +230,7 @@ impl Registrar {
         let router = server.add_service(guarded);
         let context = runtime.enter();
         // A worker that is linked through here has a connection for that.
-        let connected = if options.relays { options.tasks.saturating_mul(2) } else { options.tasks };
+        let connected = if options.relays { connected.saturating_mul(2) } else { connected };
         let incoming = incoming::accept(listener, connected)
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
         drop(context);
@@ -227,6 +284,27 @@ impl Registrar {
     pub fn abort(&self, reason: &str) -> Result<()> {
         self.own_process()?;
         self.core.abort(reason.to_owned());
+        Ok(())
+    }
+
+    /// Elastic jobs: the hosts that there are now, and their slots, in the order of discovery.
+    ///
+    /// # Errors
+    /// `Forked`.
+    pub fn hosts(&self, hosts: &[(String, u32)]) -> Result<()> {
+        self.own_process()?;
+        self.core.observe(Input::Hosts(hosts.to_vec()));
+        Ok(())
+    }
+
+    /// Elastic jobs: a worker could not be started, which counts as a failure of its host.
+    ///
+    /// # Errors
+    /// `Forked`.
+    pub fn not_started(&self, task: TaskId, reason: &str) -> Result<()> {
+        self.own_process()?;
+        let reason = format!("could not be started: {reason}");
+        self.core.observe(Input::NotStarted { task, reason });
         Ok(())
     }
 

@@ -13,7 +13,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::auth::Caller;
-use super::core::{Board, Core};
+use super::core::{Board, Change, Core};
 use super::relay::{Exchange, Heard};
 use crate::convert;
 use crate::event::Event;
@@ -22,7 +22,7 @@ use crate::generated as wire;
 use crate::generated::registrar_server::Registrar;
 use crate::kv::{Lookup, MAX_KEY};
 use crate::membership::{Input, Refusal};
-use crate::wire::{MAX_RESULT, PROTOCOL, PROTOCOL_VERSION, RETRY};
+use crate::wire::{DISMISSED, MAX_RESULT, PROTOCOL, PROTOCOL_VERSION, RETRY};
 
 /// Bytes of a world in one piece of a reply.
 const PIECE: usize = 8 << 10;
@@ -113,18 +113,62 @@ impl Registrar for Service {
             if let Some(verdict) = board.verdict(caller.generation) {
                 return Err(over(&verdict));
             }
-            let world = board.world.as_ref().map(|published| published.encoded.clone()).unwrap_or_default();
-            let pieces = (0..world.len()).step_by(PIECE).map(move |at| {
-                let world = Some(world.slice(at..world.len().min(at + PIECE)));
-                Ok(wire::AwaitAssignmentReply { world, missing: Vec::new(), missing_count: 0 })
-            });
-            let pieces: Pieces = Box::new(pieces);
-            return Ok(Response::new(tokio_stream::iter(pieces)));
+            return Ok(Response::new(tokio_stream::iter(pieces(&board))));
         }
         let (missing, missing_count) = self.core.missing();
         let alone = wire::AwaitAssignmentReply { world: None, missing, missing_count };
         let pieces: Pieces = Box::new(std::iter::once(Ok(alone)));
         Ok(Response::new(tokio_stream::iter(pieces)))
+    }
+
+    type JoinStream = tokio_stream::Iter<Pieces>;
+
+    async fn join(&self, request: Request<wire::JoinRequest>) -> Reply<Self::JoinStream> {
+        let caller = caller(&request)?;
+        let message = request.into_inner();
+        let wait = Duration::from_millis(message.timeout_ms).min(LONGEST_WAIT);
+        let (task, after) = (caller.task, Generation(message.after));
+        let suspects = message.suspects.into_iter().map(TaskId).collect();
+        self.core.ready(task, after, suspects).map_err(|refusal| refused(&refusal))?;
+        let mut board = self.core.board();
+        let answered = |board: &Board| {
+            board.is_seated(task, after)
+                || board.dismissal(task).is_some()
+                || board.end(task).is_some()
+                || board.aborted().is_some()
+        };
+        let Ok(Ok(board)) = timeout(wait, board.wait_for(answered)).await else {
+            let none = wire::AwaitAssignmentReply::default();
+            let pieces: Pieces = Box::new(std::iter::once(Ok(none)));
+            return Ok(Response::new(tokio_stream::iter(pieces)));
+        };
+        if let Some(reason) = board.dismissal(task) {
+            return Err(dismissed(&reason));
+        }
+        if let Some(verdict) = board.end(task).or_else(|| board.aborted()) {
+            return Err(over(&verdict));
+        }
+        Ok(Response::new(tokio_stream::iter(pieces(&board))))
+    }
+
+    async fn changes(&self, request: Request<wire::ChangesRequest>) -> Reply<wire::ChangesReply> {
+        let caller = caller(&request)?;
+        let wire::ChangesRequest { timeout_ms, known } = request.into_inner();
+        let wait = Duration::from_millis(timeout_ms).min(LONGEST_WAIT);
+        let news = |change: &Change| change.generation == caller.generation && change.at > known;
+        let mut board = self.core.board();
+        let told = timeout(wait, board.wait_for(|board| board.change.as_ref().is_some_and(news))).await;
+        let change = told.ok().and_then(Result::ok).and_then(|board| board.change);
+        Ok(Response::new(match change {
+            Some(Change { removed, added, at, .. }) => wire::ChangesReply { at: Some(at), removed, added },
+            None => wire::ChangesReply::default(),
+        }))
+    }
+
+    async fn leave(&self, request: Request<wire::LeaveRequest>) -> Reply<wire::LeaveReply> {
+        let task = caller(&request)?.task;
+        self.core.observe(Input::Leaves { task, reason: request.into_inner().reason });
+        Ok(Response::new(wire::LeaveReply {}))
     }
 
     type HeartbeatStream = ReceiverStream<Result<wire::Directive, Status>>;
@@ -208,7 +252,9 @@ impl Registrar for Service {
 
     async fn result(&self, request: Request<Streaming<wire::ResultChunk>>) -> Reply<wire::ResultReply> {
         let caller = caller(&request)?;
-        drop(self.current(caller)?);
+        if !self.core.is_elastic {
+            drop(self.current(caller)?);
+        }
         let mut chunks = request.into_inner();
         let mut data = Vec::new();
         while let Some(chunk) = chunks.message().await? {
@@ -256,12 +302,21 @@ impl Registrar for Service {
             };
             return Ok(Response::new(wire::ExitReply { verdict: verdict.map(Into::into), pending }));
         }
-        if success {
+        if success || self.core.is_elastic {
             return Ok(Response::new(wire::ExitReply { verdict: None, pending: false }));
         }
         let verdict = timeout(LONGEST_WAIT, verdict(&mut board, caller.generation)).await.ok();
         Ok(Response::new(wire::ExitReply { verdict: verdict.map(Into::into), pending: false }))
     }
+}
+
+/// The present world in pieces.
+fn pieces(board: &Board) -> Pieces {
+    let world = board.world.as_ref().map(|published| published.encoded.clone()).unwrap_or_default();
+    Box::new((0..world.len()).step_by(PIECE).map(move |at| {
+        let world = Some(world.slice(at..world.len().min(at + PIECE)));
+        Ok(wire::AwaitAssignmentReply { world, missing: Vec::new(), missing_count: 0 })
+    }))
 }
 
 /// Hears an agent's beats until its connection ends, and tells it when to stop.
@@ -289,7 +344,7 @@ async fn listen(
                 }
                 Ok(None) | Err(_) => break,
             },
-            verdict = verdict(&mut board, caller.generation), if !told => {
+            verdict = end(&mut board, caller), if !told => {
                 told = true;
                 let directive = wire::Directive { stop: Some(verdict.into()) };
                 if directives.send(Ok(directive)).await.is_err() {
@@ -319,6 +374,16 @@ async fn verdict(board: &mut watch::Receiver<Board>, generation: Generation) -> 
     .unwrap_or_else(|| Verdict { reason: "the driver is gone".to_owned(), cause: None, retry: false })
 }
 
+/// Waits for the end of a worker, or the verdict on its generation.
+async fn end(board: &mut watch::Receiver<Board>, caller: Caller) -> Verdict {
+    let end = |board: &Board| board.end(caller.task).or_else(|| board.verdict(caller.generation));
+    match board.wait_for(|board| end(board).is_some()).await {
+        Ok(board) => end(&board),
+        Err(_) => None,
+    }
+    .unwrap_or_else(|| Verdict { reason: "the driver is gone".to_owned(), cause: None, retry: false })
+}
+
 fn caller<T>(request: &Request<T>) -> Result<Caller, Status> {
     request.extensions().get().copied().ok_or_else(|| Status::internal("a call came past the gate"))
 }
@@ -338,9 +403,16 @@ fn refused(refusal: &Refusal) -> Status {
     match refusal {
         Refusal::UnknownTask { .. } => Status::not_found(reason),
         Refusal::Duplicate { .. } => Status::already_exists(reason),
-        Refusal::Stale { .. } => Status::failed_precondition(reason),
+        Refusal::Stale { .. } | Refusal::NotWanted { .. } => Status::failed_precondition(reason),
+        Refusal::Dismissed { .. } => dismissed(&reason),
         Refusal::Aborted { .. } | Refusal::Finished { .. } => Status::aborted(reason),
     }
+}
+
+fn dismissed(reason: &str) -> Status {
+    let mut status = Status::aborted(reason);
+    status.metadata_mut().insert(DISMISSED, 1.into());
+    status
 }
 
 fn over(verdict: &Verdict) -> Status {

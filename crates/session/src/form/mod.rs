@@ -18,7 +18,7 @@ use crate::gateway::ByRegistrar;
 use crate::meeting::{Interrupted, Meeting, SLICE};
 use crate::rest::Rest;
 use crate::stalls::{Stacks, Stderr, contradiction};
-use crate::{Error, Result, Session, Told, Wishes, claim, devices, links, process, say, started};
+use crate::{Error, Result, Session, Told, Wishes, claim, devices, links, process, rejoin, say, started};
 
 /// The longest one attempt to reach the registrar takes before `interrupted` is asked.
 const DIAL: Duration = Duration::from_secs(2);
@@ -38,6 +38,7 @@ pub(crate) fn form(number: u64, wishes: &Wishes, interrupted: &mut Interrupted<'
         launched => launched,
     };
     match client {
+        Some(client) if config.elastic => rejoin::form(&config, &client, wishes, interrupted),
         Some(client) => launched(&config, client, number, wishes, deadline, interrupted),
         None => {
             let world = World::alone(host::facts().hash());
@@ -57,6 +58,19 @@ fn launched(
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
     let whole = await_assignment(&client, deadline, interrupted)?;
+    linked(config, client, number, whole, wishes, deadline, interrupted)
+}
+
+/// Links this process up with the world that it has a place in.
+pub(crate) fn linked(
+    config: &Config,
+    client: Client,
+    number: u64,
+    whole: World,
+    wishes: &Wishes,
+    deadline: Instant,
+    interrupted: &mut Interrupted<'_>,
+) -> Result<Session> {
     let part = wishes.part_of(&whole)?;
     claim::take(&client, number, &whole, part.as_deref())?;
     let world = match &part {
@@ -218,7 +232,7 @@ fn start(
     Ok((engine, stacks, gpus))
 }
 
-fn give_up_if(interrupted: &mut Interrupted<'_>) -> Result<()> {
+pub(crate) fn give_up_if(interrupted: &mut Interrupted<'_>) -> Result<()> {
     if interrupted() { Err(Error::Interrupted) } else { Ok(()) }
 }
 

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Hosts of an elastic job: their slots, and which of them has to cool down after a failure.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use farandole_world::TaskId;
+
+/// After how many times the longest cooldown without a failure a host's failures are forgotten.
+const FORGIVEN: u32 = 2;
+
+#[derive(Clone, Debug)]
+struct Host {
+    name: String,
+    slots: u32,
+    listed: bool,
+    failures: u32,
+    failed_at: Option<Duration>,
+    cool_at: Option<Duration>,
+}
+
+/// Hosts in the order in which they were first seen.
+#[derive(Clone, Debug)]
+pub(super) struct Hosts {
+    all: Vec<Host>,
+    known: bool,
+    /// Shortest and longest cooldown.
+    cooldown: (Duration, Duration),
+}
+
+impl Hosts {
+    pub(super) fn new(cooldown: (Duration, Duration)) -> Self {
+        Self { all: Vec::new(), known: false, cooldown }
+    }
+
+    /// Whether somebody tells which hosts there are; otherwise workers come by themselves.
+    pub(super) fn are_known(&self) -> bool {
+        self.known
+    }
+
+    /// Takes in which hosts there are now. A host that is named twice has the slots of both.
+    pub(super) fn discovered(&mut self, hosts: Vec<(String, u32)>) {
+        self.known = true;
+        for host in &mut self.all {
+            (host.listed, host.slots) = (false, 0);
+        }
+        for (name, slots) in hosts {
+            match self.all.iter_mut().find(|host| host.name == name) {
+                Some(host) => {
+                    host.listed = true;
+                    host.slots = host.slots.saturating_add(slots);
+                }
+                None => self.all.push(Host {
+                    name,
+                    slots,
+                    listed: true,
+                    failures: 0,
+                    failed_at: None,
+                    cool_at: None,
+                }),
+            }
+        }
+    }
+
+    /// Notes that a worker failed there. Failures while it cools down are the same one.
+    pub(super) fn failed(&mut self, now: Duration, name: &str) {
+        let (least, most) = self.cooldown;
+        let Some(host) = self.all.iter_mut().find(|host| host.name == name) else { return };
+        if host.cool_at.is_some_and(|until| now < until) {
+            return;
+        }
+        if host.failed_at.is_some_and(|at| now.saturating_sub(at) > most * FORGIVEN) {
+            host.failures = 0;
+        }
+        host.failures = host.failures.saturating_add(1);
+        host.failed_at = Some(now);
+        let doubled = least.saturating_mul(1 << (host.failures - 1).min(20));
+        // Hosts that failed together do not come back together.
+        let spread = least.mul_f64(f64::from(spread(name, host.failures)) / f64::from(u32::MAX));
+        host.cool_at = Some(now + doubled.saturating_add(spread).min(most));
+    }
+
+    /// Workers for whom there is no slot, and why. `living` has those first that stay longest.
+    pub(super) fn surplus(&self, living: &[(TaskId, String)]) -> Vec<(TaskId, String)> {
+        let mut seated: BTreeMap<&str, u32> = BTreeMap::new();
+        let mut surplus = Vec::new();
+        for (task, name) in living {
+            let host = self.all.iter().find(|host| host.name == *name);
+            let slots = host.map_or(0, |host| host.slots);
+            let taken = seated.entry(name).or_default();
+            if *taken < slots {
+                *taken += 1;
+                continue;
+            }
+            let reason = match host {
+                Some(host) if host.listed => format!("host {name} has {slots} slots now"),
+                _ => format!("host {name} was removed"),
+            };
+            surplus.push((*task, reason));
+        }
+        surplus
+    }
+
+    /// A host name for each slot that a new worker may take now, host by host.
+    pub(super) fn vacancies(&self, now: Duration, living: &[(TaskId, String)]) -> Vec<String> {
+        let free = |host: &Host| {
+            let taken = living.iter().filter(|(_, name)| *name == host.name).count();
+            (host.slots as usize).saturating_sub(taken)
+        };
+        self.all
+            .iter()
+            .filter(|host| !host.is_cooling(now))
+            .flat_map(|host| std::iter::repeat_n(host.name.clone(), free(host)))
+            .collect()
+    }
+
+    /// For people: every host, its slots, and how long it still cools down.
+    pub(super) fn describe(&self, now: Duration) -> String {
+        let each: Vec<String> = self
+            .all
+            .iter()
+            .filter(|host| host.listed)
+            .map(|host| match host.cool_at.filter(|until| now < *until) {
+                Some(until) => {
+                    format!("{}:{} (no new worker for {:.1?} after a failure)", host.name, host.slots, until - now)
+                }
+                None => format!("{}:{}", host.name, host.slots),
+            })
+            .collect();
+        if each.is_empty() { "none".to_owned() } else { each.join(", ") }
+    }
+}
+
+impl Host {
+    fn is_cooling(&self, now: Duration) -> bool {
+        self.cool_at.is_some_and(|until| now < until)
+    }
+}
+
+/// A number that differs between hosts and failures and is the same in every run (FNV-1a).
+fn spread(name: &str, failures: u32) -> u32 {
+    let bytes = name.bytes().chain(failures.to_le_bytes());
+    bytes.fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn a_host_cools_down_longer_after_each_failure_and_is_forgiven_one_day() {
+        let mut hosts = Hosts::new((SECOND, 20 * SECOND));
+        hosts.discovered(vec![("a".to_owned(), 1)]);
+        let mut now = Duration::ZERO;
+        let mut waits = Vec::new();
+        for _ in 0..7 {
+            hosts.failed(now, "a");
+            assert!(hosts.vacancies(now, &[]).is_empty());
+            let until = hosts.all[0].cool_at.unwrap();
+            waits.push(until - now);
+            now = until;
+            assert_eq!(hosts.vacancies(now, &[]), ["a"]);
+        }
+        assert!(waits[0] >= SECOND && waits[0] <= 2 * SECOND, "{waits:?}");
+        assert!(waits.is_sorted() && waits[6] == 20 * SECOND, "{waits:?}");
+        hosts.failed(now + 100 * SECOND, "a");
+        assert!(hosts.all[0].cool_at.unwrap() <= now + 102 * SECOND);
+    }
+
+    #[test]
+    fn slots_decide_who_stays_and_where_there_is_room() {
+        let mut hosts = Hosts::new((SECOND, SECOND));
+        hosts.discovered(vec![("a".to_owned(), 1), ("b".to_owned(), 2)]);
+        let living: Vec<(TaskId, String)> =
+            [(0, "a"), (1, "a"), (2, "c")].map(|(task, host)| (TaskId(task), host.to_owned())).into();
+        let surplus: Vec<u32> = hosts.surplus(&living).iter().map(|(task, _)| task.0).collect();
+        assert_eq!(surplus, [1, 2]);
+        assert_eq!(hosts.vacancies(SECOND, &living[..1]), ["b", "b"]);
+    }
+}

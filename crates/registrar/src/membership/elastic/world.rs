@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The present world of an elastic job, from its assignment to the next.
+
+use std::time::Duration;
+
+use farandole_world::{Rank, TaskId};
+
+use crate::exit::{Exit, How};
+
+/// Why a worker is gone that should not be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Why {
+    /// It failed by itself.
+    Own(String),
+    /// A collective had lost a peer: somebody else was first.
+    Peer(String),
+    /// A signal ended it, its agent or host was lost, or it could not be started.
+    Lost(String),
+}
+
+/// A world and what became of it.
+#[derive(Clone, Debug)]
+pub(super) struct Present {
+    /// Its members by rank, gone ones included.
+    pub(super) order: Vec<TaskId>,
+    /// Since when it cannot go on, and why.
+    pub(super) broken: Option<(Duration, String)>,
+    /// Members that failed, in order of time.
+    pub(super) failures: Vec<Failure>,
+    told_broken: bool,
+    told: (bool, bool),
+}
+
+/// A member that failed.
+#[derive(Clone, Debug)]
+pub(super) struct Failure {
+    task: TaskId,
+    sentence: String,
+    why: Why,
+}
+
+impl Why {
+    /// What an exit with another code than 0 means.
+    pub(super) fn of(exit: &Exit) -> Self {
+        let sentence = exit.how.to_string();
+        match &exit.how {
+            _ if exit.peer_error => Self::Peer(sentence),
+            How::Code(_) => Self::Own(sentence),
+            How::Signal(_) | How::NotStarted(_) => Self::Lost(sentence),
+        }
+    }
+
+    pub(super) fn sentence(&self) -> &str {
+        match self {
+            Self::Own(sentence) | Self::Peer(sentence) | Self::Lost(sentence) => sentence,
+        }
+    }
+}
+
+impl Present {
+    pub(super) fn new(order: Vec<TaskId>) -> Self {
+        Self { order, broken: None, failures: Vec::new(), told_broken: false, told: (false, false) }
+    }
+
+    pub(super) fn rank(&self, task: TaskId) -> Option<Rank> {
+        (0u32..).map(Rank).zip(&self.order).find(|(_, member)| **member == task).map(|(rank, _)| rank)
+    }
+
+    /// Says that the world cannot go on; the first reason counts.
+    pub(super) fn break_up(&mut self, now: Duration, reason: String) {
+        self.broken.get_or_insert((now, reason));
+    }
+
+    /// Notes a member's failure.
+    pub(super) fn failed(&mut self, now: Duration, task: TaskId, sentence: String, why: &Why) {
+        self.break_up(now, sentence.clone());
+        self.failures.push(Failure { task, sentence, why: why.clone() });
+    }
+
+    /// Why a world without survivors has no successor: all failed by themselves, or some had returned already.
+    pub(super) fn hopeless(&self, done: bool) -> Option<(TaskId, String)> {
+        let lost = self.failures.iter().any(|failure| matches!(failure.why, Why::Lost(_)));
+        let own = self.failures.iter().find(|failure| matches!(failure.why, Why::Own(_)));
+        let first = own.or(self.failures.first())?;
+        (done || !lost).then(|| (first.task, first.sentence.clone()))
+    }
+
+    /// Why the world is broken, once.
+    pub(super) fn tell_broken(&mut self) -> Option<String> {
+        if std::mem::replace(&mut self.told_broken, true) {
+            return None;
+        }
+        self.broken.as_ref().map(|(_, reason)| reason.clone())
+    }
+
+    /// Whether this is news for the members.
+    pub(super) fn tell(&mut self, removed: bool, added: bool) -> bool {
+        let news = (removed && !self.told.0) || (added && !self.told.1);
+        self.told = (removed, added);
+        news
+    }
+}

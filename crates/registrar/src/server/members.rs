@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The machine that decides who is in the job: for a fixed number of tasks, or for workers that come and go.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use farandole_world::{Generation, HostHash, TaskId};
+
+use crate::membership::elastic::Elastic;
+use crate::membership::{Decision, Input, Membership, Refusal};
+
+pub(super) enum Members {
+    Fixed(Membership),
+    Elastic(Box<Elastic>),
+}
+
+impl Members {
+    pub(super) fn is_elastic(&self) -> bool {
+        matches!(self, Self::Elastic(_))
+    }
+
+    pub(super) fn generation(&self) -> Generation {
+        match self {
+            Self::Fixed(members) => members.generation(),
+            Self::Elastic(members) => members.generation(),
+        }
+    }
+
+    /// Tasks that are still waited for, ascending.
+    pub(super) fn missing(&self) -> Vec<TaskId> {
+        match self {
+            Self::Fixed(members) => members.missing().collect(),
+            Self::Elastic(members) => members.missing().collect(),
+        }
+    }
+
+    pub(super) fn register(
+        &mut self,
+        now: Duration,
+        task: TaskId,
+        attempt: u64,
+        session: u64,
+        host: HostHash,
+    ) -> Result<(Generation, Vec<Decision>), Refusal> {
+        match self {
+            Self::Fixed(members) => members.register(now, task, attempt, session, host),
+            // Its worker begins without a world.
+            Self::Elastic(members) => {
+                members.register(now, task, session, host).map(|decisions| (Generation(0), decisions))
+            }
+        }
+    }
+
+    pub(super) fn ready(
+        &mut self,
+        now: Duration,
+        task: TaskId,
+        after: Generation,
+        suspects: BTreeSet<TaskId>,
+    ) -> Result<Vec<Decision>, Refusal> {
+        match self {
+            Self::Fixed(_) => Err(Refusal::NotWanted { task }),
+            Self::Elastic(members) => members.ready(now, task, after, suspects),
+        }
+    }
+
+    pub(super) fn observe(&mut self, now: Duration, input: Input) -> Vec<Decision> {
+        match self {
+            Self::Fixed(members) => members.observe(now, input),
+            Self::Elastic(members) => members.observe(now, input),
+        }
+    }
+}
