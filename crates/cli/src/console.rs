@@ -89,10 +89,14 @@ impl RankFiles {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let written = match open.entry((rank, line.stream)) {
             std::collections::hash_map::Entry::Occupied(entry) => writeln!(entry.into_mut(), "{}", line.text),
-            std::collections::hash_map::Entry::Vacant(entry) => File::options()
-                .append(true)
-                .open(self.path(rank, line.stream))
-                .and_then(|file| writeln!(entry.insert(file), "{}", line.text)),
+            std::collections::hash_map::Entry::Vacant(entry) => {
+                let path = self.path(rank, line.stream);
+                // The world of an elastic job may grow beyond the ranks of its beginning.
+                path.parent()
+                    .map_or(Ok(()), fs::create_dir_all)
+                    .and_then(|()| File::options().append(true).create(true).open(path))
+                    .and_then(|file| writeln!(entry.insert(file), "{}", line.text))
+            }
         };
         if let Err(error) = written {
             // A full disk does not end the job: the line is on the console.

@@ -107,7 +107,7 @@ impl Outcome {
         !self.aborted && self.how.as_ref().is_some_and(How::is_success)
     }
 
-    fn without_worker(reason: String) -> Self {
+    pub(crate) fn without_worker(reason: String) -> Self {
         Self {
             rank: None,
             size: None,
@@ -249,7 +249,10 @@ impl Run {
             Err(error) => return self.not_started(None, error),
         };
         match master(&client, &world, deadline) {
-            Ok(master) => self.supervise(&client, &Place::ranked(&self.task.ticket, &world, &master)),
+            Ok(master) => {
+                let place = Place::ranked(&self.task.ticket, &world, &master);
+                self.supervise(&client, &place)
+            }
             Err(error) => self.not_started(Some(world.rank), error),
         }
     }

@@ -11,6 +11,8 @@
 //! | Grid Engine | `PE_HOSTFILE` | that file | `qrsh -inherit`, or ssh |
 //! | Kubernetes MPIJob | `OMPI_MCA_orte_default_hostfile`, `I_MPI_HYDRA_HOST_FILE` or `HYDRA_HOST_FILE` | that file | the rsh agent it names, or ssh |
 
+use std::path::PathBuf;
+
 use farandole_world::nodelist::{expand, repeated};
 
 use crate::error::{Error, Result};
@@ -52,7 +54,7 @@ impl Surroundings for Here {
 }
 
 /// A batch system's job that this process runs in.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Allocation {
     /// The batch system.
     pub system: &'static str,
@@ -60,6 +62,8 @@ pub struct Allocation {
     pub hosts: Vec<HostSlots>,
     /// Its program that reaches them; `None` for ssh.
     pub shell: Option<Shell>,
+    /// The file that names them, where that changes while the job runs.
+    pub file: Option<PathBuf>,
 }
 
 /// The batch system's job that this process runs in, if it is in one.
@@ -97,7 +101,7 @@ fn slurm(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     }
     let hosts = nodes.into_iter().zip(counts).map(|(host, slots)| HostSlots { host, slots }).collect();
     let shell = here.program("srun").then(Shell::srun);
-    Ok(Some(Allocation { system: "Slurm", hosts, shell }))
+    Ok(Some(Allocation { system: "Slurm", hosts, shell, file: None }))
 }
 
 fn lsf(here: &dyn Surroundings) -> Result<Option<Allocation>> {
@@ -119,14 +123,14 @@ fn lsf(here: &dyn Surroundings) -> Result<Option<Allocation>> {
         return Ok(None);
     };
     let shell = here.program("blaunch").then(Shell::blaunch);
-    Ok(Some(Allocation { system: "LSF", hosts: merged(hosts), shell }))
+    Ok(Some(Allocation { system: "LSF", hosts: merged(hosts), shell, file: None }))
 }
 
 fn pbs(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     let (Some(_), Some(path)) = (here.variable("PBS_JOBID"), here.variable("PBS_NODEFILE")) else {
         return Ok(None);
     };
-    Ok(Some(Allocation { system: "PBS", hosts: listed(here, "PBS_NODEFILE", &path)?, shell: None }))
+    Ok(Some(Allocation { system: "PBS", hosts: listed(here, "PBS_NODEFILE", &path)?, shell: None, file: None }))
 }
 
 fn grid_engine(here: &dyn Surroundings) -> Result<Option<Allocation>> {
@@ -143,7 +147,7 @@ fn grid_engine(here: &dyn Surroundings) -> Result<Option<Allocation>> {
         hosts.push(HostSlots::new(host, slots));
     }
     let shell = here.program("qrsh").then(Shell::qrsh);
-    Ok(Some(Allocation { system: "Grid Engine", hosts: merged(hosts), shell }))
+    Ok(Some(Allocation { system: "Grid Engine", hosts: merged(hosts), shell, file: None }))
 }
 
 fn kubernetes(here: &dyn Surroundings) -> Result<Option<Allocation>> {
@@ -171,7 +175,7 @@ fn kubernetes(here: &dyn Surroundings) -> Result<Option<Allocation>> {
         }
         Some(agent) => Some(Shell::custom(agent)?),
     };
-    Ok(Some(Allocation { system: "MPIJob", hosts, shell }))
+    Ok(Some(Allocation { system: "MPIJob", hosts, shell, file: Some(path.into()) }))
 }
 
 /// The hosts of a file with a host a line.

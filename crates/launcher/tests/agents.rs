@@ -61,6 +61,7 @@ fn task(registrar: &Registrar, number: u32, script: &str) -> (Task, mpsc::Receiv
         environment: BTreeMap::new(),
         payload: None,
         collect_result: false,
+        elastic: false,
         together: false,
         output: Output::Sink(Arc::new(Lines(Mutex::new(sender)))),
         start_timeout: LIMIT,

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use farandole_config::Config;
 use farandole_launcher::hosts::parse_hosts;
-use farandole_launcher::{Error, Hello, Job, Report, Shell, Wish, serve_host};
+use farandole_launcher::{Error, Hello, Job, Report, Shell, Wish, Work, serve_host};
 use farandole_registrar::How;
 use farandole_telemetry::{Record, Sink};
 use parking_lot::Mutex;
@@ -69,17 +69,13 @@ impl Bed {
         let given = BTreeMap::from([("start_timeout".to_owned(), "30".to_owned())]);
         let config = Config::read(|_| None, &given).unwrap();
         let command = ["/bin/sh", "-c", script].map(str::to_owned).to_vec();
-        Job {
-            hosts: parse_hosts(hosts).unwrap(),
+        let environment = BTreeMap::from([("GIVEN".to_owned(), Some("x y".to_owned()))]);
+        let work = Work {
             shell: Shell::custom(&self.path("reach").display().to_string()).unwrap(),
             python: self.path("python").display().to_string(),
-            ..Job::here(
-                num_proc,
-                command,
-                BTreeMap::from([("GIVEN".to_owned(), Some("x y".to_owned()))]),
-                config,
-            )
-        }
+            ..Work::program(command, environment, config)
+        };
+        Job { num_proc, hosts: parse_hosts(hosts).unwrap(), work }
     }
 }
 
@@ -144,7 +140,7 @@ fn hosts_that_cannot_be_reached_are_all_named_and_no_worker_starts() {
 fn an_interpreter_that_is_not_there_is_told_in_the_shells_words() {
     let bed = Bed::new();
     let mut job = bed.job("far:1", 1, "true");
-    job.python = "/no/such/python".to_owned();
+    job.work.python = "/no/such/python".to_owned();
     let error = run(&job, || Wish::GoOn).0.unwrap_err().told();
     assert!(
         error.starts_with("far: ") && error.contains("/no/such/python") && error.contains("not found"),

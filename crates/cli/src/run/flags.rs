@@ -35,8 +35,6 @@ pub(crate) enum Does {
     Turns(&'static str, &'static str),
     /// Nothing; why.
     Nothing(&'static str),
-    /// Belongs to elastic training.
-    Elastic,
     /// Something that `farandole run` itself does.
     Own,
 }
@@ -88,9 +86,10 @@ const fn elastic(
     name: &'static str,
     aliases: &'static [&'static str],
     takes: Takes,
+    key: &'static str,
     help: &'static str,
 ) -> Flag {
-    Flag { name, aliases, takes, does: Does::Elastic, help, ..PLAIN }
+    Flag { name, aliases, takes, does: Does::Sets(key), key: Some((ELASTIC, key)), help, ..PLAIN }
 }
 
 const fn ignored(name: &'static str, takes: Takes, why: &'static str) -> Flag {
@@ -106,6 +105,8 @@ const fn ignored_in(
     Flag { key: Some(key), ..ignored(name, takes, why) }
 }
 
+/// Section of the configuration file for elastic training; Horovod has none.
+const ELASTIC: &str = "elastic";
 const NO_MPI: &str = "there is no MPI underneath";
 const NO_CYCLES: &str = "the engine has no cycles: it works when there is something to do";
 const BY_ITSELF: &str = "the engine chooses the algorithm by size and layout (FARANDOLE_ALLREDUCE_ALGORITHM)";
@@ -292,18 +293,69 @@ pub(crate) const FLAGS: &[Flag] = &[
         Does::Turns("log_hide_time", "0"),
         "The older form of --log-with-timestamp",
     ),
-    elastic("min-num-proc", &["min-np"], Takes::Count, "Least number of processes"),
-    elastic("max-num-proc", &["max-np"], Takes::Count, "Largest number of processes"),
-    elastic("slots-per-host", &[], Takes::Count, "Slots of hosts that are found without any"),
-    elastic("elastic-timeout", &[], Takes::Count, "Seconds to wait for enough slots"),
-    elastic("reset-limit", &[], Takes::Count, "How often the world may change"),
+    elastic(
+        "min-num-proc",
+        &["min-np"],
+        Takes::Count,
+        "min_num_proc",
+        "Makes the job elastic: least number of processes; default there: the number of processes",
+    ),
+    elastic(
+        "max-num-proc",
+        &["max-np"],
+        Takes::Count,
+        "max_num_proc",
+        "Elastic: largest number of processes; default: all slots there are, and with spares the number of processes",
+    ),
+    elastic(
+        "host-discovery-script",
+        &[],
+        Takes::Text,
+        "host_discovery_script",
+        "Makes the job elastic: a program that prints the hosts there are, `host` or `host:slots` a line; run every second",
+    ),
+    elastic(
+        "slots-per-host",
+        &[],
+        Takes::Count,
+        "slots_per_host",
+        "Elastic: slots of hosts that the program prints without a number",
+    ),
+    elastic(
+        "spares",
+        &[],
+        Takes::Count,
+        "spares",
+        "Elastic: processes beyond the largest number that wait, with all imports done, to take a lost one's place",
+    ),
+    elastic(
+        "elastic-timeout",
+        &[],
+        Takes::Text,
+        "elastic_timeout",
+        "Elastic: seconds for which there may be too few processes before the job fails",
+    ),
+    elastic(
+        "reset-limit",
+        &[],
+        Takes::Count,
+        "reset_limit",
+        "Elastic: how often the world may change before the job fails; default: without limit",
+    ),
     elastic(
         "blacklist-cooldown-range",
         &[],
         Takes::Pair,
-        "Least and longest seconds before a failed host is tried again",
+        "blacklist_cooldown_range",
+        "Elastic: seconds without a new process on a host after a failure there, at first and at most; default: 5 300",
     ),
-    elastic("host-discovery-script", &[], Takes::Text, "Program that lists the hosts there are"),
+    elastic(
+        "discovery-timeout",
+        &[],
+        Takes::Text,
+        "discovery_timeout",
+        "Elastic: seconds that the program may take before it is killed and tried again",
+    ),
     ignored_in("cycle-time-ms", Takes::Number, ("params", "cycle_time_ms"), NO_CYCLES),
     ignored_in("hierarchical-allreduce", Takes::Nothing, ("params", "hierarchical_allreduce"), BY_ITSELF),
     ignored("no-hierarchical-allreduce", Takes::Nothing, BY_ITSELF),
@@ -358,8 +410,14 @@ const OPPOSITES: [(&str, &str); 9] = [
 ];
 
 /// Pairs of which only one may be given.
-const EXCLUDING: [(&str, &str); 4] =
-    [("hosts", "hostfile"), ("gloo", "mpi"), ("gloo", "jsrun"), ("mpi", "jsrun")];
+const EXCLUDING: [(&str, &str); 6] = [
+    ("hosts", "hostfile"),
+    ("hosts", "host-discovery-script"),
+    ("hostfile", "host-discovery-script"),
+    ("gloo", "mpi"),
+    ("gloo", "jsrun"),
+    ("mpi", "jsrun"),
+];
 
 /// Knobs that are flags of `run` by themselves: Horovod has none for them.
 pub(crate) fn knob_flags() -> impl Iterator<Item = (&'static str, &'static Knob)> {
@@ -367,6 +425,11 @@ pub(crate) fn knob_flags() -> impl Iterator<Item = (&'static str, &'static Knob)
         let name = knob.flag?.trim_start_matches('-');
         (!FLAGS.iter().any(|flag| flag.name == name)).then_some((name, knob))
     })
+}
+
+/// Whether a flag has an effect only on elastic jobs.
+pub(crate) fn is_elastic(flag: &Flag) -> bool {
+    flag.key.is_some_and(|(section, _)| section == ELASTIC)
 }
 
 /// Whether a knob's flag takes no value.
@@ -418,7 +481,6 @@ fn help(flag: &Flag) -> String {
         Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => {
             KNOBS.iter().find(|knob| knob.key == key).map(|knob| format!(" [{PREFIX}{}]", knob.name))
         }
-        Does::Elastic => Some(" (elastic training, which is not built yet)".to_owned()),
         Does::Nothing(_) | Does::Own => None,
     };
     format!("{}{}", flag.help, variable.unwrap_or_default())
@@ -442,7 +504,6 @@ pub(crate) fn reference() -> String {
         names.extend(flag.aliases.iter().filter(|name| **name != "np").map(|name| format!("`--{name}`")));
         let effect = match flag.does {
             Does::Nothing(why) => format!("accepted, means nothing here: {why}"),
-            Does::Elastic => format!("elastic training, which is not built yet: {}", flag.help),
             _ => flag.help.to_owned(),
         };
         let key = flag.key.map_or(String::new(), |(section, key)| format!("`{section}.{key}`"));
@@ -472,7 +533,7 @@ pub(crate) fn reference() -> String {
 fn variable(does: Does) -> String {
     let key = match does {
         Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => key,
-        Does::Nothing(_) | Does::Elastic | Does::Own => return String::new(),
+        Does::Nothing(_) | Does::Own => return String::new(),
     };
     let knob = KNOBS.iter().find(|knob| knob.key == key);
     knob.map_or(String::new(), |knob| format!("`{PREFIX}{}`", knob.name))

@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use clap::{Arg, ArgMatches, Command};
-use farandole::launcher::{Job, Report};
+use farandole::launcher::elastic::{ElasticJob, Happening};
+use farandole::launcher::{Job, Report, Work};
 use farandole::telemetry::Sink;
 use farandole::world::World;
 
@@ -61,28 +62,72 @@ pub(crate) fn run(called: &str, matches: &ArgMatches, surroundings: &dyn Surroun
     options.remarks.iter().for_each(|remark| say(remark));
     let place = options.place()?;
     let console = Console::new(options.timestamps, options.output_folder.as_deref(), place.num_proc)?;
-    let (verbose, job) = (options.verbose, job(options, &place, surroundings));
-    if verbose {
-        let system = place.system.map_or_else(String::new, |system| format!(", as {system} says"));
-        say(&format!("starting {} processes of {}{system}", job.num_proc, job.command.join(" ")));
-    }
     let sink = Arc::new(console) as Arc<dyn Sink>;
+    let verbose = options.verbose;
+    let report = if options.is_elastic() {
+        elastic(options, place, surroundings, &sink, &say)?
+    } else {
+        fixed(options, place, surroundings, &sink, &say)?
+    };
+    tell(&report, verbose, &say);
+    Ok(report.exit_code())
+}
+
+/// Runs a job of a fixed number of processes.
+fn fixed(
+    options: RunOptions,
+    place: Place,
+    surroundings: &dyn Surroundings,
+    sink: &Arc<dyn Sink>,
+    say: &dyn Fn(&str),
+) -> Result<Report> {
+    let verbose = options.verbose;
+    let Place { num_proc, hosts, system, .. } = &place;
+    if verbose {
+        let system = system.map_or_else(String::new, |system| format!(", as {system} says"));
+        say(&format!("starting {num_proc} processes of {}{system}", options.command.join(" ")));
+    }
     let assigned = |world: &World| {
         for seat in (0u32..).zip(&world.seats).filter(|_| verbose) {
             say(&format!("rank {} is local rank {} on {}", seat.0, seat.1.local_rank, seat.1.host));
         }
     };
-    let report = job.run_told(&sink, &|| surroundings.wish(), &assigned)?;
-    tell(&report, verbose, &say);
-    Ok(report.exit_code())
+    let job = Job { num_proc: *num_proc, hosts: hosts.clone(), work: work(options, &place, surroundings) };
+    Ok(job.run_told(sink, &|| surroundings.wish(), &assigned)?)
 }
 
-fn job(options: RunOptions, place: &Place, surroundings: &dyn Surroundings) -> Job {
-    Job {
-        hosts: place.hosts.clone(),
+/// Runs a job whose processes come and go.
+fn elastic(
+    options: RunOptions,
+    place: Place,
+    surroundings: &dyn Surroundings,
+    sink: &Arc<dyn Sink>,
+    say: &dyn Fn(&str),
+) -> Result<Report> {
+    let rules = ElasticJob::rules(place.num_proc, &options.config)?;
+    let discovery = options.discovery(&place, rules.most.saturating_add(rules.spares));
+    let verbose = options.verbose;
+    let heard = |happening: Happening<'_>| match happening {
+        Happening::Loss(what) => say(what),
+        Happening::World { world, hosts } => {
+            if verbose || world.generation.0 > 1 {
+                say(&format!("world {} has {} ranks", world.generation, world.size()));
+            }
+            for (rank, seat) in (0u32..).zip(&world.seats).filter(|_| verbose) {
+                let host = hosts.get(&seat.task.0).map_or("?", String::as_str);
+                say(&format!("rank {rank} is local rank {} on {host}", seat.local_rank));
+            }
+        }
+    };
+    let job = ElasticJob { elastic: rules, work: work(options, &place, surroundings) };
+    Ok(job.run(discovery, sink, &|| surroundings.wish(), &heard)?)
+}
+
+fn work(options: RunOptions, place: &Place, surroundings: &dyn Surroundings) -> Work {
+    Work {
         shell: place.shell.clone(),
         python: surroundings.python().executable,
-        ..Job::here(place.num_proc, options.command, options.environment, options.config)
+        ..Work::program(options.command, options.environment, options.config)
     }
 }
 

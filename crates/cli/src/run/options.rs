@@ -10,13 +10,14 @@ use anyhow::{Context as _, Result, bail};
 use clap::ArgMatches;
 use clap::parser::ValueSource;
 use farandole::config::{Config, KNOBS, PREFIX, environment};
-use farandole::launcher::allocation::{Here, allocation};
+use farandole::launcher::allocation::{Allocation, Here, Surroundings as _, allocation};
+use farandole::launcher::elastic::{Discovery, Fixed, HostFile, Script, Slurm};
 use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
 use farandole::launcher::{HostSlots, Shell, placements};
 use farandole::registrar::host::network_of;
 
 use super::file::{self, File};
-use super::flags::{Does, FLAGS, Flag, Takes, checked, is_switch, knob_flags};
+use super::flags::{Does, FLAGS, Flag, Takes, checked, is_elastic, is_switch, knob_flags};
 
 /// What the user asked for.
 #[derive(Debug)]
@@ -47,6 +48,8 @@ pub(crate) struct Place {
     pub(crate) shell: Shell,
     /// The batch system that named the hosts.
     pub(crate) system: Option<&'static str>,
+    /// The file that the batch system names them in.
+    pub(crate) file: Option<PathBuf>,
 }
 
 impl RunOptions {
@@ -87,9 +90,17 @@ impl RunOptions {
             }
         }
         remarks.dedup();
+        let config = Config::read(environment, &given)?;
+        let switched = config.min_num_proc.is_some() || !config.host_discovery_script.is_empty();
+        for flag in FLAGS.iter().filter(|flag| !switched && is_elastic(flag) && is_given(matches, flag.name)) {
+            remarks.push(format!(
+                "--{} means nothing without --min-num-proc or --host-discovery-script, which make a job elastic",
+                flag.name
+            ));
+        }
         let number = |name: &str| text(matches, name).map(|text| (name.to_owned(), text));
         Ok(Self {
-            config: Config::read(environment, &given)?,
+            config,
             environment: for_workers(&given).into_iter().chain(extra).collect(),
             num_proc: number("num-proc").map(|(_, text)| processes(&text)).transpose()?,
             hosts: text(matches, "hosts"),
@@ -105,34 +116,20 @@ impl RunOptions {
         })
     }
 
+    /// Whether processes may come and go.
+    pub(crate) fn is_elastic(&self) -> bool {
+        self.config.min_num_proc.is_some() || !self.config.host_discovery_script.is_empty()
+    }
+
     /// Where the processes go: as asked for, as the batch system says, or here.
     ///
     /// # Errors
     /// Hosts that cannot be understood, and too few slots.
     pub(crate) fn place(&self) -> Result<Place> {
-        let named = match (&self.hosts, &self.hostfile) {
-            (Some(text), _) => Some(parse_hosts(text)?),
-            (None, Some(path)) => {
-                let content = std::fs::read_to_string(path)
-                    .with_context(|| format!("cannot read the host file {path}"))?;
-                Some(parse_hostfile(path, &content)?)
-            }
-            (None, None) => None,
-        };
+        let named = self.named()?;
         let given = allocation(&Here)?;
-        let system = given.as_ref().map(|given| given.system).filter(|_| named.is_none());
         let asked = self.ssh_command.is_some() || self.ssh_port.is_some() || self.ssh_identity_file.is_some();
         let own = given.as_ref().and_then(|given| given.shell.clone()).filter(|_| !asked);
-        let hosts = named.clone().or(given.map(|given| given.hosts)).unwrap_or_default();
-        let slots: u64 = hosts.iter().map(|host| u64::from(host.slots)).sum();
-        let num_proc = match self.num_proc {
-            Some(num_proc) => num_proc,
-            None if slots > 0 => u32::try_from(slots).context("more slots than ranks can be counted")?,
-            None => bail!("say how many processes to start: -np N"),
-        };
-        // A job of one host, which this is, may have any number of processes: slots are then tasks of the batch system.
-        let alone = named.is_none() && hosts.len() == 1 && placements(&hosts, 1)?.1.is_empty();
-        let hosts = if alone { Vec::new() } else { hosts };
         let shell = match own {
             Some(shell) => shell,
             None => Shell::of(
@@ -142,7 +139,68 @@ impl RunOptions {
                 self.config.start_timeout.min(std::time::Duration::from_secs(10)),
             )?,
         };
-        Ok(Place { hosts, num_proc, shell, system })
+        if !self.config.host_discovery_script.is_empty() {
+            return Ok(Place { hosts: Vec::new(), num_proc: self.first()?, shell, system: None, file: None });
+        }
+        let given = given.filter(|_| named.is_none());
+        let Allocation { system, hosts, file, .. } = given.unwrap_or_default();
+        let system = Some(system).filter(|system| !system.is_empty());
+        let is_named = named.is_some();
+        let hosts = named.unwrap_or(hosts);
+        let slots: u64 = hosts.iter().map(|host| u64::from(host.slots)).sum();
+        let num_proc = match self.num_proc.or(self.config.min_num_proc) {
+            Some(num_proc) => num_proc,
+            None if slots > 0 => u32::try_from(slots).context("more slots than ranks can be counted")?,
+            None => bail!("say how many processes to start: -np N"),
+        };
+        // A job of one host, which this is, may have any number of processes: slots are then tasks of the batch system.
+        let alone = !is_named && hosts.len() == 1 && placements(&hosts, 1)?.1.is_empty();
+        let hosts = if alone { Vec::new() } else { hosts };
+        Ok(Place { hosts, num_proc, shell, system, file })
+    }
+
+    /// The processes that an elastic job begins with, where nothing else says how many.
+    fn first(&self) -> Result<u32> {
+        let first = self.num_proc.or(self.config.min_num_proc);
+        first.context("say how many processes to start: -np N or --min-num-proc N")
+    }
+
+    /// The hosts that were asked for.
+    fn named(&self) -> Result<Option<Vec<HostSlots>>> {
+        Ok(match (&self.hosts, &self.hostfile) {
+            (Some(text), _) => Some(parse_hosts(text)?),
+            (None, Some(path)) => {
+                let content = std::fs::read_to_string(path)
+                    .with_context(|| format!("cannot read the host file {path}"))?;
+                Some(parse_hostfile(path, &content)?)
+            }
+            (None, None) => None,
+        })
+    }
+
+    /// What says which hosts there are while an elastic job runs: the script, the host file, which may change, the batch
+    /// system, or nobody. `slots` are this host's, where it is the only one.
+    pub(crate) fn discovery(&self, place: &Place, slots: u32) -> Box<dyn Discovery> {
+        let limit = self.config.discovery_timeout;
+        if !self.config.host_discovery_script.is_empty() {
+            return Box::new(Script {
+                command: self.config.host_discovery_script.clone(),
+                slots_per_host: self.config.slots_per_host,
+                limit,
+            });
+        }
+        if let Some(path) = self.hostfile.as_ref().map(PathBuf::from).or_else(|| place.file.clone()) {
+            return Box::new(HostFile(path));
+        }
+        if place.hosts.is_empty() {
+            // Without a largest number there is one process for each that was asked for.
+            let slots = if slots == u32::MAX { place.num_proc } else { slots };
+            return Box::new(Fixed(vec![HostSlots::new("localhost", slots)]));
+        }
+        if place.system == Some("Slurm") && Here.program("scontrol") {
+            return Box::new(Slurm { nodes: place.hosts.clone(), limit });
+        }
+        Box::new(Fixed(place.hosts.clone()))
     }
 }
 
@@ -174,7 +232,6 @@ fn apply(
         Does::Turns(key, on) => set(given, key, on.to_owned()),
         Does::Nothing(why) if value != "false" => remarks.push(format!("{called} means nothing here: {why}")),
         Does::Nothing(_) | Does::Own => {}
-        Does::Elastic => bail!("{called} is for elastic training, which is not built yet"),
     }
     Ok(())
 }

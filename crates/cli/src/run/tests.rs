@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use clap::ArgMatches;
+use farandole::launcher::elastic::ElasticJob;
 
 use super::flags::{FLAGS, Takes, knob_flags, reference};
 use super::options::RunOptions;
@@ -96,19 +97,64 @@ fn every_flag_of_horovod_is_taken_and_the_programs_words_are_left_alone() {
         let options = read(flag).unwrap_or_else(|error| panic!("{flag:?}: {error:#}"));
         assert_eq!(options.command, ["python", "train.py", "-np", "9"], "{flag:?}");
     }
-    for elastic in [
-        &["--min-np", "1"][..],
-        &["--min-num-proc", "1"],
-        &["--max-np", "1"],
-        &["--max-num-proc", "1"],
-        &["--slots-per-host", "1"],
-        &["--elastic-timeout", "1"],
-        &["--reset-limit", "1"],
-        &["--blacklist-cooldown-range", "1", "2"],
-        &["--host-discovery-script", "find"],
+    for (elastic, key) in [
+        (&["--min-np", "1"][..], "min_num_proc"),
+        (&["--min-num-proc", "1"], "min_num_proc"),
+        (&["--max-np", "1"], "max_num_proc"),
+        (&["--max-num-proc", "1"], "max_num_proc"),
+        (&["--slots-per-host", "1"], "slots_per_host"),
+        (&["--elastic-timeout", "1"], "elastic_timeout"),
+        (&["--reset-limit", "0"], "reset_limit"),
+        (&["--blacklist-cooldown-range", "1", "2"], "blacklist_cooldown_range"),
+        (&["--host-discovery-script", "find"], "host_discovery_script"),
     ] {
-        let error = read(elastic).unwrap_err().to_string();
-        assert!(error.contains("elastic training, which is not built yet"), "{elastic:?}: {error}");
+        assert!(read(elastic).unwrap().config.given.contains(&key), "{elastic:?}");
+    }
+}
+
+#[test]
+fn a_job_is_elastic_by_either_of_two_flags_and_the_others_say_so_when_it_is_not() {
+    let elastic = |line: &[&str]| {
+        let options = read(line).unwrap();
+        (options.is_elastic(), options.remarks.len())
+    };
+    assert_eq!(elastic(&["-np", "2", "--min-np", "1", "--max-np", "4"]), (true, 0));
+    assert_eq!(elastic(&["--host-discovery-script", "find", "--spares", "1"]), (true, 0));
+    assert_eq!(elastic(&["-np", "2", "--max-np", "4", "--reset-limit", "3"]), (false, 2));
+    let file = written("elastic: {min_num_proc: 2, blacklist_cooldown_range: 1 9, spares: 1}\n");
+    let options = read(&["-np", "3", "--config-file", file.path().to_str().unwrap()]).unwrap();
+    let rules = ElasticJob::rules(3, &options.config).unwrap();
+    assert!(options.is_elastic() && options.remarks.is_empty());
+    assert_eq!((rules.first, rules.least, rules.most, rules.spares), (3, 2, 3, 1));
+    assert_eq!(rules.cooldown, (Duration::from_secs(1), Duration::from_secs(9)));
+    assert_eq!((rules.timeout, rules.reset_limit), (Duration::from_secs(600), None));
+    assert_eq!(read(&["--min-np", "2"]).unwrap().place().unwrap().num_proc, 2);
+}
+
+#[test]
+fn elastic_numbers_that_contradict_each_other_are_refused_by_their_flags() {
+    let rules = |line: &[&str]| {
+        let options = read(line).unwrap();
+        let place = options.place()?;
+        ElasticJob::rules(place.num_proc, &options.config).map_err(anyhow::Error::from)
+    };
+    for (line, part) in [
+        (&["-np", "2", "--min-np", "3"][..], "--min-num-proc (3) is larger than --num-proc (2)"),
+        (&["-np", "2", "--min-np", "0"], "at least one process"),
+        (&["-np", "4", "--min-np", "2", "--max-np", "3"], "--max-num-proc (3) is smaller than --num-proc (4)"),
+        (&["--host-discovery-script", "find"], "-np N or --min-num-proc N"),
+    ] {
+        let error = rules(line).unwrap_err().to_string();
+        assert!(error.contains(part), "{line:?}: {error}");
+    }
+    for range in [["0", "5"], ["9", "5"], ["5", "3601"]] {
+        let line = ["--min-np", "1", "--blacklist-cooldown-range", range[0], range[1]];
+        let error = read(&line).unwrap_err().to_string();
+        assert!(error.contains("blacklist_cooldown_range must be two whole numbers"), "{error}");
+    }
+    for named in [["-H", "a:1"], ["--hostfile", "f"]] {
+        let line = ["horovodrun", named[0], named[1], "--host-discovery-script", "find", "a"];
+        assert!(matches(&line).unwrap_err().to_string().contains("cannot be used with"));
     }
 }
 

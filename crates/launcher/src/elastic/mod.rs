@@ -24,6 +24,7 @@ mod job;
 mod program;
 mod script;
 mod slurm;
+mod tally;
 mod watch;
 
 pub use discovery::{Discovery, Fixed, HostFile, Stop};

@@ -67,7 +67,7 @@ fn watched(child: &mut Child, limit: Duration, stop: &Stop) -> Result<Outputs, S
     thread(move || {
         wait_without_reaping(group);
         // Nobody listens once the time has passed.
-        drop(sender.send(()));
+        let _gone = sender.send(());
     })?;
     let ended = loop {
         match exited.recv_timeout(SLICE) {

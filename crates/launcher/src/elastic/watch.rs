@@ -72,7 +72,7 @@ impl Drop for Watch {
     fn drop(&mut self) {
         self.stop.stop();
         // A thread that is gone needs no waking.
-        drop(self.wake.send(()));
+        let _gone = self.wake.send(());
         // The thread's end closes the channel. A search that is somebody else's code may not end.
         while let Ok(_late) = self.found.recv_timeout(ENDING) {}
     }

@@ -1,0 +1,360 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! An elastic job: the registrar's decisions, carried out.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use farandole_config::Config;
+use farandole_registrar::{Elastic, Event, Options, Registrar};
+use farandole_telemetry::{Record, Sink};
+use farandole_world::{TaskId, World};
+
+use super::discovery::Discovery;
+use super::tally::Tally;
+use super::watch::{Found, Watch};
+use crate::agent::Output;
+use crate::crew::{Crew, Elsewhere, News, Wish};
+use crate::error::{Error, Result};
+use crate::report::Report;
+use crate::work::Work;
+
+/// How often the caller's wish is looked at.
+const SLICE: Duration = Duration::from_millis(20);
+/// How long a host whose agent fell silent may take to come back with its last words.
+const SILENT: Duration = Duration::from_secs(2);
+/// How long a host may take to end workers that were told to.
+const ENDING: Duration = Duration::from_secs(20);
+/// How long one that may go takes to do so while the job goes on: its script has things to write.
+const LEAVING: Duration = Duration::from_secs(120);
+
+/// What to run while workers come and go.
+#[derive(Clone, Debug)]
+pub struct ElasticJob {
+    /// How many workers, and when to give up.
+    pub elastic: Elastic,
+    /// What each worker runs.
+    pub work: Work,
+}
+
+/// Something that a user wants to know of.
+#[derive(Clone, Copy, Debug)]
+pub enum Happening<'a> {
+    /// A world is at work.
+    World {
+        /// The world.
+        world: &'a World,
+        /// The host of each worker, as it was discovered, by task.
+        hosts: &'a BTreeMap<u32, String>,
+    },
+    /// A worker, or a host, is out, or could not be used; in a sentence.
+    Loss(&'a str),
+}
+
+/// Hears of them.
+type Heard<'a> = dyn Fn(Happening<'_>) + 'a;
+
+impl ElasticJob {
+    /// What the configuration asks for, for a first world of `num_proc`; with spares and no largest number, that many is
+    /// the largest number.
+    ///
+    /// # Errors
+    /// `Usage` for numbers that contradict each other, by their flags.
+    pub fn rules(num_proc: u32, config: &Config) -> Result<Elastic> {
+        let spares = u32::try_from(config.spares).unwrap_or(u32::MAX);
+        let unbounded = if spares > 0 { num_proc } else { u32::MAX };
+        let rules = Elastic {
+            first: num_proc,
+            least: config.min_num_proc.unwrap_or(num_proc),
+            most: config.max_num_proc.unwrap_or(unbounded),
+            spares,
+            timeout: config.elastic_timeout,
+            reset_limit: config.reset_limit,
+            cooldown: (config.blacklist_cooldown_range.least, config.blacklist_cooldown_range.most),
+        };
+        let Elastic { first, least, most, .. } = rules;
+        let wrong = |reason| Err(Error::Usage { reason });
+        if least == 0 || first == 0 {
+            return wrong("an elastic job has at least one process: --num-proc and --min-num-proc".to_owned());
+        }
+        if least > first {
+            return wrong(format!("--min-num-proc ({least}) is larger than --num-proc ({first})"));
+        }
+        if most < first {
+            return wrong(format!("--max-num-proc ({most}) is smaller than --num-proc ({first})"));
+        }
+        Ok(rules)
+    }
+
+    /// Runs the command on the hosts that `discovery` finds, until it has returned on every rank of one world, or the job
+    /// has failed, or `wish` says so. Lines of the workers go to `sink`.
+    ///
+    /// # Errors
+    /// `Discovery` when hosts cannot be found at first; `Usage` for an empty command, or fewer slots on hosts that do not
+    /// change than processes; `Registrar`, `System`.
+    pub fn run(
+        &self,
+        discovery: Box<dyn Discovery>,
+        sink: &Arc<dyn Sink>,
+        wish: &dyn Fn() -> Wish,
+        heard: &Heard<'_>,
+    ) -> Result<Report> {
+        self.work.check()?;
+        let fixed = discovery.is_fixed();
+        let watch = Watch::start(discovery)?;
+        let Some(found) = first(&watch, wish)? else { return Ok(Tally::default().report(true)) };
+        let mut options = Options::from_config(self.elastic.first, &self.work.config);
+        if fixed {
+            self.check_slots(&found)?;
+            if found.only_here() {
+                // Nobody else needs to reach it.
+                options.host = Some("127.0.0.1".to_owned());
+                options.bind = String::new();
+            }
+        }
+        let registrar = Registrar::start_elastic(options, &self.elastic).map_err(of_registrar)?;
+        let mut conduct = Conduct {
+            registrar: &registrar,
+            sink,
+            heard,
+            crew: Crew::new(&self.work, registrar.ticket().clone(), true),
+            found: Found::default(),
+            hosts: BTreeMap::new(),
+            tally: Tally::default(),
+            ending: BTreeMap::new(),
+            silent: BTreeMap::new(),
+            over_at: None,
+            wish: Wish::GoOn,
+        };
+        let ended = conduct.run(found, &watch, wish);
+        drop(conduct);
+        drop(watch);
+        registrar.close();
+        ended
+    }
+
+    /// Hosts that do not change must have room for all processes at the beginning.
+    fn check_slots(&self, found: &Found) -> Result<()> {
+        let slots: u64 = found.hosts.iter().map(|host| u64::from(host.slots)).sum();
+        let first = self.elastic.first;
+        if u64::from(first) <= slots {
+            return Ok(());
+        }
+        Err(Error::Usage {
+            reason: format!("Requested more processes ({first}) than there are available slots ({slots})"),
+        })
+    }
+}
+
+fn of_registrar(source: farandole_registrar::Error) -> Error {
+    Error::Registrar { task: TaskId(0), source: Box::new(source) }
+}
+
+/// The hosts there are at first; `None` when the caller no longer wants to know.
+fn first(watch: &Watch, wish: &dyn Fn() -> Wish) -> Result<Option<Found>> {
+    loop {
+        match watch.next(SLICE) {
+            Some(Ok(found)) => return Ok(Some(found)),
+            Some(Err(reason)) => return Err(Error::Discovery { reason }),
+            None if wish() > Wish::GoOn => return Ok(None),
+            None => {}
+        }
+    }
+}
+
+/// A running job.
+struct Conduct<'a> {
+    registrar: &'a Registrar,
+    sink: &'a Arc<dyn Sink>,
+    heard: &'a Heard<'a>,
+    crew: Crew<'a>,
+    found: Found,
+    /// Where each worker was started.
+    hosts: BTreeMap<u32, String>,
+    tally: Tally,
+    /// Workers that were told to end, and when.
+    ending: BTreeMap<u32, Instant>,
+    /// Workers whose agents were lost, and when.
+    silent: BTreeMap<u32, Instant>,
+    over_at: Option<Instant>,
+    wish: Wish,
+}
+
+impl Conduct<'_> {
+    fn run(&mut self, found: Found, watch: &Watch, wish: &dyn Fn() -> Wish) -> Result<Report> {
+        self.tell_hosts(found)?;
+        while !(self.crew.is_done() && (self.over_at.is_some() || self.wish > Wish::GoOn)) {
+            self.events(Instant::now() + SLICE);
+            while let Some(Ok(found)) = watch.next(Duration::ZERO) {
+                self.tell_hosts(found)?;
+            }
+            self.hear();
+            self.follow(wish());
+            self.give_up();
+        }
+        // What the workers of other hosts wrote last came before their ends did.
+        self.events(Instant::now());
+        Ok(std::mem::take(&mut self.tally).report(self.wish > Wish::GoOn))
+    }
+
+    fn tell_hosts(&mut self, found: Found) -> Result<()> {
+        let hosts: Vec<(String, u32)> =
+            found.hosts.iter().map(|host| (host.host.clone(), host.slots)).collect();
+        tracing::info!(?hosts, "these hosts were found");
+        self.found = found;
+        self.registrar.hosts(&hosts).map_err(of_registrar)
+    }
+
+    /// Takes what the registrar has decided and heard.
+    fn events(&mut self, deadline: Instant) {
+        // Made in this process, so it is not a fork's.
+        let Ok(drained) = self.registrar.events(deadline) else { return };
+        if drained.dropped > 0 {
+            tracing::warn!(lines = drained.dropped, "lines of workers were lost: this end could not keep up");
+        }
+        let mut starting: Vec<(String, Vec<u32>)> = Vec::new();
+        for event in drained.records {
+            match event {
+                Event::Record(record @ Record::Log(_)) => self.sink.accept(record),
+                Event::Start { task, host } => match starting.last_mut() {
+                    Some((last, tasks)) if *last == host => tasks.push(task.0),
+                    _ => starting.push((host, vec![task.0])),
+                },
+                Event::Stop { task, reason } => self.end(task.0, &reason),
+                Event::Dismissed { task, reason } => {
+                    tracing::info!(task = task.0, reason, "a worker may go");
+                    self.ending.insert(task.0, Instant::now());
+                }
+                Event::Assigned { world } => {
+                    (self.heard)(Happening::World { world: &world, hosts: &self.hosts });
+                    self.tally.assigned(world);
+                }
+                Event::Exited { task, exit, .. } => {
+                    self.silent.remove(&task.0);
+                    self.tally.exited(task.0, &exit);
+                }
+                Event::Result { task, data, .. } => self.tally.returned(task.0, data),
+                Event::Lost { task, rank, reason } => self.lost(task.0, rank.map(|rank| rank.0), &reason),
+                Event::Finished { .. } => {
+                    self.tally.finished();
+                    self.over();
+                }
+                Event::Aborted { verdict, rank } => {
+                    self.tally.aborted(verdict, rank);
+                    self.over();
+                }
+                _ => {}
+            }
+        }
+        for (host, tasks) in starting {
+            self.start(host, tasks);
+        }
+    }
+
+    fn start(&mut self, host: String, tasks: Vec<u32>) {
+        if self.over_at.is_some() || self.wish > Wish::GoOn {
+            return;
+        }
+        self.hosts.extend(tasks.iter().map(|task| (*task, host.clone())));
+        if !self.found.is_here(&host) {
+            if let Err(error) = self.crew.start_there(host, tasks.clone()) {
+                self.not_started(tasks, &error);
+            }
+            return;
+        }
+        for task in tasks {
+            if let Err(error) = self.crew.start_here(task, Output::Registrar) {
+                self.not_started([task], &error);
+            }
+        }
+    }
+
+    /// Lets the registrar know that these have no worker, or no longer one that anybody can reach.
+    fn not_started(&mut self, tasks: impl IntoIterator<Item = u32>, error: &Error) {
+        let reason = error.told();
+        for task in tasks {
+            if !self.ending.contains_key(&task) {
+                // Made in this process, so it is not a fork's.
+                drop(self.registrar.not_started(TaskId(task), &reason));
+            }
+        }
+    }
+
+    fn end(&mut self, task: u32, reason: &str) {
+        self.ending.insert(task, Instant::now());
+        // Agents on other hosts hear of it from the registrar.
+        if let Some(agent) = self.crew.agents.get(&task) {
+            agent.cancel(reason);
+        }
+    }
+
+    fn lost(&mut self, task: u32, rank: Option<u32>, reason: &str) {
+        if !self.tally.has_ended(task) {
+            self.silent.insert(task, Instant::now());
+        }
+        let host = self.hosts.get(&task).map_or("an unknown host", String::as_str);
+        let who = match rank {
+            Some(rank) => format!("rank {rank} on {host}"),
+            None => format!("a worker on {host}"),
+        };
+        (self.heard)(Happening::Loss(&format!("{who} {reason}")));
+    }
+
+    /// Has everybody end who is still there.
+    fn over(&mut self) {
+        self.over_at.get_or_insert_with(Instant::now);
+        for (task, agent) in &self.crew.agents {
+            if !self.tally.has_ended(*task) {
+                agent.cancel("the job is over");
+            }
+        }
+    }
+
+    fn hear(&mut self) {
+        let over = self.over_at.is_some() || self.wish > Wish::GoOn;
+        for news in self.crew.news() {
+            match news {
+                News::Ended { task, outcome: Ok(outcome) } => self.tally.ended(task, outcome),
+                News::Ended { task, outcome: Err(error) } if over => {
+                    tracing::info!(task, %error, "a worker ended without its last words");
+                }
+                News::Gone { error, .. } if over => {
+                    tracing::info!(%error, "a host ended without its last words");
+                }
+                News::Ended { task, outcome: Err(error) } => self.not_started([task], &error),
+                News::Gone { tasks, error, .. } => self.not_started(tasks, &error),
+            }
+        }
+    }
+
+    /// Ends connections to hosts of whom nothing will be heard any more.
+    fn give_up(&mut self) {
+        let now = Instant::now();
+        let passed = |since: Option<&Instant>, limit| since.is_some_and(|since| now >= *since + limit);
+        let late = passed(self.over_at.as_ref(), ENDING);
+        let (silent, ending) = (&self.silent, &self.ending);
+        let over = self.over_at.is_some();
+        let given_up = |host: &Elsewhere| {
+            let limit = if over { ENDING } else { LEAVING };
+            let gone = |task: &u32| passed(silent.get(task), SILENT) || passed(ending.get(task), limit);
+            late || host.open.iter().all(gone)
+        };
+        for (host, tasks) in self.crew.hang_up(given_up) {
+            tracing::info!(?tasks, host, "their ends are not waited for");
+        }
+    }
+
+    fn follow(&mut self, wish: Wish) {
+        if wish <= self.wish {
+            return;
+        }
+        self.wish = wish;
+        self.crew.follow(wish);
+        if wish > Wish::Interrupt {
+            // Made in this process, so it is not a fork's.
+            drop(self.registrar.abort("interrupted"));
+        }
+    }
+}
