@@ -295,6 +295,7 @@ proptest! {
                     }
                     Decision::Aborted { .. } => ended = true,
                     Decision::Registered { .. } | Decision::Lost { .. } => {}
+                    other => panic!("only elastic jobs decide that: {other:?}"),
                 }
             }
         }

@@ -118,8 +118,8 @@ pub(crate) struct Elastic {
     workers: BTreeMap<TaskId, Worker>,
     next: u32,
     present: Option<Present>,
-    /// Since when there is no world at work.
-    idle_since: Duration,
+    /// When the job began.
+    began: Duration,
     /// Since when enough workers were ready for the first world.
     enough_since: Option<Duration>,
     /// Why the last worker was lost: what a job that ends for lack of workers says.
@@ -138,7 +138,7 @@ impl Elastic {
             workers: BTreeMap::new(),
             next: 0,
             present: None,
-            idle_since: Duration::ZERO,
+            began: Duration::ZERO,
             enough_since: None,
             last_loss: None,
             quarrels: BTreeMap::new(),
@@ -450,8 +450,9 @@ impl Elastic {
         }
     }
 
+    /// Whether the function has returned on some rank.
     fn has_done(&self, present: &Present) -> bool {
-        present.order.iter().any(|task| self.stage(*task) == Some(&Stage::Done))
+        present.finishing || present.order.iter().any(|task| self.stage(*task) == Some(&Stage::Done))
     }
 
     fn stage(&self, task: TaskId) -> Option<&Stage> {
@@ -478,7 +479,7 @@ impl Elastic {
 
     /// The job is done, or hopeless, or a world can be formed; or nothing can be said yet.
     fn conclude(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
-        let Some(present) = &self.present else { return self.first_world(now, decisions) };
+        let Some(present) = &self.present else { return self.fresh_world(now, self.began, decisions) };
         let survivors = self.survivors(present);
         let done = self.has_done(present);
         let unbroken = present.broken.is_none();
@@ -501,13 +502,16 @@ impl Elastic {
             return self.abort(reason, Some(task), decisions);
         }
         let broken_at = present.broken.as_ref().map_or(now, |broken| broken.0);
+        if survivors.is_empty() && !done {
+            return self.fresh_world(now, broken_at, decisions);
+        }
         let calm = present.failures.is_empty();
         let mut members = survivors.clone();
         if !done {
             let room = (self.rules.most as usize).saturating_sub(members.len());
             members.extend(self.newcomers().into_iter().take(room));
         }
-        if members.len() >= self.rules.least as usize || (done && !members.is_empty()) {
+        if members.len() >= self.rules.least as usize || done {
             if calm && let Some(task) = self.quarrel(&survivors) {
                 let reason = "cannot be reached by its peers".to_owned();
                 decisions.push(Decision::End { task, reason: reason.clone() });
@@ -518,21 +522,22 @@ impl Elastic {
         self.wait_or_give_up(now, broken_at, members.len(), decisions);
     }
 
-    fn first_world(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
+    /// A world of which nobody has been in another one.
+    fn fresh_world(&mut self, now: Duration, since: Duration, decisions: &mut Vec<Decision>) {
         let mut ready = self.newcomers();
         ready.truncate(self.rules.most as usize);
-        let late = now.saturating_sub(self.idle_since) >= self.rules.timeout;
+        let late = now.saturating_sub(since) >= self.rules.timeout;
         if ready.len() >= self.rules.first as usize {
-            let since = *self.enough_since.get_or_insert(now);
+            let enough = *self.enough_since.get_or_insert(now);
             let full = ready.len() == self.rules.most as usize || self.missing().next().is_none();
-            if full || now.saturating_sub(since) >= SETTLING {
+            if full || now.saturating_sub(enough) >= SETTLING {
                 self.assign(now, &[], ready, decisions);
             }
         } else if late && ready.len() >= self.rules.least as usize {
             self.assign(now, &[], ready, decisions);
         } else {
             self.enough_since = None;
-            self.wait_or_give_up(now, self.idle_since, ready.len(), decisions);
+            self.wait_or_give_up(now, since, ready.len(), decisions);
         }
     }
 
@@ -583,6 +588,7 @@ impl Elastic {
             );
             return self.abort(reason, None, decisions);
         }
+        let finishing = self.present.as_ref().is_some_and(|present| self.has_done(present));
         let old: &[TaskId] = self.present.as_ref().map_or(&[], |present| &present.order);
         let order = seats::order(old, survivors, &members[survivors.len()..], |task| {
             self.workers.get(&task).and_then(|worker| worker.place.clone())
@@ -604,7 +610,7 @@ impl Elastic {
         self.enough_since = None;
         // Those that were done in the world before have ended.
         self.workers.retain(|_, worker| worker.stage != Stage::Done);
-        self.present = Some(Present::new(order));
+        self.present = Some(Present::new(order, finishing));
         decisions.push(Decision::Assigned { world });
     }
 
