@@ -347,7 +347,9 @@ impl Run {
                         let process = &self.processes[task];
                         process.returned || process.dismissed || process.dead && !self.machine.workers.contains_key(&TaskId(*task))
                     };
-                    if !self.last.iter().all(well) || !self.last.iter().any(|task| self.processes[task].returned) {
+                    // The last world may be what is left of one that has returned, and may have been dismissed.
+                    let returned = self.processes.values().any(|process| process.returned);
+                    if !self.last.iter().all(well) || !returned {
                         self.fail("ES-4: not every rank of the last world returned");
                     }
                     self.over = Some(FINISHED.to_owned());
@@ -385,7 +387,7 @@ impl Run {
     fn assigned(&mut self, world: &farandole_world::World) {
         let order: Vec<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
         let before = std::mem::replace(&mut self.last, order.clone());
-        let returned = before.iter().any(|task| self.processes[task].returned);
+        let returned = self.processes.values().any(|process| process.returned);
         let size = u32::try_from(order.len()).unwrap();
         if size > self.rules.most || (size < self.rules.least && !returned) {
             self.fail("ES-1: a world of a wrong size");
