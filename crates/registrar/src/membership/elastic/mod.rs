@@ -213,8 +213,7 @@ impl Elastic {
             }
         }
         let decisions = self.settle(now);
-        let leaving =
-            self.workers.get(&task).is_none_or(|worker| worker.stage == Stage::Leaving);
+        let leaving = self.workers.get(&task).is_none_or(|worker| worker.stage == Stage::Leaving);
         if leaving && decisions.is_empty() { Err(Refusal::Dismissed { task }) } else { Ok(decisions) }
     }
 
@@ -356,7 +355,9 @@ impl Elastic {
                     Stage::Done => None,
                     Stage::Starting => (now.saturating_sub(worker.presence.seen) >= rules.start_timeout)
                         .then(|| format!("did not register within {:.1?}", rules.start_timeout)),
-                    _ => worker.presence.gone(now, &rules.liveness).map(|reason| format!("was lost: {reason}")),
+                    _ => {
+                        worker.presence.gone(now, &rules.liveness).map(|reason| format!("was lost: {reason}"))
+                    }
                 };
                 Some((*task, reason?))
             })
@@ -419,7 +420,8 @@ impl Elastic {
         if self.present.as_ref().is_some_and(|present| self.has_done(present)) {
             return;
         }
-        let wanted = (self.rules.most.saturating_add(self.rules.spares) as usize).saturating_sub(living.len());
+        let wanted =
+            (self.rules.most.saturating_add(self.rules.spares) as usize).saturating_sub(living.len());
         for host in self.hosts.vacancies(now, &living).into_iter().take(wanted) {
             let task = TaskId(self.next);
             self.next += 1;
@@ -469,7 +471,8 @@ impl Elastic {
 
     /// Ready workers that are in no world, in the order of their start.
     fn newcomers(&self) -> Vec<TaskId> {
-        let member = |task: &TaskId| self.present.as_ref().is_some_and(|present| present.rank(*task).is_some());
+        let member =
+            |task: &TaskId| self.present.as_ref().is_some_and(|present| present.rank(*task).is_some());
         self.workers
             .iter()
             .filter(|(task, worker)| matches!(worker.stage, Stage::Ready { .. }) && !member(task))
@@ -541,12 +544,19 @@ impl Elastic {
         }
     }
 
-    fn wait_or_give_up(&mut self, now: Duration, since: Duration, ready: usize, decisions: &mut Vec<Decision>) {
+    fn wait_or_give_up(
+        &mut self,
+        now: Duration,
+        since: Duration,
+        ready: usize,
+        decisions: &mut Vec<Decision>,
+    ) {
         if now.saturating_sub(since) < self.rules.timeout {
             return;
         }
         let least = self.rules.least;
-        let last = self.last_loss.as_ref().map_or_else(String::new, |loss| format!("; the last loss: {loss}"));
+        let last =
+            self.last_loss.as_ref().map_or_else(String::new, |loss| format!("; the last loss: {loss}"));
         let reason = format!(
             "timed out after {:.1?} waiting for a world of at least {least} workers: {ready} ready, slots now: {}{last}",
             self.rules.timeout,
@@ -579,7 +589,13 @@ impl Elastic {
         Some(out)
     }
 
-    fn assign(&mut self, now: Duration, survivors: &[TaskId], members: Vec<TaskId>, decisions: &mut Vec<Decision>) {
+    fn assign(
+        &mut self,
+        now: Duration,
+        survivors: &[TaskId],
+        members: Vec<TaskId>,
+        decisions: &mut Vec<Decision>,
+    ) {
         if let Some(limit) = self.rules.reset_limit
             && self.generation.0 > u64::from(limit)
         {

@@ -38,13 +38,23 @@ enum Happens {
     /// It has not heard the answer.
     AsksAgain(u32),
     /// It hears of its world.
-    Hears { task: u32, generation: u64, ranks: Vec<u32> },
+    Hears {
+        task: u32,
+        generation: u64,
+        ranks: Vec<u32>,
+    },
     /// It looks at its peers, beats, and works.
     Works(u32),
     /// The registrar hears of its end.
-    Reports { task: u32, code: Option<i32> },
+    Reports {
+        task: u32,
+        code: Option<i32>,
+    },
     Killed(u32),
-    Stopped { task: u32, until: u64 },
+    Stopped {
+        task: u32,
+        until: u64,
+    },
     Hosts(Vec<(String, u32)>),
 }
 
@@ -209,7 +219,9 @@ impl Run {
                 }
             }
             Happens::Hears { task, generation, ranks } => {
-                let Some(process) = self.processes.get_mut(&task).filter(|process| !process.dead) else { return };
+                let Some(process) = self.processes.get_mut(&task).filter(|process| !process.dead) else {
+                    return;
+                };
                 if generation > process.generation {
                     (process.generation, process.world) = (generation, ranks);
                     (process.began, process.asking) = (self.now, false);
@@ -313,12 +325,15 @@ impl Run {
             return;
         }
         // `init` returns when all members are there.
-        let apart = self.now - process.began > 500 && process.world.iter().any(|peer| {
-            self.processes.get(peer).is_none_or(|peer| {
-                (peer.dead && !peer.returned) || peer.stopped_until > self.now + 5_000 || peer.generation != process.generation
-                    || peer.asking
-            })
-        });
+        let apart = self.now - process.began > 500
+            && process.world.iter().any(|peer| {
+                self.processes.get(peer).is_none_or(|peer| {
+                    (peer.dead && !peer.returned)
+                        || peer.stopped_until > self.now + 5_000
+                        || peer.generation != process.generation
+                        || peer.asking
+                })
+            });
         let told = self.machine.present.as_ref().is_some_and(Present::is_told)
             && self.machine.generation().0 == process.generation;
         if apart || told {
@@ -345,7 +360,9 @@ impl Run {
                 Decision::Finished { .. } => {
                     let well = |task: &u32| {
                         let process = &self.processes[task];
-                        process.returned || process.dismissed || process.dead && !self.machine.workers.contains_key(&TaskId(*task))
+                        process.returned
+                            || process.dismissed
+                            || process.dead && !self.machine.workers.contains_key(&TaskId(*task))
                     };
                     // The last world may be what is left of one that has returned, and may have been dismissed.
                     let returned = self.processes.values().any(|process| process.returned);
@@ -362,7 +379,10 @@ impl Run {
 
     fn start(&mut self, task: u32, host: String) {
         let wanted = |task: &u32| {
-            self.machine.workers.get(&TaskId(*task)).is_some_and(|worker| worker.dismissed.is_none() && worker.stage != Stage::Done)
+            self.machine
+                .workers
+                .get(&TaskId(*task))
+                .is_some_and(|worker| worker.dismissed.is_none() && worker.stage != Stage::Done)
         };
         let living: Vec<&Process> =
             self.processes.iter().filter(|(task, _)| wanted(task)).map(|(_, process)| process).collect();
@@ -378,7 +398,8 @@ impl Run {
             let reason = "no route to host".to_owned();
             self.gone(task);
             // The driver says so a moment later.
-            let decisions = self.machine.observe(self.time(), Input::NotStarted { task: TaskId(task), reason });
+            let decisions =
+                self.machine.observe(self.time(), Input::NotStarted { task: TaskId(task), reason });
             return self.apply(decisions);
         }
         self.soon(10, 3_000, Happens::Registers(task));

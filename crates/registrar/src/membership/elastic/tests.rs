@@ -324,8 +324,12 @@ fn a_lost_agent_is_a_lost_worker() {
 
 #[test]
 fn workers_that_come_by_themselves_need_no_hosts() {
-    let mut job =
-        Job { now: Duration::ZERO, machine: Elastic::new(RULES), decisions: Vec::new(), silent: BTreeSet::new() };
+    let mut job = Job {
+        now: Duration::ZERO,
+        machine: Elastic::new(RULES),
+        decisions: Vec::new(),
+        silent: BTreeSet::new(),
+    };
     for (task, host) in [(0, "a"), (3, "b")] {
         job.register(task, host);
         job.ready(task, 0, &[]);

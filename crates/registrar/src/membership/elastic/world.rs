@@ -63,7 +63,14 @@ impl Why {
 
 impl Present {
     pub(super) fn new(order: Vec<TaskId>, finishing: bool) -> Self {
-        Self { order, broken: None, failures: Vec::new(), finishing, told_broken: false, told: (false, false) }
+        Self {
+            order,
+            broken: None,
+            failures: Vec::new(),
+            finishing,
+            told_broken: false,
+            told: (false, false),
+        }
     }
 
     pub(super) fn rank(&self, task: TaskId) -> Option<Rank> {
