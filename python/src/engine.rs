@@ -135,7 +135,10 @@ fn init(
 #[pyfunction]
 fn host_changes() -> Vec<(f64, u8)> {
     let bits = |removed: bool, added: bool| u8::from(removed) | u8::from(added) << 1;
-    session::host_changes().into_iter().map(|change| (change.at, bits(change.removed, change.added))).collect()
+    session::host_changes()
+        .into_iter()
+        .map(|change| (change.at, bits(change.removed, change.added)))
+        .collect()
 }
 
 /// Tells the registrar of an elastic job that this worker ends at its next chance; false where the job is not elastic.

@@ -103,7 +103,9 @@ fn by_order(places: Vec<TaskPlace>, order: &[u32]) -> Result<Vec<TaskPlace>, Str
         places.into_iter().map(|place| (place.task, place)).collect();
     order
         .iter()
-        .map(|task| by_task.remove(&TaskId(*task)).ok_or_else(|| format!("task {task} has no place of its own")))
+        .map(|task| {
+            by_task.remove(&TaskId(*task)).ok_or_else(|| format!("task {task} has no place of its own"))
+        })
         .collect()
 }
 

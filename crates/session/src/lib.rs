@@ -48,8 +48,8 @@ mod started;
 mod wishes;
 
 pub use error::{Error, Result};
-pub use rejoin::{host_changes, leave};
 pub use process::{begin, current, init, is_initialized, shutdown};
+pub use rejoin::{host_changes, leave};
 pub use session::Session;
 pub use stalls::Stacks;
 pub use started::{holder, host};

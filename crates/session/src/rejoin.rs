@@ -61,7 +61,9 @@ pub(crate) fn form(
         // Every world has a number of its own, so each is the first one of its number.
         match linked(config, client.clone(), 0, whole, wishes, deadline, interrupted) {
             Err(error) if is_a_peers(&error) => {
-                say::warn(format!("world {generation} broke while it formed, the next one is waited for: {error}"));
+                say::warn(format!(
+                    "world {generation} broke while it formed, the next one is waited for: {error}"
+                ));
                 *LEFT.lock() = Left { generation, lost: blamed(&seats, &error) };
             }
             formed => return formed,
@@ -92,9 +94,9 @@ fn is_a_peers(error: &Error) -> bool {
 /// The member whom an error names.
 fn blamed(world: &World, error: &Error) -> Vec<TaskId> {
     match error {
-        Error::Transport(TransportError::PeerLost { rank, .. } | TransportError::Unreachable { rank, .. }) => {
-            tasks(world, &[*rank])
-        }
+        Error::Transport(
+            TransportError::PeerLost { rank, .. } | TransportError::Unreachable { rank, .. },
+        ) => tasks(world, &[*rank]),
         _ => Vec::new(),
     }
 }

@@ -32,8 +32,8 @@ use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::Channel;
 use tonic::{Code, Request, Response, Status, Streaming};
 
-use self::outbox::Outbox;
 pub use self::elastic::HostChange;
+use self::outbox::Outbox;
 pub use self::relay::Relay;
 use crate::convert;
 use crate::error::{Error, Result};

@@ -326,12 +326,14 @@ impl Membership {
             return decisions;
         }
         let options = &self.options;
-        self.waiting.retain(|task, waiting| match waiting.presence.gone_while_waiting(now, &options.liveness) {
-            Some(reason) => {
-                decisions.push(Decision::Withdrawn { task: *task, reason });
-                false
+        self.waiting.retain(|task, waiting| {
+            match waiting.presence.gone_while_waiting(now, &options.liveness) {
+                Some(reason) => {
+                    decisions.push(Decision::Withdrawn { task: *task, reason });
+                    false
+                }
+                None => true,
             }
-            None => true,
         });
         if let Some(running) = &mut self.running {
             decisions.extend(running.settle(now, options));

@@ -37,7 +37,10 @@ const BEAT: u64 = 1_000;
 const PEER: i32 = 2;
 const OPTIONS: Options = Options {
     tasks: 0,
-    liveness: Liveness { heartbeat_timeout: Duration::from_secs(5), disconnect_grace: Duration::from_secs(1) },
+    liveness: Liveness {
+        heartbeat_timeout: Duration::from_secs(5),
+        disconnect_grace: Duration::from_secs(1),
+    },
     failure_grace: Duration::from_millis(500),
     in_order: false,
 };

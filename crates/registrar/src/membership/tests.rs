@@ -10,7 +10,10 @@ use crate::exit::How;
 
 const OPTIONS: Options = Options {
     tasks: 3,
-    liveness: Liveness { heartbeat_timeout: Duration::from_secs(5), disconnect_grace: Duration::from_secs(1) },
+    liveness: Liveness {
+        heartbeat_timeout: Duration::from_secs(5),
+        disconnect_grace: Duration::from_secs(1),
+    },
     failure_grace: Duration::from_millis(500),
     in_order: false,
 };
@@ -295,6 +298,7 @@ proptest! {
                     }
                     Decision::Aborted { .. } => ended = true,
                     Decision::Registered { .. } | Decision::Lost { .. } => {}
+                    other => panic!("only elastic jobs decide that: {other:?}"),
                 }
             }
         }

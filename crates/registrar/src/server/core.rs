@@ -354,7 +354,8 @@ impl Core {
             self.observe(Input::Tick);
             if !self.is_elastic
                 && self.started.elapsed() >= self.start_timeout + LEEWAY
-                && self.board.borrow().world.is_none() {
+                && self.board.borrow().world.is_none()
+            {
                 self.give_up();
             }
         }
@@ -392,8 +393,11 @@ impl Core {
                     self.events.push(Event::Lost { task, rank, reason });
                 }
                 Decision::Assigned { world } => {
-                    let ranks =
-                        (0u32..).map(Rank).zip(&world.seats).map(|(rank, seat)| (seat.task, rank)).collect::<HashMap<_, _>>();
+                    let ranks = (0u32..)
+                        .map(Rank)
+                        .zip(&world.seats)
+                        .map(|(rank, seat)| (seat.task, rank))
+                        .collect::<HashMap<_, _>>();
                     if self.is_elastic {
                         self.last_ranks.lock().extend(ranks.iter().map(|(task, rank)| (*task, *rank)));
                     }

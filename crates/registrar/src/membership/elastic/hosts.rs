@@ -124,7 +124,12 @@ impl Hosts {
             .filter(|host| host.listed)
             .map(|host| match host.cool_at.filter(|until| now < *until) {
                 Some(until) => {
-                    format!("{}:{} (no new worker for {:.1?} after a failure)", host.name, host.slots, until - now)
+                    format!(
+                        "{}:{} (no new worker for {:.1?} after a failure)",
+                        host.name,
+                        host.slots,
+                        until - now
+                    )
                 }
                 None => format!("{}:{}", host.name, host.slots),
             })

@@ -118,8 +118,8 @@ pub(crate) struct Elastic {
     workers: BTreeMap<TaskId, Worker>,
     next: u32,
     present: Option<Present>,
-    /// Since when there is no world at work.
-    idle_since: Duration,
+    /// When the job began.
+    began: Duration,
     /// Since when enough workers were ready for the first world.
     enough_since: Option<Duration>,
     /// Why the last worker was lost: what a job that ends for lack of workers says.
@@ -138,7 +138,7 @@ impl Elastic {
             workers: BTreeMap::new(),
             next: 0,
             present: None,
-            idle_since: Duration::ZERO,
+            began: Duration::ZERO,
             enough_since: None,
             last_loss: None,
             quarrels: BTreeMap::new(),
@@ -213,8 +213,7 @@ impl Elastic {
             }
         }
         let decisions = self.settle(now);
-        let leaving =
-            self.workers.get(&task).is_none_or(|worker| worker.stage == Stage::Leaving);
+        let leaving = self.workers.get(&task).is_none_or(|worker| worker.stage == Stage::Leaving);
         if leaving && decisions.is_empty() { Err(Refusal::Dismissed { task }) } else { Ok(decisions) }
     }
 
@@ -356,7 +355,9 @@ impl Elastic {
                     Stage::Done => None,
                     Stage::Starting => (now.saturating_sub(worker.presence.seen) >= rules.start_timeout)
                         .then(|| format!("did not register within {:.1?}", rules.start_timeout)),
-                    _ => worker.presence.gone(now, &rules.liveness).map(|reason| format!("was lost: {reason}")),
+                    _ => {
+                        worker.presence.gone(now, &rules.liveness).map(|reason| format!("was lost: {reason}"))
+                    }
                 };
                 Some((*task, reason?))
             })
@@ -419,7 +420,8 @@ impl Elastic {
         if self.present.as_ref().is_some_and(|present| self.has_done(present)) {
             return;
         }
-        let wanted = (self.rules.most.saturating_add(self.rules.spares) as usize).saturating_sub(living.len());
+        let wanted =
+            (self.rules.most.saturating_add(self.rules.spares) as usize).saturating_sub(living.len());
         for host in self.hosts.vacancies(now, &living).into_iter().take(wanted) {
             let task = TaskId(self.next);
             self.next += 1;
@@ -450,8 +452,9 @@ impl Elastic {
         }
     }
 
+    /// Whether the function has returned on some rank.
     fn has_done(&self, present: &Present) -> bool {
-        present.order.iter().any(|task| self.stage(*task) == Some(&Stage::Done))
+        present.finishing || present.order.iter().any(|task| self.stage(*task) == Some(&Stage::Done))
     }
 
     fn stage(&self, task: TaskId) -> Option<&Stage> {
@@ -468,7 +471,8 @@ impl Elastic {
 
     /// Ready workers that are in no world, in the order of their start.
     fn newcomers(&self) -> Vec<TaskId> {
-        let member = |task: &TaskId| self.present.as_ref().is_some_and(|present| present.rank(*task).is_some());
+        let member =
+            |task: &TaskId| self.present.as_ref().is_some_and(|present| present.rank(*task).is_some());
         self.workers
             .iter()
             .filter(|(task, worker)| matches!(worker.stage, Stage::Ready { .. }) && !member(task))
@@ -478,7 +482,7 @@ impl Elastic {
 
     /// The job is done, or hopeless, or a world can be formed; or nothing can be said yet.
     fn conclude(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
-        let Some(present) = &self.present else { return self.first_world(now, decisions) };
+        let Some(present) = &self.present else { return self.fresh_world(now, self.began, decisions) };
         let survivors = self.survivors(present);
         let done = self.has_done(present);
         let unbroken = present.broken.is_none();
@@ -501,13 +505,16 @@ impl Elastic {
             return self.abort(reason, Some(task), decisions);
         }
         let broken_at = present.broken.as_ref().map_or(now, |broken| broken.0);
+        if survivors.is_empty() && !done {
+            return self.fresh_world(now, broken_at, decisions);
+        }
         let calm = present.failures.is_empty();
         let mut members = survivors.clone();
         if !done {
             let room = (self.rules.most as usize).saturating_sub(members.len());
             members.extend(self.newcomers().into_iter().take(room));
         }
-        if members.len() >= self.rules.least as usize || (done && !members.is_empty()) {
+        if members.len() >= self.rules.least as usize || done {
             if calm && let Some(task) = self.quarrel(&survivors) {
                 let reason = "cannot be reached by its peers".to_owned();
                 decisions.push(Decision::End { task, reason: reason.clone() });
@@ -518,30 +525,38 @@ impl Elastic {
         self.wait_or_give_up(now, broken_at, members.len(), decisions);
     }
 
-    fn first_world(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
+    /// A world of which nobody has been in another one.
+    fn fresh_world(&mut self, now: Duration, since: Duration, decisions: &mut Vec<Decision>) {
         let mut ready = self.newcomers();
         ready.truncate(self.rules.most as usize);
-        let late = now.saturating_sub(self.idle_since) >= self.rules.timeout;
+        let late = now.saturating_sub(since) >= self.rules.timeout;
         if ready.len() >= self.rules.first as usize {
-            let since = *self.enough_since.get_or_insert(now);
+            let enough = *self.enough_since.get_or_insert(now);
             let full = ready.len() == self.rules.most as usize || self.missing().next().is_none();
-            if full || now.saturating_sub(since) >= SETTLING {
+            if full || now.saturating_sub(enough) >= SETTLING {
                 self.assign(now, &[], ready, decisions);
             }
         } else if late && ready.len() >= self.rules.least as usize {
             self.assign(now, &[], ready, decisions);
         } else {
             self.enough_since = None;
-            self.wait_or_give_up(now, self.idle_since, ready.len(), decisions);
+            self.wait_or_give_up(now, since, ready.len(), decisions);
         }
     }
 
-    fn wait_or_give_up(&mut self, now: Duration, since: Duration, ready: usize, decisions: &mut Vec<Decision>) {
+    fn wait_or_give_up(
+        &mut self,
+        now: Duration,
+        since: Duration,
+        ready: usize,
+        decisions: &mut Vec<Decision>,
+    ) {
         if now.saturating_sub(since) < self.rules.timeout {
             return;
         }
         let least = self.rules.least;
-        let last = self.last_loss.as_ref().map_or_else(String::new, |loss| format!("; the last loss: {loss}"));
+        let last =
+            self.last_loss.as_ref().map_or_else(String::new, |loss| format!("; the last loss: {loss}"));
         let reason = format!(
             "timed out after {:.1?} waiting for a world of at least {least} workers: {ready} ready, slots now: {}{last}",
             self.rules.timeout,
@@ -574,7 +589,13 @@ impl Elastic {
         Some(out)
     }
 
-    fn assign(&mut self, now: Duration, survivors: &[TaskId], members: Vec<TaskId>, decisions: &mut Vec<Decision>) {
+    fn assign(
+        &mut self,
+        now: Duration,
+        survivors: &[TaskId],
+        members: Vec<TaskId>,
+        decisions: &mut Vec<Decision>,
+    ) {
         if let Some(limit) = self.rules.reset_limit
             && self.generation.0 > u64::from(limit)
         {
@@ -583,6 +604,7 @@ impl Elastic {
             );
             return self.abort(reason, None, decisions);
         }
+        let finishing = self.present.as_ref().is_some_and(|present| self.has_done(present));
         let old: &[TaskId] = self.present.as_ref().map_or(&[], |present| &present.order);
         let order = seats::order(old, survivors, &members[survivors.len()..], |task| {
             self.workers.get(&task).and_then(|worker| worker.place.clone())
@@ -604,7 +626,7 @@ impl Elastic {
         self.enough_since = None;
         // Those that were done in the world before have ended.
         self.workers.retain(|_, worker| worker.stage != Stage::Done);
-        self.present = Some(Present::new(order));
+        self.present = Some(Present::new(order, finishing));
         decisions.push(Decision::Assigned { world });
     }
 

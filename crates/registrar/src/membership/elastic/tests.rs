@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+use super::*;
+use crate::exit::How;
+
+const RULES: Rules = Rules {
+    first: 2,
+    least: 1,
+    most: 4,
+    spares: 0,
+    timeout: Duration::from_secs(60),
+    reset_limit: None,
+    cooldown: (Duration::from_secs(1), Duration::from_secs(60)),
+    start_timeout: Duration::from_secs(30),
+    liveness: Liveness {
+        heartbeat_timeout: Duration::from_secs(5),
+        disconnect_grace: Duration::from_secs(1),
+    },
+};
+
+/// A job whose clock is turned by hand. Every worker beats whenever time passes, unless it is silent.
+struct Job {
+    now: Duration,
+    machine: Elastic,
+    decisions: Vec<Decision>,
+    silent: BTreeSet<TaskId>,
+}
+
+impl Job {
+    fn new(rules: Rules, hosts: &[(&str, u32)]) -> Self {
+        let mut job = Self {
+            now: Duration::ZERO,
+            machine: Elastic::new(rules),
+            decisions: Vec::new(),
+            silent: BTreeSet::new(),
+        };
+        job.hosts(hosts);
+        job
+    }
+
+    fn say(&mut self, input: Input) {
+        let decisions = self.machine.observe(self.now, input);
+        self.decisions.extend(decisions);
+    }
+
+    fn hosts(&mut self, hosts: &[(&str, u32)]) {
+        self.say(Input::Hosts(hosts.iter().map(|(name, slots)| ((*name).to_owned(), *slots)).collect()));
+    }
+
+    fn pass(&mut self, seconds: f64) {
+        let until = self.now + Duration::from_secs_f64(seconds);
+        while self.now < until {
+            self.now = until.min(self.now + Duration::from_millis(100));
+            let beating: Vec<(TaskId, u64)> = self
+                .machine
+                .workers
+                .iter()
+                .filter(|(task, _)| !self.silent.contains(task))
+                .filter_map(|(task, worker)| Some((*task, worker.session?)))
+                .collect();
+            for (task, session) in beating {
+                self.say(Input::Beat { task, session });
+            }
+            self.say(Input::Tick);
+        }
+    }
+
+    /// Workers that were to be started and have not registered.
+    fn started(&self) -> Vec<(u32, String)> {
+        let starting = |task: &TaskId| self.machine.stage(*task) == Some(&Stage::Starting);
+        let start = |decision: &Decision| match decision {
+            Decision::Start { task, host } if starting(task) => Some((task.0, host.clone())),
+            _ => None,
+        };
+        self.decisions.iter().filter_map(start).collect()
+    }
+
+    /// Registers whatever was started, and has it call `init`.
+    fn all_ready(&mut self) {
+        for (task, host) in self.started() {
+            self.register(task, &host);
+            self.ready(task, 0, &[]);
+        }
+    }
+
+    fn register(&mut self, task: u32, host: &str) {
+        let host = HostHash(host.to_owned());
+        let decisions = self.machine.register(self.now, TaskId(task), u64::from(task), host).unwrap();
+        self.decisions.extend(decisions);
+    }
+
+    fn ready(&mut self, task: u32, after: u64, suspects: &[u32]) {
+        let suspects = suspects.iter().copied().map(TaskId).collect();
+        let decisions = self.machine.ready(self.now, TaskId(task), Generation(after), suspects).unwrap();
+        self.decisions.extend(decisions);
+    }
+
+    fn exit(&mut self, task: u32, how: How) {
+        let exit = Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
+        self.say(Input::Exited { task: TaskId(task), generation: Generation(0), exit });
+    }
+
+    /// Tasks of the last world by rank.
+    fn world(&self) -> Vec<u32> {
+        let world = |decision: &Decision| match decision {
+            Decision::Assigned { world } => Some(world.seats.iter().map(|seat| seat.task.0).collect()),
+            _ => None,
+        };
+        self.decisions.iter().rev().find_map(world).unwrap_or_default()
+    }
+
+    fn aborted(&self) -> Option<&str> {
+        self.decisions.iter().find_map(|decision| match decision {
+            Decision::Aborted { reason } => Some(reason.as_str()),
+            _ => None,
+        })
+    }
+
+    fn finished(&self) -> bool {
+        self.decisions.iter().any(|decision| matches!(decision, Decision::Finished { .. }))
+    }
+
+    fn changes(&self) -> Vec<(bool, bool)> {
+        let change = |decision: &Decision| match decision {
+            Decision::Changed { removed, added, .. } => Some((*removed, *added)),
+            _ => None,
+        };
+        self.decisions.iter().filter_map(change).collect()
+    }
+}
+
+#[test]
+fn survivors_go_on_without_the_dead_and_take_its_successor_in_at_their_next_chance() {
+    let mut job = Job::new(RULES, &[("a", 4)]);
+    job.all_ready();
+    assert_eq!(job.world(), [0, 1, 2, 3]);
+    job.exit(1, How::Signal(9));
+    for task in [0, 2, 3] {
+        job.ready(task, 1, &[1]);
+    }
+    assert_eq!(job.world(), [0, 3, 2]);
+    assert!(job.started().is_empty(), "the host cools down");
+    job.pass(3.0);
+    assert_eq!(job.started(), [(4, "a".to_owned())]);
+    assert!(job.changes().is_empty(), "nobody stops for a worker that is not ready");
+    job.all_ready();
+    assert_eq!(job.changes(), [(false, true)]);
+    for task in [3, 0, 2] {
+        job.ready(task, 2, &[]);
+    }
+    assert_eq!(job.world(), [0, 3, 2, 4]);
+}
+
+#[test]
+fn a_ready_spare_takes_the_place_of_the_dead_at_once() {
+    let mut job = Job::new(Rules { first: 4, spares: 1, ..RULES }, &[("a", 5)]);
+    job.all_ready();
+    assert_eq!(job.world(), [0, 1, 2, 3]);
+    job.exit(0, How::Signal(9));
+    for task in [1, 2, 3] {
+        job.ready(task, 1, &[]);
+    }
+    assert_eq!(job.world(), [1, 4, 2, 3], "rank 0 is a survivor");
+}
+
+#[test]
+fn a_stopped_member_is_out_once_its_peers_have_lost_it() {
+    let mut job = Job::new(RULES, &[("a", 2), ("b", 1)]);
+    job.all_ready();
+    job.ready(0, 1, &[2]);
+    job.ready(1, 1, &[2]);
+    job.pass(0.4);
+    assert_eq!(job.machine.generation(), Generation(1), "it may only be slow");
+    job.pass(0.2);
+    assert_eq!(job.world(), [0, 1]);
+    let ended = |decision: &Decision| matches!(decision, Decision::End { task: TaskId(2), .. });
+    assert!(job.decisions.iter().any(ended));
+}
+
+#[test]
+fn a_member_that_only_works_long_is_waited_for() {
+    let mut job = Job::new(RULES, &[("a", 3)]);
+    job.all_ready();
+    job.exit(1, How::Signal(9));
+    job.ready(0, 1, &[1]);
+    job.pass(20.0);
+    assert_eq!(job.machine.generation(), Generation(1));
+    job.ready(2, 1, &[1]);
+    assert_eq!(job.machine.generation(), Generation(2));
+}
+
+#[test]
+fn a_removed_host_is_no_failure_and_its_workers_leave_at_the_next_chance() {
+    let mut job = Job::new(RULES, &[("a", 2), ("b", 2)]);
+    job.all_ready();
+    job.hosts(&[("a", 2)]);
+    assert_eq!(job.changes(), [(true, false)]);
+    for task in [0, 1, 2] {
+        job.ready(task, 1, &[]);
+    }
+    assert_eq!(job.machine.generation(), Generation(1));
+    job.ready(3, 1, &[]);
+    assert_eq!(job.world(), [0, 1]);
+    let refused = job.machine.ready(job.now, TaskId(3), Generation(1), BTreeSet::new());
+    assert_eq!(refused, Err(Refusal::Dismissed { task: TaskId(3) }));
+    job.exit(2, How::Code(0));
+    job.exit(3, How::Code(0));
+    assert!(job.aborted().is_none() && !job.finished());
+    job.hosts(&[("a", 2), ("b", 2)]);
+    assert_eq!(job.started().len(), 2, "it may come back at once");
+}
+
+#[test]
+fn success_is_the_return_of_every_member_of_the_present_world() {
+    let mut job = Job::new(RULES, &[("a", 3)]);
+    job.all_ready();
+    job.exit(0, How::Code(0));
+    job.exit(1, How::Code(0));
+    assert!(!job.finished());
+    job.exit(2, How::Signal(9));
+    assert!(job.aborted().unwrap().contains("rank 2 on a was ended by SIGKILL"), "{:?}", job.aborted());
+}
+
+#[test]
+fn those_that_are_left_of_a_world_that_partly_returned_finish_without_newcomers() {
+    let mut job = Job::new(Rules { least: 3, first: 3, ..RULES }, &[("a", 4)]);
+    job.all_ready();
+    job.exit(0, How::Code(0));
+    job.exit(1, How::Signal(9));
+    job.ready(2, 1, &[1]);
+    job.ready(3, 1, &[1]);
+    assert_eq!(job.world(), [2, 3]);
+    job.pass(10.0);
+    assert!(job.started().is_empty());
+    job.exit(2, How::Code(0));
+    job.exit(3, How::Code(0));
+    assert!(job.finished());
+}
+
+#[test]
+fn a_script_that_fails_everywhere_ends_the_job_and_one_that_was_killed_everywhere_starts_again() {
+    let mut job = Job::new(RULES, &[("a", 2)]);
+    job.all_ready();
+    job.exit(0, How::Code(3));
+    job.exit(1, How::Code(3));
+    assert!(job.aborted().unwrap().contains("rank 0 on a exited with code 3"));
+
+    let mut job = Job::new(RULES, &[("a", 2)]);
+    job.all_ready();
+    job.exit(0, How::Signal(9));
+    job.exit(1, How::Signal(9));
+    assert!(job.aborted().is_none());
+    job.pass(5.0);
+    job.all_ready();
+    assert_eq!(job.world(), [2, 3]);
+}
+
+#[test]
+fn a_script_that_fails_before_the_first_world_ends_the_job() {
+    let mut job = Job::new(RULES, &[("a", 2)]);
+    job.register(0, "a");
+    job.exit(0, How::Code(1));
+    assert!(job.aborted().unwrap().contains("worker 0 on a exited with code 1"));
+}
+
+#[test]
+fn too_few_workers_end_the_job_with_what_is_missing() {
+    let mut job = Job::new(Rules { least: 2, ..RULES }, &[("a", 1)]);
+    job.all_ready();
+    job.pass(61.0);
+    let reason = job.aborted().unwrap();
+    assert!(reason.contains("at least 2 workers: 1 ready, slots now: a:1"), "{reason}");
+}
+
+#[test]
+fn fewer_workers_than_wished_for_begin_once_waiting_is_over() {
+    let mut job = Job::new(Rules { first: 4, ..RULES }, &[("a", 2)]);
+    job.all_ready();
+    job.pass(59.0);
+    assert!(job.world().is_empty());
+    job.pass(2.0);
+    assert_eq!(job.world(), [0, 1]);
+}
+
+#[test]
+fn worlds_after_the_first_are_counted() {
+    let mut job = Job::new(Rules { reset_limit: Some(1), ..RULES }, &[("a", 4)]);
+    job.all_ready();
+    job.exit(3, How::Signal(9));
+    for task in [0, 1, 2] {
+        job.ready(task, 1, &[]);
+    }
+    assert_eq!(job.world(), [0, 1, 2]);
+    job.exit(2, How::Signal(9));
+    job.ready(0, 2, &[]);
+    job.ready(1, 2, &[]);
+    assert!(job.aborted().unwrap().contains("exceeded the limit: 1"));
+}
+
+#[test]
+fn of_two_members_that_keep_losing_each_other_one_has_to_go() {
+    let mut job = Job::new(RULES, &[("a", 3)]);
+    job.all_ready();
+    for generation in 1..4 {
+        assert_eq!(job.machine.generation(), Generation(generation));
+        job.ready(0, generation, &[]);
+        job.ready(1, generation, &[2]);
+        job.ready(2, generation, &[1]);
+    }
+    job.say(Input::Tick);
+    assert_eq!(job.world(), [0, 1]);
+}
+
+#[test]
+fn a_lost_agent_is_a_lost_worker() {
+    let mut job = Job::new(RULES, &[("a", 2)]);
+    job.all_ready();
+    job.silent.insert(TaskId(1));
+    job.pass(5.5);
+    job.ready(0, 1, &[]);
+    assert_eq!(job.world(), [0]);
+}
+
+#[test]
+fn workers_that_come_by_themselves_need_no_hosts() {
+    let mut job = Job {
+        now: Duration::ZERO,
+        machine: Elastic::new(RULES),
+        decisions: Vec::new(),
+        silent: BTreeSet::new(),
+    };
+    for (task, host) in [(0, "a"), (3, "b")] {
+        job.register(task, host);
+        job.ready(task, 0, &[]);
+    }
+    assert_eq!(job.world(), [0, 3]);
+}
+
+#[test]
+fn what_a_worker_says_again_changes_nothing() {
+    let mut job = Job::new(RULES, &[("a", 2)]);
+    job.all_ready();
+    let before = job.decisions.len();
+    job.ready(0, 0, &[]);
+    assert_eq!((job.decisions.len(), job.world()), (before, vec![0, 1]));
+    let other = job.machine.register(job.now, TaskId(0), 77, HostHash("a".to_owned()));
+    assert!(other.is_err());
+    let stranger = job.machine.register(job.now, TaskId(9), 9, HostHash("a".to_owned()));
+    assert_eq!(stranger, Err(Refusal::NotWanted { task: TaskId(9) }));
+}

@@ -29,6 +29,8 @@ pub(super) struct Present {
     pub(super) broken: Option<(Duration, String)>,
     /// Members that failed, in order of time.
     pub(super) failures: Vec<Failure>,
+    /// The function has returned on some rank of a world before: these are the others, and nobody joins them.
+    pub(super) finishing: bool,
     told_broken: bool,
     told: (bool, bool),
 }
@@ -60,8 +62,15 @@ impl Why {
 }
 
 impl Present {
-    pub(super) fn new(order: Vec<TaskId>) -> Self {
-        Self { order, broken: None, failures: Vec::new(), told_broken: false, told: (false, false) }
+    pub(super) fn new(order: Vec<TaskId>, finishing: bool) -> Self {
+        Self {
+            order,
+            broken: None,
+            failures: Vec::new(),
+            finishing,
+            told_broken: false,
+            told: (false, false),
+        }
     }
 
     pub(super) fn rank(&self, task: TaskId) -> Option<Rank> {
@@ -100,5 +109,13 @@ impl Present {
         let news = (removed && !self.told.0) || (added && !self.told.1);
         self.told = (removed, added);
         news
+    }
+}
+
+#[cfg(test)]
+impl Present {
+    /// Whether members were told to ask for another world.
+    pub(super) fn is_told(&self) -> bool {
+        self.broken.is_none() && self.told != (false, false)
     }
 }
