@@ -79,7 +79,6 @@ def finish(run: Launch, size: int) -> str:
     (run.out.parent / "enough").touch()
     assert run.wait() == 0, run.err.read_text()
     assert sum(line.endswith(f":over {size}") for line in run.lines()) == size
-    assert not any(line.endswith(":over") for line in run.lines())
     return own(run)
 
 
@@ -150,7 +149,7 @@ def test_a_spare_takes_over_without_waiting_for_the_cooldown(launch: Start, trai
     run = launch("-np", 2, "--min-np", 2, "--spares", 1, *SLOW, *train())
     before = members(run, 2)
     os.kill(before[1]["pid"], signal.SIGKILL)
-    until(lambda: any("world 2 rank 1" in line for line in run.lines()[:]) and len(worlds(run)) == 4, "a second world")
+    until(lambda: len(worlds(run)) == 4, "a second world")
     after = members(run, 2)
     assert after[0]["pid"] == before[0]["pid"]
     assert after[1]["pid"] != before[1]["pid"]
