@@ -281,6 +281,12 @@ def test_a_bug_before_init_ends_the_job_at_once(launch: Start, train) -> None:
     assert run.process.returncode == 7
 
 
+def test_a_program_that_never_calls_init_is_not_started_again(launch: Start) -> None:
+    run = launch("-np", 2, "--min-np", 1, "echo", "hello")
+    failed(run, "ended before it called init()")
+    assert len(run.lines()) <= 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything(launch: Start, train, number: signal.Signals) -> None:
     run = launch("-np", 2, "--min-np", 1, *QUICK, *train())
