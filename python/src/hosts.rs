@@ -34,7 +34,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(place, module)?)
 }
 
-fn error(failure: &Error) -> PyErr {
+pub(crate) fn error(failure: &Error) -> PyErr {
     raise(failure.fault(), failure)
 }
 
@@ -159,7 +159,7 @@ impl PyRemote {
 }
 
 /// The program that was asked for, else the batch system's own, else ssh.
-fn shell(
+pub(crate) fn shell(
     command: Option<&str>,
     port: Option<u16>,
     identity: Option<PathBuf>,

@@ -9,6 +9,7 @@ mod compress;
 mod cuda;
 mod device;
 mod door;
+mod elastic;
 mod engine;
 mod error;
 mod hosts;
@@ -34,6 +35,7 @@ const SUBMODULES: &[(&str, Register)] = &[
     ("compress", compress::register),
     ("cuda", cuda::register),
     ("door", door::register),
+    ("elastic", elastic::register),
     ("engine", engine::register),
     ("hosts", hosts::register),
     ("launcher", launcher::register),

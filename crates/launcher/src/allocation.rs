@@ -54,7 +54,7 @@ impl Surroundings for Here {
 }
 
 /// A batch system's job that this process runs in.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Allocation {
     /// The batch system.
     pub system: &'static str,

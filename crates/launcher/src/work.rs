@@ -94,11 +94,12 @@ impl Work {
     ) -> RemoteTasks {
         let mut environment = forwarded_environment();
         environment.extend(self.environment.clone());
+        let python_path = environment.get("PYTHONPATH").cloned().flatten();
         RemoteTasks {
             host,
             shell: self.shell.clone(),
             python: self.python.clone(),
-            python_path: farandole_config::environment("PYTHONPATH"),
+            python_path,
             same_python: self.same_python.clone(),
             ticket: ticket.clone(),
             tasks,

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from farandole.runner.elastic.discovery import HostDiscovery
+
 
 def run(
     func: Callable[..., Any],
@@ -24,7 +26,7 @@ def run(
     cooldown_range: tuple[int, int] | None = None,
     hosts: str | None = None,
     hostfile: str | Path | None = None,
-    host_discovery_script: str | Path | None = None,
+    host_discovery_script: str | Path | HostDiscovery | None = None,
     start_timeout: float | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | Path | None = None,
@@ -44,12 +46,17 @@ def run(
     env: Mapping[str, str | None] | None = None,
     ssh_command: str | None = None,
     prefix_output_with_timestamp: bool = False,
+    spares: int | None = None,
+    elastic_timeout: float | None = None,
 ) -> list[Any]:
     """Runs a function on `num_proc` processes and returns what it returned on each rank.
 
     Without `hosts` and `hostfile` the processes run on the hosts of the batch system's job that this process is in
     (Slurm, LSF, PBS, Grid Engine, Kubernetes MPIJob), else on this host. Other hosts are reached by ssh and need
     nothing but the package.
+
+    With `min_num_proc` or `host_discovery_script` the job is elastic: processes come and go while it runs, and the
+    function returns on every rank of the last world. It trains by the `elastic.run` of its framework.
 
     Unlike Horovod's, a worker's exception comes back with its traceback, and is the raised error's cause where it can
     be unpickled here.
@@ -59,14 +66,15 @@ def run(
         args: Its arguments.
         kwargs: Its keyword arguments.
         num_proc: Number of processes.
-        min_num_proc: Elastic training, which is not built yet.
-        max_num_proc: Elastic training.
-        slots: Elastic training.
-        reset_limit: Elastic training.
-        cooldown_range: Elastic training.
+        min_num_proc: Makes the job elastic: the least number of processes; default there: `num_proc`.
+        max_num_proc: Elastic: the largest number of processes; default: all slots there are, and with spares `num_proc`.
+        slots: Elastic: slots of hosts that are found without a number.
+        reset_limit: Elastic: how often the world may change before the job fails; default: without limit.
+        cooldown_range: Elastic: seconds without a new process on a host after a failure there, at first and at most.
         hosts: Hosts and slots in the order of ranks, such as `"a:2,b:4"`.
         hostfile: A file with a host a line, such as `a slots=2`.
-        host_discovery_script: Elastic training.
+        host_discovery_script: Makes the job elastic: a program that prints the hosts there are, `host` or `host:slots` a
+            line, or an object whose `find_available_hosts_and_slots()` returns slots by host. Asked every second.
         start_timeout: Seconds all processes may take to start; default: `FARANDOLE_START_TIMEOUT`, else 600.
         ssh_port: Port for ssh; default: as ssh is configured.
         ssh_identity_file: Key for ssh; default: as ssh is configured.
@@ -86,29 +94,35 @@ def run(
         env: Variables to set in every worker; `None` as a value removes one.
         ssh_command: Program that reaches other hosts instead of ssh, called with a host and a command.
         prefix_output_with_timestamp: Whether lines of the workers start with the time.
+        spares: Elastic: processes beyond the largest number that wait to take the place of a lost one.
+        elastic_timeout: Elastic: seconds for which there may be too few processes before the job fails; default:
+            `FARANDOLE_ELASTIC_TIMEOUT`, else 600.
 
     Returns:
-        The results by rank.
+        The results by rank; of an elastic job those of its last world.
 
     Raises:
         ValueError: An argument is wrong, two contradict each other, or there are fewer slots than processes.
-        NotImplementedError: An argument of elastic training is given.
         FarandoleJobError: A worker failed, or a host cannot be used.
         TimeoutError: Not all processes started in time.
     """
     # The gang that runs workers without Spark lives beside the one that runs them on Spark; neither loads pyspark.
     from farandole._native import hosts as native  # noqa: PLC0415 - `import farandole` stays light
+    from farandole.runner.elastic.job import Elastic, ElasticBackend  # noqa: PLC0415
     from farandole.runner.hosts import HostsBackend, Reach  # noqa: PLC0415
 
     num_proc = _renamed("np", np, "num_proc", num_proc)
-    _refuse_elastic(
+    elastic = Elastic(
+        discovery=host_discovery_script,
         min_num_proc=_renamed("min_np", min_np, "min_num_proc", min_num_proc),
         max_num_proc=_renamed("max_np", max_np, "max_num_proc", max_num_proc),
         slots=slots,
         reset_limit=reset_limit,
         cooldown_range=cooldown_range,
-        host_discovery_script=host_discovery_script,
+        spares=spares,
+        timeout=elastic_timeout,
     )
+    elastic.check(hosts=hosts, hostfile=hostfile)
     if hosts is not None and hostfile is not None:
         raise ValueError("hosts and hostfile exclude each other")
     if use_gloo and use_mpi:
@@ -121,17 +135,19 @@ def run(
         network = native.network_of(names)
         changes.setdefault("FARANDOLE_BIND_ADDRESS", network)
         changes.setdefault("NCCL_SOCKET_IFNAME", ",".join(names))
-    backend = HostsBackend(
-        native.slots(hosts, hostfile),
-        num_proc,
-        Reach(ssh_command, ssh_port, ssh_identity_file),
-        start_timeout=start_timeout,
-        verbose=2 if verbose else 1,
-        executable=executable,
-        output_folder=output_filename,
-        prefix_output_with_timestamp=prefix_output_with_timestamp,
-        bind=changes.get("FARANDOLE_BIND_ADDRESS"),
-    )
+    settings: dict[str, Any] = {
+        "start_timeout": start_timeout,
+        "verbose": 2 if verbose else 1,
+        "executable": executable,
+        "output_folder": output_filename,
+        "prefix_output_with_timestamp": prefix_output_with_timestamp,
+        "bind": changes.get("FARANDOLE_BIND_ADDRESS"),
+    }
+    reach = Reach(ssh_command, ssh_port, ssh_identity_file)
+    if elastic.is_asked:
+        backend = ElasticBackend(elastic, num_proc, reach, hosts=hosts, hostfile=hostfile, **settings)
+    else:
+        backend = HostsBackend(native.slots(hosts, hostfile), num_proc, reach, **settings)
     return backend.run(func, args, kwargs or {}, changes)
 
 
@@ -140,12 +156,6 @@ def _renamed(old: str, given: Any, new: str, value: Any) -> Any:
         return value
     warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
     return given
-
-
-def _refuse_elastic(**given: object) -> None:
-    asked = [name for name, value in given.items() if value is not None]
-    if asked:
-        raise NotImplementedError(f"elastic training is not built yet, so these arguments have no effect: {asked}")
 
 
 def _say_ignored(**given: object) -> None:

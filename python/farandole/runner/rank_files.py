@@ -22,20 +22,25 @@ class RankFiles:
     """
 
     def __init__(self, folder: Path, size: int) -> None:
-        width = len(str(size - 1))
+        self._folder = folder
+        self._width = len(str(size - 1))
         self._files: dict[tuple[int, str], TextIO] = {}
         for rank in range(size):
-            own = folder / f"rank.{rank:0{width}d}"
-            own.mkdir(parents=True, exist_ok=True)
-            for stream in ("stdout", "stderr"):
-                self._files[rank, stream] = (own / stream).open("w", encoding="utf-8")
+            self._open(rank)
 
     def write(self, rank: int, stream: str | None, text: str) -> None:
         """Writes one line, which is in the file when this returns."""
-        file = self._files.get((rank, stream or ""))
-        if file is not None:
-            file.write(f"{text}\n")
-            file.flush()
+        if (rank, stream or "") not in self._files:
+            self._open(rank)  # an elastic job may grow
+        file = self._files[rank, stream or ""]
+        file.write(f"{text}\n")
+        file.flush()
+
+    def _open(self, rank: int) -> None:
+        own = self._folder / f"rank.{rank:0{self._width}d}"
+        own.mkdir(parents=True, exist_ok=True)
+        for stream in ("stdout", "stderr"):
+            self._files[rank, stream] = (own / stream).open("w", encoding="utf-8")
 
     def close(self) -> None:
         """Closes all files."""

@@ -82,9 +82,10 @@ fn fixed(
     say: &dyn Fn(&str),
 ) -> Result<Report> {
     let verbose = options.verbose;
-    let Place { num_proc, hosts, system, .. } = &place;
+    let Place { num_proc, hosts, allocation, .. } = &place;
     if verbose {
-        let system = system.map_or_else(String::new, |system| format!(", as {system} says"));
+        let system =
+            allocation.as_ref().map_or_else(String::new, |given| format!(", as {} says", given.system));
         say(&format!("starting {num_proc} processes of {}{system}", options.command.join(" ")));
     }
     let assigned = |world: &World| {

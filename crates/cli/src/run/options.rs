@@ -10,8 +10,8 @@ use anyhow::{Context as _, Result, bail};
 use clap::ArgMatches;
 use clap::parser::ValueSource;
 use farandole::config::{Config, KNOBS, PREFIX, environment};
-use farandole::launcher::allocation::{Allocation, Here, Surroundings as _, allocation};
-use farandole::launcher::elastic::{Discovery, Fixed, HostFile, Script, Slurm};
+use farandole::launcher::allocation::{Allocation, Here, allocation};
+use farandole::launcher::elastic::{Discovery, chosen};
 use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
 use farandole::launcher::{HostSlots, Shell, placements};
 use farandole::registrar::host::network_of;
@@ -47,9 +47,7 @@ pub(crate) struct Place {
     pub(crate) num_proc: u32,
     pub(crate) shell: Shell,
     /// The batch system that named the hosts.
-    pub(crate) system: Option<&'static str>,
-    /// The file that the batch system names them in.
-    pub(crate) file: Option<PathBuf>,
+    pub(crate) allocation: Option<Allocation>,
 }
 
 impl RunOptions {
@@ -140,13 +138,11 @@ impl RunOptions {
             )?,
         };
         if !self.config.host_discovery_script.is_empty() {
-            return Ok(Place { hosts: Vec::new(), num_proc: self.first()?, shell, system: None, file: None });
+            return Ok(Place { hosts: Vec::new(), num_proc: self.first()?, shell, allocation: None });
         }
         let given = given.filter(|_| named.is_none());
-        let Allocation { system, hosts, file, .. } = given.unwrap_or_default();
-        let system = Some(system).filter(|system| !system.is_empty());
         let is_named = named.is_some();
-        let hosts = named.unwrap_or(hosts);
+        let hosts = named.or_else(|| given.as_ref().map(|given| given.hosts.clone())).unwrap_or_default();
         let slots: u64 = hosts.iter().map(|host| u64::from(host.slots)).sum();
         let num_proc = match self.num_proc.or(self.config.min_num_proc) {
             Some(num_proc) => num_proc,
@@ -156,7 +152,7 @@ impl RunOptions {
         // A job of one host, which this is, may have any number of processes: slots are then tasks of the batch system.
         let alone = !is_named && hosts.len() == 1 && placements(&hosts, 1)?.1.is_empty();
         let hosts = if alone { Vec::new() } else { hosts };
-        Ok(Place { hosts, num_proc, shell, system, file })
+        Ok(Place { hosts, num_proc, shell, allocation: given })
     }
 
     /// The processes that an elastic job begins with, where nothing else says how many.
@@ -178,29 +174,18 @@ impl RunOptions {
         })
     }
 
-    /// What says which hosts there are while an elastic job runs: the script, the host file, which may change, the batch
-    /// system, or nobody. `slots` are this host's, where it is the only one.
-    pub(crate) fn discovery(&self, place: &Place, slots: u32) -> Box<dyn Discovery> {
-        let limit = self.config.discovery_timeout;
-        if !self.config.host_discovery_script.is_empty() {
-            return Box::new(Script {
-                command: self.config.host_discovery_script.clone(),
-                slots_per_host: self.config.slots_per_host,
-                limit,
-            });
-        }
-        if let Some(path) = self.hostfile.as_ref().map(PathBuf::from).or_else(|| place.file.clone()) {
-            return Box::new(HostFile(path));
-        }
-        if place.hosts.is_empty() {
-            // Without a largest number there is one process for each that was asked for.
-            let slots = if slots == u32::MAX { place.num_proc } else { slots };
-            return Box::new(Fixed(vec![HostSlots::new("localhost", slots)]));
-        }
-        if place.system == Some("Slurm") && Here.program("scontrol") {
-            return Box::new(Slurm { nodes: place.hosts.clone(), limit });
-        }
-        Box::new(Fixed(place.hosts.clone()))
+    /// What says which hosts there are while an elastic job runs; where that is this one alone, it has room for `most`.
+    pub(crate) fn discovery(&self, place: &Place, most: u32) -> Box<dyn Discovery> {
+        // Without a largest number there is one process for each that was asked for.
+        let slots = if most == u32::MAX { place.num_proc } else { most };
+        let hostfile = self.hostfile.as_ref().map(PathBuf::from);
+        let (hosts, allocation) = match &place.allocation {
+            // A batch job of one host.
+            Some(_) if place.hosts.is_empty() => (Vec::new(), None),
+            Some(allocation) => (Vec::new(), Some(allocation)),
+            None => (place.hosts.clone(), None),
+        };
+        chosen(&self.config, hostfile, hosts, allocation, slots)
     }
 }
 

@@ -19,6 +19,7 @@
 //! - `EL-2`: a search ends: a program is killed with all that it started after its time.
 //! - `EL-3`: what the registrar wants started is started, or it hears why not.
 
+mod choice;
 mod discovery;
 mod job;
 mod program;
@@ -27,6 +28,7 @@ mod slurm;
 mod tally;
 mod watch;
 
+pub use choice::chosen;
 pub use discovery::{Discovery, Fixed, HostFile, Stop};
 pub use job::{ElasticJob, Happening};
 pub use script::Script;

@@ -271,6 +271,9 @@ impl Elastic {
             self.lose(now, task, Why::of(exit), decisions);
         } else if member && worker.stage == Stage::Working {
             worker.stage = Stage::Done;
+        } else if matches!(worker.stage, Stage::Starting | Stage::Importing) {
+            // A program that never asks for a world would be started again for ever.
+            self.lose(now, task, Why::Own("ended before it called init()".to_owned()), decisions);
         } else {
             self.leave(now, task);
         }

@@ -265,6 +265,27 @@ fn a_script_that_fails_before_the_first_world_ends_the_job() {
 }
 
 #[test]
+fn a_program_that_never_calls_init_ends_the_job_and_is_not_started_again() {
+    let mut job = Job::new(RULES, &[("a", 2)]);
+    for (task, host) in job.started() {
+        job.register(task, &host);
+    }
+    job.exit(0, How::Code(0));
+    assert_eq!(job.aborted(), Some("worker 0 on a ended before it called init()"));
+    // A newcomer that does so is a failure of its host: its next one waits.
+    let mut job = Job::new(RULES, &[("a", 2)]);
+    job.all_ready();
+    job.pass(4.0);
+    job.hosts(&[("a", 2), ("b", 1)]);
+    let (task, host) = job.started().remove(0);
+    job.register(task, &host);
+    job.exit(task, How::Code(0));
+    assert_eq!((job.aborted(), job.started()), (None, Vec::new()));
+    job.pass(3.0);
+    assert_eq!(job.started().len(), 1);
+}
+
+#[test]
 fn too_few_workers_end_the_job_with_what_is_missing() {
     let mut job = Job::new(Rules { least: 2, ..RULES }, &[("a", 1)]);
     job.all_ready();

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What says which hosts an elastic job may use, in Python.
+
+`farandole.run(..., host_discovery_script=...)` takes any object with this method; these classes are Horovod's.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Final
+
+LIMIT: Final = 20.0
+"""Seconds that a program may take to list the hosts."""
+
+
+class HostDiscovery(ABC):
+    """Finds hosts. It is asked every second, on a thread of its own."""
+
+    @abstractmethod
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """The hosts there are now, in the order of ranks, and how many workers each takes.
+
+        What it raises the first time ends the job; later the hosts found last stay.
+        """
+
+
+class FixedHosts(HostDiscovery):
+    """Hosts that another part of the program sets.
+
+    Args:
+        available_hosts: Slots by host.
+    """
+
+    def __init__(self, available_hosts: dict[str, int]) -> None:
+        self._available_hosts = available_hosts
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """The hosts that were set last."""
+        return self._available_hosts
+
+    def set(self, available_hosts: dict[str, int]) -> None:
+        """Takes other hosts from now on."""
+        self._available_hosts = available_hosts
+
+
+class HostDiscoveryScript(HostDiscovery):
+    """Hosts as a program prints them.
+
+    Args:
+        discovery_script: What the shell is to run; it prints `host` or `host:slots` a line.
+        slots: Slots of hosts without a number.
+    """
+
+    def __init__(self, discovery_script: str | Path, slots: int | None) -> None:
+        self._discovery_script = str(discovery_script)
+        self._default_slots = slots
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Runs the program.
+
+        Raises:
+            RuntimeError: It failed, or did not end in time.
+            ValueError: It printed what is no host, or a host without slots where there is no number for all.
+        """
+        failed = f"Failed to execute discovery script: {self._discovery_script}"
+        try:
+            ended = subprocess.run(  # noqa: S602 - the user's own program, which the shell is to run
+                self._discovery_script,
+                shell=True,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{failed} did not end within {LIMIT:g} s and was killed") from None
+        if ended.returncode != 0:
+            raise RuntimeError(f"{failed}. Exit code: {ended.returncode}: {ended.stderr.strip()}")
+        lines = (line.strip() for line in ended.stdout.splitlines())
+        return dict(self._host(line) for line in lines if line)
+
+    def _host(self, line: str) -> tuple[str, int]:
+        host, colon, slots = line.rpartition(":")
+        if not colon:
+            if self._default_slots is None:
+                raise ValueError(f"{self._discovery_script} printed a host without slots: {line}")
+            return line, self._default_slots
+        if not host or not slots.isdecimal():
+            raise ValueError(f"{self._discovery_script} printed what is no host, as in node1 or node1:4: {line}")
+        return host, int(slots)
+
+
+__all__ = ["FixedHosts", "HostDiscovery", "HostDiscoveryScript"]

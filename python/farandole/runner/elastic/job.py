@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A function on workers that come and go: the native driver runs them, this writes their lines and takes results."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from farandole.runner.rank_files import RankFiles
+from farandole.spark import outcome, runner
+from farandole.spark.agent import environment
+from farandole.spark.common.backend import LocalBackend
+from farandole.spark.common.errors import FarandoleJobError
+from farandole.spark.gang import Output, payload
+from farandole.spark.outcome import Ending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from farandole._native.elastic import ElasticJob
+    from farandole._native.launcher import Outcome
+    from farandole.runner.elastic.discovery import HostDiscovery
+    from farandole.runner.hosts import Reach
+
+_WAIT: Final = 0.25
+_ENDING: Final = 30.0
+"""Seconds that an interrupted job may take to end its workers."""
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """What makes a job elastic, as `farandole.run` takes it.
+
+    Attributes:
+        discovery: A program that prints hosts, or an object that finds them.
+        min_num_proc: The least number of processes.
+        max_num_proc: The largest.
+        slots: Slots of hosts without a number.
+        reset_limit: How often the world may change.
+        cooldown_range: Seconds without a new process on a host after a failure there, at first and at most.
+        spares: Processes beyond the largest number.
+        timeout: Seconds for which there may be too few processes.
+    """
+
+    discovery: str | Path | HostDiscovery | None = None
+    min_num_proc: int | None = None
+    max_num_proc: int | None = None
+    slots: int | None = None
+    reset_limit: int | None = None
+    cooldown_range: tuple[int, int] | None = None
+    spares: int | None = None
+    timeout: float | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the job is elastic."""
+        return self.discovery is not None or self.min_num_proc is not None
+
+    def check(self, **hosts: object) -> None:
+        """Refuses what contradicts itself.
+
+        Args:
+            **hosts: Hosts that were named, by argument.
+
+        Raises:
+            ValueError: An argument has no effect, or two exclude each other.
+        """
+        if not self.is_asked:
+            others = {name: value for name, value in self.__dict__.items() if value is not None}
+            if others:
+                raise ValueError(f"only elastic jobs take these, which min_num_proc makes a job: {', '.join(others)}")
+            return
+        named = [name for name, value in hosts.items() if value is not None]
+        if self.discovery is not None and named:
+            raise ValueError(f"{named[0]} and host_discovery_script exclude each other")
+
+    def options(self) -> dict[str, str]:
+        """What was given, as knobs."""
+        told = {
+            "min_num_proc": self.min_num_proc,
+            "max_num_proc": self.max_num_proc,
+            "slots_per_host": self.slots,
+            "reset_limit": self.reset_limit,
+            "blacklist_cooldown_range": None if self.cooldown_range is None else "{} {}".format(*self.cooldown_range),
+            "spares": self.spares,
+            "elastic_timeout": self.timeout,
+            "host_discovery_script": self.discovery if isinstance(self.discovery, str | Path) else None,
+        }
+        return {name: str(value) for name, value in told.items() if value is not None}
+
+    def finder(self) -> HostDiscovery | None:
+        """The object that finds hosts, if it is one.
+
+        Raises:
+            TypeError: It is neither a program nor such an object.
+        """
+        if self.discovery is None or isinstance(self.discovery, str | Path):
+            return None
+        if not callable(getattr(self.discovery, "find_available_hosts_and_slots", None)):
+            raise TypeError(
+                "host_discovery_script is a program, or an object with find_available_hosts_and_slots(): "
+                f"{self.discovery!r}"
+            )
+        return self.discovery
+
+
+class ElasticBackend(LocalBackend):
+    """Workers that come and go, without Spark.
+
+    Args:
+        elastic: What makes the job elastic.
+        num_proc: Number of processes that it begins with.
+        reach: How other hosts are reached.
+        hosts: Hosts and slots, in the order of ranks.
+        hostfile: A file with a host a line, which may change while the job runs.
+        bind: Network whose address of this host the registrar listens on.
+        **kwargs: Further arguments of `LocalBackend`.
+    """
+
+    def __init__(
+        self,
+        elastic: Elastic,
+        num_proc: int,
+        reach: Reach,
+        *,
+        hosts: str | None = None,
+        hostfile: str | Path | None = None,
+        bind: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_proc, **kwargs)
+        self._elastic = elastic
+        self._reach = reach
+        self._hosts = hosts
+        self._hostfile = hostfile
+        self._bind = bind
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str | None] | None = None,
+        on_progress: Callable[[int, dict[str, Any]], None] | None = None,
+    ) -> list[Any]:
+        """As `Backend.run`; the results are those of the last world. `on_progress` is not called."""
+        del on_progress
+        from farandole._native.elastic import ElasticJob  # noqa: PLC0415 - starts its threads here
+        from farandole.common import logs  # noqa: PLC0415
+
+        logs.start()
+        size = self._num_proc
+        changes: dict[str, str | None] = {**self._env, **(env or {})}
+        if "OMP_NUM_THREADS" not in os.environ:
+            changes.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // size)))
+        options = self._elastic.options() | {"start_timeout": str(runner.start_limit(self._start_timeout))}
+        if self._bind is not None:
+            options["bind_address"] = self._bind
+        output = Output(self._stdout or sys.stdout, self._stderr or sys.stderr, self._timestamp, self._verbose)
+        if self._folder is not None:
+            output.files = RankFiles(Path(self._folder), size)
+        executable = self._executable or sys.executable
+        job = ElasticJob(
+            size,
+            [executable, "-m", "farandole.runner.worker"],
+            env=environment(changes, {}),
+            payload=payload(fn, args, kwargs),
+            python=executable,
+            same_python=platform.python_version(),
+            options=options,
+            discovery=self._elastic.finder(),
+            hosts=self._hosts,
+            hostfile=self._hostfile,
+            ssh_command=self._reach.ssh_command,
+            ssh_port=self._reach.ssh_port,
+            ssh_identity_file=self._reach.ssh_identity_file,
+        )
+        return _Conduct(job, output).run()
+
+
+class _Conduct:
+    """Takes the news of a job until it has ended."""
+
+    def __init__(self, job: ElasticJob, output: Output) -> None:
+        self._job = job
+        self._output = output
+        self._hosts: list[str] = []
+        self._outcomes: list[Outcome] | None = None
+
+    def run(self) -> list[Any]:
+        try:
+            while self._outcomes is None:
+                self._hear(_WAIT)
+        except BaseException:
+            # Soon, as a job of a fixed number of workers ends.
+            self._job.end()
+            self._job.end()
+            deadline = time.monotonic() + _ENDING
+            while self._outcomes is None and time.monotonic() < deadline:
+                self._hear(_WAIT)
+            raise
+        finally:
+            if self._output.files is not None:
+                self._output.files.close()
+        return self._results(self._outcomes)
+
+    def _hear(self, timeout: float) -> None:
+        for kind, what in self._job.news(timeout):
+            match kind:
+                case "line":
+                    self._output.line(*what)
+                case "loss":
+                    self._output.say(what)
+                case "world":
+                    generation, self._hosts = what
+                    self._output.say(f"world {generation} has {len(self._hosts)} ranks", 1 if generation > 1 else 2)
+                    for rank, host in enumerate(self._hosts):
+                        self._output.say(f"rank {rank} is on {host}", level=2)
+                case "ended":
+                    self._outcomes = what
+                case _:
+                    self._outcomes = []
+                    raise what
+        self._output.flush()
+
+    def _results(self, outcomes: list[Outcome]) -> list[Any]:
+        """The results by rank, or the job's failure.
+
+        Raises:
+            FarandoleJobError: The job failed.
+        """
+        first = outcomes[0]
+        if first.aborted and first.exit_code is None and first.signal is None:
+            # Nobody failed by itself: there were too few workers, or too many changes.
+            raise FarandoleJobError(first.reason or "the job was ended")
+        endings = [
+            Ending.of(task, self._hosts[one.rank] if one.rank is not None and one.rank < len(self._hosts) else "", one)
+            for task, one in enumerate(outcomes)
+        ]
+        return outcome.results(endings, len(endings))

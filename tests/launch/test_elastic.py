@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Elastic jobs on several hosts: hosts that are added, removed, killed, cut off, or cannot be reached."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+from tests.launch.bed import until
+
+pytestmark = pytest.mark.slow
+
+# Ranks train until one of them finds the file `enough`. Each says in every world who and where it is.
+TRAIN = """
+import os, socket, sys, time
+import numpy as np
+import farandole.numpy as hvd
+from farandole.common.elastic import ObjectState, leave_and_join, run_fn
+
+def train(state):
+    print(f"world {hvd.size()} {hvd.rank()} {socket.gethostname()} {os.getpid()} {min(state.step, 1)}", flush=True)
+    while True:
+        enough, ones = hvd.allreduce(np.array([float(os.path.exists("enough")), 1.0]), op=hvd.Sum)
+        assert ones == hvd.size()
+        state.step += 1
+        if enough:
+            return print(f"over {hvd.size()}", flush=True)
+        time.sleep(0.02)
+        state.commit()
+
+hvd.init()
+run_fn(train, leave_and_join)(ObjectState(hvd.broadcast_object, hvd.rank, step=0))
+"""
+QUICK = ("--blacklist-cooldown-range", 1, 2)
+
+
+def start(bed, *flags, listed=("h1:2", "h2:2")):
+    """An elastic job on the hosts that the file `hosts` of the first one lists."""
+    bed.write("train.py", TRAIN)
+    are(bed, *listed)
+    script = ("--host-discovery-script", "cat hosts")
+    return bed.launch(*script, *QUICK, *flags, sys.executable, "train.py")
+
+
+def are(bed, *hosts):
+    """Lists other hosts from now on."""
+    head = bed["head"]
+    head.write("hosts.new", "".join(f"{host}\n" for host in hosts))
+    head.run("mv", "hosts.new", "hosts")
+
+
+def members(running, *hosts):
+    """Waits for a world with these ranks' hosts; what they have said of themselves, by rank."""
+    found = []
+
+    def fits():
+        assert running.process.poll() is None, running.said
+        lines = running.out.read_text(errors="replace").splitlines()
+        said = [line.split(":", 1)[1].split()[1:] for line in lines if ":world " in line]
+        found[:] = sorted(said[-len(hosts) :], key=lambda one: int(one[1]))
+        return [one[2] for one in found] == list(hosts) and all(int(one[0]) == len(hosts) for one in found)
+
+    until(fits, lambda: f"a world on {hosts} in {running.said}")
+    return list(found)
+
+
+def pids(world):
+    """The processes of a world, by rank, as their hosts number them."""
+    return [int(one[3]) for one in world]
+
+
+def finish(bed, running, size):
+    """Ends the training; every rank of the last world must return."""
+    for host in bed.hosts.values():
+        if host.is_on:
+            host.write("enough", "")
+    assert running.wait(30.0) == 0, running.said
+    assert sum(line.endswith(f":over {size}") for line in running.lines) == size
+    return own(running)
+
+
+def own(running):
+    """What the launcher itself has said."""
+    return "\n".join(line for line in running.err.read_text().splitlines() if not line.startswith("["))
+
+
+def test_a_host_that_is_added_joins_and_one_that_is_removed_leaves(hosts):
+    bed = hosts("h1", "h2")
+    running = start(bed, "-np", 2, "--min-np", 1, listed=["h1:2"])
+    first = members(running, "h1", "h1")
+    are(bed, "h1:2", "h2:2")
+    both = members(running, "h1", "h1", "h2", "h2")
+    assert pids(both)[:2] == pids(first)
+    are(bed, "h2:2")
+    last = members(running, "h2", "h2")
+    assert pids(last) == pids(both)[2:]
+    assert all(one[4] == "1" for one in last), "they went on from what there was"
+    until(lambda: not bed["h1"].processes(), lambda: "; ".join(map(str, bed["h1"].processes())))
+    said = finish(bed, running, 2)
+    assert "h1" not in said, f"to be removed is no failure: {said}"
+
+
+def test_a_host_that_is_killed_is_named_and_the_others_go_on(hosts):
+    bed = hosts("h1", "h2")
+    running = start(bed, "-np", 4, "--min-np", 2)
+    before = members(running, "h1", "h1", "h2", "h2")
+    bed["h2"].end()
+    after = members(running, "h1", "h1")
+    assert pids(after) == pids(before)[:2]
+    assert "on h2" in own(running)
+    finish(bed, running, 2)
+
+
+def test_a_host_that_loses_power_is_survived(hosts):
+    bed = hosts("h1", "h2")
+    running = start(bed, "-np", 4, "--min-np", 2)
+    before = members(running, "h1", "h1", "h2", "h2")
+    bed["h2"].power_off()
+    after = members(running, "h1", "h1")
+    assert pids(after) == pids(before)[:2]
+    are(bed, "h1:2")
+    finish(bed, running, 2)
+
+
+def test_a_killed_worker_is_replaced_on_its_host(hosts):
+    bed = hosts("h1", "h2")
+    running = start(bed, "-np", 4, "--min-np", 2)
+    before = members(running, "h1", "h1", "h2", "h2")
+    bed["h2"].run("kill", "-9", pids(before)[3])
+    members(running, "h1", "h1", "h2")
+    again = members(running, "h1", "h1", "h2", "h2")
+    assert set(pids(before)[:3]) < set(pids(again))
+    assert "was ended by SIGKILL" in finish(bed, running, 4)
+
+
+def test_a_host_that_cannot_be_reached_is_named_and_comes_when_it_can(hosts):
+    bed = hosts("h1", "h2")
+    bed["h2"].cut()
+    running = start(bed, "-np", 2, "--min-np", 1, "--start-timeout", 10)
+    members(running, "h1", "h1")
+    until(lambda: "a worker on h2" in own(running), lambda: own(running))
+    bed["h2"].restore()
+    members(running, "h1", "h1", "h2", "h2")
+    assert "h1" not in finish(bed, running, 4)
+
+
+def test_a_script_that_fails_and_hangs_changes_nothing(hosts):
+    bed = hosts("h1")
+    running = start(bed, "-np", 1, "--discovery-timeout", 1, listed=["h1:1"])
+    before = members(running, "h1")
+    bed["head"].run("mv", "hosts", "away")
+    until(lambda: "Exit code: 1" in own(running), lambda: own(running))
+    bed["head"].run("mkfifo", "hosts")
+    until(lambda: "did not end within 1 s and was killed" in own(running), lambda: own(running))
+    bed["head"].run("mv", "away", "hosts")
+    are(bed, "h1:2")
+    assert pids(members(running, "h1", "h1"))[0] == pids(before)[0]
+    finish(bed, running, 2)
+
+
+def test_a_host_file_that_changes_is_followed(hosts):
+    bed = hosts("h1", "h2")
+    bed.write("train.py", TRAIN)
+    are(bed, "h1 slots=1")
+    running = bed.launch("-np", 1, "--min-np", 1, "--hostfile", "hosts", sys.executable, "train.py")
+    members(running, "h1")
+    are(bed, "h1 slots=1", "h2 slots=1")
+    members(running, "h1", "h2")
+    finish(bed, running, 2)
+
+
+def test_ctrl_c_ends_the_workers_of_every_host(hosts):
+    bed = hosts("h1", "h2")
+    running = start(bed, "-np", 4, "--min-np", 2)
+    members(running, "h1", "h1", "h2", "h2")
+    running.send(signal.SIGINT)
+    assert running.wait(30.0) == 128 + signal.SIGINT, running.said
+    bed.until_quiet(15.0)

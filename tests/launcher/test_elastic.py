@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Elastic jobs on this host: workers that are killed, slots that change, hosts that cannot be found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.launcher.conftest import is_alive, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.launcher.conftest import Launch
+
+    Start = Callable[..., Launch]
+
+# Ranks train until one of them finds the file `enough`. Each says in every world who it is.
+TRAIN = """
+import os, sys, time
+import numpy as np
+import farandole.numpy as hvd
+from farandole.common.elastic import ObjectState, leave_and_join, run_fn
+
+def train(state):
+    print(f"world {hvd.size()} rank {hvd.rank()} pid {os.getpid()} from {min(state.step, 1)}", flush=True)
+    while True:
+        enough, ones = hvd.allreduce(np.array([float(os.path.exists("enough")), 1.0]), op=hvd.Sum)
+        assert ones == hvd.size()
+        state.step += 1
+        if enough:
+            return print(f"over {hvd.size()}", flush=True)
+        AT_EACH_STEP
+        time.sleep(0.02)
+        state.commit()
+
+hvd.init()
+run_fn(train, leave_and_join)(ObjectState(hvd.broadcast_object, hvd.rank, step=0))
+"""
+QUICK = ("--blacklist-cooldown-range", 1, 2)
+SLOW = ("--blacklist-cooldown-range", 600, 3600)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., list[str]]:
+    """Writes the training script, with a line to run in each step, and gives the command."""
+
+    def write(line: str = "pass", before: str = "") -> list[str]:
+        path = tmp_path / "train.py"
+        path.write_text(before + TRAIN.replace("AT_EACH_STEP", line))
+        return [sys.executable, str(path)]
+
+    return write
+
+
+def members(run: Launch, size: int) -> list[dict[str, int]]:
+    """Waits until the latest ranks to speak are those of a world of this size, and gives them by rank."""
+    found: list[dict[str, int]] = []
+
+    def fits() -> bool:
+        assert run.process.poll() is None, run.err.read_text()
+        words = [line.split(":", 1)[1].split() for line in run.out.read_text().splitlines() if ":world " in line]
+        said = [dict(zip(word[::2], map(int, word[1::2]), strict=True)) for word in words]
+        found[:] = sorted(said[-size:], key=lambda one: one["rank"])
+        return [one["rank"] for one in found] == list(range(size)) and all(one["world"] == size for one in found)
+
+    until(fits, f"a world of {size} in {run.out.read_text()}\n{run.err.read_text()}")
+    return list(found)
+
+
+def finish(run: Launch, size: int) -> str:
+    """Ends the training, and sees that every rank of the last world returned. What the launcher itself said."""
+    (run.out.parent / "enough").touch()
+    assert run.wait() == 0, run.err.read_text()
+    assert sum(line.endswith(f":over {size}") for line in run.lines()) == size
+    return own(run)
+
+
+def own(run: Launch) -> str:
+    """What the launcher itself has said."""
+    return "\n".join(line for line in run.err.read_text().splitlines() if not line.startswith("["))
+
+
+def failed(run: Launch, *parts: str) -> str:
+    """Waits for a job that must fail, and sees what it says."""
+    assert run.wait() != 0
+    said = own(run)
+    for part in parts:
+        assert part in said, said
+    return said
+
+
+class Hosts:
+    """A file of hosts, and the program that prints it."""
+
+    def __init__(self, folder: Path, *hosts: str) -> None:
+        self.path = folder / "hosts"
+        self.program = folder / "discover"
+        self.program.write_text(f"#!/bin/sh\n. {folder}/trouble; cat {self.path}\n")
+        self.program.chmod(0o700)
+        self.trouble = folder / "trouble"
+        self.trouble.write_text("")
+        self.are(*hosts)
+
+    def are(self, *hosts: str) -> None:
+        """Puts these in the place of what there was, at once."""
+        new = self.path.with_suffix(".new")
+        new.write_text("".join(f"{host}\n" for host in hosts))
+        new.replace(self.path)
+
+    @property
+    def flags(self) -> tuple[str, str]:
+        """How the launcher is told of it."""
+        return ("--host-discovery-script", str(self.program))
+
+
+def test_a_killed_worker_is_replaced_and_the_others_keep_their_processes_and_ranks(launch: Start, train) -> None:
+    run = launch("-np", 4, "--min-np", 2, *QUICK, *train())
+    before = members(run, 4)
+    os.kill(before[1]["pid"], signal.SIGKILL)
+    after = members(run, 3)
+    kept = [one["pid"] for rank, one in enumerate(before) if rank != 1]
+    assert sorted(one["pid"] for one in after) == sorted(kept)
+    assert after[0]["pid"] == before[0]["pid"]
+    assert all(one["from"] == 1 for one in after), "they went on from what they had"
+    again = members(run, 4)
+    assert {one["pid"] for one in again} > set(kept)
+    said = finish(run, 4)
+    assert "rank 1 on localhost was ended by SIGKILL" in said
+    assert "world 3 has 4 ranks" in said
+
+
+def test_pain_24_a_host_that_failed_comes_back_after_its_cooldown(launch: Start, train) -> None:
+    run = launch("-np", 2, "--min-np", 1, *QUICK, *train())
+    for _ in range(2):
+        os.kill(members(run, 2)[1]["pid"], signal.SIGKILL)
+        members(run, 1)
+    members(run, 2)
+    finish(run, 2)
+
+
+def test_a_spare_takes_over_without_waiting_for_the_cooldown(launch: Start, train) -> None:
+    run = launch("-np", 2, "--min-np", 2, "--spares", 1, *SLOW, *train())
+    before = members(run, 2)
+    os.kill(before[1]["pid"], signal.SIGKILL)
+    until(lambda: len(worlds(run)) == 4, "a second world")
+    after = members(run, 2)
+    assert after[0]["pid"] == before[0]["pid"]
+    assert after[1]["pid"] != before[1]["pid"]
+    finish(run, 2)
+
+
+def worlds(run: Launch) -> list[str]:
+    """Every line in which a rank said who it is."""
+    return [line for line in run.lines() if ":world " in line]
+
+
+def test_all_workers_that_are_killed_are_started_again(launch: Start, train) -> None:
+    run = launch("-np", 2, "--min-np", 2, *QUICK, *train())
+    before = members(run, 2)
+    for one in before:
+        os.kill(one["pid"], signal.SIGKILL)
+    until(lambda: len(worlds(run)) == 4, "a second world")
+    assert {one["pid"] for one in members(run, 2)}.isdisjoint(one["pid"] for one in before)
+    finish(run, 2)
+
+
+def test_slots_that_come_and_go_change_the_world(launch: Start, train, tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "localhost:2")
+    run = launch("-np", 2, "--min-np", 1, *hosts.flags, *train())
+    first = members(run, 2)
+    hosts.are("localhost:3")
+    second = members(run, 3)
+    assert [one["pid"] for one in second[:2]] == [one["pid"] for one in first]
+    hosts.are("localhost:1")
+    (last,) = members(run, 1)
+    assert last["pid"] == first[0]["pid"]
+    assert last["from"] == 1
+    said = finish(run, 1)
+    assert "localhost" not in said.replace("discover", ""), f"slots that go are no failure: {said}"
+
+
+def test_pain_22_a_worker_that_goes_well_does_not_end_the_job(launch: Start, train, tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "localhost:3")
+    run = launch("-np", 3, "--min-np", 1, *hosts.flags, *train())
+    before = members(run, 3)
+    hosts.are("localhost:2")
+    until(lambda: not is_alive(before[2]["pid"]), "the third worker's end")
+    assert [one["pid"] for one in members(run, 2)] == [one["pid"] for one in before[:2]]
+    assert run.process.poll() is None
+    finish(run, 2)
+
+
+def test_slots_without_a_number_are_those_of_the_flag(launch: Start, train, tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "localhost")
+    run = launch("-np", 2, "--slots-per-host", 2, *hosts.flags, *train())
+    members(run, 2)
+    finish(run, 2)
+    run = launch("-np", 2, *hosts.flags, *train())
+    failed(run, "printed a host without slots, and --slots-per-host does not say how many it has: localhost")
+
+
+def test_the_world_changes_no_more_often_than_the_limit_says(launch: Start, train) -> None:
+    run = launch("-np", 3, "--min-np", 1, "--reset-limit", 1, *SLOW, *train())
+    os.kill(members(run, 3)[2]["pid"], signal.SIGKILL)
+    os.kill(members(run, 2)[1]["pid"], signal.SIGKILL)
+    failed(run, "resets during the elastic job exceeded the limit: 1")
+
+
+def test_too_few_slots_end_the_job_in_time_with_what_there_is(launch: Start, train, tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "localhost:2")
+    began = time.monotonic()
+    run = launch("-np", 3, "--min-np", 3, "--elastic-timeout", 3, *hosts.flags, *train())
+    failed(run, "at least 3 workers", "localhost:2")
+    assert 3.0 < time.monotonic() - began < 30.0
+
+
+def test_too_few_slots_after_a_loss_end_the_job_and_name_the_loss(launch: Start, train) -> None:
+    run = launch("-np", 2, "--min-np", 2, "--elastic-timeout", 3, *SLOW, *train())
+    os.kill(members(run, 2)[1]["pid"], signal.SIGKILL)
+    failed(run, "rank 1 on localhost was ended by SIGKILL", "at least 2 workers", "no new worker for")
+
+
+def test_fixed_hosts_without_room_are_refused_at_once(launch: Start, train) -> None:
+    run = launch("-np", 3, "--min-np", 1, "-H", "localhost:2", *train())
+    failed(run, "Requested more processes (3) than there are available slots (2)")
+
+
+def test_a_script_that_fails_at_first_ends_the_job_with_horovods_words(launch: Start, train, tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "localhost:2")
+    hosts.trouble.write_text("echo no cluster >&2; exit 3")
+    run = launch("-np", 2, *hosts.flags, *train())
+    failed(run, f"Failed to execute discovery script: {hosts.program}. Exit code: 3: no cluster")
+
+
+@pytest.mark.parametrize("trouble", ["echo busy >&2; exit 3", "sleep 600 & sleep 600"])
+def test_a_script_that_fails_or_hangs_later_is_tried_again(
+    launch: Start, train, tmp_path: Path, trouble: str
+) -> None:
+    hosts = Hosts(tmp_path, "localhost:1")
+    run = launch("-np", 1, "--discovery-timeout", 1, *hosts.flags, *train())
+    members(run, 1)
+    hosts.trouble.write_text(trouble)
+    hosts.are("localhost:2")
+    until(lambda: "the hosts found last stay" in own(run), "a failure that is told")
+    assert run.process.poll() is None
+    hosts.trouble.write_text("")
+    members(run, 2)
+    said = finish(run, 2)
+    assert said.count("the hosts found last stay") == 1, said
+
+
+def test_a_hanging_script_ends_with_the_job(launch: Start, train, tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "localhost:1")
+    run = launch("-np", 1, *hosts.flags, *train())
+    members(run, 1)
+    pids = tmp_path / "pids"
+    hosts.trouble.write_text(f"sleep 600 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait")
+    until(pids.exists, "the script to hang")
+    finish(run, 1)
+    until(lambda: not any(is_alive(int(pid)) for pid in pids.read_text().split()), "the script's end")
+
+
+def test_a_bug_in_a_step_ends_the_job_with_its_traceback(launch: Start, train) -> None:
+    run = launch("-np", 2, "--min-np", 1, *QUICK, *train("if state.step == 5: raise LookupError('no such row')"))
+    failed(run, "rank ", "exited with code 1")
+    assert run.process.returncode == 1
+    assert "LookupError: no such row" in run.err.read_text()
+    assert len(worlds(run)) <= 4, "nobody was started again and again"
+
+
+def test_a_bug_before_init_ends_the_job_at_once(launch: Start, train) -> None:
+    run = launch("-np", 2, "--min-np", 1, *QUICK, *train(before="import sys\nsys.exit(7)\n"))
+    failed(run, "exited with code 7")
+    assert run.process.returncode == 7
+
+
+def test_a_program_that_never_calls_init_is_not_started_again(launch: Start) -> None:
+    run = launch("-np", 2, "--min-np", 1, "echo", "hello")
+    failed(run, "ended before it called init()")
+    assert len(run.lines()) <= 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything(launch: Start, train, number: signal.Signals) -> None:
+    run = launch("-np", 2, "--min-np", 1, *QUICK, *train())
+    pids = [one["pid"] for one in members(run, 2)]
+    run.process.send_signal(number)
+    assert run.wait() == 128 + number
+    until(lambda: not any(map(is_alive, pids)), "the workers' end")
+
+
+def test_a_killed_launcher_leaves_nothing(launch: Start, train) -> None:
+    run = launch("-np", 2, "--min-np", 1, *train())
+    pids = [one["pid"] for one in members(run, 2)]
+    run.process.kill()
+    until(lambda: not any(map(is_alive, pids)), "the workers' end")
+
+
+def test_files_of_the_ranks_grow_with_the_world(launch: Start, train, tmp_path: Path) -> None:
+    hosts, out = Hosts(tmp_path, "localhost:1"), tmp_path / "ranks"
+    run = launch("-np", 1, "--output-filename", out, *hosts.flags, *train())
+    members(run, 1)
+    hosts.are("localhost:2")
+    members(run, 2)
+    finish(run, 2)
+    assert "over 2" in (out / "rank.1" / "stdout").read_text()

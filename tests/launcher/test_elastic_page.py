@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The script of the page about elastic training does what the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.launcher.conftest import until
+from tests.started import blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.launcher.conftest import Launch
+
+PAGE = Path(__file__).parents[2] / "docs" / "user-guide" / "elastic.md"
+WHO = "\nimport os\nprint('pid', os.getpid(), flush=True)\n"
+
+
+def test_the_script_of_the_page_survives_a_killed_process(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    (script,) = blocks(PAGE, "python")
+    command = blocks(PAGE, "sh")[0]
+    # It says who it is, and takes its time, so that something can happen in the middle.
+    script = script.replace("hvd.init()\n", f"hvd.init(){WHO}", 1)
+    script = script.replace("        state.epoch += 1\n", "        state.epoch += 1\n        __import__('time').sleep(0.2)\n")
+    (tmp_path / "train.py").write_text(script)
+    words = shlex.split(command)
+    assert words[:2] == ["farandole", "run"]
+    assert words[-2:] == ["python", "train.py"]
+    run = launch(*words[2:-2], sys.executable, tmp_path / "train.py", env={"OMP_NUM_THREADS": "1"})
+    until(lambda: any(":epoch 2:" in line for line in run.lines()), "the second epoch")
+    victim = next(line.split()[-1] for line in run.lines() if line.startswith("[3]<stdout>:pid "))
+    os.kill(int(victim), signal.SIGKILL)
+    assert run.wait() == 0, run.err.read_text()
+    told = re.findall(r"<stdout>:epoch (\d+): loss ([\d.]+), (\d) processes", run.out.read_text())
+    assert [int(epoch) for epoch, _, _ in told] == list(range(1, 21)), told
+    assert {int(size) for _, _, size in told} >= {3, 4}
+    assert float(told[-1][1]) < 1e-4, told
+    assert "rank 3 on localhost was ended by SIGKILL" in run.err.read_text()
