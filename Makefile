@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-spark spark-slow spark-older test-storage test-launch packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
+.PHONY: demo test test-spark spark-slow spark-older test-storage test-launch chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -24,6 +24,12 @@ test: install loom
 # machine lacks is named and its tests are skipped.
 test-launch: install packages
 	$(BIN)/python -m pytest tests/launch --reruns 1 --durations=10
+
+# An elastic job on four hosts, which are namespaces, for 20 minutes of faults; what happened goes to target/chaos.json.
+# `make test` does the same for 100 s. FARANDOLE_CHAOS_SEED draws other faults.
+chaos: install packages
+	FARANDOLE_CHAOS_SECONDS=$${FARANDOLE_CHAOS_SECONDS:-1200} FARANDOLE_CHAOS_REPORT=$(CURDIR)/target/chaos.json \
+	$(BIN)/python -m pytest tests/chaos
 
 # Debian packages that tests use where they are there.
 packages:

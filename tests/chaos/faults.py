@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Faults that happen to an elastic job on several hosts; each proves that it happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.launch.bed import until
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from tests.launch.bed import Host, Running
+    from tests.launch.conftest import Hosts
+
+SLOTS = 2
+
+
+class Job:
+    """The job, its hosts, and what is known of both."""
+
+    def __init__(self, bed: Hosts, running: Running, chance: random.Random) -> None:
+        """Takes the job over once it runs."""
+        self.bed, self.running, self.chance = bed, running, chance
+        self.names = [name for name in bed.hosts if name != "head"]
+        self.listed = dict.fromkeys(self.names, SLOTS)
+
+    def steps(self) -> tuple[int, int]:
+        """The last step that rank 0 has told, and the size of its world."""
+        for line in reversed(self.running.out.read_text(errors="replace").splitlines()):
+            words = line.partition(":")[2].split()
+            if words[:1] == ["step"] and len(words) == 3:
+                return int(words[1]), int(words[2])
+        return 0, 0
+
+    def progress(self, limit: float, what: str, size: int | None = None) -> None:
+        """Waits until steps go on, in a world of this size if one is given."""
+        before = self.steps()[0]
+
+        def fits() -> bool:
+            assert self.running.process.poll() is None, f"after {what} the job ended: {self.running.said[-5000:]}"
+            step, now = self.steps()
+            return step >= before + 10 and (size is None or now == size)
+
+        until(fits, lambda: f"steps after {what}, now {self.steps()}: {self.running.said[-5000:]}", limit)
+
+    def hosts(self) -> list[Host]:
+        """Hosts that have workers now."""
+        return [self.bed[name] for name in self.names if self.workers(self.bed[name])]
+
+    def workers(self, host: Host) -> list[int]:
+        """Processes of the training on a host, as this process's namespace numbers them."""
+        return [
+            process.pid for process in host.processes() if process.argv[-1:] == ("train.py",) and is_worker(process)
+        ]
+
+    def list(self) -> None:
+        """Has the discovery script list what there is."""
+        head = self.bed["head"]
+        text = "".join(f"{name}:{slots}\n" for name, slots in self.listed.items() if slots)
+        head.write("hosts.new", text)
+        head.run("mv", "hosts.new", "hosts")
+
+    def said(self) -> str:
+        """What the launcher itself has said."""
+        return self.running.err.read_text(errors="replace")
+
+
+def is_worker(process: object) -> bool:
+    """Whether a process is a worker: agents and shells have the same words behind others."""
+    argv = getattr(process, "argv", ())
+    return len(argv) == 2 and "python" in argv[0]
+
+
+def state(pid: int) -> str:
+    """The state of a process; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def kill(job: Job) -> str:
+    """SIGKILL to one worker."""
+    host = job.chance.choice(job.hosts())
+    pid = job.chance.choice(job.workers(host))
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: state(pid) in ("", "Z", "X"), f"the end of process {pid}")
+    return f"SIGKILL of {pid} on {host.name}"
+
+
+def kill_half(job: Job) -> str:
+    """SIGKILL to half of the workers at once."""
+    pids = [pid for host in job.hosts() for pid in job.workers(host)]
+    gone = job.chance.sample(pids, max(1, len(pids) // 2))
+    for pid in gone:
+        os.kill(pid, signal.SIGKILL)
+    for pid in gone:
+        until(lambda pid=pid: state(pid) in ("", "Z", "X"), f"the end of process {pid}")
+    return f"SIGKILL of {len(gone)} of {len(pids)} workers"
+
+
+def stop_shortly(job: Job) -> str:
+    """SIGSTOP to one worker, and SIGCONT before its peers give it up."""
+    return stop(job, job.chance.uniform(0.2, 1.5))
+
+
+def stop_for_long(job: Job) -> str:
+    """SIGSTOP to one worker until its peers have given it up."""
+    return stop(job, 8.0)
+
+
+def stop(job: Job, seconds: float) -> str:
+    """SIGSTOP, some time, SIGCONT."""
+    host = job.chance.choice(job.hosts())
+    pid = job.chance.choice(job.workers(host))
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state(pid) in ("T", ""), f"process {pid} to stop")
+    assert state(pid) == "T", f"process {pid} ended before it could be stopped"
+    time.sleep(seconds)
+    if state(pid) == "T":
+        os.kill(pid, signal.SIGCONT)
+    return f"SIGSTOP of {pid} on {host.name} for {seconds:.1f} s"
+
+
+def cut_shortly(job: Job) -> str:
+    """A host hears nothing for a time that links survive."""
+    return cut(job, job.chance.uniform(0.2, 2.0), 1)
+
+
+def cut_for_long(job: Job) -> str:
+    """A host hears nothing until the others have given it up."""
+    return cut(job, 12.0, 1)
+
+
+def part(job: Job) -> str:
+    """Half of the hosts hear nothing until the others have given them up."""
+    return cut(job, 12.0, 2)
+
+
+def cut(job: Job, seconds: float, count: int) -> str:
+    """Cuts hosts off, some time, and lets them back."""
+    hosts = job.chance.sample(job.hosts(), min(count, max(1, len(job.hosts()) - 1)))
+    for host in hosts:
+        host.cut()
+    try:
+        done = job.bed["head"].run("ping", "-c", "1", "-W", "1", hosts[0].address)
+        assert done.returncode != 0, f"{hosts[0].name} still answers"
+        time.sleep(seconds)
+    finally:
+        for host in hosts:
+            host.restore()
+    return f"{' and '.join(host.name for host in hosts)} cut off for {seconds:.1f} s"
+
+
+def slow(job: Job) -> str:
+    """The link of a host passes little for some seconds."""
+    host = job.chance.choice(job.hosts())
+    port = f"port{host.number}"
+    limit = ("root", "tbf", "rate", "2mbit", "burst", "16kbit", "latency", "200ms")
+    job.bed.on_switch("tc", "qdisc", "add", "dev", port, *limit)
+    try:
+        assert "tbf" in job.bed.on_switch("tc", "qdisc", "show", "dev", port)
+        time.sleep(3.0)
+    finally:
+        job.bed.on_switch("tc", "qdisc", "del", "dev", port, "root")
+    return f"2 Mbit/s to {host.name} for 3 s"
+
+
+def script_fails(job: Job) -> str:
+    """The discovery script ends with a failure for a while."""
+    before = job.said().count("Exit code")
+    head = job.bed["head"]
+    head.run("mv", "hosts", "away")
+    until(lambda: job.said().count("Exit code") > before, lambda: f"the script's failure in {job.said()[-2000:]}")
+    head.run("mv", "away", "hosts")
+    return "the discovery script failed"
+
+
+def script_hangs(job: Job) -> str:
+    """The discovery script does not end for a while."""
+    words = "did not end within"
+    before = job.said().count(words)
+    head = job.bed["head"]
+    head.run("sh", "-c", "mv hosts away && mkfifo hosts")
+    until(lambda: job.said().count(words) > before, lambda: f"the script that hangs in {job.said()[-2000:]}")
+    head.run("mv", "away", "hosts")
+    return "the discovery script hung"
+
+
+def remove(job: Job) -> str:
+    """A host is no longer listed."""
+    listed = [name for name, slots in job.listed.items() if slots]
+    if len(listed) < 3:
+        return add(job)
+    name = job.chance.choice(listed)
+    job.listed[name] = 0
+    job.list()
+    until(lambda: not job.workers(job.bed[name]), f"the workers of {name} to leave", 90.0)
+    return f"{name} removed"
+
+
+def add(job: Job) -> str:
+    """Hosts that were removed are listed again."""
+    back = [name for name, slots in job.listed.items() if slots < SLOTS]
+    if not back:
+        return remove(job)
+    job.listed = dict.fromkeys(job.names, SLOTS)
+    job.list()
+    until(lambda: all(job.workers(job.bed[name]) for name in back), f"workers on {back}", 90.0)
+    return f"{' and '.join(back)} added"
+
+
+def fewer_slots(job: Job) -> str:
+    """A host has a slot less."""
+    listed = [name for name, slots in job.listed.items() if slots == SLOTS and len(job.workers(job.bed[name])) == SLOTS]
+    if not listed:
+        return add(job)
+    name = job.chance.choice(listed)
+    job.listed[name] = SLOTS - 1
+    job.list()
+    until(lambda: len(job.workers(job.bed[name])) <= SLOTS - 1, f"a worker of {name} to leave", 90.0)
+    return f"{name} has {SLOTS - 1} slots"
+
+
+FAULTS: dict[Callable[[Job], str], int] = {
+    kill: 6,
+    kill_half: 1,
+    stop_shortly: 3,
+    stop_for_long: 1,
+    cut_shortly: 3,
+    cut_for_long: 1,
+    part: 1,
+    slow: 1,
+    script_fails: 1,
+    script_hangs: 1,
+    remove: 2,
+    add: 2,
+    fewer_slots: 2,
+}
+"""Every fault, and how often it is drawn beside the others."""

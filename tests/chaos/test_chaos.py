@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""An elastic job of eight workers on four hosts goes on whatever happens to it, and ends where an undisturbed one does.
+
+`make chaos` draws faults for `FARANDOLE_CHAOS_SECONDS`, from `FARANDOLE_CHAOS_SEED`; what happened goes to the file
+that `FARANDOLE_CHAOS_REPORT` names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.chaos.faults import FAULTS, SLOTS, Job
+from tests.chaos.train import problem
+from tests.launch.bed import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.launch.conftest import Hosts
+
+SECONDS = float(os.environ.get("FARANDOLE_CHAOS_SECONDS", "100"))
+SEED = int(os.environ.get("FARANDOLE_CHAOS_SEED", "1"))
+NAMES = ("h1", "h2", "h3", "h4")
+RECOVERS = 90.0
+"""Seconds within which steps go on after any fault."""
+FLAGS = ("-np", 4, "--min-np", 2, "--max-np", 8, "--peer-timeout", 3, "--blacklist-cooldown-range", 1, 3)
+
+
+def start(bed: Hosts) -> Job:
+    """The job, once all eight workers train."""
+    bed.write("train.py", Path(__file__).with_name("train.py").read_text())
+    bed["head"].write("hosts", "".join(f"{name}:{SLOTS}\n" for name in NAMES))
+    script = ("--host-discovery-script", "cat hosts", "--discovery-timeout", 2)
+    running = bed.launch(*script, *FLAGS, sys.executable, "train.py")
+    job = Job(bed, running, random.Random(SEED))
+    until(lambda: job.steps()[1] == 8, lambda: f"a world of 8: {running.said[-5000:]}", 120.0)
+    return job
+
+
+def finish(job: Job) -> list[dict[str, Any]]:
+    """Ends the training; the results by rank."""
+    for host in job.bed.hosts.values():
+        host.write("enough", "")
+    assert job.running.wait(RECOVERS) == 0, job.running.said[-5000:]
+    told = [line.partition(":result ")[2] for line in job.running.out.read_text().splitlines()]
+    return sorted((json.loads(line) for line in told if line), key=lambda one: one["rank"])
+
+
+def left_behind(bed: Hosts) -> list[str]:
+    """Segments of shared memory and sockets that no process has any more."""
+    return [str(entry) for host in bed.hosts.values() for entry in (host.root / "dev/shm").iterdir()]
+
+
+@pytest.mark.timeout(int(SECONDS) + 600)
+def test_a_job_survives_whatever_happens_to_it(hosts: Callable[..., Hosts]) -> None:
+    bed = hosts(*NAMES)
+    job = start(bed)
+    events: list[dict[str, Any]] = []
+    began = time.monotonic()
+    while time.monotonic() < began + SECONDS:
+        fault = job.chance.choices(list(FAULTS), weights=list(FAULTS.values()))[0]
+        at = time.monotonic()
+        what = fault(job)
+        happened = time.monotonic()
+        job.progress(RECOVERS, what)
+        recovered = time.monotonic() - happened
+        step, size = job.steps()
+        events.append(
+            {"fault": fault.__name__, "what": what, "took": happened - at, "recovered": recovered, "step": step}
+            | {"size": size}
+        )
+    job.listed = dict.fromkeys(NAMES, SLOTS)
+    job.list()
+    job.progress(RECOVERS, "the last fault", size=8)
+    found = finish(job)
+    report(events, job)
+    assert len(events) >= SECONDS / 15, f"only {len(events)} faults: {events}"
+    check(found, job)
+    bed.until_quiet(20.0)
+    assert not left_behind(bed)
+
+
+def check(found: list[dict[str, Any]], job: Job) -> None:
+    """The results are those of a job to which nothing happened."""
+    assert [one["rank"] for one in found] == list(range(8)), job.running.said[-3000:]
+    first = found[0]
+    for one in found:
+        assert {**one, "rank": 0} == first, "all ranks have the same state"
+    epochs = first["epoch"]
+    assert epochs > 1
+    assert set(first["counts"]) == {float(epochs)}, "every sample of every epoch is counted once"
+    inputs, targets = problem()
+    optimum = np.linalg.lstsq(inputs, targets, rcond=None)[0]
+    # Batches pull the weights about the optimum by as much as their noise.
+    assert np.abs(np.array(first["weights"]) - optimum).max() < 0.05
+
+
+def report(events: list[dict[str, Any]], job: Job) -> None:
+    """Writes down what happened."""
+    target = os.environ.get("FARANDOLE_CHAOS_REPORT")
+    if target:
+        worlds = job.said().count("farandole: world ")
+        Path(target).write_text(json.dumps({"seed": SEED, "worlds": worlds, "events": events}, indent=1) + "\n")
