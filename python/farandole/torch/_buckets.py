@@ -98,6 +98,7 @@ class Bucket:
         self.started = False
         self._handle: int | None = None
         self._direct: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters whose gradients the engine reads where they are, and where it writes what they are reduced to."""
         self._flights: list[_Flight] = []
         self._sparse: list[tuple[Slot, Callable[[], torch.Tensor]]] = []
         self._finish: Callable[[], list[torch.Tensor]] | None = None
@@ -150,10 +151,10 @@ class Bucket:
                 and not grad.is_neg()
                 and not grad.is_conj()
             ):
-                address = grad.data_ptr()
-                members.append((slot.operation, slot.number, slot.shape, address, address))
+                target = self._target(slot, grad)
+                members.append((slot.operation, slot.number, slot.shape, grad.data_ptr(), target.data_ptr()))
                 sources.append(grad)
-                self._direct.append((parameter, grad))
+                self._direct.append((parameter, target))
                 continue
             flight = self._board(slot, _nothing(slot) if grad is None else grad)
             if flight is not None:
@@ -166,11 +167,16 @@ class Bucket:
         if not members:
             return
         arguments = self.options.reduction.arguments
-        keep = (self._direct, self._flights)
+        keep = (sources, self._direct, self._flights)
         if len(members) == 1:
             self._handle = table.submit(keep, len, engine.allreduce, *members[0], *arguments, False, spot(sources[0]))
         else:
             self._handle = table.submit(keep, len, engine.grouped_allreduce, members, *arguments, spots(sources))
+
+    def _target(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
+        """Where a gradient is reduced to: its own memory."""
+        del slot
+        return grad
 
     def _board(self, slot: Slot, grad: torch.Tensor) -> _Flight | None:
         """Makes a gradient what the engine can work on; a sparse one is gathered instead."""
@@ -207,28 +213,27 @@ class Bucket:
         """
         if self._finish is not None:
             for flight, reduced in zip(self._flights, self._finish(), strict=True):
-                _put(flight.slot.parameter, reduced, flight.slot.sparse_dim)
+                self._put(flight.slot.parameter, reduced, flight.slot.sparse_dim)
         if self._handle is not None:
             table.synchronize(self._handle)
-            for parameter, grad in self._direct:
-                if parameter.grad is not grad:
-                    _put(parameter, grad, 0)
+            for parameter, reduced in self._direct:
+                if parameter.grad is not reduced:
+                    self._put(parameter, reduced, 0)
             for slot, grad, wire, ctx in self._flights:
                 reduced = self._cast.decompress(wire.to(grad.device), ctx)
-                _put(slot.parameter, reduced, slot.sparse_dim)
+                self._put(slot.parameter, reduced, slot.sparse_dim)
         for slot, result in self._sparse:
             slot.parameter.grad = result()
 
-
-def _put(parameter: torch.Tensor, reduced: torch.Tensor, sparse_dim: int) -> None:
-    """Makes a result the parameter's gradient, in the layout that it has, or would have."""
-    current = parameter.grad
-    if current is not None and current.layout == torch.strided:
-        current.detach().copy_(reduced)
-        return
-    if current is not None:
-        sparse_dim = current.sparse_dim()
-    parameter.grad = reduced.to_sparse(sparse_dim) if sparse_dim else reduced
+    def _put(self, parameter: torch.Tensor, reduced: torch.Tensor, sparse_dim: int) -> None:
+        """Makes a result the parameter's gradient, in the layout that it has, or would have."""
+        current = parameter.grad
+        if current is not None and current.layout == torch.strided:
+            current.detach().copy_(reduced)
+            return
+        if current is not None:
+            sparse_dim = current.sparse_dim()
+        parameter.grad = reduced.to_sparse(sparse_dim) if sparse_dim else reduced
 
 
 def _nothing(slot: Slot) -> torch.Tensor:

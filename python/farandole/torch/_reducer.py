@@ -98,23 +98,26 @@ class GradientReducer:
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
         self._adopt(param_groups)
-        failure: Exception | None = None
         try:
-            try:
-                self._agree()
-                for bucket in self._buckets:
-                    if not bucket.started:
-                        bucket.start()
-            except Exception as error:  # noqa: BLE001 - raised below
-                failure = error
-            # What was started goes on writing to gradients, whatever became of the others.
-            for bucket in self._buckets:
-                try:
-                    bucket.land()
-                except Exception as error:  # noqa: BLE001 - raised below
-                    failure = failure or error
+            self._reduce()
         finally:
             self.reset()
+
+    def _reduce(self) -> None:
+        failure: Exception | None = None
+        try:
+            self._agree()
+            for bucket in self._buckets:
+                if not bucket.started:
+                    bucket.start()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failure = error
+        # What was started goes on writing to gradients, whatever became of the others.
+        for bucket in self._buckets:
+            try:
+                bucket.land()
+            except Exception as error:  # noqa: BLE001 - raised below
+                failure = failure or error
         if failure is not None:
             raise failure
 
@@ -139,12 +142,15 @@ class GradientReducer:
 
     def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
         slots = [Slot(parameter, self._names[parameter]) for parameter in parameters]
-        bucket = (ViewBucket if self._as_view else Bucket)(slots, self._options)
+        bucket = self._bucket(slots)
         bucket.reset(self.passes)
         self._buckets.append(bucket)
         for slot in slots:
             self._slots[slot.parameter] = slot
             self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(self._hook(slot)))
+
+    def _bucket(self, slots: list[Slot]) -> Bucket:
+        return (ViewBucket if self._as_view else Bucket)(slots, self._options)
 
     def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         """What autograd calls when it has added to the gradient; keeps neither parameter nor reducer alive."""

@@ -155,7 +155,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if basics.rank() == root_rank:
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         states = [optimizer.state.get(parameter) for parameter in parameters]
-        description = layout, _describe(options, tensors), _describe(states, tensors)
+        description = layout, described(options, tensors), described(states, tensors)
     expected, options, states = broadcast_object(description, root_rank, "optimizer.description")
     misfits = [f"rank {rank}: {found}" for rank, found in enumerate(allgather_object(layout)) if found != expected]
     if misfits:
@@ -163,37 +163,37 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if basics.rank() != root_rank:
         slots: dict[int, torch.Tensor] = {}
         for group, received in zip(optimizer.param_groups, options, strict=True):
-            group.update(_build(received, group["params"][0] if group["params"] else None, slots))
+            group.update(rebuilt(received, group["params"][0] if group["params"] else None, slots))
         for parameter, received in zip(parameters, states, strict=True):
             optimizer.state.pop(parameter, None)
             if received is not None:
-                optimizer.state[parameter] = _build(received, parameter, slots)
+                optimizer.state[parameter] = rebuilt(received, parameter, slots)
         tensors = [slots[index] for index in range(len(slots))]
     broadcast_tensors([(f"optimizer.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
 
 
-def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+def described(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Copies nested dicts, lists and tuples with slots in place of tensors, which it collects."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Slot(value, len(tensors) - 1)
     if isinstance(value, Mapping):
-        return {key: _describe(entry, tensors) for key, entry in value.items()}
+        return {key: described(entry, tensors) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        entries = [_describe(entry, tensors) for entry in value]
+        entries = [described(entry, tensors) for entry in value]
         return entries if isinstance(value, list) else tuple(entries)
     return value
 
 
-def _build(value: Any, parameter: torch.Tensor | None, slots: dict[int, torch.Tensor]) -> Any:
-    """The inverse of `_describe`: fills slots with fresh tensors, on the parameter's device if they were on one."""
+def rebuilt(value: Any, parameter: torch.Tensor | None, slots: dict[int, torch.Tensor]) -> Any:
+    """The inverse of `described`: fills slots with fresh tensors, on the parameter's device if they were on one."""
     if isinstance(value, _Slot):
         device = "cpu" if value.on_host or parameter is None else parameter.device
         slots[value.index] = torch.empty(value.shape, dtype=value.dtype, device=device)
         return slots[value.index]
     if isinstance(value, dict):
-        return {key: _build(entry, parameter, slots) for key, entry in value.items()}
+        return {key: rebuilt(entry, parameter, slots) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        entries = [_build(entry, parameter, slots) for entry in value]
+        entries = [rebuilt(entry, parameter, slots) for entry in value]
         return entries if isinstance(value, list) else tuple(entries)
     return value

@@ -20,6 +20,7 @@ from farandole.torch._names import group_parameters, name_parameters
 from farandole.torch._plain import plain
 from farandole.torch._reduce import Reduction
 from farandole.torch._reducer import GradientReducer
+from farandole.torch._tolerant import Tolerance, TolerantReducer, leave_on_sigterm
 from farandole.torch.adasum import _DistributedAdasumOptimizer
 from farandole.torch.compress._base import Compressor as StatefulCompressor
 from farandole.torch.compression import Compression, Compressor
@@ -35,6 +36,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     """The name of every parameter, as scripts look it up with Horovod."""
     _reducer: GradientReducer | None = None
     _synchronized: bool = False
+    _tolerance: Tolerance | None = None
     _skips: bool = False
     _scaled: bool = False
 
@@ -101,7 +103,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
-        if self._reducer is None or self._skips or self._settled():
+        if self._tolerance is not None:
+            result = self._tolerant_step(closure)
+        elif self._reducer is None or self._skips or self._settled():
             result = super().step(closure)
         elif closure is not None:
             result = super().step(self._reduced(closure))
@@ -118,6 +122,55 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             result = super().step()
         self._synchronized = False
         self._scaled = False
+        return result
+
+    @property
+    def steps(self) -> int:
+        """Steps that training has finished, before this rank came included. Only with `fault_tolerant`."""
+        return self._tolerant().steps
+
+    def share(self, **objects: Any) -> None:
+        """Has objects such as a schedule of learning rates go to ranks that join later. Only with `fault_tolerant`.
+
+        On such a rank each object takes its state in this call.
+
+        Args:
+            **objects: Objects with `state_dict` and `load_state_dict`, under names that are the same on all ranks.
+
+        Raises:
+            TypeError: An object has no such methods.
+        """
+        self._tolerant().share(objects)
+
+    def rejoin(self) -> None:
+        """Leaves a world that another collective has found broken, for the next one. Only with `fault_tolerant`.
+
+        `step` does so by itself. Call it where a collective of your own, such as the average of a metric, has raised
+        `FarandoleInternalError`.
+
+        Raises:
+            WorkerDismissed: When this worker is not in the next world.
+        """
+        self._tolerant().change()
+
+    def _tolerant(self) -> Tolerance:
+        if self._tolerance is None:
+            raise ValueError("the optimizer is not fault tolerant: make it with fault_tolerant=True")
+        return self._tolerance
+
+    def _tolerant_step(self, closure: Callable[[], Any] | None) -> Any:
+        """A step that ranks which are lost in it do not end."""
+        if closure is not None:
+            raise ValueError("a fault-tolerant optimizer takes no closure: it may have to reduce gradients again")
+        tolerance, reducer = self._tolerant(), self._reducer
+        assert isinstance(reducer, TolerantReducer)  # noqa: S101 - made with the tolerance
+        if not (self._skips or self._settled()):
+            self.synchronize()
+        # A rank that has caught up has this step behind it already.
+        result = None if reducer.caught_up else super().step()
+        if not reducer.caught_up:
+            tolerance.steps += 1
+        reducer.caught_up = False
         return result
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -206,6 +259,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     gradient_as_bucket_view: bool = False,
+    fault_tolerant: bool = False,
 ) -> Any:
     """Wraps an optimizer so that every step uses gradients reduced over all ranks.
 
@@ -232,6 +286,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set: The ranks that train together; on others the result is a plain local optimizer.
         gradient_as_bucket_view: Puts gradients into a few memories that are reduced where they lie. Keeps them there
             from step to step with `zero_grad(set_to_none=False)`; with the default they are copied in.
+        fault_tolerant: In an elastic job, has the other ranks finish the step in which some are lost, with the average
+            over those who are left, and takes in ranks that join; see `docs/user-guide/elastic.md`. All ranks make the
+            optimizer right after `init`, before any other collective: it sends them parameters and state. Takes as much
+            memory again as gradients do.
 
     Returns:
         The distributed optimizer.
@@ -255,6 +313,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "Parameter `num_groups` has been replaced by `groups`, and is deprecated", DeprecationWarning, stacklevel=2
         )
         groups = num_groups if groups is None else groups
+    _refuse_intolerant(
+        fault_tolerant,
+        {
+            "op=Adasum": op == Adasum,
+            "a compressor that keeps what it has left out": isinstance(compression, StatefulCompressor),
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "a process set": process_set is not global_process_set,
+        },
+    )
     names = name_parameters(optimizer.param_groups, named_parameters)
     units = group_parameters(names, groups)
     alone = basics.rank() not in members or (len(members) == 1 and not _is_elastic())
@@ -268,8 +335,33 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     reduction = Reduction(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor, process_set)
     options = Options(reduction, compression, sparse_as_dense)
     reducer = None
-    if not alone:
+    if fault_tolerant and not alone:
+        reducer = TolerantReducer(names, units, options, passes=backward_passes_per_step)
+    elif not alone:
         reducer = GradientReducer(
             names, units, options, passes=backward_passes_per_step, as_view=gradient_as_bucket_view
         )
-    return _wrap(optimizer, _DistributedOptimizer, {"_parameter_names": names, "_reducer": reducer})
+    wrapped = _wrap(optimizer, _DistributedOptimizer, {"_parameter_names": names, "_reducer": reducer})
+    if fault_tolerant:
+        _enter(wrapped, names)
+    return wrapped
+
+
+def _refuse_intolerant(fault_tolerant: bool, options: dict[str, bool]) -> None:
+    """Refuses what a reduction cannot be repeated with, or what fault tolerance has no meaning for."""
+    for name, given in options.items():
+        if fault_tolerant and given:
+            raise ValueError(f"fault_tolerant=True does not go with {name}")
+
+
+def _enter(optimizer: Any, names: dict[torch.Tensor, str]) -> None:
+    """Makes a distributed optimizer fault tolerant, and gives it the state of the ranks that have trained already."""
+    tolerance = Tolerance(optimizer, names, _is_elastic())
+    optimizer._tolerance = tolerance  # noqa: SLF001 - its own module's
+    reducer = optimizer._reducer  # noqa: SLF001 - as above
+    if reducer is None:
+        raise ValueError("fault_tolerant=True needs several ranks, or an elastic job: see farandole run --min-np")
+    reducer.tolerance = tolerance
+    if _is_elastic():
+        leave_on_sigterm()
+    tolerance.enter()

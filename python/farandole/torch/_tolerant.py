@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Training that goes on within a step when ranks are lost: `DistributedOptimizer(fault_tolerant=True)`.
+
+Gradients are reduced into other memory than their own, so they are still there when a reduction fails: no copy is made,
+only memory taken. When a rank is lost in step `s`, the others leave the broken world and join the next one. There they
+compare how many steps each has finished. These numbers differ by one at most, because nobody finishes step `s + 1`
+without everybody's gradients of it. Ranks that have finished fewer, and ranks that are new, take the parameters and the
+state of the optimizer from one that has finished most; they have step `s` behind them then. The others reduce their
+gradients again, over those who are there. A new rank, or one that has caught up, meets them with its next gradients.
+
+When workers are ready to join, or are to leave, all ranks change worlds before the same reduction: every rank's word
+that it has heard of that travels with the gradients of the step before. So whatever a script does after a step, such as
+a step of its schedule of learning rates, it has done when its state goes to new ranks.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole._native import engine
+from farandole.common import basics
+from farandole.common.elastic import leave_and_join
+from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
+from farandole.common.util import Max
+from farandole.torch._allgather import allgather
+from farandole.torch._allreduce import allreduce_async_
+from farandole.torch._buckets import Bucket
+from farandole.torch._handles import synchronize
+from farandole.torch._reducer import GradientReducer
+from farandole.torch.functions import broadcast_object, broadcast_tensors, described, rebuilt
+
+if TYPE_CHECKING:
+    from farandole.torch._buckets import Options, Slot
+
+_LEAVES_WITHIN = 2.0
+"""Seconds that telling the registrar of a leave may take."""
+
+
+class SafeBucket(Bucket):
+    """Parameters whose gradients stay as they were until the step is over.
+
+    Args:
+        slots: The parameters, in the same order on all ranks.
+        options: How gradients are reduced.
+    """
+
+    def __init__(self, slots: list[Slot], options: Options) -> None:
+        self._own: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        """Parameters, and the gradients that they had when the reduction of this step first started."""
+        self._targets: dict[Slot, list[torch.Tensor]] = {}
+        super().__init__(slots, options)
+
+    def start(self) -> None:
+        """As `Bucket.start`, into other memory.
+
+        Raises:
+            ValueError: When a gradient cannot be reduced.
+            FarandoleInternalError: When the world is broken already.
+        """
+        if not self._own:
+            self._own = [(slot.parameter, slot.parameter.grad) for slot in self.slots]
+        try:
+            super().start()
+        except FarandoleInternalError:
+            self.rewind()  # it is to be started again, in another world
+            raise
+
+    def rewind(self) -> None:
+        """Has the reduction of this step start again from the gradients of this rank."""
+        self.started, self._handle, self._finish = False, None, None
+        self._direct, self._flights, self._sparse = [], [], []
+        for parameter, grad in self._own:
+            parameter.grad = grad
+
+    def forget(self) -> None:
+        """Lets the gradients go that this rank began the step with."""
+        self._own = []
+
+    def _target(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
+        """Memory for the result that is not the gradient's: of two, where gradients stay from step to step."""
+        targets = self._targets.setdefault(slot, [])
+        for target in targets:
+            if target.data_ptr() != grad.data_ptr():
+                return target
+        targets.append(torch.empty_like(grad))
+        return targets[-1]
+
+    def _put(self, parameter: torch.Tensor, reduced: torch.Tensor, sparse_dim: int) -> None:
+        """Puts the result in the place of the gradient, which is not written to."""
+        parameter.grad = reduced.to_sparse(sparse_dim) if sparse_dim else reduced
+
+
+class TolerantReducer(GradientReducer):
+    """Reduces gradients, again and again if need be, until all ranks of one world have them.
+
+    Args:
+        names: Every parameter and its name.
+        groups: The parameters that need gradients, in units.
+        options: How gradients are reduced.
+        passes: Backward passes per reduction.
+    """
+
+    def __init__(self, names: dict[torch.Tensor, str], groups: Any, options: Options, *, passes: int) -> None:
+        self.tolerance: Tolerance
+        """What brings this rank into the next world; set right after this was made."""
+        self.caught_up = False
+        """Whether the step was finished with another rank's result, and is not to be taken."""
+        self.changes = False
+        """Whether some rank has heard that another world should come: before the next step's reduction."""
+        self._told = torch.zeros(1, dtype=torch.int32)
+        super().__init__(names, groups, options, passes=passes, as_view=False)
+
+    def finish(self, param_groups: list[dict[str, Any]]) -> None:
+        """As `GradientReducer.finish`; a lost rank has all others do it again in the next world.
+
+        Raises:
+            ValueError: When ranks disagree about a gradient.
+            FarandoleInternalError: When a peer failed outside of an elastic job.
+            WorkerDismissed: When this worker is not in the next world.
+        """
+        self._adopt(param_groups)
+        self.caught_up = False
+        try:
+            while not self._finished():
+                for bucket in self._buckets:
+                    assert isinstance(bucket, SafeBucket)  # noqa: S101 - `_bucket` makes no other
+                    bucket.rewind()
+        finally:
+            for bucket in self._buckets:
+                assert isinstance(bucket, SafeBucket)  # noqa: S101 - as above
+                bucket.forget()
+            self.reset()
+
+    def _finished(self) -> bool:
+        """Reduces everything, or enters another world; whether nothing is left to be reduced."""
+        if self.changes:
+            self.changes = False
+            self.caught_up = self.tolerance.change()
+            if self.caught_up:
+                return True
+        try:
+            self._told[0] = self.tolerance.wants_change()
+            told = allreduce_async_(self._told, op=Max, name="tolerant.change")
+            try:
+                self._reduce()
+            finally:
+                synchronize(told)
+        except FarandoleUsageError:
+            raise
+        except FarandoleInternalError:
+            self.changes = False
+            self.caught_up = self.tolerance.recover()
+            return self.caught_up
+        self.changes = bool(self._told[0])
+        return True
+
+    def _bucket(self, slots: list[Slot]) -> Bucket:
+        return SafeBucket(slots, self._options)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """As in `GradientReducer`; a broken world is the business of `finish`, not of the backward pass."""
+        if self.changes:
+            return  # they are for the next world
+        try:
+            super()._complete(bucket)
+        except FarandoleUsageError:
+            raise
+        except FarandoleInternalError:
+            return  # `finish` meets it again when it starts what was not started
+
+
+class Tolerance:
+    """Brings one rank from world to world, with the state of those who have most.
+
+    Args:
+        optimizer: The distributed optimizer.
+        names: Every parameter and its name.
+        is_elastic: Whether another world can follow a broken one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], is_elastic: bool) -> None:
+        self.steps = 0
+        """Steps that training has finished, on this rank or before it came."""
+        self._optimizer = optimizer
+        self._names = names
+        self._is_elastic = is_elastic
+        self._is_new = True
+        self._is_whole = False
+        """Whether parameters and state are those of one step."""
+        self._shared: dict[str, Any] = {}
+        self._received: dict[str, Any] = {}
+        self._changes: list[tuple[float, int]] = []
+
+    def share(self, objects: dict[str, Any]) -> None:
+        """Has objects travel with the state to ranks that are new, and gives this one what has come for it.
+
+        Raises:
+            TypeError: One has no `state_dict` and `load_state_dict`.
+        """
+        for name, value in objects.items():
+            if not callable(getattr(value, "state_dict", None)) or not callable(
+                getattr(value, "load_state_dict", None)
+            ):
+                raise TypeError(f"{name} has no state_dict and load_state_dict: {type(value).__name__}")
+        self._shared.update(objects)
+        for name, value in objects.items():
+            if name in self._received:
+                value.load_state_dict(self._received.pop(name))
+
+    def wants_change(self) -> bool:
+        """Whether the registrar has told this rank that workers are to join or leave."""
+        self._changes.extend(engine.host_changes())
+        return bool(self._changes)
+
+    def recover(self) -> bool:
+        """Leaves a broken world for the next one; whether this rank took the state of another there.
+
+        Raises:
+            FarandoleInternalError: The one that is being handled, outside of an elastic job.
+            WorkerDismissed: When this worker is not in the next world.
+        """
+        if not self._is_elastic:
+            raise  # noqa: PLE0704 - called while the failure is handled
+        return self.change()
+
+    def change(self) -> bool:
+        """Leaves the world for the next one; as `recover`."""
+        leave_and_join()
+        return self.enter()
+
+    def enter(self) -> bool:
+        """Agrees with the ranks of a new world on the state; whether this rank took that of another."""
+        took = False
+        while True:
+            self._changes.clear()
+            try:
+                return self._agree() or took
+            except FarandoleUsageError:
+                raise
+            except FarandoleInternalError:
+                if not self._is_elastic:
+                    raise
+                # Part of a state may have come: the next world brings all of it.
+                took = took or not self._is_whole
+                leave_and_join()
+
+    def _agree(self) -> bool:
+        own = torch.tensor([[self.steps, self._is_whole, self._is_new]], dtype=torch.int64)
+        told = allgather(own, name="tolerant.status").tolist()
+        whole = [(steps, rank) for rank, (steps, is_whole, _) in enumerate(told) if is_whole]
+        most = max((steps for steps, _ in whole), default=0)
+        if not whole and any(steps or not is_new for steps, _, is_new in told):
+            raise RuntimeError(
+                "no rank is left that has the parameters and the state of the optimizer; go on from a checkpoint"
+            )
+        source = min((rank for steps, rank in whole if steps == most), default=0)
+        if len(whole) == len(told) and all(steps == most for steps, _ in whole):
+            return False
+        behind = not self._is_whole or self.steps < most
+        if behind and basics.rank() != source:
+            self._is_whole = False
+        self._transfer(source, behind)
+        self.steps, self._is_whole, self._is_new = most, True, False
+        return behind
+
+    def _transfer(self, source: int, behind: bool) -> None:
+        """Sends parameters, the optimizer's state and what is shared from one rank to those that are behind.
+
+        A rank that has trained before keeps its options: what its script does after a step, such as a step of the
+        schedule of learning rates, it does by itself.
+        """
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        is_source = basics.rank() == source
+        sent: list[torch.Tensor] = []
+        description = None
+        if is_source:
+            groups = self._optimizer.param_groups
+            options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            states = [self._optimizer.state.get(parameter) for parameter in parameters]
+            shared = {name: value.state_dict() for name, value in self._shared.items()}
+            description = described(options, sent), described(states, sent), shared
+        options, states, shared = broadcast_object(description, source, "tolerant.description")
+        takes = behind and not is_source
+        if not is_source:
+            slots: dict[int, torch.Tensor] = {}
+            built = [
+                rebuilt(group, own["params"][0] if own["params"] else None, slots)
+                for group, own in zip(options, self._optimizer.param_groups, strict=True)
+            ]
+            received = [
+                None if state is None else rebuilt(state, parameter, slots)
+                for state, parameter in zip(states, parameters, strict=True)
+            ]
+            sent = [slots[index] for index in range(len(slots))]
+        named = [(f"tolerant.state.{index}", tensor) for index, tensor in enumerate(sent)]
+        for index, parameter in enumerate(parameters):
+            # A rank that is not behind takes part, and keeps its own.
+            taken = parameter.detach() if takes or is_source else torch.empty_like(parameter)
+            named.append((f"tolerant.parameter.{index}", taken))
+        broadcast_tensors(named, source)
+        if not takes:
+            return
+        for parameter, state in zip(parameters, received, strict=True):
+            self._optimizer.state.pop(parameter, None)
+            if state is not None:
+                self._optimizer.state[parameter] = state
+        if self._is_new:
+            for own, group in zip(self._optimizer.param_groups, built, strict=True):
+                own.update(group)
+            self._received = dict(shared)
+            self.share({name: value for name, value in self._shared.items() if name in shared})
+
+
+def leave_on_sigterm() -> None:
+    """Has SIGTERM mean to leave after the step under way, in the main thread of a worker; a second one ends it.
+
+    The notice of a spot instance, of Slurm's `--signal` and of Kubernetes comes so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def leave(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+        try:
+            engine.leave("it got SIGTERM", _LEAVES_WITHIN)
+        except (FarandoleInternalError, OSError, RuntimeError):
+            # The job is over, or its registrar gone: what came before this handler decides.
+            if callable(before):
+                before(number, frame)
+            else:
+                signal.raise_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
