@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A worker of the tests of fault-tolerant optimizers: trains a small model, and is lost where the test says.
 
-`PLAN` is JSON: `steps`; `ends`, a list of `[identity, step, moment]`, where identities are the ranks of the first world;
+`PLAN` is JSON: `steps`; `ends`, a list of `[identity, step, moment]`, identities being the ranks of the first world;
 and `grows`, a size that the world must have again after `steps`, before training ends.
 """
 

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""How soon training goes on after a rank is lost, and what being ready for that costs.
+
+Four workers train with `DistributedOptimizer(fault_tolerant=True)` in steps of about 60 ms; one gets SIGKILL, or its
+host is cut off. Each rank notes when each step is finished, by the clock of the machine. Between hosts is between
+namespaces, which needs root and Debian's packages (.ci/packages). Cost is a ratio of steps taken in turns by the same
+processes. Peers' published times to recover are torchft's 120 to 948 s at scale, and 105 s of commercial systems.
+Writes bench/results/elastic.json.
+
+    .venv/bin/python bench/elastic.py [--repeat 5] [--goodput 600]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from saved import save
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from tests.launch.bed import Bed, missing, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEP = 0.05
+"""Seconds that a step sleeps: what a GPU would take, for two cores cannot compute on four ranks at once."""
+PEER_TIMEOUT = 5.0
+LIMIT = 120.0
+
+WORKER = """
+import os, socket, sys, time
+from pathlib import Path
+import torch
+import farandole.torch as hvd
+notes, width = Path(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(1)
+hvd.init()
+network = torch.nn.Linear(width, width)
+optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=network.named_parameters(), fault_tolerant=True)
+note = (notes / f"{os.getpid()}-{socket.gethostname()}.steps").open("w", buffering=1)
+inputs = torch.ones(1, width)
+while not (notes / "enough").exists():
+    optimizer.zero_grad()
+    network(inputs).mean().backward()
+    time.sleep(float(sys.argv[3]))
+    optimizer.step()
+    note.write(f"{time.monotonic()} {optimizer.steps} {hvd.size()}\\n")
+# Ranks see the file after different steps: whoever ends lets the others end.
+os._exit(0)
+"""
+
+COST = """
+import json, statistics, time
+import torch
+import farandole.torch as hvd
+from farandole.torch.elastic import TorchState
+torch.set_num_threads(1)
+hvd.init()
+LAYERS, WIDTH, BATCH = 160, 400, 8
+inputs, targets = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+def model():
+    layers = [layer for _ in range(LAYERS) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+    return torch.nn.Sequential(*layers)
+def make(**options):
+    network = model()
+    plain = torch.optim.SGD(network.parameters(), lr=0.001)
+    return network, hvd.DistributedOptimizer(plain, named_parameters=network.named_parameters(), **options)
+def step_of(network, optimizer, after=lambda: None):
+    def step():
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(network(inputs), targets).backward()
+        optimizer.step()
+        after()
+    return step
+committed = make()
+state = TorchState(*committed, step=0)
+calls = {
+    "plain": step_of(*make()),
+    "fault_tolerant": step_of(*make(fault_tolerant=True)),
+    "commit": step_of(*committed, state.commit),
+}
+times = {name: [] for name in calls}
+for _ in range(8):
+    for name, call in calls.items():
+        hvd.barrier()
+        for index in range(11):
+            began = time.perf_counter()
+            call()
+            if index:
+                times[name].append(time.perf_counter() - began)
+if hvd.rank() == 0:
+    print(json.dumps({name: statistics.median(each) for name, each in times.items()}), flush=True)
+"""
+
+
+class Run:
+    """A job whose ranks note their steps."""
+
+    def __init__(self, folder: Path, start: Callable[..., subprocess.Popen[Any]], width: int = 64) -> None:
+        """Starts it."""
+        self.notes = folder / "notes"
+        self.notes.mkdir(parents=True)
+        script = folder / "worker.py"
+        script.write_text(WORKER)
+        self.process = start(sys.executable, script, self.notes, width, STEP)
+
+    def steps(self) -> dict[str, list[tuple[float, int, int]]]:
+        """By process: when each step was finished, which, and in a world of how many."""
+        found = {}
+        for note in self.notes.glob("*.steps"):
+            whole = note.read_text().rpartition("\n")[0]
+            told = (line.split() for line in whole.splitlines())
+            found[note.stem] = [(float(at), int(step), int(size)) for at, step, size in told]
+        return found
+
+    def kill(self, name: str) -> None:
+        """Sends SIGKILL to a process of this host."""
+        os.kill(int(name.partition("-")[0]), signal.SIGKILL)
+
+    def until_size(self, size: int, after: float, ranks: int) -> float:
+        """When all of so many ranks had finished a step in a world of this size that began later."""
+        firsts: list[float] = []
+
+        def fits() -> bool:
+            if self.process.poll() is not None:
+                sys.exit(f"elastic: the job ended with status {self.process.returncode}")
+            found = [
+                next((at for at, _, now in told if at > after and now == size), None) for told in self.steps().values()
+            ]
+            firsts[:] = sorted(at for at in found if at is not None)
+            return len(firsts) >= ranks
+
+        until(
+            fits, lambda: f"a step of {size} ranks: { ({pid: told[-1:] for pid, told in self.steps().items()}) }", LIMIT
+        )
+        return firsts[ranks - 1]
+
+    def end(self) -> None:
+        """Ends the job."""
+        (self.notes / "enough").touch()
+        try:
+            self.process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def here(folder: Path, *flags: object, width: int = 64) -> Run:
+    """A job of this host."""
+
+    def start(*words: object) -> subprocess.Popen[Any]:
+        command = [sys.executable, "-m", "farandole", "run", "--peer-timeout", PEER_TIMEOUT, *flags, *words]
+        with (folder / "said").open("wb") as said:
+            return subprocess.Popen([*map(str, command)], stdout=said, stderr=said)
+
+    return Run(folder, start, width)
+
+
+def killed_here(folder: Path) -> float:
+    """SIGKILL to one of four on this host, until the other three have finished a step."""
+    run = here(folder, "-np", 4, "--min-np", 2, "--blacklist-cooldown-range", 600, 600)
+    run.until_size(4, 0.0, 4)
+    time.sleep(random.uniform(1.0, 1.2))
+    began = time.monotonic()
+    run.kill(max(run.steps()))
+    took = run.until_size(3, began, 3) - began
+    run.end()
+    return took
+
+
+def spare_here(folder: Path) -> float:
+    """SIGKILL to one of four with a spare, until four have finished a step again."""
+    run = here(folder, "-np", 4, "--min-np", 2, "--spares", 1, "-H", "localhost:5")
+    run.until_size(4, 0.0, 4)
+    time.sleep(8.0)  # the spare has imported everything
+    began = time.monotonic()
+    run.kill(min(run.steps()))
+    took = run.until_size(4, began, 4) - began
+    run.end()
+    return took
+
+
+def joins_here(folder: Path) -> tuple[float, float]:
+    """A new worker with 1 GB of parameters and momentum: the survivors' longest pause, and a usual step."""
+    width = 11_180  # 125 M parameters, and as many numbers of momentum
+    run = here(folder, "-np", 2, "--min-np", 1, "-H", "localhost:2", width=width)
+    run.until_size(2, 0.0, 2)
+    time.sleep(5.0)
+    before = run.steps()
+    victim = min(before)
+    began = time.monotonic()
+    run.kill(victim)
+    run.until_size(1, began, 1)
+    alone = time.monotonic()
+    run.until_size(2, alone, 2)
+    (told,) = (told for pid, told in run.steps().items() if pid in before and pid != victim)
+    times = [at for at, _, _ in told if at > alone]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    run.end()
+    return max(pauses), statistics.median(pauses)
+
+
+def between_hosts(folder: Path, fault: str) -> float:
+    """One of four on two hosts gets SIGKILL, or both of one host are cut off, until the others have finished a step."""
+    with Bed("head", "h1", "h2") as bed:
+        for name in ("h1", "h2"):
+            bed[name].listen()
+        bed.login(bed["head"])
+        flags = ("-np", 4, "--min-np", 2, "-H", "h1:2,h2:2", "--blacklist-cooldown-range", 600, 600)
+        flags += ("--peer-timeout", PEER_TIMEOUT)
+
+        def start(*words: object) -> subprocess.Popen[Any]:
+            # The bed's hosts see this machine's files.
+            return bed["head"].start(sys.executable, "-m", "farandole", "run", *flags, *words).process
+
+        run = Run(folder, start)
+        run.until_size(4, 0.0, 4)
+        time.sleep(random.uniform(1.0, 1.2))
+        victims = [process.pid for process in bed["h2"].processes() if "worker.py" in " ".join(process.argv[:2])]
+        began = time.monotonic()
+        if fault == "SIGKILL":
+            os.kill(victims[0], signal.SIGKILL)
+            took = run.until_size(3, began, 3) - began
+        else:
+            bed["h2"].cut()
+            took = run.until_size(2, began, 2) - began
+        run.end()
+        return took
+
+
+def goodput(folder: Path, seconds: float) -> tuple[float, int]:
+    """Steps with one SIGKILL a minute as a share of those of the undisturbed seconds before it, and the kills."""
+    run = here(folder, "-np", 4, "--min-np", 2, "--spares", 1, "-H", "localhost:5", "--blacklist-cooldown-range", 1, 1)
+    began = run.until_size(4, 0.0, 4)
+    time.sleep(10.0)
+    quiet = max(step for told in run.steps().values() for _, step, _ in told[-1:])
+    first = min(told[0][1] for told in run.steps().values() if told)
+    rate = (quiet - first) / (time.monotonic() - began)
+    began, kills = time.monotonic(), 0
+    while time.monotonic() < began + seconds:
+        time.sleep(min(60.0, max(0.1, began + seconds - time.monotonic())))
+        alive = [pid for pid, told in run.steps().items() if told and told[-1][0] > time.monotonic() - 1.0]
+        run.kill(random.choice(alive))
+        kills += 1
+    run.until_size(4, time.monotonic(), 3)
+    done = max(step for told in run.steps().values() for _, step, _ in told[-1:]) - quiet
+    share = done / (rate * (time.monotonic() - began))
+    run.end()
+    return share, kills
+
+
+def cost(folder: Path) -> dict[str, float]:
+    """Ratios of steps that are fault tolerant, or followed by a commit, to those that are neither; two ranks."""
+    script = folder / "cost.py"
+    script.write_text(COST)
+    command = [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (line,) = (line for line in done.stdout.splitlines() if "{" in line)
+    times = json.loads(line[line.index("{") :])
+    return {name: times[name] / times["plain"] for name in ("fault_tolerant", "commit")}
+
+
+def main() -> None:
+    """Measures, prints the table and saves it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--goodput", type=float, default=600.0, help="seconds of the run with a SIGKILL a minute")
+    parser.add_argument("--keep", action="store_true", help="leave bench/results as it is")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+
+    def row(what: str, value: float, limit: float, unit: str, *, least: bool = False) -> None:
+        met = value >= limit if least else value <= limit
+        rows.append({"what": what, "value": round(value, 3), "limit": limit, "unit": unit, "met": met})
+        bound = "at least" if least else "at most"
+        print(f"{what:66} {value:8.3f} {unit:3} {bound} {limit:g}  {'' if met else 'MISSED'}", flush=True)
+
+    def middle(measure: Callable[[Path], float], times: int) -> float:
+        found = []
+        for _ in range(times):
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(measure(Path(folder)))
+        return statistics.median(found)
+
+    row("SIGKILL of 1 of 4 here -> a step of the 3 survivors", middle(killed_here, arguments.repeat), 0.3, "s")
+    row("SIGKILL of 1 of 4 here -> a step of 4, by a spare", middle(spare_here, arguments.repeat), 1.5, "s")
+    reason = missing()
+    if reason is None:
+        killed = middle(lambda folder: between_hosts(folder, "SIGKILL"), arguments.repeat)
+        row("SIGKILL of 1 of 4 on 2 hosts -> a step of the 3 survivors", killed, 0.6, "s")
+        cut = middle(lambda folder: between_hosts(folder, "cut"), max(1, arguments.repeat // 2))
+        row(f"a host of 2 cut off -> a step, peer timeout {PEER_TIMEOUT:g} s", cut, PEER_TIMEOUT + 1.0, "s")
+    else:
+        print(f"between hosts: {reason}")
+    with tempfile.TemporaryDirectory() as folder:
+        pause, usual = joins_here(Path(folder))
+    row("a worker joins, 1 GB: the survivors' longest pause", pause, usual + 1.0, "s")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, ratio in cost(Path(folder)).items():
+            row(f"cost of {name} without a fault, 25 M parameters", ratio, 1.03, "x")
+    with tempfile.TemporaryDirectory() as folder:
+        share, kills = goodput(Path(folder), arguments.goodput)
+    row(f"goodput with {kills} SIGKILLs in {arguments.goodput:g} s", share, 0.99, "x", least=True)
+    if not arguments.keep:
+        save("elastic", {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
