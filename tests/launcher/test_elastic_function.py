@@ -8,13 +8,16 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import farandole
 from farandole.runner.elastic.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
 from farandole.spark.common.errors import FarandoleJobError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LIMIT = 60.0
 

@@ -90,7 +90,8 @@ impl RunOptions {
         remarks.dedup();
         let config = Config::read(environment, &given)?;
         let switched = config.min_num_proc.is_some() || !config.host_discovery_script.is_empty();
-        for flag in FLAGS.iter().filter(|flag| !switched && is_elastic(flag) && is_given(matches, flag.name)) {
+        for flag in FLAGS.iter().filter(|flag| !switched && is_elastic(flag) && is_given(matches, flag.name))
+        {
             remarks.push(format!(
                 "--{} means nothing without --min-num-proc or --host-discovery-script, which make a job elastic",
                 flag.name

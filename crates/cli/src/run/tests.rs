@@ -141,7 +141,10 @@ fn elastic_numbers_that_contradict_each_other_are_refused_by_their_flags() {
     for (line, part) in [
         (&["-np", "2", "--min-np", "3"][..], "--min-num-proc (3) is larger than --num-proc (2)"),
         (&["-np", "2", "--min-np", "0"], "at least one process"),
-        (&["-np", "4", "--min-np", "2", "--max-np", "3"], "--max-num-proc (3) is smaller than --num-proc (4)"),
+        (
+            &["-np", "4", "--min-np", "2", "--max-np", "3"],
+            "--max-num-proc (3) is smaller than --num-proc (4)",
+        ),
         (&["--host-discovery-script", "find"], "-np N or --min-num-proc N"),
     ] {
         let error = rules(line).unwrap_err().to_string();

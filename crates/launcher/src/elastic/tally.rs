@@ -71,12 +71,13 @@ impl Tally {
     /// What the job comes to: the ends of the last world's members by rank, or a failure.
     pub(super) fn report(mut self, interrupted: bool) -> Report {
         let outcomes = match self.end.take() {
-            Some(End::Finished) => self.members(|outcome| Outcome { aborted: false, reason: None, ..outcome }),
+            Some(End::Finished) => {
+                self.members(|outcome| Outcome { aborted: false, reason: None, ..outcome })
+            }
             Some(End::Failed(verdict, rank)) => self.failure(&verdict, rank),
-            None => self.failure(
-                &Verdict { reason: "interrupted".to_owned(), cause: None, retry: false },
-                None,
-            ),
+            None => {
+                self.failure(&Verdict { reason: "interrupted".to_owned(), cause: None, retry: false }, None)
+            }
         };
         Report { outcomes, interrupted }
     }

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import subprocess
 from abc import ABC, abstractmethod
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LIMIT: Final = 20.0
 """Seconds that a program may take to list the hosts."""
