@@ -98,7 +98,7 @@ impl Sink for Own {
 }
 
 #[pyfunction]
-#[pyo3(signature = (ticket, task, command, *, env=BTreeMap::new(), payload=Vec::new(), attempt=0, stream_output=true, start_timeout=None, host=None, together=false))]
+#[pyo3(signature = (ticket, task, command, *, env=BTreeMap::new(), payload=Vec::new(), attempt=0, stream_output=true, start_timeout=None, host=None, together=false, elastic=false))]
 #[expect(clippy::too_many_arguments, reason = "the Python signature")]
 fn run_agent(
     py: Python<'_>,
@@ -112,6 +112,7 @@ fn run_agent(
     start_timeout: Option<f64>,
     host: Option<String>,
     together: bool,
+    elastic: bool,
 ) -> PyResult<PyOutcome> {
     let config = configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
     let ticket: Ticket = ticket.parse().map_err(|failure| registrar_error(&failure))?;
@@ -125,7 +126,7 @@ fn run_agent(
         environment: env,
         payload: (!payload.is_empty()).then_some(payload),
         collect_result: true,
-        elastic: false,
+        elastic,
         together,
         output,
         start_timeout: config.start_timeout,

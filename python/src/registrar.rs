@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use farandole::config::{Config, Error as ConfigError, environment};
-use farandole::registrar::{self, How, Options};
+use farandole::registrar::{self, Elastic, How, Options};
 use farandole::telemetry::Record;
-use farandole::world::{Fault, World};
+use farandole::world::{Fault, TaskId, World};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
@@ -113,7 +113,14 @@ impl PyEvent {
                 text: Some(verdict.reason),
                 ..Self::default()
             },
-            // The enum is non-exhaustive, "assigned" is the one kind left.
+            registrar::Event::Stop { task, reason } => {
+                Self { kind: "stop", task: Some(task.0), text: Some(reason), ..Self::default() }
+            }
+            registrar::Event::Dismissed { task, reason } => {
+                Self { kind: "dismissed", task: Some(task.0), text: Some(reason), ..Self::default() }
+            }
+            registrar::Event::Finished { .. } => Self { kind: "finished", ..Self::default() },
+            // The enum is non-exhaustive, "assigned" is the one kind left that a driver in Python meets.
             _ => Self { kind: "assigned", ..Self::default() },
         }
     }
@@ -156,6 +163,35 @@ impl PyRegistrar {
         let options = Options { job_id, ..Options::from_config(tasks, &config) };
         let inner = py.detach(|| registrar::Registrar::start(options)).map_err(|failure| error(&failure))?;
         Ok(Self { inner })
+    }
+
+    /// The meeting point of a job whose workers come by themselves, and go.
+    #[staticmethod]
+    #[pyo3(signature = (first, least, most, *, timeout, reset_limit=None, start_timeout=None))]
+    fn elastic(
+        py: Python<'_>,
+        first: u32,
+        least: u32,
+        most: u32,
+        timeout: f64,
+        reset_limit: Option<u32>,
+        start_timeout: Option<f64>,
+    ) -> PyResult<Self> {
+        let config = configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
+        let timeout = Duration::try_from_secs_f64(timeout)
+            .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
+        // Where workers come by themselves nobody is kept from a host.
+        let cooldown = (Duration::ZERO, Duration::ZERO);
+        let elastic = Elastic { first, least, most, spares: 0, timeout, reset_limit, cooldown };
+        let options = Options::from_config(most, &config);
+        let inner = py
+            .detach(|| registrar::Registrar::start_elastic(options, &elastic))
+            .map_err(|failure| error(&failure))?;
+        Ok(Self { inner })
+    }
+
+    fn dismiss(&self, py: Python<'_>, task: u32, reason: &str) -> PyResult<()> {
+        py.detach(|| self.inner.dismiss(TaskId(task), reason)).map_err(|failure| error(&failure))
     }
 
     #[getter]

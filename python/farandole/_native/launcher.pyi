@@ -56,6 +56,7 @@ def run_agent(
     start_timeout: float | None = None,
     host: str | None = None,
     together: bool = False,
+    elastic: bool = False,
 ) -> Outcome:
     """Registers as `task`, waits for a rank, runs `command` and returns how it ended.
 
@@ -76,6 +77,8 @@ def run_agent(
             those of different hosts are: their ranks link up by TCP.
         together: Whether a worker's success is returned only when all workers have ended: when an agent is lost
             meanwhile, all begin again, this one too.
+        elastic: Whether the worker starts at once, without a rank, and asks for one by itself: for
+            `Registrar.elastic`.
 
     Raises:
         ValueError: The ticket is malformed, or the command is empty.

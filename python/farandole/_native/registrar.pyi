@@ -26,8 +26,20 @@ class Event:
     @property
     def kind(
         self,
-    ) -> Literal["registered", "assigned", "log", "metric", "exit", "result", "lost", "aborted"]:
-        """What happened."""
+    ) -> Literal[
+        "registered",
+        "assigned",
+        "log",
+        "metric",
+        "exit",
+        "result",
+        "lost",
+        "aborted",
+        "stop",
+        "dismissed",
+        "finished",
+    ]:
+        """What happened. The last three are of elastic jobs: a worker is ended, may go, or all have returned."""
     @property
     def task(self) -> int | None:
         """The task it happened to; `None` for "assigned" and for an "aborted" that no task caused."""
@@ -84,6 +96,32 @@ class Registrar:
             ValueError: `tasks` is 0, or an option does not parse.
             FarandoleEnvironmentError: Nothing could be listened on.
         """
+    @staticmethod
+    def elastic(
+        first: int,
+        least: int,
+        most: int,
+        *,
+        timeout: float,
+        reset_limit: int | None = None,
+        start_timeout: float | None = None,
+    ) -> Registrar:
+        """Starts listening for a job whose workers come by themselves, and go.
+
+        Args:
+            first: Workers that the first world waits for.
+            least: Fewest workers of a world.
+            most: Most workers of a world.
+            timeout: Seconds the job may wait for workers.
+            reset_limit: Worlds after the first that may be formed; default: any number.
+            start_timeout: As for `Registrar`.
+
+        Raises:
+            FarandoleUsageError: The numbers contradict each other.
+            FarandoleEnvironmentError: Nothing could be listened on.
+        """
+    def dismiss(self, task: int, reason: str) -> None:
+        """Has a worker of an elastic job leave at its next chance, which is no failure."""
     @property
     def ticket(self) -> str:
         """The secret that lets a task in: addresses, certificate fingerprint, token, job id."""

@@ -22,6 +22,8 @@ import cloudpickle
 
 PAYLOAD_FD: Final = "FARANDOLE_PAYLOAD_FD"
 RESULT_FD: Final = "FARANDOLE_RESULT_FD"
+EXECUTOR: Final = "FARANDOLE_SPARK_EXECUTOR"
+"""What the driver of an elastic job on Spark wants to know of each worker: its executor."""
 
 
 def main() -> int:
@@ -37,6 +39,10 @@ def main() -> int:
         return 2
     with os.fdopen(payload, "rb") as pipe:
         packed = pipe.read()
+    if EXECUTOR in os.environ:
+        from farandole._native import launcher  # noqa: PLC0415 - other workers need not load it first
+
+        launcher.report(EXECUTOR, os.environ[EXECUTOR].encode())
     status, record = _call(packed)
     del packed
     try:

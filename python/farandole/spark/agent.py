@@ -53,6 +53,7 @@ class Work:
             which Spark starts that one alone. A barrier stage it starts again as a whole, and ends what is left of the
             old one: who is still there after that belongs to the new one.
         meeting: How tasks find a place to meet where the driver cannot be dialled; `None` where it can.
+        elastic: Whether workers come and go while the job runs: each starts at once and asks for a rank by itself.
     """
 
     ticket: str
@@ -64,6 +65,7 @@ class Work:
     warm: Warm | None = None
     rejoin_after: float | None = None
     meeting: Meeting | None = None
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         """Refuses an environment that no process can have, before it travels."""
@@ -117,6 +119,7 @@ def _serve(work: Work, task: int, attempt: int, command: list[str], env: Environ
                 stream_output=work.stream_output,
                 start_timeout=work.start_timeout,
                 together=work.rejoin_after is not None,
+                elastic=work.elastic,
             )
         except Exception as error:  # noqa: BLE001 - every refusal goes to the driver as an ending
             return Ending(task, host, refused=f"{type(error).__name__}: {error}")

@@ -164,12 +164,12 @@ def _agent(work: Work) -> Callable[[Iterable[Any]], Iterator[Any]]:
             if host is not None:
                 host.finish()
             for row in ending.rows():
-                yield _batch(row)
+                yield batch(row)
 
     return agent
 
 
-def _batch(row: Row) -> Any:
+def batch(row: Row) -> Any:
     """One row as a record batch, made of buffers: `pyarrow.array` would first import pandas, which takes a second."""
     import pyarrow  # noqa: PLC0415, ICN001 - runs in Spark's task
 

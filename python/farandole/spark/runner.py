@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.runner import warm as warm_workers
-from farandole.spark import ahead, outcome
+from farandole.spark import ahead, elastic, outcome
 from farandole.spark.agent import LEFT_ALONE, Work
 from farandole.spark.common.check import at_least, positive
 from farandole.spark.gang import Output, conduct, payload
@@ -118,7 +118,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     )
 
 
-def run_elastic(
+def run_elastic(  # noqa: D417 - the ignored ones are named in one line
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] = {},
@@ -128,30 +128,119 @@ def run_elastic(
     start_timeout: float | None = None,
     elastic_timeout: float | None = None,
     reset_limit: int | None = None,
-    env: Mapping[str, str] | None = None,
-    stdout: Any = None,
-    stderr: Any = None,
+    env: Mapping[str, str | None] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
     verbose: int = 1,
-    nics: Any = None,
+    nics: Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     min_np: int | None = None,
     max_np: int | None = None,
-) -> NoReturn:
-    """Horovod's name for a job whose number of processes changes while it trains: there is none here.
+    *,
+    executable: str | None = None,
+    resource_profile: ResourceProfile | None = None,
+    store: Store | str | None = None,
+) -> list[Any]:
+    """Runs a function on Spark tasks whose number changes while it runs, and returns its results on the last ones.
 
-    A gang has a fixed size. When an executor is lost `run` begins again as soon as Spark has replaced it, without
-    being asked, and a training function that saves checkpoints goes on from its last one, as estimators do. `fn` may
-    use `farandole.torch.elastic.run` and its like inside of `run`: they bring training back after an error between
-    ranks that are all still there.
+    There is no barrier stage: each worker is a Spark job of one task. When an executor is lost the other workers go on
+    in a new world, and a new one joins as soon as Spark offers a slot; when Spark decommissions an executor its workers
+    leave before that. `fn` keeps what it needs in a `State` and trains in a function of `farandole.torch.elastic.run`
+    or its siblings, or uses an optimizer that is fault tolerant.
+
+    Args:
+        fn: The function. It is pickled by cloudpickle once, on the driver.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        num_proc: Workers that the first world waits for; default: Spark's default parallelism, or `max_num_proc`.
+        min_num_proc: Fewest workers that train; default: `num_proc`.
+        max_num_proc: Most workers that train; default: `num_proc`.
+        start_timeout: Seconds a worker may take to start; default as for `run`.
+        elastic_timeout: Seconds the job may wait for `min_num_proc` workers; default: `FARANDOLE_ELASTIC_TIMEOUT`, or
+            Horovod's name of it, else 600.
+        reset_limit: Worlds after the first that may be formed; default: any number.
+        env: Variables to set in every worker; `None` as a value removes one.
+        stdout: As for `run`.
+        stderr: As for `run`.
+        verbose: As for `run`; 1 also says when workers come and go.
+        prefix_output_with_timestamp: As for `run`.
+        executable: As for `run`.
+        resource_profile: As for `run`.
+        store: As for `run`.
+        nics: Accepted for Horovod's sake, with a warning.
+        min_np, max_np: Horovod's old names of `min_num_proc` and `max_num_proc`.
+
+    Returns:
+        The results by rank of the last world.
 
     Raises:
-        NotImplementedError: Always, with what to use instead.
+        FarandoleJobError: The function failed on all workers by itself, or the job could not go on; as for `run`.
+        ValueError: Numbers that contradict each other, or fewer slots than `min_num_proc`.
     """
-    raise NotImplementedError(
-        "run_elastic: the number of processes of a job on Spark does not change while it runs. "
-        "farandole.spark.run begins again by itself when an executor is lost and Spark has replaced it, with the same "
-        "num_proc; have the function save checkpoints and go on from the last one, or use an estimator, which does"
+    cluster = Cluster.active()
+    first, least, most = elastic_sizes(
+        num_proc,
+        _one_of("min_num_proc", min_num_proc, "min_np", min_np),
+        _one_of("max_num_proc", max_num_proc, "max_np", max_np),
+        cluster.default_parallelism,
     )
+    cluster.check(least)
+    if nics:
+        warnings.warn(f"nics={sorted(set(nics))} is ignored: addresses are found by trying them", stacklevel=2)
+    if resource_profile is not None:
+        cluster.check_profiles()
+    limit, patience = start_limit(start_timeout), elastic_limit(elastic_timeout)
+    output = Output(stdout, stderr, prefix_output_with_timestamp, verbose)
+    packed = payload(fn, args, kwargs)
+    spill = None if store is None else Spill.below(store)
+
+    from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+    from farandole.common import logs  # noqa: PLC0415
+
+    logs.start()
+    try:
+        registrar = Registrar.elastic(
+            first, least, most, timeout=patience, reset_limit=reset_limit, start_timeout=limit
+        )
+        work = Work(
+            registrar.ticket,
+            ahead.sent(cluster.session, packed) if spill is None else spill.carried(packed),
+            _handed_on() | dict(env or {}),
+            executable,
+            output.streaming,
+            limit,
+            elastic=True,
+        )
+        crew = elastic.Crew(cluster, work, most, output, resource_profile)
+        found = elastic.conduct(registrar, crew, cluster, output, None)
+        return found if spill is None else [spill.fetched(value) for value in found]
+    finally:
+        if spill is not None:
+            spill.clear()
+
+
+def elastic_sizes(
+    num_proc: int | None, least: int | None, most: int | None, default: Callable[[], int]
+) -> tuple[int, int, int]:
+    """First, fewest and most workers of an elastic job.
+
+    Raises:
+        ValueError: They contradict each other.
+    """
+    for name, value in (("num_proc", num_proc), ("min_num_proc", least), ("max_num_proc", most)):
+        if value is not None:
+            at_least(name, 1)(value)
+    first = num_proc if num_proc is not None else most if most is not None else max(default(), least or 1)
+    least, most = first if least is None else least, first if most is None else most
+    if not least <= first <= most:
+        raise ValueError(f"min_num_proc <= num_proc <= max_num_proc must hold: {least} <= {first} <= {most} does not")
+    return first, least, most
+
+
+def _one_of(name: str, value: int | None, old: str, given: int | None) -> int | None:
+    if value is not None and given is not None and value != given:
+        raise ValueError(f"{name} and {old} are two names of one argument: {value} and {given}")
+    return value if value is not None else given
 
 
 def run_with(
@@ -245,9 +334,18 @@ def start_limit(start_timeout: float | None) -> float:
         TypeError: It is no number.
         ValueError: It is not positive, or the variable is no number.
     """
-    if start_timeout is not None:
-        return positive("start_timeout")(start_timeout)
-    for name in ("FARANDOLE_SPARK_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"):
+    return _limit("start_timeout", start_timeout, "SPARK_START_TIMEOUT")
+
+
+def elastic_limit(elastic_timeout: float | None) -> float:
+    """Seconds that an elastic job may wait for workers; as `start_limit`."""
+    return _limit("elastic_timeout", elastic_timeout, "ELASTIC_TIMEOUT")
+
+
+def _limit(argument: str, given: float | None, knob: str) -> float:
+    if given is not None:
+        return positive(argument)(given)
+    for name in (f"FARANDOLE_{knob}", f"HOROVOD_{knob}"):
         text = os.environ.get(name)
         if text:
             try:

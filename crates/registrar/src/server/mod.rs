@@ -308,6 +308,16 @@ impl Registrar {
         Ok(())
     }
 
+    /// Elastic jobs: has a worker leave at its next chance, because its place is about to go. That is no failure.
+    ///
+    /// # Errors
+    /// `Forked`.
+    pub fn dismiss(&self, task: TaskId, reason: &str) -> Result<()> {
+        self.own_process()?;
+        self.core.observe(Input::Leaves { task, reason: reason.to_owned() });
+        Ok(())
+    }
+
     /// Aborts what still runs, tells the agents, and stops listening. Later calls do nothing.
     pub fn close(&self) {
         let running = self.running.lock().take();

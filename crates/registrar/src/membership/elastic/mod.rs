@@ -117,6 +117,8 @@ pub(crate) struct Elastic {
     hosts: Hosts,
     workers: BTreeMap<TaskId, Worker>,
     next: u32,
+    /// Workers that came by themselves, gone ones included.
+    came: BTreeSet<TaskId>,
     present: Option<Present>,
     /// When the job began.
     began: Duration,
@@ -137,6 +139,7 @@ impl Elastic {
             generation: Generation(0),
             workers: BTreeMap::new(),
             next: 0,
+            came: BTreeSet::new(),
             present: None,
             began: Duration::ZERO,
             enough_since: None,
@@ -166,10 +169,9 @@ impl Elastic {
     ) -> Result<Vec<Decision>, Refusal> {
         self.admit()?;
         if !self.workers.contains_key(&task) {
-            if self.hosts.are_known() || task.0 < self.next {
+            if self.hosts.are_known() || !self.came.insert(task) {
                 return Err(Refusal::NotWanted { task });
             }
-            self.next = task.0 + 1;
             self.workers.insert(task, Worker::started(String::new(), now));
         }
         let Some(worker) = self.workers.get_mut(&task) else { return Err(Refusal::NotWanted { task }) };

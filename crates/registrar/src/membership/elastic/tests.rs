@@ -351,11 +351,14 @@ fn workers_that_come_by_themselves_need_no_hosts() {
         decisions: Vec::new(),
         silent: BTreeSet::new(),
     };
-    for (task, host) in [(0, "a"), (3, "b")] {
+    for (task, host) in [(3, "b"), (0, "a")] {
         job.register(task, host);
         job.ready(task, 0, &[]);
     }
     assert_eq!(job.world(), [0, 3]);
+    job.exit(3, How::Signal(9));
+    let again = job.machine.register(job.now, TaskId(3), 33, HostHash("b".to_owned()));
+    assert_eq!(again, Err(Refusal::NotWanted { task: TaskId(3) }), "a number is used once");
 }
 
 #[test]

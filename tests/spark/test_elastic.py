@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`run_elastic`: workers on Spark are killed, lost with their executors and decommissioned; the others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.spark.deployments import KILLS, drive
+
+import farandole.spark
+from farandole.spark.common.errors import FarandoleJobError
+from farandole.spark.decommission import own_executor
+from farandole.spark.runner import elastic_limit, elastic_sizes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+TRAIN = """
+def train(folder, steps):
+    import os, pathlib, time
+    import numpy as np
+    import farandole.torch as hvd
+    from farandole.common.elastic import ObjectState, run_fn, leave_and_join
+    hvd.init()
+    note = pathlib.Path(folder)
+    (note / f"pid-{os.getpid()}").write_text(os.environ.get("FARANDOLE_SPARK_EXECUTOR", ""))
+    state = ObjectState(hvd.broadcast_object, hvd.rank, step=0, total=0.0, worlds=[])
+    def loop(state):
+        state.worlds = [*state.worlds, (state.step, hvd.size())]
+        while state.step < steps or (note / "hold").exists():
+            import torch
+            state.total += float(hvd.allreduce(torch.ones(1), name=f"step.{state.step}", op=hvd.Average))
+            state.step += 1
+            if hvd.rank() == 0:
+                (note / "step").write_text(f"{state.step} {hvd.size()}")
+            time.sleep(0.05)
+            state.commit()
+        return hvd.rank(), hvd.size(), state.step, state.total, state.worlds
+    return run_fn(loop, leave_and_join)(state)
+"""
+"""Every step adds an average of ones: whatever happens, the total is the number of the steps."""
+
+WAIT = """
+import pathlib
+note = pathlib.Path(os.environ["NOTES"])
+(note / "hold").touch()
+
+def until(size, more=5):
+    \"\"\"Waits until a world of this size has made some steps.\"\"\"
+    deadline, first = time.monotonic() + 90, None
+    while time.monotonic() < deadline:
+        try:
+            step, now = map(int, (note / "step").read_text().split())
+        except (FileNotFoundError, ValueError):
+            step, now = 0, 0
+        first = step if now == size and first is None else first if now == size else None
+        if first is not None and step >= first + more:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no world of {size} ranks after 90 s")
+"""
+
+
+def check(found: list[Any], size: int) -> None:
+    assert [rank for rank, *_ in found] == list(range(size))
+    for _, told, steps, total, _ in found:
+        assert told == size
+        assert total == pytest.approx(steps)
+
+
+def test_a_killed_worker_is_replaced_and_the_others_keep_their_process(spark: SparkSession, tmp_path: Path) -> None:
+    scope: dict[str, Any] = {}
+    exec(TRAIN, scope)
+    train = scope["train"]
+
+    def killing(folder: str) -> Any:
+        import farandole.torch as hvd
+
+        hvd.init()
+        if hvd.rank() == 1 and not os.path.exists(f"{folder}/killed"):
+            import threading
+
+            def kill() -> None:
+                open(f"{folder}/killed", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            threading.Timer(1.0, kill).start()
+        return os.getpid(), train(folder, 250)
+
+    found = farandole.spark.run_elastic(killing, (str(tmp_path),), num_proc=2, min_num_proc=1)
+    check([result for _, result in found], 2)
+    worlds = found[0][1][-1]
+    assert [size for _, size in worlds] == [2, 1, 2]
+    started = {entry.name for entry in tmp_path.glob("pid-*")}
+    assert len(started) == 3
+    assert {f"pid-{pid}" for pid, _ in found} < started
+
+
+def test_a_function_that_fails_everywhere_ends_the_job_with_its_own_exception(spark: SparkSession) -> None:
+    def broken() -> None:
+        import farandole.torch as hvd
+
+        hvd.init()
+        raise LookupError("there is no such column")
+
+    with pytest.raises(FarandoleJobError, match="LookupError: there is no such column") as caught:
+        farandole.spark.run_elastic(broken, num_proc=2, min_num_proc=1)
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_numbers_of_processes_that_contradict_each_other_are_refused() -> None:
+    assert elastic_sizes(None, None, None, lambda: 3) == (3, 3, 3)
+    assert elastic_sizes(None, 2, 6, lambda: 3) == (6, 2, 6)
+    assert elastic_sizes(4, 2, None, lambda: 3) == (4, 2, 4)
+    with pytest.raises(ValueError, match="5 <= 4 <= 4 does not"):
+        elastic_sizes(4, 5, None, lambda: 3)
+    with pytest.raises(ValueError, match="min_num_proc must be at least 1: 0"):
+        elastic_sizes(4, 0, None, lambda: 3)
+    with pytest.raises(ValueError, match="elastic_timeout"):
+        elastic_limit(0.0)
+
+
+def test_too_few_slots_are_refused_before_anything_starts(spark: SparkSession) -> None:
+    with pytest.raises(ValueError, match="num_proc=3 needs 3 task slots"):
+        farandole.spark.run_elastic(print, num_proc=3)
+
+
+def test_the_executor_is_found_among_the_ancestors(tmp_path: Path) -> None:
+    def process(number: int, parent: int, *command: str) -> None:
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "cmdline").write_bytes("\0".join(command).encode() + b"\0")
+        (tmp_path / str(number) / "stat").write_text(f"{number} (a (name) S 9) S {parent} 1 1")
+
+    process(3, 2, "python", "-m", "pyspark.daemon")
+    process(2, 1, "java", "org.apache.spark.executor.CoarseGrainedExecutorBackend", "--executor-id", "17", "--cores")
+    process(1, 0, "init")
+    assert own_executor(3, tmp_path) == "17"
+    assert own_executor(1, tmp_path) is None
+
+
+@pytest.mark.slow
+def test_half_of_the_executors_are_killed_and_spark_brings_new_ones(tmp_path: Path) -> None:
+    code = (
+        TRAIN
+        + WAIT
+        + KILLS
+        + """
+spark = session("local-cluster[4,1,1024]", executor_cores="1")
+def disturb():
+    until(4)
+    before = executors()
+    for process in before[:2]:
+        os.kill(process, signal.SIGKILL)
+    until(2)
+    until(4)
+    (note / "hold").unlink()
+threading.Thread(target=disturb, daemon=True).start()
+found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=4, min_num_proc=2, stderr=sys.stderr)
+print(repr(found))
+"""
+    )
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    done = drive(code, tmp_path, 200, NOTES=str(notes))
+    found = eval(done.stdout.strip().splitlines()[-1])
+    check(found, 4)
+    sizes = [size for _, size in found[0][-1]]
+    assert (sizes[0], min(sizes), sizes[-1]) == (4, 2, 4)
+
+
+@pytest.mark.slow
+def test_a_worker_leaves_before_its_executor_is_decommissioned(tmp_path: Path) -> None:
+    code = (
+        TRAIN
+        + WAIT
+        + KILLS
+        + """
+spark = session("local-cluster[3,1,1024]", executor_cores="1", decommission_enabled="true")
+def disturb():
+    until(3)
+    os.kill(executors()[0], signal.SIGPWR)
+    until(2)
+    (note / "hold").unlink()
+threading.Thread(target=disturb, daemon=True).start()
+found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=3, min_num_proc=2, stderr=sys.stderr)
+print(repr(found))
+"""
+    )
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    done = drive(code, tmp_path, 200, NOTES=str(notes))
+    found = eval(done.stdout.strip().splitlines()[-1])
+    for _, _, steps, total, _ in found:
+        assert total == pytest.approx(steps)
+    assert "leaves: Spark decommissions executor" in done.stderr
+    assert "was lost" not in done.stderr
+    assert "was ended by" not in done.stderr
