@@ -160,15 +160,22 @@ def test_a_script_that_fails_and_hangs_changes_nothing(hosts):
     finish(bed, running, 2)
 
 
-def test_a_host_file_that_changes_is_followed(hosts):
+@pytest.mark.parametrize("system", ["none", "MPIJob"])
+def test_a_host_file_that_changes_is_followed(hosts, system):
     bed = hosts("h1", "h2")
     bed.write("train.py", TRAIN)
     are(bed, "h1 slots=1")
-    running = bed.launch("-np", 1, "--min-np", 1, "--hostfile", "hosts", sys.executable, "train.py")
+    flags, env = ("--hostfile", "hosts"), {}
+    if system == "MPIJob":
+        # What Kubernetes' operator sets, whose file follows the pods.
+        flags, env = (), {"OMPI_MCA_orte_default_hostfile": f"{JOB}/hosts"}
+    running = bed.launch("-np", 1, "--min-np", 1, *flags, sys.executable, "train.py", **env)
     members(running, "h1")
     are(bed, "h1 slots=1", "h2 slots=1")
     members(running, "h1", "h2")
-    finish(bed, running, 2)
+    are(bed, "h2 slots=1")
+    members(running, "h2")
+    finish(bed, running, 1)
 
 
 def test_nodes_of_slurm_that_go_down_and_come_back(hosts):

@@ -105,6 +105,7 @@ def run(
     Raises:
         ValueError: An argument is wrong, two contradict each other, or there are fewer slots than processes.
         FarandoleJobError: A worker failed, or a host cannot be used.
+        FarandoleEnvironmentError: The hosts of an elastic job cannot be found at its beginning.
         TimeoutError: Not all processes started in time.
     """
     # The gang that runs workers without Spark lives beside the one that runs them on Spark; neither loads pyspark.
