@@ -67,12 +67,8 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "f slots=2\n").unwrap();
         let path = Some(file.path().to_owned());
-        let batch = Allocation {
-            system: "PBS",
-            hosts: vec![HostSlots::new("b", 2)],
-            shell: None,
-            file: None,
-        };
+        let batch =
+            Allocation { system: "PBS", hosts: vec![HostSlots::new("b", 2)], shell: None, file: None };
         let pods = Allocation { system: "MPIJob", file: path.clone(), ..batch.clone() };
         let script = [("host_discovery_script", "echo s"), ("slots_per_host", "4")];
         assert_eq!(found(&script, path.clone(), &["h"], Some(&batch)), ("s:4".to_owned(), false));
