@@ -77,7 +77,9 @@ impl Asked {
         for item in told.call_method0("items")?.try_iter()? {
             let (host, slots): (String, Option<u32>) = item?.extract()?;
             let slots = slots.or(self.slots_per_host).ok_or_else(|| {
-                PyValueError::new_err(format!("the host {host} has no slots, and there is no number for all hosts"))
+                PyValueError::new_err(format!(
+                    "the host {host} has no slots, and there is no number for all hosts"
+                ))
             })?;
             hosts.push(HostSlots::new(host, slots));
         }
@@ -150,9 +152,8 @@ impl PyElasticJob {
     fn news(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<(&'static str, Py<PyAny>)>> {
         let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
             .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
-        let first = wait(py, Some(Instant::now() + timeout), |slice| {
-            Ok(self.news.lock().recv_timeout(slice).ok())
-        })?;
+        let first =
+            wait(py, Some(Instant::now() + timeout), |slice| Ok(self.news.lock().recv_timeout(slice).ok()))?;
         let Some(first) = first else { return Ok(Vec::new()) };
         let rest: Vec<News> = self.news.lock().try_iter().collect();
         [first].into_iter().chain(rest).map(|news| told(py, news)).collect()

@@ -8,7 +8,7 @@ import signal
 import sys
 
 import pytest
-from tests.launch.bed import until
+from tests.launch.bed import JOB, SEARCH, until
 
 pytestmark = pytest.mark.slow
 
@@ -160,14 +160,49 @@ def test_a_script_that_fails_and_hangs_changes_nothing(hosts):
     finish(bed, running, 2)
 
 
-def test_a_host_file_that_changes_is_followed(hosts):
+@pytest.mark.parametrize("system", ["none", "MPIJob"])
+def test_a_host_file_that_changes_is_followed(hosts, system):
     bed = hosts("h1", "h2")
     bed.write("train.py", TRAIN)
     are(bed, "h1 slots=1")
-    running = bed.launch("-np", 1, "--min-np", 1, "--hostfile", "hosts", sys.executable, "train.py")
+    flags, env = ("--hostfile", "hosts"), {}
+    if system == "MPIJob":
+        # What Kubernetes' operator sets, whose file follows the pods.
+        flags, env = (), {"OMPI_MCA_orte_default_hostfile": f"{JOB}/hosts"}
+    running = bed.launch("-np", 1, "--min-np", 1, *flags, sys.executable, "train.py", **env)
     members(running, "h1")
     are(bed, "h1 slots=1", "h2 slots=1")
     members(running, "h1", "h2")
+    are(bed, "h2 slots=1")
+    members(running, "h2")
+    finish(bed, running, 1)
+
+
+def test_nodes_of_slurm_that_go_down_and_come_back(hosts):
+    bed = hosts("h1", "h2")
+    head = bed["head"]
+    bed.write("train.py", TRAIN)
+    # What a job that was submitted with --no-kill sees of its nodes.
+    head.write("bin/scontrol", f"#!/bin/sh\ncat {JOB}/states\n", mode=0o755)
+
+    def states(**nodes):
+        lines = (f"NodeName={name} CPUAlloc=2 State={state} Reason=x\n" for name, state in nodes.items())
+        head.write("states.new", "".join(lines))
+        head.run("mv", "states.new", "states")
+
+    states(h1="ALLOCATED", h2="DOWN*")
+    running = bed.launch(
+        *("-np", 2, "--min-np", 1, "--ssh-command", "ssh", sys.executable, "train.py"),
+        PATH=f"{JOB}/bin:{SEARCH}",
+        SLURM_JOB_ID="7",
+        SLURM_JOB_NODELIST="h[1-2]",
+        SLURM_TASKS_PER_NODE="2(x2)",
+    )
+    members(running, "h1", "h1")
+    states(h1="ALLOCATED", h2="MIXED")
+    members(running, "h1", "h1", "h2", "h2")
+    states(h1="DOWN+NOT_RESPONDING", h2="ALLOCATED")
+    members(running, "h2", "h2")
     finish(bed, running, 2)
 
 

@@ -240,9 +240,7 @@ def test_a_script_that_fails_at_first_ends_the_job_with_horovods_words(launch: S
 
 
 @pytest.mark.parametrize("trouble", ["echo busy >&2; exit 3", "sleep 600 & sleep 600"])
-def test_a_script_that_fails_or_hangs_later_is_tried_again(
-    launch: Start, train, tmp_path: Path, trouble: str
-) -> None:
+def test_a_script_that_fails_or_hangs_later_is_tried_again(launch: Start, train, tmp_path: Path, trouble: str) -> None:
     hosts = Hosts(tmp_path, "localhost:1")
     run = launch("-np", 1, "--discovery-timeout", 1, *hosts.flags, *train())
     members(run, 1)

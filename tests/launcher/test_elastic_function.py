@@ -8,13 +8,17 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import farandole
+from farandole.common.exceptions import FarandoleEnvironmentError
 from farandole.runner.elastic.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
 from farandole.spark.common.errors import FarandoleJobError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LIMIT = 60.0
 
@@ -105,7 +109,7 @@ def test_an_object_that_fails_at_first_ends_the_job(tmp_path):
         def find_available_hosts_and_slots(self):
             raise LookupError("no cloud")
 
-    with pytest.raises(Exception, match="find_available_hosts_and_slots failed: LookupError: no cloud"):
+    with pytest.raises(FarandoleEnvironmentError, match="find_available_hosts_and_slots failed: LookupError: no cloud"):
         farandole.run(_train, (tmp_path, 0), num_proc=1, host_discovery_script=Broken())
 
 

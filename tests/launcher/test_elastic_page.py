@@ -29,7 +29,9 @@ def test_the_script_of_the_page_survives_a_killed_process(launch: Callable[..., 
     command = blocks(PAGE, "sh")[0]
     # It says who it is, and takes its time, so that something can happen in the middle.
     script = script.replace("hvd.init()\n", f"hvd.init(){WHO}", 1)
-    script = script.replace("        state.epoch += 1\n", "        state.epoch += 1\n        __import__('time').sleep(0.2)\n")
+    script = script.replace(
+        "        state.epoch += 1\n", "        state.epoch += 1\n        __import__('time').sleep(0.2)\n"
+    )
     (tmp_path / "train.py").write_text(script)
     words = shlex.split(command)
     assert words[:2] == ["farandole", "run"]

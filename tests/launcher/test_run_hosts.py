@@ -99,8 +99,6 @@ def test_arguments_that_contradict_are_wrong_or_mean_nothing():
         farandole.run(os.getpid, hosts="a:1", hostfile="b")
     with pytest.raises(ValueError, match="use_gloo and use_mpi exclude each other"):
         farandole.run(os.getpid, use_gloo=True, use_mpi=True)
-    with pytest.raises(NotImplementedError, match=r"not built yet.*\['min_num_proc'\]"):
-        farandole.run(os.getpid, min_num_proc=1)
     with pytest.raises(ValueError, match=r"no0 \(those with one"):
         farandole.run(os.getpid, network_interfaces=["no0"])
     with pytest.warns(UserWarning, match="mpi_args='-x' means nothing here"):

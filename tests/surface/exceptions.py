@@ -19,11 +19,14 @@ EXCEPTIONS = {
         horovod.ray.utils
         horovod.ray.worker
     """,
-    "Jobs whose number of processes changes are not served yet.": """
+    "Inner parts of Horovod's elastic driver: the registrar decides who is in, and tells workers of changes.": """
         horovod.common.elastic: notification_manager
-        horovod.runner.elastic
         horovod.runner.elastic.constants
-        horovod.runner.elastic.discovery
+        horovod.runner.elastic.discovery: DEFAULT_COOLDOWN_LOWER_LIMIT_SECONDS
+        horovod.runner.elastic.discovery: DEFAULT_COOLDOWN_UPPER_LIMIT_SECONDS
+        horovod.runner.elastic.discovery: DiscoveredHosts
+        horovod.runner.elastic.discovery: HostManager
+        horovod.runner.elastic.discovery: HostState
         horovod.runner.elastic.driver
         horovod.runner.elastic.registration
         horovod.runner.elastic.rendezvous

@@ -129,7 +129,8 @@ impl Value for Option<u32> {
 }
 
 impl Value for Cooldown {
-    const EXPECTED: &'static str = "two whole numbers of seconds from 1 to 3600, such as 5 300, the smaller one first";
+    const EXPECTED: &'static str =
+        "two whole numbers of seconds from 1 to 3600, such as 5 300, the smaller one first";
     fn parse(text: &str) -> Option<Self> {
         let (least, most) = text.split_once([' ', '-', ','])?;
         let (least, most): (u64, u64) = (least.trim().parse().ok()?, most.trim().parse().ok()?);
@@ -215,7 +216,8 @@ mod tests {
 
     #[test]
     fn a_cooldown_has_horovods_limits() {
-        let seconds = |least, most| Cooldown { least: Duration::from_secs(least), most: Duration::from_secs(most) };
+        let seconds =
+            |least, most| Cooldown { least: Duration::from_secs(least), most: Duration::from_secs(most) };
         assert_eq!(Cooldown::parse("1 3600"), Some(seconds(1, 3600)));
         assert_eq!(Cooldown::parse("7-7"), Some(seconds(7, 7)));
         for wrong in ["0 5", "5 3601", "9 5", "5", "a b", ""] {

@@ -130,7 +130,12 @@ fn pbs(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     let (Some(_), Some(path)) = (here.variable("PBS_JOBID"), here.variable("PBS_NODEFILE")) else {
         return Ok(None);
     };
-    Ok(Some(Allocation { system: "PBS", hosts: listed(here, "PBS_NODEFILE", &path)?, shell: None, file: None }))
+    Ok(Some(Allocation {
+        system: "PBS",
+        hosts: listed(here, "PBS_NODEFILE", &path)?,
+        shell: None,
+        file: None,
+    }))
 }
 
 fn grid_engine(here: &dyn Surroundings) -> Result<Option<Allocation>> {

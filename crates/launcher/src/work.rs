@@ -85,13 +85,7 @@ impl Work {
     }
 
     /// Tasks of another host.
-    pub(crate) fn there(
-        &self,
-        ticket: &Ticket,
-        host: String,
-        tasks: Vec<u32>,
-        elastic: bool,
-    ) -> RemoteTasks {
+    pub(crate) fn there(&self, ticket: &Ticket, host: String, tasks: Vec<u32>, elastic: bool) -> RemoteTasks {
         let mut environment = forwarded_environment();
         environment.extend(self.environment.clone());
         let python_path = environment.get("PYTHONPATH").cloned().flatten();

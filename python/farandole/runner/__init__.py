@@ -67,14 +67,15 @@ def run(
         kwargs: Its keyword arguments.
         num_proc: Number of processes.
         min_num_proc: Makes the job elastic: the least number of processes; default there: `num_proc`.
-        max_num_proc: Elastic: the largest number of processes; default: all slots there are, and with spares `num_proc`.
+        max_num_proc: Elastic: the largest number of processes; default: all slots, and with spares `num_proc`.
         slots: Elastic: slots of hosts that are found without a number.
         reset_limit: Elastic: how often the world may change before the job fails; default: without limit.
         cooldown_range: Elastic: seconds without a new process on a host after a failure there, at first and at most.
         hosts: Hosts and slots in the order of ranks, such as `"a:2,b:4"`.
         hostfile: A file with a host a line, such as `a slots=2`.
-        host_discovery_script: Makes the job elastic: a program that prints the hosts there are, `host` or `host:slots` a
-            line, or an object whose `find_available_hosts_and_slots()` returns slots by host. Asked every second.
+        host_discovery_script: Makes the job elastic: a program that prints the hosts there are, `host` or
+            `host:slots` a line, or an object whose `find_available_hosts_and_slots()` returns slots by host. Asked
+            every second.
         start_timeout: Seconds all processes may take to start; default: `FARANDOLE_START_TIMEOUT`, else 600.
         ssh_port: Port for ssh; default: as ssh is configured.
         ssh_identity_file: Key for ssh; default: as ssh is configured.
@@ -104,6 +105,7 @@ def run(
     Raises:
         ValueError: An argument is wrong, two contradict each other, or there are fewer slots than processes.
         FarandoleJobError: A worker failed, or a host cannot be used.
+        FarandoleEnvironmentError: The hosts of an elastic job cannot be found at its beginning.
         TimeoutError: Not all processes started in time.
     """
     # The gang that runs workers without Spark lives beside the one that runs them on Spark; neither loads pyspark.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, bail};
 use clap::ArgMatches;
 use clap::parser::ValueSource;
-use farandole::config::{Config, KNOBS, PREFIX, environment};
+use farandole::config::{Config, Error as ConfigError, KNOBS, PREFIX, environment};
 use farandole::launcher::allocation::{Allocation, Here, allocation};
 use farandole::launcher::elastic::{Discovery, chosen};
 use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
@@ -88,9 +88,10 @@ impl RunOptions {
             }
         }
         remarks.dedup();
-        let config = Config::read(environment, &given)?;
+        let config = Config::read(environment, &given).map_err(|error| by_flag(matches, error))?;
         let switched = config.min_num_proc.is_some() || !config.host_discovery_script.is_empty();
-        for flag in FLAGS.iter().filter(|flag| !switched && is_elastic(flag) && is_given(matches, flag.name)) {
+        for flag in FLAGS.iter().filter(|flag| !switched && is_elastic(flag) && is_given(matches, flag.name))
+        {
             remarks.push(format!(
                 "--{} means nothing without --min-num-proc or --host-discovery-script, which make a job elastic",
                 flag.name
@@ -219,6 +220,15 @@ fn apply(
         Does::Nothing(_) | Does::Own => {}
     }
     Ok(())
+}
+
+/// An error about a flag's value names the flag.
+fn by_flag(matches: &ArgMatches, error: ConfigError) -> ConfigError {
+    let flag = KNOBS.iter().find(|knob| knob.key == error.name).and_then(|knob| knob.flag);
+    match flag.filter(|flag| is_given(matches, flag.trim_start_matches('-'))) {
+        Some(flag) => ConfigError { name: flag.to_owned(), ..error },
+        None => error,
+    }
 }
 
 fn is_given(matches: &ArgMatches, name: &str) -> bool {

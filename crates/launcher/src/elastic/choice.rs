@@ -38,3 +38,44 @@ pub fn chosen(
         _ => Box::new(Fixed(vec![HostSlots::new("localhost", slots)])),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::super::discovery::Stop;
+    use super::*;
+
+    fn found(
+        given: &[(&str, &str)],
+        hostfile: Option<PathBuf>,
+        hosts: &[&str],
+        allocation: Option<&Allocation>,
+    ) -> (String, bool) {
+        let given: BTreeMap<String, String> =
+            given.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        let config = Config::read(|_| None, &given).unwrap();
+        let hosts = hosts.iter().map(|host| HostSlots::new(*host, 1)).collect();
+        let mut discovery = chosen(&config, hostfile, hosts, allocation, 3);
+        let hosts = discovery.find(&Stop::default()).unwrap();
+        let shown: Vec<String> = hosts.iter().map(|host| format!("{}:{}", host.host, host.slots)).collect();
+        (shown.join(" "), discovery.is_fixed())
+    }
+
+    #[test]
+    fn what_was_asked_for_comes_before_the_batch_system_and_that_before_this_host() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "f slots=2\n").unwrap();
+        let path = Some(file.path().to_owned());
+        let batch =
+            Allocation { system: "PBS", hosts: vec![HostSlots::new("b", 2)], shell: None, file: None };
+        let pods = Allocation { system: "MPIJob", file: path.clone(), ..batch.clone() };
+        let script = [("host_discovery_script", "echo s"), ("slots_per_host", "4")];
+        assert_eq!(found(&script, path.clone(), &["h"], Some(&batch)), ("s:4".to_owned(), false));
+        assert_eq!(found(&[], path, &["h"], Some(&batch)), ("f:2".to_owned(), false));
+        assert_eq!(found(&[], None, &["h"], Some(&batch)), ("h:1".to_owned(), true));
+        assert_eq!(found(&[], None, &[], Some(&pods)), ("f:2".to_owned(), false));
+        assert_eq!(found(&[], None, &[], Some(&batch)), ("b:2".to_owned(), true));
+        assert_eq!(found(&[], None, &[], None), ("localhost:3".to_owned(), true));
+    }
+}

@@ -77,7 +77,9 @@ impl ElasticJob {
         let Elastic { first, least, most, .. } = rules;
         let wrong = |reason| Err(Error::Usage { reason });
         if least == 0 || first == 0 {
-            return wrong("an elastic job has at least one process: --num-proc and --min-num-proc".to_owned());
+            return wrong(
+                "an elastic job has at least one process: --num-proc and --min-num-proc".to_owned(),
+            );
         }
         if least > first {
             return wrong(format!("--min-num-proc ({least}) is larger than --num-proc ({first})"));

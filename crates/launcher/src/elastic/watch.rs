@@ -120,8 +120,11 @@ impl Looking {
         if hosts == self.last.hosts {
             return None;
         }
-        let new: Vec<&str> =
-            hosts.iter().map(|host| host.host.as_str()).filter(|name| !self.last.here.contains_key(*name)).collect();
+        let new: Vec<&str> = hosts
+            .iter()
+            .map(|host| host.host.as_str())
+            .filter(|name| !self.last.here.contains_key(*name))
+            .collect();
         let here: Vec<(String, bool)> =
             new.iter().map(|name| (*name).to_owned()).zip(are_here(&new)).collect();
         self.last.here.extend(here);

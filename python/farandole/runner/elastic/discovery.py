@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import subprocess
 from abc import ABC, abstractmethod
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LIMIT: Final = 20.0
 """Seconds that a program may take to list the hosts."""
@@ -31,19 +33,19 @@ class FixedHosts(HostDiscovery):
     """Hosts that another part of the program sets.
 
     Args:
-        available_hosts: Slots by host.
+        host_slots: Slots by host.
     """
 
-    def __init__(self, available_hosts: dict[str, int]) -> None:
-        self._available_hosts = available_hosts
+    def __init__(self, host_slots: dict[str, int]) -> None:
+        self._host_slots = host_slots
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """The hosts that were set last."""
-        return self._available_hosts
+        return self._host_slots
 
-    def set(self, available_hosts: dict[str, int]) -> None:
+    def set(self, host_slots: dict[str, int]) -> None:
         """Takes other hosts from now on."""
-        self._available_hosts = available_hosts
+        self._host_slots = host_slots
 
 
 class HostDiscoveryScript(HostDiscovery):
