@@ -111,6 +111,31 @@ def test_a_job_of_several_ranks_says_where_each_runs_when_asked(command):
         assert told in done.stderr
 
 
+@pytest.fixture
+def silent(tmp_path):
+    """A program that never reaches a host."""
+    program = tmp_path / "silent"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+    return ["-H", "localhost:1,silent:1", "--ssh-command", str(program)]
+
+
+def test_a_host_that_never_answers_is_named_when_the_time_to_start_is_over(command, silent):
+    began = time.monotonic()
+    done = command(*silent, "--start-timeout", "1", "true")
+    assert done.returncode == 1
+    assert re.search(r"silent: it has not answered within \d+\.\ds$", done.stderr), done.stderr
+    assert time.monotonic() - began < 15
+
+
+def test_ctrl_c_does_not_wait_for_a_host_that_has_not_answered(silent):
+    words = [*COMMANDS["farandole"], *silent, "--verbose", "true"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as job:
+        assert "starting 2 processes" in job.stderr.readline()
+        job.send_signal(signal.SIGINT)
+        assert job.wait(8) == 130
+
+
 @pytest.mark.parametrize("polite", [True, False])
 def test_ctrl_c_leaves_time_for_a_last_checkpoint_and_a_second_one_does_not(tmp_path, polite):
     script = (

@@ -199,6 +199,7 @@ struct Crew<'a> {
     errors: Vec<Error>,
     /// Hosts whose last words were given up on.
     unheard: Vec<Error>,
+    began: Instant,
     failed_at: Option<Instant>,
     over_at: Option<Instant>,
     wish: Wish,
@@ -234,6 +235,7 @@ impl<'a> Crew<'a> {
             outcomes: BTreeMap::new(),
             errors: Vec::new(),
             unheard: Vec::new(),
+            began: Instant::now(),
             failed_at: None,
             over_at: None,
             wish: Wish::GoOn,
@@ -364,7 +366,15 @@ impl<'a> Crew<'a> {
             self.abort(&reasons.join("; "));
         }
         let late = passed(self.over_at, ENDING);
-        for host in &self.hosts {
+        for host in &mut self.hosts {
+            if (self.over_at.is_some() || self.wish > Wish::GoOn) && !host.ready {
+                // Nothing runs there that could end.
+                host.ready = true;
+                host.remote.hang_up();
+                told.extend(host.tasks.clone());
+                let reason = format!("it has not answered within {:.1?}", self.began.elapsed());
+                self.errors.push(Error::Host { host: host.remote.host().to_owned(), reason });
+            }
             let gone = self.over_at.is_some() && passed(host.silent_since, SILENT);
             if (gone || late) && host.tasks.clone().any(|task| !told.contains(&task)) {
                 host.remote.hang_up();
