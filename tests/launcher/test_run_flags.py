@@ -78,7 +78,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_variable(command, tmp_p
     words = ["-np", "1", "--config-file", file, "--cache-capacity", "8", "python", "-c", show]
     done = command(*words, FARANDOLE_CACHE_CAPACITY="1", FARANDOLE_FUSION_THRESHOLD="2MiB")
     assert done.stdout == "[0]<stdout>:8 9 2MiB\n", done.stderr
-    assert "cycle-time-ms of the configuration file means nothing here: the engine has no cycles" in done.stderr
+    assert f"{file}: params.cycle_time_ms means nothing here: the engine has no cycles" in done.stderr
     assert "no such key, z.y is ignored" in done.stderr
 
 

@@ -55,19 +55,19 @@ impl RunOptions {
     /// # Errors
     /// What is wrong, by flag, file and key, or variable.
     pub(crate) fn read(matches: &ArgMatches) -> Result<Self> {
-        let file = match text(matches, "config-file") {
-            None => File::default(),
-            Some(path) => {
-                let content = std::fs::read_to_string(&path)
-                    .with_context(|| format!("cannot read the configuration file {path}"))?;
-                file::read(&path, &content)?
-            }
+        let path = text(matches, "config-file").unwrap_or_default();
+        let file = if path.is_empty() {
+            File::default()
+        } else {
+            let content = std::fs::read_to_string(&path)
+                .with_context(|| format!("cannot read the configuration file {path}"))?;
+            file::read(&path, &content)?
         };
         let mut remarks = file.warnings;
         let mut given: BTreeMap<String, String> = file.knobs.into_iter().collect();
         for (name, value) in file.flags {
             if let Some(flag) = FLAGS.iter().find(|flag| flag.name == name) {
-                apply(flag, &value, &format!("{name} of the configuration file"), &mut given, &mut remarks)?;
+                apply(flag, &value, &file::place_of(&path, flag), &mut given, &mut remarks)?;
             }
         }
         for flag in FLAGS.iter().filter(|flag| is_given(matches, flag.name)) {
@@ -89,7 +89,7 @@ impl RunOptions {
         remarks.dedup();
         let number = |name: &str| text(matches, name).map(|text| (name.to_owned(), text));
         Ok(Self {
-            config: Config::read(environment, &given)?,
+            config: Config::read(environment, &given).map_err(|error| named(error, matches, &path))?,
             environment: for_workers(&given).into_iter().chain(extra).collect(),
             num_proc: number("num-proc").map(|(_, text)| processes(&text)).transpose()?,
             hosts: text(matches, "hosts"),
@@ -144,6 +144,24 @@ impl RunOptions {
         };
         Ok(Place { hosts, num_proc, shell, system })
     }
+}
+
+/// Calls a knob by what the user has written: its flag, or its key in the file.
+fn named(mut error: farandole::config::Error, matches: &ArgMatches, file: &str) -> farandole::config::Error {
+    let sets = |flag: &&Flag| match flag.does {
+        Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => key == error.name,
+        _ => false,
+    };
+    let flag = FLAGS.iter().filter(|flag| is_given(matches, flag.name)).find(sets).map(|flag| flag.name);
+    let own = knob_flags().find(|(name, knob)| knob.key == error.name && is_given(matches, name));
+    if let Some(name) = flag.or(own.map(|(name, _)| name)) {
+        error.name = format!("--{name}");
+    } else if let Some(flag) = FLAGS.iter().filter(|flag| flag.key.is_some()).find(sets) {
+        error.name = file::place_of(file, flag);
+    } else if KNOBS.iter().any(|knob| knob.key == error.name) {
+        error.name = format!("{file}: farandole.{}", error.name);
+    }
+    error
 }
 
 /// Lets a flag have its effect.
