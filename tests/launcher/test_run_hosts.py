@@ -65,8 +65,9 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_runs(reach, tmp_
 
 
 def test_a_host_that_never_answers_is_named(reach):
+    hosts = "localhost:1,silent1:1,silent2:1"
     with pytest.raises(TimeoutError, match=r"no answer has come from silent1, silent2$"):
-        farandole.run(os.getpid, num_proc=3, hosts="localhost:1,silent1:1,silent2:1", ssh_command=reach, start_timeout=1)
+        farandole.run(os.getpid, num_proc=3, hosts=hosts, ssh_command=reach, start_timeout=1)
 
 
 def _early():
