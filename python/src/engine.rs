@@ -38,6 +38,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(host_changes, module)?)?;
     module.add_function(wrap_pyfunction!(leave, module)?)?;
     module.add_function(wrap_pyfunction!(shutdown, module)?)?;
+    module.add_function(wrap_pyfunction!(leave, module)?)?;
     module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
     module.add_function(wrap_pyfunction!(has_horovods_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(world_of_session, module)?)?;
@@ -219,6 +220,12 @@ fn remove_process_set(py: Python<'_>, id: u32) -> PyResult<bool> {
 #[pyfunction]
 fn shutdown(py: Python<'_>) {
     py.detach(session::shutdown);
+}
+
+/// Tells the others, as far as they can be told, that this process ends well.
+#[pyfunction]
+fn leave(py: Python<'_>) {
+    py.detach(session::leave);
 }
 
 #[pyfunction]

@@ -78,7 +78,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_variable(command, tmp_p
     words = ["-np", "1", "--config-file", file, "--cache-capacity", "8", "python", "-c", show]
     done = command(*words, FARANDOLE_CACHE_CAPACITY="1", FARANDOLE_FUSION_THRESHOLD="2MiB")
     assert done.stdout == "[0]<stdout>:8 9 2MiB\n", done.stderr
-    assert "cycle-time-ms of the configuration file means nothing here: the engine has no cycles" in done.stderr
+    assert f"{file}: params.cycle_time_ms means nothing here: the engine has no cycles" in done.stderr
     assert "no such key, z.y is ignored" in done.stderr
 
 
@@ -109,6 +109,31 @@ def test_a_job_of_several_ranks_says_where_each_runs_when_asked(command):
     assert done.returncode == 1
     for told in ("starting 2 processes of sh -c exit $RANK", "rank 1 is local rank 1 on ", "rank 1 exited with code 1"):
         assert told in done.stderr
+
+
+@pytest.fixture
+def silent(tmp_path):
+    """A program that never reaches a host."""
+    program = tmp_path / "silent"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+    return ["-H", "localhost:1,silent:1", "--ssh-command", str(program)]
+
+
+def test_a_host_that_never_answers_is_named_when_the_time_to_start_is_over(command, silent):
+    began = time.monotonic()
+    done = command(*silent, "--start-timeout", "1", "true")
+    assert done.returncode == 1
+    assert re.search(r"silent: it has not answered within \d+\.\ds$", done.stderr), done.stderr
+    assert time.monotonic() - began < 15
+
+
+def test_ctrl_c_does_not_wait_for_a_host_that_has_not_answered(silent):
+    words = [*COMMANDS["farandole"], *silent, "--verbose", "true"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as job:
+        assert "starting 2 processes" in job.stderr.readline()
+        job.send_signal(signal.SIGINT)
+        assert job.wait(8) == 130
 
 
 @pytest.mark.parametrize("polite", [True, False])

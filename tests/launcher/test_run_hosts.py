@@ -20,7 +20,7 @@ def reach(tmp_path):
     script = tmp_path / "reach"
     script.write_text(
         "#!/bin/sh\nhost=$1; shift\n"
-        'case $host in down*) echo "reach: no route to $host" >&2; exit 255;; esac\n'
+        'case $host in down*) echo "reach: no route to $host" >&2; exit 255;; silent*) exec sleep 600;; esac\n'
         'echo "Last login: today"; HOST=$host exec sh -c "$*"\n'
     )
     script.chmod(0o700)
@@ -62,6 +62,30 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_runs(reach, tmp_
         farandole.run(ran.touch, num_proc=4, hosts="localhost:1,far:1,down:1,down2:1", ssh_command=reach)
     assert not ran.exists()
     assert caught.value.host == "down"
+
+
+def test_a_host_that_never_answers_is_named(reach):
+    hosts = "localhost:1,silent1:1,silent2:1"
+    with pytest.raises(TimeoutError, match=r"no answer has come from silent1, silent2$"):
+        farandole.run(os.getpid, num_proc=3, hosts=hosts, ssh_command=reach, start_timeout=1)
+
+
+def _early():
+    if os.environ["RANK"] == "1":
+        return "early"
+    import farandole.numpy as fn
+
+    fn.init()
+    return "late"
+
+
+def test_a_function_that_returns_without_init_is_named_to_the_ranks_that_wait_for_it():
+    with pytest.raises(FarandoleJobError, match=r"rank 0 on .* failed: .*: rank 1 on .* has ended, and no world can"):
+        farandole.run(_early, num_proc=2)
+
+
+def test_the_start_timeout_is_that_of_the_workers_too():
+    assert farandole.run(os.getenv, ("FARANDOLE_START_TIMEOUT",), num_proc=1, start_timeout=70) == ["70.0"]
 
 
 def test_another_interpreter_is_refused_with_both_versions(reach, tmp_path):

@@ -67,6 +67,11 @@ def as_marked(scripts):
     return [pytest.param(name, marks=[pytest.mark.slow] if slow else [], id=name) for name, slow in scripts.items()]
 
 
+def test_every_script_is_run_by_a_test():
+    found = {path.stem for path in SCRIPTS.glob("*.py")}
+    assert found == {*ON_TWO_RANKS, *ON_SPARK, "tensorflow2_data_service"}
+
+
 @pytest.mark.parametrize("script", as_marked(ON_TWO_RANKS))
 def test_a_script_of_horovods_runs_on_two_ranks(script, tmp_path):
     told = run(*RUN, sys.executable, of(script), tmp_path)

@@ -142,7 +142,7 @@ def test_what_waits_long_says_once_for_what(tmp_path: Path) -> None:
     meeting = {"FARANDOLE_START_TIMEOUT": "12", "FARANDOLE_RENDEZVOUS": str(tmp_path), "SLURM_STEP_NUM_NODES": "2",
                "SLURM_STEP_NODELIST": "node[03-04]"}  # fmt: skip
     (ended,) = together([slurm(1, 2) | meeting])
-    lines = [line for line in ended.err.splitlines() if line.startswith("farandole: waiting: ")]
+    lines = [line for line in ended.err.splitlines() if " WARNING farandole.session.started.meet: " in line]
     assert len(lines) == 1, ended.err
     assert "rank 1 of 2, started by srun, waits for rank 0, most likely on node03" in lines[0]
 
@@ -241,6 +241,28 @@ print("place", hvd.rank(), flush=True)
 def test_a_world_that_others_have_started_can_be_left_and_joined_again() -> None:
     ended = together([horovod(rank, 2) for rank in range(2)], AGAIN)
     assert [one.place for one in ended] == [[0], [1]]
+
+
+GONE = """
+import os, time
+import farandole.numpy as hvd
+hvd.init()
+rank = hvd.rank()
+process = hvd.broadcast_object(os.getpid(), 2)
+hvd.shutdown()
+if rank != 2:
+    while os.path.exists(f"/proc/{process}/exe"):
+        time.sleep(0.01)
+    time.sleep(2)  # a rank whose connection has closed counts as lost after one second
+    hvd.init(comm=[0, 1])
+    hvd.barrier()
+print("place", rank, flush=True)
+"""
+
+
+def test_ranks_go_on_without_one_that_has_ended_well() -> None:
+    ended = together([horovod(rank, 3) for rank in range(3)], GONE)
+    assert [one.place for one in ended] == [[0], [1], [2]]
 
 
 CHILD = """

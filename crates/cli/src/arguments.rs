@@ -48,9 +48,12 @@ pub(crate) fn matches(argv: &[String], drop_in: bool) -> Result<(String, ArgMatc
 /// Horovod's names behind a single dash become ours, as long as they are ours and not the program's.
 pub(crate) fn normalized(argv: &[String]) -> Vec<String> {
     let long = |word: &str| {
-        let name = word.strip_prefix('-')?;
+        let (name, value) = match word.strip_prefix('-')?.split_once('=') {
+            Some((name, value)) => (name, format!("={value}")),
+            None => (word.strip_prefix('-')?, String::new()),
+        };
         let flag = FLAGS.iter().find(|flag| flag.single.contains(&name))?;
-        Some(format!("--{}", flag.name))
+        Some(format!("--{}{value}", flag.name))
     };
     if argv.get(1).is_some_and(|word| word == "bench") {
         // There is no other program whose words these could be.
@@ -119,6 +122,12 @@ mod tests {
         assert_eq!(run.get_one::<String>("num-proc").unwrap(), "2");
         let program: Vec<&String> = run.get_many("command").unwrap().collect();
         assert_eq!(program, ["mpirun", "-np", "4", "a.out"]);
+    }
+
+    #[test]
+    fn a_value_may_stand_behind_a_sign() {
+        let line = words("farandole run -np=2 -hostfile=h=x python -np=4");
+        assert_eq!(normalized(&line).join(" "), "farandole run --num-proc=2 --hostfile=h=x python -np=4");
     }
 
     #[test]

@@ -59,12 +59,15 @@ pub fn parse_hosts(text: &str) -> Result<Vec<HostSlots>> {
 /// `Usage` naming the file and the line.
 pub fn parse_hostfile(name: &str, text: &str) -> Result<Vec<HostSlots>> {
     let mut hosts = Vec::new();
-    for (number, line) in (1..).zip(text.lines()) {
+    // Editors of other systems begin a file with a mark of its encoding.
+    for (number, line) in (1..).zip(text.trim_start_matches('\u{feff}').lines()) {
         let line = line.split('#').next().unwrap_or_default().trim();
         if line.is_empty() {
             continue;
         }
-        hosts.push(line_of(line).ok_or_else(|| Error::Usage {
+        // Spaces around the sign are Open MPI's.
+        let words = line.split('=').map(str::trim).collect::<Vec<_>>().join("=");
+        hosts.push(line_of(&words).ok_or_else(|| Error::Usage {
             reason: format!("{name} line {number} is not a host, as in \"node1 slots=4\": {line}"),
         })?);
     }
@@ -143,7 +146,11 @@ pub(crate) fn host_of(entry: &str) -> Option<(&str, Option<u32>)> {
     }
     let (host, slots) = match entry.split_once(':') {
         // More than one colon and no brackets: an IPv6 address without slots.
-        Some((_, rest)) if rest.contains(':') => (entry, None),
+        Some((_, rest)) if rest.contains(':') => {
+            let (address, _) = entry.split_once('%').unwrap_or((entry, ""));
+            address.parse::<std::net::Ipv6Addr>().ok()?;
+            (entry, None)
+        }
         Some((host, slots)) => (host, Some(slots.parse().ok()?)),
         None => (entry, None),
     };
@@ -188,7 +195,9 @@ mod tests {
 
     #[test]
     fn a_wrong_entry_is_named() {
-        for wrong in ["a:x", "-oProxyCommand=id:1", "[::1:2", "a b:1", "a:-1", "$(id):1"] {
+        for wrong in
+            ["a:x", "-oProxyCommand=id:1", "[::1:2", "a b:1", "a:-1", "$(id):1", "a:2:3", "10.0.0.1:2:"]
+        {
             let error = parse_hosts(&format!("ok:1,{wrong}")).unwrap_err().to_string();
             assert!(error.ends_with(wrong), "{error}");
         }
@@ -197,7 +206,8 @@ mod tests {
 
     #[test]
     fn a_host_file_has_comments_blank_lines_and_every_spelling() {
-        let text = "# cluster\n\nnode1 slots=4 max_slots=8\nnode2:2 # two\n  node3\n[::1]:3\nnode1\n";
+        let text =
+            "\u{feff}# cluster\n\nnode1 slots = 4 max_slots=8\r\nnode2:2 # two\n  node3\n[::1]:3\nnode1\n";
         let found = parse_hostfile("hosts", text).unwrap();
         let expected = [("node1", 5), ("node2", 2), ("node3", 1), ("::1", 3)];
         assert_eq!(found, expected.map(|(name, slots)| HostSlots::new(name, slots)));

@@ -112,6 +112,7 @@ struct Conduct<'a> {
     errors: Vec<Error>,
     /// Hosts whose last words were given up on.
     unheard: Vec<Error>,
+    began: Instant,
     failed_at: Option<Instant>,
     over_at: Option<Instant>,
     wish: Wish,
@@ -140,6 +141,7 @@ impl<'a> Conduct<'a> {
             outcomes: BTreeMap::new(),
             errors: Vec::new(),
             unheard: Vec::new(),
+            began: Instant::now(),
             failed_at: None,
             over_at: None,
             wish: Wish::GoOn,
@@ -239,6 +241,12 @@ impl<'a> Conduct<'a> {
             self.abort(&reasons.join("; "));
         }
         let (over, late) = (self.over_at.is_some(), passed(self.over_at, ENDING));
+        let ending = over || self.wish > Wish::GoOn;
+        for (host, _) in self.crew.hang_up(|host| ending && !host.ready) {
+            // Nothing runs there that could end.
+            let reason = format!("it has not answered within {:.1?}", self.began.elapsed());
+            self.errors.push(Error::Host { host, reason });
+        }
         let given_up = |host: &Elsewhere| late || (over && passed(host.silent_since, SILENT));
         for (host, tasks) in self.crew.hang_up(given_up) {
             tracing::info!(?tasks, host, "their ends are not waited for");

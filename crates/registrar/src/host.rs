@@ -60,8 +60,9 @@ pub fn network_of(interfaces: &[String]) -> Result<String> {
         .iter()
         .find_map(|name| if name == "lo" { Some("127.0.0.0/8".to_owned()) } else { on_link(&routes, name) });
     found.ok_or_else(|| {
-        let known: Vec<&str> =
+        let mut known: Vec<&str> =
             routes.lines().skip(1).filter_map(|line| line.split_whitespace().next()).collect();
+        known.dedup();
         let reason = format!(
             "none of these network interfaces has an IPv4 network on this host: {} (those with one: {})",
             interfaces.join(", "),

@@ -263,6 +263,23 @@ fn an_end_and_a_result_that_are_told_twice_are_one_event_each() {
 }
 
 #[test]
+fn a_rank_that_has_ended_well_is_known_to_those_that_go_on() {
+    let registrar = registrar(4);
+    let agents = agents(&registrar, 4);
+    assert_eq!(agents[0].ended(None).unwrap(), None);
+    agents[2].exit(&failed(How::Code(0)), soon()).unwrap();
+    agents[3].leave(soon()).unwrap();
+    let (rank, host) = agents[0].ended(None).unwrap().unwrap();
+    assert_eq!((rank, host), (Rank(2), host::facts().hash().0));
+    let of = |ranks: &[u32]| {
+        let ranks: Vec<Rank> = ranks.iter().copied().map(Rank).collect();
+        agents[0].ended(Some(&ranks)).unwrap().map(|(rank, _)| rank.0)
+    };
+    assert_eq!([of(&[0, 1]), of(&[0, 3]), of(&[1, 3, 2])], [None, Some(3), Some(3)]);
+    assert!(registrar.assignment().is_some());
+}
+
+#[test]
 fn a_missing_task_is_named_at_the_deadline() {
     let registrar = registrar(3);
     let client = connect(registrar.ticket(), 1);

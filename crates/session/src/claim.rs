@@ -68,7 +68,9 @@ pub(crate) fn compare(
     for rank in part {
         let theirs = loop {
             match client.get(&key(session, *rank), deadline.min(Instant::now() + SLICE)) {
-                Err(RegistrarError::Timeout { .. }) if Instant::now() < deadline => {}
+                Err(RegistrarError::Timeout { .. }) if Instant::now() < deadline => {
+                    hopeless(client, session, whole.rank, Some(part))?;
+                }
                 other => break read(&other?).1,
             }
             if interrupted() {
@@ -80,11 +82,25 @@ pub(crate) fn compare(
     Ok(())
 }
 
+/// Looks whether there is a reason for which a rank waits in vain, for all or for the ranks of its part.
+///
+/// # Errors
+/// `Ended`, `Worlds`; what the registrar says.
+pub(crate) fn hopeless(client: &Client, session: u64, own: Rank, part: Option<&[Rank]>) -> Result<()> {
+    if part.is_none() {
+        contradiction(client, session, own)?;
+    }
+    match client.ended(part)? {
+        None => Ok(()),
+        Some((rank, host)) => Err(Error::Ended { rank, host }),
+    }
+}
+
 /// Looks whether some rank asks for a part, on behalf of one that waits for all.
 ///
 /// # Errors
 /// `Worlds` when one does; what the registrar says.
-pub(crate) fn contradiction(client: &Client, session: u64, own: Rank) -> Result<()> {
+fn contradiction(client: &Client, session: u64, own: Rank) -> Result<()> {
     match client.get(&parted(session), Instant::now()) {
         Err(RegistrarError::Timeout { .. }) => Ok(()),
         other => {

@@ -65,6 +65,16 @@ pub enum Error {
         /// What it asked for.
         ours: String,
     },
+    /// A rank that the world needs will not come any more.
+    #[error(
+        "rank {rank} on {host} has ended, and no world can form without it: all of its ranks must call init() before they end"
+    )]
+    Ended {
+        /// The rank.
+        rank: Rank,
+        /// Its host.
+        host: String,
+    },
     /// Another process has this rank.
     #[error(
         "rank {rank} is already {holder}: a process that a worker starts is no worker; remove FARANDOLE_JOB from its environment to have it form a world of its own"
@@ -205,7 +215,7 @@ impl Error {
             Self::Transport(_) => Fault::Environment,
             Self::Engine(error) => error.fault(),
             Self::Cuda(error) => error.fault(),
-            Self::Timeout { .. } => Fault::Peer,
+            Self::Timeout { .. } | Self::Ended { .. } => Fault::Peer,
         }
     }
 }

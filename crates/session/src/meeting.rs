@@ -23,8 +23,8 @@ pub(crate) type Interrupted<'a> = dyn FnMut() -> bool + Send + 'a;
 pub(crate) struct Meeting<'a, 'b> {
     client: &'a Client,
     session: u64,
-    /// This rank in the launched world, and the lowest of those it forms a world with, if that is not all.
-    place: (Rank, Option<Rank>),
+    /// This rank in the launched world, and those it forms a world with, if that is not all.
+    place: (Rank, Option<&'a [Rank]>),
     failure: Mutex<Option<Fail>>,
     interrupted: Mutex<&'a mut Interrupted<'b>>,
 }
@@ -33,7 +33,7 @@ impl<'a, 'b> Meeting<'a, 'b> {
     pub(crate) fn new(
         client: &'a Client,
         session: u64,
-        place: (Rank, Option<Rank>),
+        place: (Rank, Option<&'a [Rank]>),
         interrupted: &'a mut Interrupted<'b>,
     ) -> Self {
         Self { client, session, place, failure: Mutex::new(None), interrupted: Mutex::new(interrupted) }
@@ -52,7 +52,7 @@ impl<'a, 'b> Meeting<'a, 'b> {
     }
 
     fn key(&self, key: &str) -> String {
-        match self.place.1 {
+        match self.place.1.and_then(<[Rank]>::first) {
             None => format!("session/{}/{key}", self.session),
             // Disjoint parts have different lowest ranks.
             Some(lowest) => format!("session/{}/from/{lowest}/{key}", self.session),
@@ -74,11 +74,11 @@ impl Rendezvous for Meeting<'_, '_> {
                 Err(RegistrarError::Timeout { .. }) if Instant::now() >= deadline => {
                     return Err(Error::Timeout { what: format!("key {key}"), elapsed: started.elapsed() });
                 }
-                Err(RegistrarError::Timeout { .. }) if self.place.1.is_none() => {
-                    claim::contradiction(self.client, self.session, self.place.0)
+                Err(RegistrarError::Timeout { .. }) => {
+                    let (own, part) = self.place;
+                    claim::hopeless(self.client, self.session, own, part)
                         .map_err(|error| self.failed(key, error))?;
                 }
-                Err(RegistrarError::Timeout { .. }) => {}
                 Err(error) => return Err(self.failed(key, error)),
             }
             if (self.interrupted.lock())() {

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 use crate::form::{give_up_if, linked};
 use crate::meeting::{Interrupted, SLICE};
-use crate::{Error, Result, Session, Wishes, say};
+use crate::{Error, Result, Session, Wishes};
 
 /// The world that this process has left, and whom it lost there.
 #[derive(Clone, Debug)]

@@ -18,7 +18,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::meeting::{Interrupted, SLICE};
 use crate::wishes::ascending;
-use crate::{Error, Result, Session, links, say};
+use crate::{Error, Result, Session, links};
 
 /// Name of the agreement on a change.
 const CHANGE: &str = "farandole.process_set";
@@ -243,7 +243,7 @@ impl Session {
         let data = open(channel + 1, &others, links::set_capacity(world, self.sets.memory))?;
         if let Some(warning) = links::fallbacks(&fallen().split_off(known)) {
             let ranks: Vec<u32> = ranks.iter().map(|rank| rank.0).collect();
-            say::warn(format_args!("in the process set of ranks {ranks:?}: {warning}"));
+            tracing::warn!("in the process set of ranks {ranks:?}: {warning}");
         }
         Ok((control, Box::new(links::communicator(world, ranks, data, self.sets.crossover.clone())?)))
     }

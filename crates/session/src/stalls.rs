@@ -11,27 +11,25 @@ use farandole_config::Config;
 use farandole_engine::{Answer, Observer, StallReport};
 use parking_lot::Mutex;
 
-use crate::say;
-
 /// Asks the listener for the stacks.
 const ASK: u8 = 1;
 /// Sends the listener home.
 const END: u8 = 0;
 
-/// Writes stalls to stderr, which launchers carry to the driver under this rank's number.
+/// Makes events of stalls, which the interpreter logs.
 #[derive(Debug)]
-pub(crate) struct Stderr(pub(crate) Arc<Stacks>);
+pub(crate) struct Events(pub(crate) Arc<Stacks>);
 
-impl Observer for Stderr {
+impl Observer for Events {
     fn stalled(&self, report: &StallReport) {
         match report.is_fatal() {
-            true => say::say("error", format_args!("{report}\nGiving up.")),
-            false => say::warn(report),
+            true => tracing::error!("{report}\nGiving up."),
+            false => tracing::warn!("{report}"),
         }
     }
 
     fn note(&self, text: &str) {
-        say::warn(text);
+        tracing::warn!("{text}");
     }
 
     fn describe(&self, answer: Answer) {

@@ -94,8 +94,8 @@ def init(
         reset()
     for number, process_set in enumerate(sets, start=1):
         register(process_set, number)
-    atexit.unregister(shutdown)
-    atexit.register(shutdown)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
 
 
 def _join(comm: Sequence[int] | Communicator | None, process_sets: list[list[int]], dynamic: bool) -> bool:
@@ -133,6 +133,13 @@ def _place(comm: Communicator) -> tuple[str, int]:
     if reason is not None:
         raise FarandoleEnvironmentError(f"rank 0 of comm could not take the others in: {reason}")
     return ticket, rank
+
+
+def _leave() -> None:
+    """Leaves the world as the interpreter ends; the others hear it from the starter if this rank has failed."""
+    shutdown()
+    if getattr(sys, "last_value", None) is None:
+        engine.leave()
 
 
 def shutdown() -> None:

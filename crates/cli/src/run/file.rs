@@ -46,7 +46,8 @@ pub(crate) fn read(name: &str, text: &str) -> Result<File> {
             Value::Null => {}
             Value::Object(keys) => keys_of(name, section, keys, &mut file)?,
             other if section == "controller" => controller(name, other, &mut file)?,
-            _ => bail!("{name}: the section {section} must hold keys"),
+            _ if is_section(section) => bail!("{name}: the section {section} must hold keys"),
+            _ => file.warnings.push(format!("{name}: no such section, {section} is ignored")),
         }
     }
     Ok(file)
@@ -75,15 +76,38 @@ fn keys_of(name: &str, section: &str, keys: &Map<String, Value>, file: &mut File
                 None => file.warnings.push(unknown(name, section, key)),
             }
         } else if let Some(flag) = flag_of(section, key) {
-            if flag.takes == Takes::Nothing && !value.is_boolean() {
-                bail!("{name}: {section}.{key} must be true or false: {value}");
-            }
+            let text = match (flag.takes, truth(&text)) {
+                (Takes::Nothing, Some(truth)) => truth.to_owned(),
+                (Takes::Nothing, None) => bail!("{name}: {section}.{key} must be true or false: {value}"),
+                _ => text,
+            };
             file.flags.push((flag.name, text));
         } else if !OLD.contains(&(section, key.as_str())) {
             file.warnings.push(unknown(name, section, key));
         }
     }
     Ok(())
+}
+
+fn is_section(section: &str) -> bool {
+    section == OURS || FLAGS.iter().any(|flag| flag.key.is_some_and(|(known, _)| known == section))
+}
+
+/// What stands for true or false, as in YAML of all times, and as Horovod takes it.
+fn truth(text: &str) -> Option<&'static str> {
+    match text.to_lowercase().as_str() {
+        "true" | "yes" | "on" | "1" => Some("true"),
+        "false" | "no" | "off" | "0" => Some("false"),
+        _ => None,
+    }
+}
+
+/// How an error calls the place of a flag in the file.
+pub(crate) fn place_of(name: &str, flag: &Flag) -> String {
+    match flag.key {
+        Some((section, key)) => format!("{name}: {section}.{key}"),
+        None => format!("{name}: controller"),
+    }
 }
 
 fn flag_of(section: &str, key: &str) -> Option<&'static Flag> {
@@ -148,15 +172,28 @@ farandole: {peer_timeout: 7s}
 
     #[test]
     fn what_is_not_known_is_said_with_the_nearest_key() {
-        let file =
-            read("c.yaml", "params:\n  fusion_treshold_mb: 1\nlogging:\n  hide_timestamp: true\nx: {y: 1}\n");
+        let file = read(
+            "c.yaml",
+            "params:\n  fusion_treshold_mb: 1\nlogging:\n  hide_timestamp: true\nverbose: 2\nx: {y: 1}\n",
+        );
         assert_eq!(
             file.unwrap().warnings,
             [
                 "c.yaml: no such key, params.fusion_treshold_mb is ignored; perhaps params.fusion_threshold_mb is meant",
+                "c.yaml: no such section, verbose is ignored",
                 "c.yaml: no such key, x.y is ignored"
             ]
         );
+    }
+
+    #[test]
+    fn truth_has_every_form_that_yaml_ever_had() {
+        for (text, truth) in
+            [("yes", "true"), ("Off", "false"), ("1", "true"), ("0", "false"), ("'on'", "true")]
+        {
+            let file = read("c.yaml", &format!("autotune: {{enabled: {text}}}")).unwrap();
+            assert_eq!(file.flags, [("autotune", truth.to_owned())], "{text}");
+        }
     }
 
     #[test]

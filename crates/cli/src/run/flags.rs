@@ -442,7 +442,12 @@ pub(crate) fn arguments() -> impl Iterator<Item = Arg> {
     let table = FLAGS.iter().map(argument);
     table.chain(knob_flags().map(|(name, knob)| {
         let arg = Arg::new(name).long(name).help(format!("{} [{PREFIX}{}]", knob.doc.trim(), knob.name));
-        if is_switch(knob) { arg.action(ArgAction::SetTrue) } else { arg.value_name("VALUE") }
+        // A negative number is a wrong value, and no flag.
+        if is_switch(knob) {
+            arg.action(ArgAction::SetTrue)
+        } else {
+            arg.value_name("VALUE").allow_negative_numbers(true)
+        }
     }))
 }
 
@@ -456,7 +461,10 @@ fn argument(flag: &Flag) -> Arg {
         Takes::Pair => arg.num_args(2).value_names(["MIN", "MAX"]),
         Takes::Count => arg.value_name("N").allow_negative_numbers(true),
         Takes::Number | Takes::Share => arg.value_name("NUMBER").allow_negative_numbers(true),
-        Takes::Text => arg.value_name("VALUE").allow_hyphen_values(matches!(flag.does, Does::Nothing(_))),
+        Takes::Text => {
+            let arg = arg.value_name("VALUE").allow_negative_numbers(true);
+            arg.allow_hyphen_values(matches!(flag.does, Does::Nothing(_)))
+        }
     };
     if flag.name.starts_with("network-interface") {
         arg = arg.action(ArgAction::Append);

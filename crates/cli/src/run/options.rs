@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, bail};
 use clap::ArgMatches;
 use clap::parser::ValueSource;
-use farandole::config::{Config, Error as ConfigError, KNOBS, PREFIX, environment};
+use farandole::config::{Config, KNOBS, PREFIX, environment};
 use farandole::launcher::allocation::{Allocation, Here, allocation};
 use farandole::launcher::elastic::{Discovery, chosen};
 use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
@@ -56,19 +56,19 @@ impl RunOptions {
     /// # Errors
     /// What is wrong, by flag, file and key, or variable.
     pub(crate) fn read(matches: &ArgMatches) -> Result<Self> {
-        let file = match text(matches, "config-file") {
-            None => File::default(),
-            Some(path) => {
-                let content = std::fs::read_to_string(&path)
-                    .with_context(|| format!("cannot read the configuration file {path}"))?;
-                file::read(&path, &content)?
-            }
+        let path = text(matches, "config-file").unwrap_or_default();
+        let file = if path.is_empty() {
+            File::default()
+        } else {
+            let content = std::fs::read_to_string(&path)
+                .with_context(|| format!("cannot read the configuration file {path}"))?;
+            file::read(&path, &content)?
         };
         let mut remarks = file.warnings;
         let mut given: BTreeMap<String, String> = file.knobs.into_iter().collect();
         for (name, value) in file.flags {
             if let Some(flag) = FLAGS.iter().find(|flag| flag.name == name) {
-                apply(flag, &value, &format!("{name} of the configuration file"), &mut given, &mut remarks)?;
+                apply(flag, &value, &file::place_of(&path, flag), &mut given, &mut remarks)?;
             }
         }
         for flag in FLAGS.iter().filter(|flag| is_given(matches, flag.name)) {
@@ -88,7 +88,7 @@ impl RunOptions {
             }
         }
         remarks.dedup();
-        let config = Config::read(environment, &given).map_err(|error| by_flag(matches, error))?;
+        let config = Config::read(environment, &given).map_err(|error| named(error, matches, &path))?;
         let switched = config.min_num_proc.is_some() || !config.host_discovery_script.is_empty();
         for flag in FLAGS.iter().filter(|flag| !switched && is_elastic(flag) && is_given(matches, flag.name))
         {
@@ -190,6 +190,24 @@ impl RunOptions {
     }
 }
 
+/// Calls a knob by what the user has written: its flag, or its key in the file.
+fn named(mut error: farandole::config::Error, matches: &ArgMatches, file: &str) -> farandole::config::Error {
+    let sets = |flag: &&Flag| match flag.does {
+        Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => key == error.name,
+        _ => false,
+    };
+    let flag = FLAGS.iter().filter(|flag| is_given(matches, flag.name)).find(sets).map(|flag| flag.name);
+    let own = knob_flags().find(|(name, knob)| knob.key == error.name && is_given(matches, name));
+    if let Some(name) = flag.or(own.map(|(name, _)| name)) {
+        error.name = format!("--{name}");
+    } else if let Some(flag) = FLAGS.iter().filter(|flag| flag.key.is_some()).find(sets) {
+        error.name = file::place_of(file, flag);
+    } else if KNOBS.iter().any(|knob| knob.key == error.name) {
+        error.name = format!("{file}: farandole.{}", error.name);
+    }
+    error
+}
+
 /// Lets a flag have its effect.
 fn apply(
     flag: &Flag,
@@ -220,15 +238,6 @@ fn apply(
         Does::Nothing(_) | Does::Own => {}
     }
     Ok(())
-}
-
-/// An error about a flag's value names the flag.
-fn by_flag(matches: &ArgMatches, error: ConfigError) -> ConfigError {
-    let flag = KNOBS.iter().find(|knob| knob.key == error.name).and_then(|knob| knob.flag);
-    match flag.filter(|flag| is_given(matches, flag.trim_start_matches('-'))) {
-        Some(flag) => ConfigError { name: flag.to_owned(), ..error },
-        None => error,
-    }
 }
 
 fn is_given(matches: &ArgMatches, name: &str) -> bool {

@@ -261,3 +261,21 @@ fn the_reference_says_what_the_command_does() {
     let page = std::fs::read_to_string(path).unwrap();
     assert!(page == reference(), "run FARANDOLE_WRITE=1 cargo test -p farandole-cli reference");
 }
+
+#[test]
+fn a_wrong_value_is_called_as_the_user_has_written_it() {
+    let file = written("params: {fusion_threshold_mb: many}\n");
+    let (level, own) = (written("logging: {level: loud}\n"), written("farandole: {start_timeout: soon}\n"));
+    let [path, level, own] = [&file, &level, &own].map(|file| file.path().display().to_string());
+    for (line, told) in [
+        (&["--start-timeout", "-5"][..], "--start-timeout must be a duration".to_owned()),
+        (&["--log-level", "loud"], "--log-level must be trace, ".to_owned()),
+        (&["-np", "-1"], "--num-proc must be a whole number of at least 1: -1".to_owned()),
+        (&["--config-file", &path], format!("{path}: params.fusion_threshold_mb must be a whole number")),
+        (&["--config-file", &level], format!("{level}: logging.level must be trace, ")),
+        (&["--config-file", &own], format!("{own}: farandole.start_timeout must be a duration")),
+    ] {
+        let error = read(line).unwrap_err().to_string();
+        assert!(error.starts_with(&told), "{line:?}: {error}");
+    }
+}

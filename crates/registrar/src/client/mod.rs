@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use bytes::{Bytes, BytesMut};
 use farandole_config::Config;
 use farandole_telemetry::Stream;
-use farandole_world::{Generation, HostFacts, JobId, TaskId, World};
+use farandole_world::{Generation, HostFacts, JobId, Rank, TaskId, World};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -37,11 +37,13 @@ use self::outbox::Outbox;
 pub use self::relay::Relay;
 use crate::convert;
 use crate::error::{Error, Result};
-use crate::exit::{Exit, Verdict};
+use crate::exit::{Exit, How, Verdict};
 use crate::generated as wire;
 use crate::generated::registrar_client::RegistrarClient;
 use crate::ticket::Ticket;
-use crate::wire::{DISMISSED, GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK, TOKEN};
+use crate::wire::{
+    DISMISSED, ENDED, GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK, TOKEN, ended_key,
+};
 
 /// The longest a call waits at the registrar before it is made again.
 const POLL: Duration = Duration::from_secs(30);
@@ -352,6 +354,29 @@ impl Client {
         }
     }
 
+    /// A rank of this generation whose worker has ended well, and its host: of `ranks`, or of all.
+    ///
+    /// # Errors
+    /// As [`Client::get`].
+    pub fn ended(&self, ranks: Option<&[Rank]>) -> Result<Option<(Rank, String)>> {
+        let noted = |key: &str| match self.get(key, Instant::now()) {
+            Err(Error::Timeout { .. }) => Ok(None),
+            other => other.map(|note| {
+                let note = String::from_utf8_lossy(&note);
+                let (rank, host) = note.split_once(' ').unwrap_or((&note, ""));
+                Some((Rank(rank.parse().ok()?), host.to_owned()))
+            }),
+        };
+        let first = noted(ENDED)?;
+        let (Some(_), Some(ranks)) = (&first, ranks) else { return Ok(first) };
+        for rank in ranks {
+            if let Some(found) = noted(&ended_key(*rank))? {
+                return Ok(Some(found));
+            }
+        }
+        Ok(None)
+    }
+
     /// Sends a line of output. Blocks while too much waits to be sent.
     ///
     /// # Errors
@@ -430,6 +455,23 @@ impl Client {
             async move { stub.exit(request).await }
         })?;
         Ok(reply.verdict.map(Into::into))
+    }
+
+    /// As [`Client::exit`] of this very process, which ends well and waits for nobody: tried once, as the registrar may
+    /// be ending at the same time.
+    ///
+    /// # Errors
+    /// As [`Client::exit`].
+    pub fn leave(&self, deadline: Instant) -> Result<()> {
+        self.own_process()?;
+        let exit = Exit { how: How::Code(0), peer_error: false, stopped: false, stderr_tail: Vec::new() };
+        let request = self.inner.caller.request(wire::ExitRequest::from(exit));
+        let mut stub = self.inner.caller.stub();
+        let late =
+            || Error::Timeout { what: "the registrar's answer to a farewell".to_owned(), elapsed: PATIENCE };
+        self.block_on(deadline, async move { stub.exit(request).await }, late)?
+            .map(|_| ())
+            .map_err(|status| self.error("a farewell", &status))
     }
 
     /// As [`Client::exit`]; after a success it waits for the others of the generation, for a second: `Pending` when

@@ -3,7 +3,7 @@
 
 //! The job's state behind its locks, and the effects of what `membership` decides.
 //!
-//! Lock order: membership, then what was told, then board, then events; key-values alone.
+//! Lock order: membership, then what was told, then board, then events, or key-values.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -23,6 +23,7 @@ use crate::event::Event;
 use crate::exit::{Exit, Verdict};
 use crate::kv::KeyValues;
 use crate::membership::{self, Decision, Input, Liveness, Membership, Refusal, elastic};
+use crate::wire::{ENDED, ended_key};
 
 /// Bytes of events that wait for the driver.
 const EVENTS: usize = 64 << 20;
@@ -256,10 +257,27 @@ impl Core {
     pub(super) fn exited(&self, task: TaskId, generation: Generation, exit: Exit) {
         let mut membership = self.membership.lock();
         if self.is_news(&membership, generation) && self.told.lock().enter(generation).ends.insert(task) {
-            self.events.push(Event::Exited { task, rank: self.last_rank(task), exit: exit.clone() });
+            let rank = self.last_rank(task);
+            if !self.is_elastic {
+                self.note_end(generation, rank, &exit);
+            }
+            self.events.push(Event::Exited { task, rank, exit: exit.clone() });
         }
         let decisions = membership.observe(self.started.elapsed(), Input::Exited { task, generation, exit });
         self.apply(decisions);
+    }
+
+    /// Lets workers that wait for this one hear that it has ended well: a failure ends them all anyway.
+    fn note_end(&self, generation: Generation, rank: Rank, exit: &Exit) {
+        if !exit.how.is_success() {
+            return;
+        }
+        let host = self.assignment().and_then(|world| Some(world.seats.get(rank.index())?.host.0.clone()));
+        let note = Bytes::from(format!("{rank} {}", host.unwrap_or_default()));
+        let mut kv = self.kv.lock();
+        // Where there is no room for it, those who wait do so until their time is over.
+        drop(kv.put_if_absent(generation, ENDED.to_owned(), note.clone()));
+        drop(kv.put(generation, ended_key(rank), note));
     }
 
     /// Takes in what a worker of the present generation returned.

@@ -17,8 +17,8 @@ use farandole_world::{ProcessSetId, Rank, World};
 use crate::gateway::ByRegistrar;
 use crate::meeting::{Interrupted, Meeting, SLICE};
 use crate::rest::Rest;
-use crate::stalls::{Stacks, Stderr, contradiction};
-use crate::{Error, Result, Session, Told, Wishes, claim, devices, links, process, rejoin, say, started};
+use crate::stalls::{Events, Stacks, contradiction};
+use crate::{Error, Result, Session, Told, Wishes, claim, devices, links, process, rejoin, started};
 
 /// The longest one attempt to reach the registrar takes before `interrupted` is asked.
 const DIAL: Duration = Duration::from_secs(2);
@@ -83,7 +83,7 @@ pub(crate) fn linked(
     if world.size() == 1 {
         return alone(config, world, Some(client), wishes, deadline, interrupted);
     }
-    let place = (whole.rank, part.and_then(|part| part.first().copied()));
+    let place = (whole.rank, part.as_deref());
     let mesh = join(config, &client, &world, number, place, deadline, interrupted)?;
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
     let mut open =
@@ -92,7 +92,7 @@ pub(crate) fn linked(
     let others: Vec<Rank> = everybody.into_iter().filter(|rank| *rank != world.rank).collect();
     let data = open(links::DATA, &others, links::data_capacity(&world, links::budget(&world, config)))?;
     if let Some(warning) = links::fallbacks(&mesh.fallbacks()) {
-        say::warn(warning);
+        tracing::warn!("{warning}");
     }
     let rest = Arc::new(Rest::among(mesh));
     let engine = start(config, &world, &rest, control, data)?;
@@ -153,7 +153,7 @@ fn join(
     client: &Client,
     world: &World,
     number: u64,
-    place: (Rank, Option<Rank>),
+    place: (Rank, Option<&[Rank]>),
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Mesh> {
@@ -205,7 +205,7 @@ fn start(
     data: Vec<Link>,
 ) -> Result<(Engine, Arc<Stacks>, Arc<Gpus>)> {
     if let (Some(warning), 0) = (contradiction(config), world.rank.0) {
-        say::warn(warning);
+        tracing::warn!("{warning}");
     }
     let stacks = Arc::new(Stacks::default());
     let gpus = Arc::new(devices::gpus(config)?);
@@ -224,7 +224,7 @@ fn start(
         foreign: Vec::new(),
         devices: Vec::new(),
         fabric: Some(Arc::clone(&gpus) as _),
-        observer: Arc::new(Stderr(Arc::clone(&stacks))),
+        observer: Arc::new(Events(Arc::clone(&stacks))),
     })?;
     if !matches!(&*config.timeline, "" | "DYNAMIC") {
         engine.start_timeline(&config.timeline, config.timeline_mark_cycles)?;

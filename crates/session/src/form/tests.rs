@@ -365,7 +365,7 @@ fn a_world_that_was_asked_for_and_given_up_stands_against_nobody() {
     let take = |rank, part| claim::take(&client, 0, &world.seen_from(Rank(rank)).unwrap(), part).unwrap();
     let part = [Rank(0), Rank(1)];
     take(0, Some(&part[..]));
-    let against = || claim::contradiction(&client, 0, Rank(2)).err().map(|error| error.to_string());
+    let against = || claim::hopeless(&client, 0, Rank(2), None).err().map(|error| error.to_string());
     assert!(against().unwrap().contains("rank 0 asked for ranks 0, 1"));
     take(0, None);
     assert_eq!(against(), None);

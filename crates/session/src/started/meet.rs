@@ -16,12 +16,14 @@ use parking_lot::Mutex;
 use super::way::{Folders, Way, joined};
 use super::{Found, Started, detect, file, identity};
 use crate::meeting::{Interrupted, SLICE};
-use crate::{Error, Result, claim, say};
+use crate::{Error, Result, claim};
 
 /// What a rank leaves in its environment for processes that it starts: the job, the rank, and who has it.
 const HOLDER: &str = "FARANDOLE_RANK_HOLDER";
 /// The longest one attempt to reach the registrar takes before somebody is asked whether to give up.
 const DIAL: Duration = Duration::from_secs(2);
+/// The longest that the end of this process waits for the registrar.
+const FAREWELL: Duration = Duration::from_secs(1);
 /// After this long a line says what is waited for.
 const SILENCE: Duration = Duration::from_secs(10);
 /// Time between two looks for rank 0, at first and at most.
@@ -67,7 +69,9 @@ pub(crate) fn client(
     let started = match detect(&environment, &read).map_err(|reason| Error::Place { reason })? {
         Found::World(started) => started,
         Found::Alone(warning) => {
-            warning.into_iter().for_each(say::warn);
+            if let Some(warning) = warning {
+                tracing::warn!("{warning}");
+            }
             return Ok(None);
         }
     };
@@ -130,6 +134,19 @@ pub fn holder() -> Option<(&'static str, String)> {
     let rendezvous = Config::from_env().ok()?.rendezvous;
     let job = identity::job(&started, &rendezvous, &identity::starter).ok()?;
     Some((HOLDER, format!("{job}|{}", claim::identity())))
+}
+
+/// Tells the registrar that this process ends well, where it is a rank that somebody else has started: no agent does it,
+/// and the others may go on, and form worlds, without it.
+pub fn leave() {
+    let client = match HELD.lock().as_ref() {
+        Some(held) if held.process == process::id() => held.client.clone(),
+        _ => return,
+    };
+    if let Err(error) = client.leave(Instant::now() + FAREWELL) {
+        // Rank 0, which holds the registrar, may have ended first.
+        tracing::debug!(%error, "nobody has heard that this rank ends");
+    }
 }
 
 /// Where this user's files of this host go.
@@ -273,7 +290,7 @@ impl Search<'_> {
         if !*said && self.began.elapsed() >= SILENCE {
             *said = true;
             let Started { rank, size, starter, .. } = self.started;
-            say::say("waiting", format!("rank {rank} of {size}, started by {starter}, waits for {}", what()));
+            tracing::warn!("rank {rank} of {size}, started by {starter}, waits for {}", what());
         }
     }
 

@@ -33,7 +33,7 @@ mod way;
 
 pub(crate) use detect::{Found, Started, detect};
 pub(crate) use meet::{as_told, client};
-pub use meet::{holder, host};
+pub use meet::{holder, host, leave};
 
 /// A variable's value, by its name.
 pub(crate) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
