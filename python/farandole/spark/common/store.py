@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -512,6 +513,29 @@ class ObjectStore(AbstractFilesystemStore):
         if _scheme(path) not in self.SCHEMES:
             known = ", ".join(sorted(self.SCHEMES))
             raise ValueError(f"not a URL of an object store (its scheme is one of {known}): {path!r}")
+
+    def check_writable(self) -> None:
+        """Writes and deletes small files, one of them twice: leases need a service that creates a file once.
+
+        Raises:
+            OSError: nothing can be written there, or the service lets two processes create one file; the message names
+                the path.
+        """
+        super().check_writable()
+        store, name = native.Store(self.prefix_path), f"_created_{uuid.uuid4().hex}"
+        told = (
+            f"{self.prefix_path} cannot be asked to create a file only where there is none (If-None-Match), by which "
+            "processes keep each other's data: use a newer version of the service, or another store"
+        )
+        try:
+            once, twice = store.create(name, b""), store.create(name, b"")
+        except (OSError, ValueError) as error:
+            raise OSError(f"{told}: {error}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                store.delete(name)
+        if not once or twice:
+            raise OSError(told)
 
 
 class HDFSStore(AbstractFilesystemStore):
