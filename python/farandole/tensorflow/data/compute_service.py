@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """tf.data's service for a training job: processes of their own prepare batches, trainers fetch them.
 
-Danger: TensorFlow's dispatchers and workers listen on all addresses of their hosts, without password or key. Anybody who
-reaches their ports runs graphs there, which read and write files. TensorFlow has no setting against that, so nothing of
-it starts unless `open_to_the_network=True` says that nobody else reaches these ports: on the command line
+Danger: TensorFlow's dispatchers and workers listen on all addresses of their hosts, without password or key. Anybody
+who reaches their ports runs graphs there, which read and write files. TensorFlow has no setting against that. So
+nothing of it starts unless `open_to_the_network=True` says that nobody else reaches them: on the command line
 `--open-to-the-network`, for code that cannot be changed the variable `FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK=1`.
 The meeting point, by which processes find each other, asks for a key.
 
