@@ -6,6 +6,7 @@ A store is a URL and a layout below it:
 
     <prefix>/intermediate_train_data[.<idx>]    prepared rows; also ..._val_data and ..._test_data
     <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint; the one before is checkpoint.previous
+    <prefix>/runs/<run_id>/_run.json            which contents of checkpoints the run's jobs have written
     <prefix>/runs/<run_id>/logs/                history and logs
 
 The bytes go through the native store, so that the driver, Spark's executors and training processes agree on every path.
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
 from farandole.runner import scratch
+from farandole.spark.common import seals
 from farandole.spark.common.filesystem import StoreFileSystem
 from farandole.spark.common.remote_store import RemoteStore
 
@@ -447,6 +449,7 @@ class AbstractFilesystemStore(Store):
             checkpoint_filename=self.get_checkpoint_filename(),
             logs_subdir=self.get_logs_subdir(),
             storage_options=self._options,
+            seal_key=seals.run_key(run_id),
         )
 
     def _split(self, path: str) -> tuple[str, str]:
