@@ -50,8 +50,6 @@ class Mark:
         # Whoever deletes or replaces the file holds this, so that no renewal brings it back.
         self._touching = threading.Lock()
         with _LOCK:
-            if not _HELD:
-                atexit.register(release_all)
             _HELD.add(self)
             _renewer.start()
 
@@ -154,3 +152,6 @@ def release_all() -> None:
     for mark in list(_HELD):
         with contextlib.suppress(OSError):
             mark.release(max(end - time.monotonic(), _AT_LEAST))
+
+
+atexit.register(release_all)

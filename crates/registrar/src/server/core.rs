@@ -3,7 +3,7 @@
 
 //! The job's state behind its locks, and the effects of what `membership` decides.
 //!
-//! Lock order: membership, then what was told, then board, then events; key-values alone.
+//! Lock order: membership, then the clock, then what was told, then board, then events; key-values alone.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::Options;
+use super::clock::Clock;
 use crate::convert;
 use crate::event::Event;
 use crate::exit::{Exit, Verdict};
@@ -100,6 +101,7 @@ pub(super) struct Core {
     started: Instant,
     start_timeout: Duration,
     membership: Mutex<Membership>,
+    clock: Mutex<Clock>,
     board: watch::Sender<Board>,
     kv: Mutex<KeyValues>,
     events: Ring<Event>,
@@ -141,12 +143,18 @@ impl Core {
             started: Instant::now(),
             start_timeout: options.start_timeout,
             membership: Mutex::new(membership),
+            clock: Mutex::default(),
             board: watch::Sender::new(Board::default()),
             kv: Mutex::new(KeyValues::default()),
             events: Ring::new(EVENTS),
             deaf: AtomicBool::new(false),
             told: Mutex::default(),
         }
+    }
+
+    /// Time since the job began, without that in which this process was stopped; membership is locked.
+    fn now(&self) -> Duration {
+        self.clock.lock().read(self.started.elapsed())
     }
 
     /// Takes a task in.
@@ -158,8 +166,7 @@ impl Core {
         host: HostHash,
     ) -> Result<Generation, Refusal> {
         let mut membership = self.membership.lock();
-        let (generation, decisions) =
-            membership.register(self.started.elapsed(), task, attempt, session, host)?;
+        let (generation, decisions) = membership.register(self.now(), task, attempt, session, host)?;
         self.apply(decisions);
         Ok(generation)
     }
@@ -167,7 +174,7 @@ impl Core {
     /// Takes in what happened.
     pub(super) fn observe(&self, input: Input) {
         let mut membership = self.membership.lock();
-        let decisions = membership.observe(self.started.elapsed(), input);
+        let decisions = membership.observe(self.now(), input);
         self.apply(decisions);
     }
 
@@ -178,7 +185,7 @@ impl Core {
             let rank = self.board.borrow().rank(task).unwrap_or_default();
             self.events.push(Event::Exited { task, rank, exit: exit.clone() });
         }
-        let decisions = membership.observe(self.started.elapsed(), Input::Exited { task, generation, exit });
+        let decisions = membership.observe(self.now(), Input::Exited { task, generation, exit });
         self.apply(decisions);
     }
 

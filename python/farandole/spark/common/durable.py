@@ -173,7 +173,7 @@ def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes 
     if found is None:
         if there or store.exists(name + PREVIOUS):
             raise ValueError(
-                "no checkpoint of the run is whole and of this run, as the warnings before say: choose another run_id, or "
+                "no checkpoint of the run is whole and of this run, as warnings have said: choose another run_id, or "
                 f"delete {store.url} to begin anew"
             )
         return None
