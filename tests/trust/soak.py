@@ -4,7 +4,7 @@
 
     python -m tests.trust.soak FOLDER FITS EVERY [COLD]
 
-Of four fits one succeeds with both ranks, one fails in a worker, one is interrupted by the user, one succeeds with a rank.
+Of four fits one succeeds with two ranks, one fails in a worker, one is interrupted by the user, one has a single rank.
 Workers start warm, but for one fit of COLD, which starts them the long way. A line of JSON for every EVERY fits.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Many fits in one process: success, failure, interrupt, warm workers and cold ones; what the process holds stays flat."""
+"""Many fits in one process: success, failure, interrupt, warm workers, cold ones. What the process holds stays flat."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def soak(folder, *arguments, limit):
     done = subprocess.run(
         [sys.executable, "-m", "tests.trust.soak", str(folder / "data"), *map(str, arguments)],
         env={**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=limit,
         check=False,
