@@ -3,7 +3,7 @@
 
 //! Time as the registrar has lived through it.
 //!
-//! A driver can be stopped: by a debugger, by Ctrl-Z, by a laptop that sleeps. While it is, it hears no agent, and when it
+//! A driver can be stopped: by a debugger, by Ctrl-Z, by a laptop that sleeps. While it is, it hears no agent. When it
 //! goes on, every agent has been silent for as long. That says nothing of them, so such time does not count.
 
 use std::time::Duration;
