@@ -127,6 +127,22 @@ def _write_locally(directory: Path, name: str, data: bytes, *, keeps: bool, disk
         raise
 
 
+def synchronize(directory: Path, disk: Disk = _DISK) -> None:
+    """Returns when a directory, and everything in it, is on the disk, whichever process wrote it.
+
+    Args:
+        directory: that is there.
+        disk: does the work.
+    """
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            disk.sync(Path(folder) / name)
+        disk.sync(Path(folder))
+    for above in directory.parents:
+        with contextlib.suppress(PermissionError):  # somebody else's, which was there before
+            disk.sync(above)
+
+
 def read(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
     """A checkpoint, if it is there and whole; a damaged one is told of.
 
