@@ -65,21 +65,20 @@ def one(folder, kind, backends):
     return len(fitted.getHistory()) == 1
 
 
-def descendants(pid):
-    """Processes below one, the fork servers of warm workers among them."""
-    found = []
+def servers():
+    """Processes beside this one that have its temporary directory: fork servers of warm workers, and what is left."""
+    mine, found = f"TMPDIR={os.environ['TMPDIR']}".encode(), 0
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
-            fields = Path(f"/proc/{int(entry)}/stat").read_text().rsplit(")", 1)[1].split()
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found += [int(entry), *descendants(int(entry))]
+            if int(entry) != os.getpid():
+                found += mine in Path(f"/proc/{int(entry)}/environ").read_bytes().split(b"\0")
     return found
 
 
 def resident():
-    """Bytes of memory of this process that no other one has."""
+    """Bytes of memory of this process that are no pages of files: those count here or elsewhere as others map them."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 
 
 def held(folder):
@@ -89,7 +88,7 @@ def held(folder):
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
-        "children": len(descendants(os.getpid())),
+        "processes": servers(),
         "temporary files": sum(len(names) for _, _, names in os.walk(os.environ["TMPDIR"])),
         "temporary directories": sum(len(names) for _, names, _ in os.walk(os.environ["TMPDIR"])),
         "shared memory": sum(1 for name in os.listdir(SHARED) if "farandole" in name),
