@@ -58,7 +58,7 @@ def of_keras(mark):
     return file.getvalue()
 
 
-POISONS = [plain, of_torch, of_keras]
+POISONS = [pytest.param(plain, marks=pytest.mark.slow), of_torch, pytest.param(of_keras, marks=pytest.mark.slow)]
 
 
 @pytest.fixture
