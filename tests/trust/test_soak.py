@@ -15,6 +15,9 @@ import pytest
 STEADY = 8 << 20
 """Bytes that a measurement of memory may be off."""
 
+SLACK = {"mappings": 8, "threads": 2, "descriptors": 2}
+"""What comes and goes; a leak of one for each fit is more."""
+
 
 def soak(folder, *arguments, limit):
     """What the process held after each so many fits."""
@@ -37,7 +40,7 @@ def assert_flat(samples, growth):
     first, last = samples[0], samples[-1]
     assert first["processes"] >= 1, "workers came warm"
     for name in set(first) - {"fits", "memory"}:
-        assert max(sample[name] for sample in samples[1:]) <= first[name], (name, samples)
+        assert max(sample[name] for sample in samples[1:]) <= first[name] + SLACK.get(name, 0), (name, samples)
     assert last["memory"] - first["memory"] <= STEADY + growth * (last["fits"] - first["fits"]), samples
 
 
