@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-spark spark-slow spark-older test-storage test-launch chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
+.PHONY: demo test test-spark spark-slow spark-older test-storage test-launch test-trust chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -116,6 +116,13 @@ test-faults: install
 	rm -f target/faults.jsonl
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
 	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
+
+# What strangers can reach and what their files can do, losses of power, a thousand fits in one process, a driver that is
+# stopped: half an hour at most. `test` has the short ones of them.
+test-trust: install
+	$(BIN)/python -m pytest tests/trust tests/faults/test_strangers.py tests/single/test_poisoned_files.py \
+	tests/single/test_checkpoint_safety.py tests/single/test_runs.py tests/spark/test_saved.py --reruns 1 --durations=15
+	cargo test --release -p farandole-transport --test relay
 
 lint: $(VENV)/.packages
 	cargo fmt --all --check

@@ -30,6 +30,7 @@ type News = (&'static str, Option<u32>, Py<PyAny>);
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyRemote>()?;
     module.add_function(wrap_pyfunction!(network_of, module)?)?;
+    module.add_function(wrap_pyfunction!(listening, module)?)?;
     module.add_function(wrap_pyfunction!(slots, module)?)?;
     module.add_function(wrap_pyfunction!(place, module)?)
 }
@@ -42,6 +43,16 @@ pub(crate) fn error(failure: &Error) -> PyErr {
 #[pyfunction]
 fn network_of(interfaces: Vec<String>) -> PyResult<String> {
     farandole::registrar::host::network_of(&interfaces).map_err(|failure| registrar_error(&failure))
+}
+
+/// Where this process may listen, by its configuration: an address of this host, where one is named, and the first and the
+/// last port.
+#[pyfunction]
+fn listening() -> PyResult<(Option<String>, u16, u16)> {
+    let config = configuration(&[])?;
+    let address = farandole::registrar::host::bound(&config.bind_address);
+    let address = address.map_err(|failure| registrar_error(&failure))?;
+    Ok((address.map(|address| address.to_string()), config.port_range.first, config.port_range.last))
 }
 
 /// Hosts and their slots: as given, as a file has them, or as the batch system says; none for this host alone.

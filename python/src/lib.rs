@@ -22,6 +22,7 @@ mod runtime;
 mod store;
 mod tensor;
 mod timeline;
+mod values;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -45,6 +46,7 @@ const SUBMODULES: &[(&str, Register)] = &[
     ("registrar", registrar::register),
     ("store", store::register),
     ("timeline", timeline::register),
+    ("values", values::register),
 ];
 
 /// The extension module.

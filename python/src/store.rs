@@ -77,12 +77,20 @@ impl Store {
         py.detach(|| self.0.create(path, data)).map_err(refuse)
     }
 
-    fn take(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        py.detach(|| store::take(&self.0, SystemTime::now())).map_err(refuse)
+    #[pyo3(signature = (lasts = None))]
+    fn take(&self, py: Python<'_>, lasts: Option<f64>) -> PyResult<Option<String>> {
+        let lasts = lasts.map(duration).transpose()?;
+        py.detach(|| store::take(&self.0, SystemTime::now(), lasts)).map_err(refuse)
     }
 
-    fn share(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        py.detach(|| store::share(&self.0, SystemTime::now())).map_err(refuse)
+    #[pyo3(signature = (lasts = None))]
+    fn share(&self, py: Python<'_>, lasts: Option<f64>) -> PyResult<Option<String>> {
+        let lasts = lasts.map(duration).transpose()?;
+        py.detach(|| store::share(&self.0, SystemTime::now(), lasts)).map_err(refuse)
+    }
+
+    fn renew(&self, py: Python<'_>, mark: &str) -> PyResult<bool> {
+        py.detach(|| store::renew(&self.0, mark, SystemTime::now())).map_err(refuse)
     }
 
     fn settle(&self, py: Python<'_>, lease: &str) -> PyResult<String> {
@@ -151,8 +159,7 @@ impl Store {
         let Some(seconds) = patience else {
             return py.detach(|| self.0.delete(path)).map_err(refuse);
         };
-        let patience = Duration::try_from_secs_f64(seconds)
-            .map_err(|_| PyValueError::new_err(format!("not a number of seconds: {seconds}")))?;
+        let patience = duration(seconds)?;
         py.detach(|| self.0.delete_within(path, patience)).map_err(refuse)
     }
 
@@ -168,6 +175,11 @@ impl Store {
     fn __repr__(&self) -> String {
         format!("Store({:?})", self.0.url())
     }
+}
+
+fn duration(seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| PyValueError::new_err(format!("not a number of seconds: {seconds}")))
 }
 
 #[pyclass(frozen, module = "farandole._native.store")]

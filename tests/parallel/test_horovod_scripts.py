@@ -96,7 +96,7 @@ def test_two_jobs_of_horovods_share_a_data_service(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment(),
+        env={**environment(), "FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK": "1"},
     )
     try:
         told = run(*RUN, sys.executable, trainers, config)

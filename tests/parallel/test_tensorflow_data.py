@@ -56,6 +56,7 @@ def test_workers_of_their_own_compute_for_two_trainers(tensorflow_pair, tmp_path
     config = tmp_path / "service.json"
     command = [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable]
     command += ["-m", "farandole.tensorflow.data.compute_worker", str(config), "--timeout", "140"]
+    command += ["--open-to-the-network"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as workers:
         try:
             fetched = tensorflow_pair.run(fetches, str(config))
@@ -79,7 +80,7 @@ def holds_the_dispatcher():
     from farandole.tensorflow.data._meeting import MeetingClient
 
     # Rank 1 has a meeting point, too, which nobody is told of.
-    with compute_service.serving(1, dispatcher_side="training", timeout=20) as own:
+    with compute_service.serving(1, dispatcher_side="training", timeout=20, open_to_the_network=True) as own:
         config = hvd.broadcast_object(own, name="service")
         stopped = []
         if hvd.rank() == 1:
@@ -115,7 +116,36 @@ def test_a_trainer_may_hold_the_dispatcher(tensorflow_pair):
 
 
 def refuses():
-    from farandole.tensorflow.data.compute_service import TfDataServiceConfig, serving
+    import os
+
+    from tests.sockets import listening
+
+    from farandole.spark.tensorflow import compute_worker as on_spark
+    from farandole.tensorflow.data import compute_worker
+    from farandole.tensorflow.data.compute_service import (
+        TfDataServiceConfig,
+        compute_worker_fn,
+        serving,
+        tf_data_service,
+    )
+
+    before = listening()
+    closed = pytest.raises(PermissionError, match="open_to_the_network=True")
+    with closed:
+        compute_worker_fn(TfDataServiceConfig(1, 1, "compute", [("127.0.0.1", 9)], b"key"))
+    with closed, tf_data_service(TfDataServiceConfig(1, 1, "training", [("127.0.0.1", 9)], b"key"), 0):
+        pass
+    for command in (
+        lambda: compute_worker.main(1, "compute", "service.json", 1.0),
+        lambda: on_spark.main("service.json"),
+    ):
+        with closed:
+            command()
+    assert listening() == before, "nothing has been opened"
+    os.environ["FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK"] = "perhaps"
+    with pytest.raises(ValueError, match="FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK is 1 or 0: 'perhaps'"):
+        compute_worker.main(1, "compute", "service.json", 1.0)
+    del os.environ["FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK"]
 
     with pytest.raises(ValueError, match="must be a multiple of the 2 dispatchers: 3"), serving(3, 2):
         pass

@@ -180,7 +180,7 @@ def test_the_one_before_takes_the_place_of_a_damaged_or_missing_one(tmp_path, ca
     with caplog.at_level(logging.WARNING, "farandole"):
         found = durable.resume(store, "checkpoint")
     assert text_of(found) == "1"
-    assert f"{path} is {'missing' if spoil is None else 'damaged'}" in caplog.text
+    assert f"{path} {'is missing' if spoil is None else 'cannot be used'}" in caplog.text
     assert path.read_bytes() == found
 
 

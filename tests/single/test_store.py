@@ -149,3 +149,31 @@ def test_a_url_with_a_secret_is_refused_without_repeating_it(url):
     with pytest.raises(ValueError, match="storage_options") as refused:
         Store.create(url)
     assert "hidden" not in str(refused.value)
+
+
+@pytest.mark.parametrize("answers", [(True, True), (False, False), OSError("501 Not Implemented")])
+def test_a_service_that_does_not_create_a_file_once_is_found_out_at_the_start(monkeypatch, answers):
+    from farandole.spark.common import store as module
+
+    real, asked = module.native.Store, []
+
+    class Service:
+        def __init__(self, url):
+            self.inner = real(url)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def create(self, name, data):
+            asked.append(name)
+            if isinstance(answers, OSError):
+                raise answers
+            self.inner.write(name, data)
+            return answers[len(asked) - 1]
+
+    store = Store.create("memory://once/prefix")
+    store.check_writable()
+    monkeypatch.setattr(module.native, "Store", Service)
+    with pytest.raises(OSError, match=r"memory://once/prefix cannot be asked .*If-None-Match"):
+        store.check_writable()
+    assert not real("memory://once/prefix").list(), "nothing is left"

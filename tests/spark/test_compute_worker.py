@@ -32,6 +32,7 @@ def test_tasks_compute_until_a_trainer_ends_them(tmp_path):
     env = {**os.environ, "PYSPARK_SUBMIT_ARGS": submit, "PYSPARK_PYTHON": sys.executable}
     env |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "farandole.spark.tensorflow.compute_worker", str(config), "--timeout", "200"]
+    command += ["--open-to-the-network"]
     with subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as workers:
         try:
             done = subprocess.run(

@@ -61,9 +61,7 @@ pub(crate) fn form(
         // Every world has a number of its own, so each is the first one of its number.
         match linked(config, client.clone(), 0, whole, wishes, deadline, interrupted) {
             Err(error) if is_a_peers(&error) => {
-                say::warn(format!(
-                    "world {generation} broke while it formed, the next one is waited for: {error}"
-                ));
+                tracing::warn!(%generation, %error, "a world broke while it formed; the next one is waited for");
                 *LEFT.lock() = Left { generation, lost: blamed(&seats, &error) };
             }
             formed => return formed,

@@ -44,6 +44,9 @@ static COUNT: AtomicU64 = AtomicU64::new(0);
 #[derive(Debug, Serialize, Deserialize)]
 struct Holder {
     host: String,
+    /// The kernel's, one for each start of it: hosts with equal names differ in it.
+    #[serde(default)]
+    boot: Option<String>,
     pid: u32,
     /// The process namespace, in which the number counts.
     #[serde(default)]
@@ -53,17 +56,34 @@ struct Holder {
     started: Option<u64>,
     /// Seconds since the epoch.
     time: f64,
+    /// Seconds after that in which the process says again that it lives, where that is not a week.
+    #[serde(default)]
+    lasts: Option<f64>,
 }
 
 impl Holder {
-    fn here(now: SystemTime) -> Self {
+    fn here(now: SystemTime, lasts: Option<Duration>) -> Self {
         let pid = std::process::id();
-        Self { host: host(), pid, namespace: namespace(), started: started(pid), time: seconds(now) }
+        Self {
+            host: host(),
+            boot: boot(),
+            pid,
+            namespace: namespace(),
+            started: started(pid),
+            time: seconds(now),
+            lasts: lasts.map(|lasts| lasts.as_secs_f64()),
+        }
     }
 
     fn lives(&self, now: SystemTime) -> bool {
-        if self.host != host() || (self.namespace.is_some() && self.namespace != namespace()) {
-            return seconds(now) - self.time <= LONGEST.as_secs_f64();
+        // Another boot id is another host, or this one before it was started again, in which nobody lives; which of the
+        // two cannot be told, as hosts may have equal names.
+        let elsewhere = match (&self.boot, boot()) {
+            (Some(theirs), Some(ours)) => *theirs != ours,
+            _ => self.host != host(),
+        };
+        if elsewhere || (self.namespace.is_some() && self.namespace != namespace()) {
+            return seconds(now) - self.time <= self.lasts.unwrap_or(LONGEST.as_secs_f64());
         }
         match (started(self.pid), self.started) {
             (None, _) => false,
@@ -79,6 +99,11 @@ fn seconds(time: SystemTime) -> f64 {
 
 fn host() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
+}
+
+fn boot() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
 fn namespace() -> Option<String> {
@@ -127,23 +152,25 @@ fn number(name: &str) -> u64 {
     digits.and_then(|digits| digits.parse().ok()).unwrap_or(0)
 }
 
-fn here(now: SystemTime) -> Result<Bytes> {
-    let text = serde_json::to_vec(&Holder::here(now));
+fn here(now: SystemTime, lasts: Option<Duration>) -> Result<Bytes> {
+    let text = serde_json::to_vec(&Holder::here(now, lasts));
     text.map(Bytes::from).map_err(|source| Error::Runtime { source: source.into() })
 }
 
 /// Takes the directory for this process alone: the name of its lease, or `None` when somebody uses the directory.
 ///
+/// Where the process cannot be seen, the lease counts for `lasts` after it was last renewed, or for a week.
+///
 /// # Errors
 /// A backend that cannot be asked, or does not write.
-pub fn take(store: &Store, now: SystemTime) -> Result<Option<String>> {
+pub fn take(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<Option<String>> {
     let found = marks(store, &[LEASE], now)?;
     if found.iter().any(|(_, lives)| *lives) {
         return Ok(None);
     }
     let next = found.iter().map(|(name, _)| number(name)).max().unwrap_or(0) + 1;
     let name = format!("{LEASE}{next}.json");
-    if !store.create(&name, here(now)?)? {
+    if !store.create(&name, here(now, lasts)?)? {
         return Ok(None);
     }
     let others = marks(store, &[LEASE, USE], now)?;
@@ -158,11 +185,11 @@ pub fn take(store: &Store, now: SystemTime) -> Result<Option<String>> {
     Ok(Some(name))
 }
 
-fn mark(store: &Store, now: SystemTime) -> Result<String> {
+fn mark(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<String> {
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let nanoseconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
     let name = format!("{USE}{}-{count}-{nanoseconds:x}.json", std::process::id());
-    store.write(&name, here(now)?)?;
+    store.write(&name, here(now, lasts)?)?;
     Ok(name)
 }
 
@@ -170,8 +197,8 @@ fn mark(store: &Store, now: SystemTime) -> Result<String> {
 ///
 /// # Errors
 /// As [`take`].
-pub fn share(store: &Store, now: SystemTime) -> Result<Option<String>> {
-    let name = mark(store, now)?;
+pub fn share(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<Option<String>> {
+    let name = mark(store, now, lasts)?;
     if marks(store, &[LEASE], now)?.iter().any(|(_, lives)| *lives) {
         store.delete(&name)?;
         return Ok(None);
@@ -184,9 +211,30 @@ pub fn share(store: &Store, now: SystemTime) -> Result<Option<String>> {
 /// # Errors
 /// As [`take`].
 pub fn settle(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
-    let name = mark(store, now)?;
+    let name = mark(store, now, None)?;
     store.delete(lease)?;
     Ok(name)
+}
+
+/// Says in a mark of this process that the process still lives; false when the mark is gone, or is another's.
+///
+/// # Errors
+/// A backend that cannot be asked, or does not write.
+pub fn renew(store: &Store, mark: &str, now: SystemTime) -> Result<bool> {
+    let text = match store.read(mark) {
+        Ok(text) => text,
+        Err(Error::Missing { .. }) => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    let me = Holder::here(now, None);
+    let Ok(found) = serde_json::from_slice::<Holder>(&text) else { return Ok(false) };
+    if (&found.boot, found.pid, &found.namespace, found.started)
+        != (&me.boot, me.pid, &me.namespace, me.started)
+    {
+        return Ok(false);
+    }
+    store.write(mark, here(now, found.lasts.map(Duration::from_secs_f64))?)?;
+    Ok(true)
 }
 
 /// Whether nobody uses the directory.
@@ -213,18 +261,18 @@ mod tests {
     fn one_takes_and_many_share_but_never_both() {
         let (store, now) = (store("both"), SystemTime::now());
         assert!(is_free(&store, now).unwrap());
-        let lease = take(&store, now).unwrap().unwrap();
-        assert_eq!(take(&store, now).unwrap(), None);
-        assert_eq!(share(&store, now).unwrap(), None);
+        let lease = take(&store, now, None).unwrap().unwrap();
+        assert_eq!(take(&store, now, None).unwrap(), None);
+        assert_eq!(share(&store, now, None).unwrap(), None);
         let first = settle(&store, &lease, now).unwrap();
-        let second = share(&store, now).unwrap().unwrap();
+        let second = share(&store, now, None).unwrap().unwrap();
         assert_ne!(first, second);
-        assert_eq!(take(&store, now).unwrap(), None);
+        assert_eq!(take(&store, now, None).unwrap(), None);
         assert!(!is_free(&store, now).unwrap());
         store.delete(&first).unwrap();
-        assert_eq!(take(&store, now).unwrap(), None);
+        assert_eq!(take(&store, now, None).unwrap(), None);
         store.delete(&second).unwrap();
-        assert_eq!(take(&store, now).unwrap().as_deref(), Some("_lease-1.json"));
+        assert_eq!(take(&store, now, None).unwrap().as_deref(), Some("_lease-1.json"));
     }
 
     #[test]
@@ -232,11 +280,12 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::open(directory.path().to_str().unwrap()).unwrap();
         let now = SystemTime::now();
-        let dead = Holder { pid: u32::MAX, ..Holder::here(now) };
+        let dead = Holder { pid: u32::MAX, ..Holder::here(now, None) };
         for _ in 0..200 {
             left(&store, "_lease-7.json", &dead);
             let taken: Vec<String> = std::thread::scope(|scope| {
-                let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| take(&store, now).unwrap())).collect();
+                let threads: Vec<_> =
+                    (0..4).map(|_| scope.spawn(|| take(&store, now, None).unwrap())).collect();
                 threads.into_iter().filter_map(|thread| thread.join().unwrap()).collect()
             });
             assert_eq!(taken.len(), 1, "{taken:?}");
@@ -247,25 +296,27 @@ mod tests {
     #[test]
     fn the_dead_do_not_count_and_the_unseen_do_for_a_week() {
         let (store, now) = (store("dead"), SystemTime::now());
-        let me = Holder::here(now);
-        left(&store, "_lease-3.json", &Holder { pid: u32::MAX, ..Holder::here(now) });
+        let me = Holder::here(now, None);
+        left(&store, "_lease-3.json", &Holder { pid: u32::MAX, ..Holder::here(now, None) });
         left(
             &store,
             "_use-x.json",
-            &Holder { started: me.started.map(|ticks| ticks + 1), ..Holder::here(now) },
+            &Holder { started: me.started.map(|ticks| ticks + 1), ..Holder::here(now, None) },
         );
         assert!(is_free(&store, now).unwrap());
-        assert_eq!(take(&store, now).unwrap().as_deref(), Some("_lease-4.json"));
+        assert_eq!(take(&store, now, None).unwrap().as_deref(), Some("_lease-4.json"));
         let names: Vec<String> = store.look("").unwrap().into_iter().map(|item| item.name).collect();
         assert_eq!(names, ["_lease-4.json"], "what the dead left goes");
         store.delete("_lease-4.json").unwrap();
 
         for unseen in [
-            Holder { host: "elsewhere".to_owned(), ..Holder::here(now) },
-            Holder { namespace: Some("pid:[1]".to_owned()), pid: u32::MAX, ..Holder::here(now) },
+            Holder { host: "elsewhere".to_owned(), boot: None, ..Holder::here(now, None) },
+            // A host with the same name, in which no process has that number here.
+            Holder { boot: Some("another".to_owned()), pid: u32::MAX, ..Holder::here(now, None) },
+            Holder { namespace: Some("pid:[1]".to_owned()), pid: u32::MAX, ..Holder::here(now, None) },
         ] {
             left(&store, "_use-y.json", &unseen);
-            assert_eq!(take(&store, now).unwrap(), None);
+            assert_eq!(take(&store, now, None).unwrap(), None);
             assert!(is_free(&store, now + LONGEST + WRITING).unwrap());
         }
     }
@@ -274,7 +325,26 @@ mod tests {
     fn a_mark_that_says_nothing_counts_while_it_may_be_written() {
         let (store, now) = (store("half"), SystemTime::now());
         store.write("_lease-1.json", Bytes::new()).unwrap();
-        assert_eq!(take(&store, now).unwrap(), None);
-        assert!(take(&store, now + WRITING * 2).unwrap().is_some());
+        assert_eq!(take(&store, now, None).unwrap(), None);
+        assert!(take(&store, now + WRITING * 2, None).unwrap().is_some());
+    }
+
+    #[test]
+    fn what_is_renewed_counts_from_then_on_and_nothing_comes_back_by_it() {
+        let (store, now) = (store("renewed"), SystemTime::now());
+        let lasts = Duration::from_secs(600);
+        let lease = take(&store, now, Some(lasts)).unwrap().unwrap();
+        let later = now + LONGEST;
+        assert!(renew(&store, &lease, later).unwrap());
+        let held: Holder = serde_json::from_slice(&store.read(&lease).unwrap()).unwrap();
+        assert_eq!((held.time, held.lasts), (seconds(later), Some(600.0)));
+        let unseen = Holder { boot: Some("another".to_owned()), ..held };
+        assert!(unseen.lives(later + lasts));
+        assert!(!unseen.lives(later + lasts + Duration::from_secs(1)));
+        left(&store, &lease, &unseen);
+        assert!(!renew(&store, &lease, later).unwrap(), "another has taken it");
+        store.delete(&lease).unwrap();
+        assert!(!renew(&store, &lease, later).unwrap());
+        assert!(is_free(&store, later).unwrap());
     }
 }

@@ -8,7 +8,8 @@
 use std::fs::File;
 use std::io::{Error, ErrorKind, Read as _, Result, Seek as _, SeekFrom, Write as _};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
@@ -131,6 +132,69 @@ pub(crate) fn create(path: &Path, data: &[u8]) -> Result<bool> {
     file.write_all(data).map(|()| true).inspect_err(|_| drop(std::fs::remove_file(path)))
 }
 
+/// Tells the files apart that this process has begun.
+static BEGUN: AtomicU64 = AtomicU64::new(0);
+
+/// Writes a file, with its directories, that is seen whole or not at all, also after a loss of power: the content is on
+/// the disk before the name is, and the name when this returns.
+///
+/// # Errors
+/// The system's; what was there before is still there then.
+pub(crate) fn write(path: &Path, data: &[u8]) -> Result<()> {
+    let directory = path.parent().unwrap_or_else(|| Path::new("/"));
+    create_directories(directory)?;
+    let (staged, mut file) = begin(path)?;
+    let written = file.write_all(data).and_then(|()| file.sync_all());
+    drop(file);
+    written
+        .and_then(|()| std::fs::rename(&staged, path))
+        .inspect_err(|_| drop(std::fs::remove_file(&staged)))?;
+    sync_directory(directory)
+}
+
+/// A new file beside `path`, under the name of an upload before its end.
+fn begin(path: &Path) -> Result<(PathBuf, File)> {
+    loop {
+        let mut name = path.as_os_str().to_owned();
+        name.push(format!("#{}{}", std::process::id(), BEGUN.fetch_add(1, Ordering::Relaxed)));
+        match File::options().write(true).create_new(true).open(&name) {
+            Ok(file) => return Ok((name.into(), file)),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Creates directories, which a loss of power leaves.
+fn create_directories(directory: &Path) -> Result<()> {
+    if directory.is_dir() {
+        return Ok(());
+    }
+    if let Some(above) = directory.parent() {
+        create_directories(above)?;
+        std::fs::create_dir_all(directory)?;
+        return sync_directory(above);
+    }
+    Ok(())
+}
+
+/// Has what a file that was written otherwise holds, and its name, outlast a loss of power.
+///
+/// # Errors
+/// The system's.
+pub(crate) fn sync(path: &Path) -> Result<()> {
+    File::open(path)?.sync_all()?;
+    path.parent().map_or(Ok(()), sync_directory)
+}
+
+/// Has the names in a directory outlast a loss of power, on file systems that can be asked to.
+fn sync_directory(directory: &Path) -> Result<()> {
+    match File::open(directory)?.sync_all() {
+        Err(error) if matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => Ok(()),
+        done => done,
+    }
+}
+
 /// Deletes files whose names end in `#` and a number, as uploads are called before their end.
 ///
 /// # Errors
@@ -173,6 +237,20 @@ mod tests {
             std::fs::read_dir(directory.path().join("a")).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
         assert_eq!(left, ["b.json", "y#z", "z#"]);
+    }
+
+    #[test]
+    fn a_file_is_replaced_and_a_failure_leaves_the_one_before() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a/b/c");
+        for text in ["first", "second"] {
+            write(&path, text.as_bytes()).unwrap();
+            sync(&path).unwrap();
+            assert_eq!(std::fs::read(&path).unwrap(), text.as_bytes());
+        }
+        assert!(write(&directory.path().join("a/b"), b"a directory is there").is_err());
+        let names: Vec<_> = std::fs::read_dir(directory.path().join("a")).unwrap().collect();
+        assert_eq!(names.len(), 1, "what failed leaves nothing: {names:?}");
     }
 
     #[test]

@@ -89,11 +89,35 @@ pub fn stale(store: &Store, older_than: Duration, now: SystemTime) -> Result<Vec
 /// # Errors
 /// A backend that cannot be asked or does not delete; what is gone by then stays gone.
 pub fn sweep(store: &Store, older_than: Duration, now: SystemTime) -> Result<Vec<Swept>> {
-    let found = stale(store, older_than, now)?;
-    for one in &found {
-        store.delete_all(&one.path)?;
+    delete(store, stale(store, older_than, now)?, now)
+}
+
+fn delete(store: &Store, found: Vec<Swept>, now: SystemTime) -> Result<Vec<Swept>> {
+    let mut sets: BTreeMap<Option<String>, Vec<Swept>> = BTreeMap::new();
+    for one in found {
+        sets.entry(parse(&one.path).map(str::to_owned)).or_default().push(one);
     }
-    Ok(found)
+    let mut gone = Vec::new();
+    for mut set in sets.into_values() {
+        // Between the look and now somebody may have begun to use it: who deletes takes it first, as who writes does.
+        // The lease is in the training data, which goes last.
+        set.sort_by_key(|one| is_train(&one.path));
+        if let Some(train) = set.last().filter(|one| is_train(&one.path))
+            && lease::take(&store.child(&train.path)?, now, None)?.is_none()
+        {
+            continue;
+        }
+        for one in set {
+            store.delete_all(&one.path)?;
+            gone.push(one);
+        }
+    }
+    gone.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(gone)
+}
+
+fn is_train(path: &str) -> bool {
+    path.starts_with("intermediate_train_data")
 }
 
 #[cfg(test)]
@@ -101,6 +125,25 @@ mod tests {
     use bytes::Bytes;
 
     use super::*;
+
+    #[test]
+    fn a_set_that_is_used_after_the_look_stays() {
+        let store = Store::open("memory://sweep-race/d").unwrap();
+        let set = ["intermediate_train_data.0", "intermediate_val_data.0"];
+        for path in set {
+            store.write(&format!("{path}/part.parquet"), Bytes::from_static(b"1")).unwrap();
+        }
+        let later = SystemTime::now() + Duration::from_secs(3600);
+        let looked = stale(&store, Duration::from_secs(60), later).unwrap();
+        assert_eq!(looked.len(), 2);
+        let train = store.child(set[0]).unwrap();
+        let used = lease::share(&train, later, None).unwrap().unwrap();
+        assert_eq!(delete(&store, looked.clone(), later).unwrap(), []);
+        assert!(set.iter().all(|path| store.exists(&format!("{path}/part.parquet")).unwrap()));
+        train.delete(&used).unwrap();
+        assert_eq!(delete(&store, looked, later).unwrap().len(), 2);
+        assert!(!set.iter().any(|path| store.exists(path).unwrap()));
+    }
 
     #[test]
     fn only_old_prepared_data_that_nobody_holds_goes() {
@@ -111,7 +154,9 @@ mod tests {
         put("intermediate_val_data.0/part.parquet", "1");
         put("intermediate_train_data.1/part.parquet", "123");
         let now = SystemTime::now();
-        assert!(lease::share(&store.child("intermediate_train_data.1").unwrap(), now).unwrap().is_some());
+        assert!(
+            lease::share(&store.child("intermediate_train_data.1").unwrap(), now, None).unwrap().is_some()
+        );
         put("intermediate_train_dataset/mine.parquet", "x");
         put("runs/r/checkpoint", "x");
         put("plans/p/_manifest.json", "{}");

@@ -4,12 +4,14 @@
 //! A file that is written piece by piece and appears at its end.
 
 use std::collections::VecDeque;
+use std::path::PathBuf;
 
 use bytes::Bytes;
 use object_store::MultipartUpload;
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
+use crate::local;
 use crate::wait::{Waiter, runtime};
 
 /// Pieces smaller than this are put together: object stores refuse small parts.
@@ -23,15 +25,31 @@ pub struct Upload {
     waiter: Waiter,
     sent: VecDeque<JoinHandle<object_store::Result<()>>>,
     path: String,
+    /// Where it appears, on a local file system.
+    local: Option<PathBuf>,
     pending: Vec<Bytes>,
     pending_bytes: usize,
     bytes: u64,
 }
 
 impl Upload {
-    pub(crate) fn new(inner: Box<dyn MultipartUpload>, waiter: Waiter, path: String) -> Self {
+    pub(crate) fn new(
+        inner: Box<dyn MultipartUpload>,
+        waiter: Waiter,
+        path: String,
+        local: Option<PathBuf>,
+    ) -> Self {
         let sent = VecDeque::new();
-        Self { inner: Some(inner), waiter, sent, path, pending: Vec::new(), pending_bytes: 0, bytes: 0 }
+        Self {
+            inner: Some(inner),
+            waiter,
+            sent,
+            path,
+            local,
+            pending: Vec::new(),
+            pending_bytes: 0,
+            bytes: 0,
+        }
     }
 
     /// The whole path of the file.
@@ -96,7 +114,16 @@ impl Upload {
         self.settle(0)?;
         let mut inner = self.inner.take().ok_or_else(|| Error::Ended { path: self.path.clone() })?;
         match self.waiter.wait(inner.complete())? {
-            Ok(_) => Ok(self.bytes),
+            Ok(_) => {
+                // Manifests name such files: what they name must outlast a loss of power.
+                let synced = self.local.as_deref().map_or(Ok(()), local::sync);
+                let source = |source: std::io::Error| object_store::Error::Generic {
+                    store: "LocalFileSystem",
+                    source: Box::new(source),
+                };
+                synced.map_err(|error| self.failed("complete", source(error)))?;
+                Ok(self.bytes)
+            }
             Err(source) => {
                 self.inner = Some(inner);
                 Err(self.failed("complete", source))

@@ -6,6 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+def listening() -> tuple[str | None, int, int]:
+    """Where this process may listen, by its configuration.
+
+    Returns:
+        An address of this host, where `FARANDOLE_BIND_ADDRESS` names one or a network of it, and the first and the last
+        port of `FARANDOLE_PORT_RANGE`.
+
+    Raises:
+        FarandoleUsageError: A variable cannot be understood, or this host has no such address.
+    """
+
 def network_of(interfaces: Sequence[str]) -> str:
     """The IPv4 network of the first of these interfaces that this host has, such as `"10.0.0.0/8"`.
 

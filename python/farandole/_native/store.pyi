@@ -29,10 +29,16 @@ class Store:
         """Writes a file so that nobody ever sees half of it; makes directories as needed."""
     def create(self, path: str, data: bytes) -> bool:
         """Writes a small file unless there is one of this name; of many processes that try, one does."""
-    def take(self) -> str | None:
-        """Takes a directory of prepared data for this process alone: the lease's name, `None` when somebody uses it."""
-    def share(self) -> str | None:
-        """Uses a directory of prepared data beside others: the mark's name, `None` when somebody has taken it."""
+    def take(self, lasts: float | None = None) -> str | None:
+        """Takes a directory for this process alone: the lease's name, `None` when somebody uses it.
+
+        Processes that cannot see this one believe the lease for `lasts` seconds after it was written or renewed, or for
+        a week.
+        """
+    def share(self, lasts: float | None = None) -> str | None:
+        """Uses a directory beside others: the mark's name, `None` when somebody has taken it. `lasts` as in `take`."""
+    def renew(self, mark: str) -> bool:
+        """Writes a mark of this process again; false when it is gone, or another's."""
     def settle(self, lease: str) -> str:
         """Makes the own lease a mark of use beside others."""
     def is_free(self) -> bool:

@@ -20,17 +20,15 @@ deleted: a directory with such files is passed over.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import json
-import os
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
+from farandole.data.marks import Mark
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,30 +40,19 @@ _PREPARATION = "_preparation.json"
 _USED = "_used.json"
 _DONE = "_done-"
 _KEPT = 7 * 24 * 3600.0
-_AT_EXIT = 2.0
-"""Seconds that the end of a process waits for stores."""
-_AT_LEAST = 0.1
-"""Seconds that each place has of them whatever the others took: a store that works needs no more."""
-_LOCK = threading.Lock()
-_HELD: set[Place] = set()
 
 
-class Place:
+class Place(Mark):
     """A numbered pair of directories that this process writes or uses."""
 
     def __init__(self, store: AbstractFilesystemStore, index: int, mark: str) -> None:
-        self.index = index
         self.train_url = store.get_train_data_path(index)
+        super().__init__(self.train_url, mark)
+        self.index = index
         self.val_url = store.get_val_data_path(index)
         self.done: dict[int, bytes] = {}
         self.ended: set[int] = set()
         self.told: dict[int, str] = {}
-        self._mark = mark
-        self._pid = os.getpid()
-        with _LOCK:
-            if not _HELD:
-                atexit.register(release_all)
-            _HELD.add(self)
 
     def begin(self, key: str) -> None:
         """Empties the place and says what will be prepared in it.
@@ -110,34 +97,19 @@ class Place:
     def finish(self) -> None:
         """Says that the data is complete, and uses it from now on beside others."""
         train = NativeStore(self.train_url)
-        self._mark = train.settle(self._mark)
+        with self._touching:
+            self._mark = train.settle(self._mark)
         train.delete(_PREPARATION)
         for name, _ in train.list():
             if name.startswith(_DONE):
                 train.delete(name)
 
-    def release(self, patience: float | None = None) -> None:
-        """Lets go of the place. Data stays readable until somebody takes the place; what is unfinished can go on.
-
-        Args:
-            patience: Seconds after which a store that does not answer is given up; default: that of its retries.
-        """
-        with _LOCK:
-            if self not in _HELD:
-                return
-            _HELD.discard(self)
-        if self._pid == os.getpid():
-            NativeStore(self.train_url).delete(self._mark, patience)
-
     def discard(self) -> None:
         """Lets go of the place and deletes everything in it."""
-        with _LOCK:
-            if self not in _HELD:
-                return
-            _HELD.discard(self)
-        if self._pid == os.getpid():
-            for url in (self.val_url, self.train_url):
-                NativeStore(url).delete_all()
+        with self._touching:
+            if self._let_go():
+                for url in (self.val_url, self.train_url):
+                    NativeStore(url).delete_all()
 
 
 def note(train_url: str, partition: int, part: bytes, *, last: bool = True, source: str = "") -> None:
@@ -214,18 +186,6 @@ def take(store: AbstractFilesystemStore, key: str, *, resumable: bool, replace: 
             return place, False
         place.release()
     raise AssertionError("numbers do not end")
-
-
-def release_all() -> None:
-    """Lets go of everything this process holds, at its end.
-
-    A store that is gone shall not keep the process: what is left there then counts no longer than the process lives,
-    where others see that, and a week where they cannot.
-    """
-    end = time.monotonic() + _AT_EXIT
-    for place in list(_HELD):
-        with contextlib.suppress(OSError):
-            place.release(max(end - time.monotonic(), _AT_LEAST))
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -291,7 +291,10 @@ def run_with(
 
     logs.start()
     try:
-        registrar = Registrar(size, start_timeout=limit)
+        # The tasks of a local master are threads of this process's JVM.
+        here = cluster.context is not None and cluster.is_local
+        where = {"host": "127.0.0.1", "bind": ""} if here else {}
+        registrar = Registrar(size, start_timeout=limit, **where)
         work = Work(
             registrar.ticket,
             ahead.sent(cluster.session, packed) if spill is None else spill.carried(packed),

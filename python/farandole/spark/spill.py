@@ -8,8 +8,10 @@ where its hash came by Spark, as the closures and rows of the job itself do.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
+import time
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -19,10 +21,18 @@ import cloudpickle
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from farandole.data.marks import Mark
     from farandole.spark.common.store import StorageOptions, Store
 
 LIMIT: Final = 16 << 20
 """Bytes of a pickle that travel without a store."""
+_PREFIX: Final = "spill-"
+_USE: Final = "_use-"
+_WEEK: Final = 7 * 24 * 3600.0
+_LASTS: Final = 3600.0
+"""Seconds that drivers elsewhere believe a driver's mark, which it renews."""
+_MARKS: dict[str, Mark | None] = {}
+"""Marks of this driver in the directories of its jobs."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,10 @@ class Spill:
 
         made = Store.create(store) if isinstance(store, str) else store
         runs = made.to_remote("spill")
-        return cls(f"{runs.runs_path}/spill-{uuid.uuid4().hex}", runs.storage_options)
+        sweep(runs.runs_path)
+        spill = cls(f"{runs.runs_path}/{_PREFIX}{uuid.uuid4().hex}", runs.storage_options)
+        _MARKS[spill.url] = _mark(spill.url)
+        return spill
 
     def put(self, data: bytes) -> Stored:
         """Writes something, whole or not at all."""
@@ -95,7 +108,10 @@ class Spill:
 
     def clear(self) -> None:
         """Deletes everything the job has left."""
+        mark = _MARKS.pop(self.url, None)
         self._store().delete_all()
+        if mark is not None:
+            mark.release()
 
     def carried(self, packed: bytes) -> bytes:
         """A pickled `(fn, args, kwargs)` whose large result, and which itself when large, travels by the store."""
@@ -111,6 +127,39 @@ class Spill:
         from farandole._native import store  # noqa: PLC0415 - as in `below`
 
         return store.Store(self.url)
+
+
+def sweep(runs_path: str) -> None:
+    """Deletes what jobs left whose drivers were killed: a driver that lives has a mark in its job's directory.
+
+    What has no mark at all, as of versions that left none, goes when it is a week old.
+
+    Args:
+        runs_path: URL of the directory of all runs.
+    """
+    from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - as in `below`
+
+    runs = NativeStore(runs_path)
+    with contextlib.suppress(OSError):  # a store that cannot be tidied is told of by the job that writes there
+        for name, _, _, is_directory in runs.look(""):
+            if is_directory and name.startswith(_PREFIX) and _is_left(runs, name):
+                runs.delete_all(name)
+
+
+def _is_left(runs: Any, name: str) -> bool:
+    files = [path for path, _ in runs.list(name)]
+    if any(path.rpartition("/")[2].startswith(_USE) for path in files):
+        return runs.child(name).is_free()
+    ages = [time.time() - (runs.stat(path)[2] or time.time()) for path in files]
+    return bool(ages) and min(ages) > _WEEK
+
+
+def _mark(url: str) -> Mark | None:
+    from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - as in `below`
+    from farandole.data.marks import Mark  # noqa: PLC0415 - as above
+
+    name = NativeStore(url).share(_LASTS)
+    return None if name is None else Mark(url, name, _LASTS)
 
 
 def call(spill: Spill, packed: bytes) -> Any:

@@ -42,6 +42,7 @@ async fn join(caller: Caller, ended: Arc<AtomicUsize>) -> std::result::Result<bo
     });
     tokio::spawn(heartbeat::beat(
         caller.clone(),
+        String::new(),
         u64::from(task),
         Arc::default(),
         Duration::from_secs(60),

@@ -22,13 +22,26 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two attempts to connect again.
 const PAUSE: Duration = Duration::from_millis(200);
 
+/// How many times as long a registrar is waited for whose process is stopped.
+const STOPPED: u32 = 8;
+/// How long its kernel may take to say that somebody listens.
+const KNOCK: Duration = Duration::from_secs(1);
+
 type OnEnd = Box<dyn FnOnce(Verdict) + Send>;
 
 /// What an agent has registered with, once it has.
 pub(super) type Offer = Arc<Mutex<Option<wire::RegisterRequest>>>;
 
-/// Beats for as long as the client lives. `on_end` is called at most once.
-pub(super) async fn beat(caller: Caller, session: u64, offer: Offer, patience: Duration, on_end: OnEnd) {
+/// Beats for as long as the client lives. `on_end` is called at most once: when the registrar says so, when it has been
+/// gone for `patience`, or when it has been stopped for some times as long.
+pub(super) async fn beat(
+    caller: Caller,
+    address: String,
+    session: u64,
+    offer: Offer,
+    patience: Duration,
+    on_end: OnEnd,
+) {
     let mut on_end = Some(on_end);
     let mut heard = Instant::now();
     loop {
@@ -39,7 +52,8 @@ pub(super) async fn beat(caller: Caller, session: u64, offer: Offer, patience: D
             }
             Err(status) => status.message().to_owned(),
         };
-        if heard.elapsed() >= patience {
+        let silent = heard.elapsed();
+        if silent >= STOPPED * patience || (silent >= patience && !listens(&address).await) {
             if let Some(on_end) = on_end.take() {
                 let reason = format!("lost the registrar for {:.1?}: {reason}", heard.elapsed());
                 // The driver may be back by the time that somebody asks again.
@@ -50,6 +64,13 @@ pub(super) async fn beat(caller: Caller, session: u64, offer: Offer, patience: D
         tokio::time::sleep(PAUSE).await;
         offer_again(&caller, &offer).await;
     }
+}
+
+/// Whether somebody listens at an address. Of a process that is stopped the kernel says so; of one that has ended, of a
+/// host that is gone or cut off, nobody does.
+async fn listens(address: &str) -> bool {
+    let knock = tokio::time::timeout(KNOCK, tokio::net::TcpStream::connect(address));
+    knock.await.is_ok_and(|answer| answer.is_ok())
 }
 
 /// A registrar that saw the connection break has forgotten a task that waits for its rank; one that runs it has not,

@@ -490,11 +490,12 @@ impl Client {
     }
 
     /// Shows the registrar from now on that this agent lives, and calls `on_end` once, from another thread, when the
-    /// worker must end: by the registrar's verdict, or because the registrar has been gone for `patience`.
+    /// worker must end: by the registrar's verdict, or because the registrar has been gone for `patience`. One whose
+    /// process is stopped, while its kernel takes connections, is waited for eight times as long.
     pub fn watch(&self, patience: Duration, on_end: impl FnOnce(Verdict) + Send + 'static) {
-        let Inner { caller, session, offer, .. } = &*self.inner;
-        let beating =
-            heartbeat::beat(caller.clone(), *session, Arc::clone(offer), patience, Box::new(on_end));
+        let Inner { caller, address, session, offer, .. } = &*self.inner;
+        let (caller, address, offer) = (caller.clone(), address.clone(), Arc::clone(offer));
+        let beating = heartbeat::beat(caller, address, *session, offer, patience, Box::new(on_end));
         let task = self.inner.handle.spawn(beating);
         self.inner.tasks.lock().push(task);
     }

@@ -30,7 +30,6 @@ struct State {
     bytes: usize,
     dropped: u64,
     flushes: u64,
-    broken: bool,
     /// A line has waited in vain: until something leaves, no other one waits.
     stuck: bool,
 }
@@ -57,12 +56,12 @@ impl Outbox {
     pub(super) fn push_line(&self, line: wire::LogLine) {
         let mut state = self.state.lock();
         let deadline = Instant::now() + PATIENCE;
-        while state.bytes >= BUDGET && !state.broken && !state.stuck {
+        while state.bytes >= BUDGET && !state.stuck {
             if self.room.wait_until(&mut state, deadline).timed_out() {
                 state.stuck = true;
             }
         }
-        if state.bytes >= BUDGET || state.broken {
+        if state.bytes >= BUDGET {
             state.dropped += 1;
             return;
         }
@@ -74,12 +73,12 @@ impl Outbox {
     /// Adds a metric; drops the oldest ones rather than block.
     pub(super) fn push_metric(&self, metric: wire::Metric) {
         let mut state = self.state.lock();
-        while state.bytes >= BUDGET || state.broken {
+        while state.bytes >= BUDGET {
             let Some(old) = state.metrics.pop_front() else { break };
             state.bytes -= weight(&old);
             state.dropped += 1;
         }
-        if state.bytes >= BUDGET || state.broken {
+        if state.bytes >= BUDGET {
             state.dropped += 1;
             return;
         }
@@ -122,9 +121,9 @@ impl Outbox {
         Some(batch)
     }
 
+    /// Drops what waits: there has been nobody for it for a while. What comes later may find somebody.
     fn give_up(&self) {
         let mut state = self.state.lock();
-        state.broken = true;
         state.dropped += (state.lines.len() + state.metrics.len()) as u64;
         state.lines.clear();
         state.metrics.clear();

@@ -3,7 +3,7 @@
 
 //! The job's state behind its locks, and the effects of what `membership` decides.
 //!
-//! Lock order: membership, then what was told, then board, then events, or key-values.
+//! Lock order: membership, then the clock, then what was told, then board, then events, or key-values.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -16,6 +16,7 @@ use farandole_world::{Generation, HostHash, JobId, Rank, TaskId, World};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
+use super::clock::Clock;
 use super::members::Members;
 use super::{Elastic, Options};
 use crate::convert;
@@ -139,6 +140,7 @@ pub(super) struct Core {
     start_timeout: Duration,
     pub(super) is_elastic: bool,
     membership: Mutex<Members>,
+    clock: Mutex<Clock>,
     board: watch::Sender<Board>,
     kv: Mutex<KeyValues>,
     events: Ring<Event>,
@@ -209,6 +211,7 @@ impl Core {
             start_timeout: options.start_timeout,
             is_elastic: membership.is_elastic(),
             membership: Mutex::new(membership),
+            clock: Mutex::default(),
             board: watch::Sender::new(Board::default()),
             kv: Mutex::new(KeyValues::default()),
             events: Ring::new(EVENTS),
@@ -216,6 +219,11 @@ impl Core {
             told: Mutex::default(),
             last_ranks: Mutex::default(),
         }
+    }
+
+    /// Time since the job began, without that in which this process was stopped; membership is locked.
+    fn now(&self) -> Duration {
+        self.clock.lock().read(self.started.elapsed())
     }
 
     /// Takes a task in.
@@ -227,8 +235,7 @@ impl Core {
         host: HostHash,
     ) -> Result<Generation, Refusal> {
         let mut membership = self.membership.lock();
-        let (generation, decisions) =
-            membership.register(self.started.elapsed(), task, attempt, session, host)?;
+        let (generation, decisions) = membership.register(self.now(), task, attempt, session, host)?;
         self.apply(decisions);
         Ok(generation)
     }
@@ -241,7 +248,7 @@ impl Core {
         suspects: BTreeSet<TaskId>,
     ) -> Result<(), Refusal> {
         let mut membership = self.membership.lock();
-        let decisions = membership.ready(self.started.elapsed(), task, after, suspects)?;
+        let decisions = membership.ready(self.now(), task, after, suspects)?;
         self.apply(decisions);
         Ok(())
     }
@@ -249,7 +256,7 @@ impl Core {
     /// Takes in what happened.
     pub(super) fn observe(&self, input: Input) {
         let mut membership = self.membership.lock();
-        let decisions = membership.observe(self.started.elapsed(), input);
+        let decisions = membership.observe(self.now(), input);
         self.apply(decisions);
     }
 
@@ -263,7 +270,7 @@ impl Core {
             }
             self.events.push(Event::Exited { task, rank, exit: exit.clone() });
         }
-        let decisions = membership.observe(self.started.elapsed(), Input::Exited { task, generation, exit });
+        let decisions = membership.observe(self.now(), Input::Exited { task, generation, exit });
         self.apply(decisions);
     }
 

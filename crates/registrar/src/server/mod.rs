@@ -4,6 +4,7 @@
 //! The driver's side: a server that feeds `membership` and keeps what passes through it within bounds.
 
 mod auth;
+mod clock;
 mod core;
 mod incoming;
 mod members;

@@ -275,12 +275,15 @@ impl Store {
         Ok(entries)
     }
 
-    /// Writes a file that is seen whole or not at all.
+    /// Writes a file that is seen whole or not at all; on a local file system also after a loss of power.
     ///
     /// # Errors
     /// As [`Store::read`].
     pub fn write(&self, path: &str, data: Bytes) -> Result<()> {
         let at = self.at(path)?;
+        if let Location::Local(base) = &self.location {
+            return local::write(&base.join(path), &data).map_err(|source| self.io("write", path, source));
+        }
         self.ask("write", path, async |backend| backend.put(&at, data.into()).await).map(drop)
     }
 
@@ -329,7 +332,8 @@ impl Store {
     pub fn upload(&self, path: &str) -> Result<Upload> {
         let at = self.at(path)?;
         let inner = self.ask("write", path, async |backend| backend.put_multipart(&at).await)?;
-        Ok(Upload::new(inner, self.backend.waiter(), self.name_of(path)))
+        let local = self.local_path().map(|base| base.join(path));
+        Ok(Upload::new(inner, self.backend.waiter(), self.name_of(path), local))
     }
 
     /// Deletes a file; a missing one is no error.

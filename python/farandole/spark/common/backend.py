@@ -191,8 +191,8 @@ class SparkBackend(Backend):
 class LocalBackend(Backend):
     """Workers as processes of this host, without Spark and without a JVM.
 
-    They get this process's environment and modules. Unless `OMP_NUM_THREADS` is set, each gets its fair share of
-    the cores.
+    They get this process's environment and modules, and listen on loopback alone, as this process does. Unless
+    `OMP_NUM_THREADS` is set, each gets its fair share of the cores.
 
     Args:
         num_proc: Number of processes; default: the number of cores.
@@ -264,7 +264,8 @@ class LocalBackend(Backend):
         from farandole.common import logs  # noqa: PLC0415
 
         logs.start()
-        return Registrar(size, start_timeout=limit)
+        # Nobody elsewhere needs to reach it, whatever the variables say of other jobs.
+        return Registrar(size, start_timeout=limit, host="127.0.0.1", bind="")
 
     def _agents(self, work: Work, size: int) -> Agents:
         return LocalAgents(work, range(size))

@@ -27,7 +27,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from farandole._native import store as native
+
+    Fault = Callable[[str, bytes], str | None]
 
 PREVIOUS = ".previous"
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP)
@@ -123,22 +127,45 @@ def _write_locally(directory: Path, name: str, data: bytes, *, keeps: bool, disk
         raise
 
 
-def read(store: native.Store, name: str) -> bytes | None:
+def synchronize(directory: Path, disk: Disk = _DISK) -> None:
+    """Returns when a directory, and everything in it, is on the disk, whichever process wrote it.
+
+    Args:
+        directory: that is there.
+        disk: does the work.
+    """
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            disk.sync(Path(folder) / name)
+        disk.sync(Path(folder))
+    for above in directory.parents:
+        with contextlib.suppress(PermissionError):  # somebody else's, which was there before
+            disk.sync(above)
+
+
+def read(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
     """A checkpoint, if it is there and whole; a damaged one is told of.
 
     Args:
         store: directory of the run.
         name: of the file.
+        fault: says what else may be wrong with a file of this name and this content.
     """
     data = store.read(name) if store.exists(name) else None
-    why = None if data is None else damage(data)
+    if data is None:
+        return None
+    why = damage(data)
     if why is not None:
         _log.warning("the checkpoint is damaged and is not used: %s/%s: %s", store.url, name, why)
+        return None
+    why = None if fault is None else fault(name, data)
+    if why is not None:
+        _log.warning("the checkpoint is not used: %s/%s: %s", store.url, name, why)
         return None
     return data
 
 
-def resume(store: native.Store, name: str) -> bytes | None:
+def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
     """The checkpoint to go on from: the last one, or where that is damaged or missing, the one before.
 
     The one before then takes the place of the damaged one, so that the next write does not keep that.
@@ -146,25 +173,27 @@ def resume(store: native.Store, name: str) -> bytes | None:
     Args:
         store: directory of the run.
         name: of the checkpoint.
+        fault: as in `read`.
 
     Returns:
         Its bytes; `None` where there are none, for a fresh run.
 
     Raises:
-        ValueError: there are checkpoints, and all of them are damaged.
+        ValueError: there are checkpoints, and none of them can be used.
     """
-    found = read(store, name)
+    found = read(store, name, fault)
     if found is not None:
         return found
     there = store.exists(name)
-    found = read(store, name + PREVIOUS)
+    found = read(store, name + PREVIOUS, fault)
     if found is None:
         if there or store.exists(name + PREVIOUS):
             raise ValueError(
-                f"no checkpoint of the run is whole: choose another run_id, or delete {store.url} to begin anew"
+                "no checkpoint of the run is whole and of this run, as warnings have said: choose another run_id, or "
+                f"delete {store.url} to begin anew"
             )
         return None
-    state = "is damaged" if there else "is missing"
+    state = "cannot be used" if there else "is missing"
     _log.warning("%s/%s %s: the run goes on from the one before, %s%s", store.url, name, state, name, PREVIOUS)
     write(store, name, found)
     return found

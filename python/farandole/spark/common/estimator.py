@@ -24,6 +24,7 @@ from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.common.params import EstimatorParams, ModelParams
 from farandole.spark.common.prepare import find_data, prepare_data
 from farandole.spark.common.progress import Progress, progress
+from farandole.spark.common.runs import alone
 from farandole.spark.common.tracking import MlflowTracker, Tracker
 from farandole.spark.common.visibility import executor_hosts, told_local
 from farandole.spark.session import Cluster
@@ -188,6 +189,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
 
         Raises:
             FarandoleJobError: a worker failed, and no restart is left.
+            RunInUseError: another fit trains the same run.
         """
 
         def report(_rank: int, record: dict[str, Any]) -> None:
@@ -203,15 +205,17 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         if any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told):
             more["on_progress"] = report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
-        while True:
-            try:
-                return backend.run(train, args=(job,), **more)
-            except FarandoleJobError as error:
-                if not left:
-                    raise
-                left -= 1
-                shown.message(f"{error.reason}; starting again from the last checkpoint, restarts left: {left}")
-                backend = self._backend()
+        base = getattr(job, "base", job)
+        with alone(base.store.run_path, base.run_id):
+            while True:
+                try:
+                    return backend.run(train, args=(job,), **more)
+                except FarandoleJobError as error:
+                    if not left:
+                        raise
+                    left -= 1
+                    shown.message(f"{error.reason}; starting again from the last checkpoint, restarts left: {left}")
+                    backend = self._backend()
 
     def _new_run(self, framework: str) -> str:
         """The run's name: as the user set it, or one that no other run has.

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from farandole._native import store as native
-from farandole.spark.common import durable
+from farandole.spark.common import durable, seals
 
 if TYPE_CHECKING:
     from farandole.spark.common.store import StorageOptions
@@ -29,6 +30,7 @@ class RemoteStore:
     checkpoint_filename: str
     logs_subdir: str
     storage_options: StorageOptions
+    seal_key: bytes | None = field(default=None, repr=False)
 
     def read(self, name: str) -> bytes | None:
         """A file of the run, or `None` where there is none.
@@ -59,7 +61,9 @@ class RemoteStore:
             data: the whole content.
         """
         if self.run_path is not None:
-            durable.write(native.Store(self.run_path), name, data, keeps=name == self.checkpoint_filename)
+            run = native.Store(self.run_path)
+            seals.note(run, name, data, self.seal_key)
+            durable.write(run, name, data, keeps=name == self.checkpoint_filename)
 
     def read_checkpoint(self, name: str) -> bytes | None:
         """A checkpoint of the run, or `None` where there is none; a damaged one is named in a warning and not used.
@@ -67,12 +71,21 @@ class RemoteStore:
         Args:
             name: path below the run's directory.
         """
-        return None if self.run_path is None else durable.read(native.Store(self.run_path), name)
+        if self.run_path is None:
+            return None
+        run = native.Store(self.run_path)
+        return durable.read(run, name, partial(self._fault, run))
 
     def resume(self) -> bytes | None:
         """The checkpoint that the run goes on from, or `None` for a fresh run.
 
         Raises:
-            ValueError: there are checkpoints, and all of them are damaged.
+            ValueError: there are checkpoints, and none of them can be used.
         """
-        return None if self.run_path is None else durable.resume(native.Store(self.run_path), self.checkpoint_filename)
+        if self.run_path is None:
+            return None
+        run = native.Store(self.run_path)
+        return durable.resume(run, self.checkpoint_filename, partial(self._fault, run))
+
+    def _fault(self, run: native.Store, name: str, data: bytes) -> str | None:
+        return seals.fault(run, name, data, self.seal_key)

@@ -26,9 +26,11 @@ import json
 import logging
 import re
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from farandole._native import store as native
+from farandole.spark.common import durable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 _CHUNK = 16 << 20
 _DATA = "part string, chunk int, bytes binary"
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
+_FILE = re.compile(r"^file:(//)?(?=/)")
 _log = logging.getLogger("farandole")
 
 _Row = tuple[str, int, bytes]
@@ -114,6 +117,7 @@ class Saved:
         text = json.dumps({**metadata, "save": {"data": data, "number": number}}, separators=(",", ":"))
         self._files.write_rows(data, [chunk for name, part in parts.items() for chunk in _chunks(name, part)])
         self._files.write_text(identity, text)
+        self._synchronize()
         for name in old or []:
             try:
                 self._files.delete(name)
@@ -125,6 +129,13 @@ class Saved:
                     name,
                     error,
                 )
+
+    def _synchronize(self) -> None:
+        """Has a file system of this host keep what was written, before anything older is deleted."""
+        plain = _FILE.sub("", self._path)
+        # Spark may have another file system in mind for a path without a scheme: then there is nothing of ours here.
+        if "://" not in plain and Path(plain).is_dir():
+            durable.synchronize(Path(plain).absolute())
 
     def metadata(self, kind: str | None = None) -> dict[str, Any]:
         """The JSON of the last complete save.

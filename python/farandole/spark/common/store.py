@@ -6,6 +6,7 @@ A store is a URL and a layout below it:
 
     <prefix>/intermediate_train_data[.<idx>]    prepared rows; also ..._val_data and ..._test_data
     <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint; the one before is checkpoint.previous
+    <prefix>/runs/<run_id>/_run.json            which contents of checkpoints the run's jobs have written
     <prefix>/runs/<run_id>/logs/                history and logs
 
 The bytes go through the native store, so that the driver, Spark's executors and training processes agree on every path.
@@ -18,11 +19,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
 from farandole.runner import scratch
+from farandole.spark.common import seals
 from farandole.spark.common.filesystem import StoreFileSystem
 from farandole.spark.common.remote_store import RemoteStore
 
@@ -446,6 +449,7 @@ class AbstractFilesystemStore(Store):
             checkpoint_filename=self.get_checkpoint_filename(),
             logs_subdir=self.get_logs_subdir(),
             storage_options=self._options,
+            seal_key=seals.run_key(run_id),
         )
 
     def _split(self, path: str) -> tuple[str, str]:
@@ -512,6 +516,29 @@ class ObjectStore(AbstractFilesystemStore):
         if _scheme(path) not in self.SCHEMES:
             known = ", ".join(sorted(self.SCHEMES))
             raise ValueError(f"not a URL of an object store (its scheme is one of {known}): {path!r}")
+
+    def check_writable(self) -> None:
+        """Writes and deletes small files, one of them twice: leases need a service that creates a file once.
+
+        Raises:
+            OSError: nothing can be written there, or the service lets two processes create one file; the message names
+                the path.
+        """
+        super().check_writable()
+        store, name = native.Store(self.prefix_path), f"_created_{uuid.uuid4().hex}"
+        told = (
+            f"{self.prefix_path} cannot be asked to create a file only where there is none (If-None-Match), by which "
+            "processes keep each other's data: use a newer version of the service, or another store"
+        )
+        try:
+            once, twice = store.create(name, b""), store.create(name, b"")
+        except (OSError, ValueError) as error:
+            raise OSError(f"{told}: {error}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                store.delete(name)
+        if not once or twice:
+            raise OSError(told)
 
 
 class HDFSStore(AbstractFilesystemStore):

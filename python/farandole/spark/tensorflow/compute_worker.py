@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Workers of tf.data's service on Spark: `spark-submit .../farandole/spark/tensorflow/compute_worker.py service.json`.
+"""Workers of tf.data's service on Spark.
 
-The driver writes the file, by which trainers find the service: they must be able to read it, and to reach the driver.
+    spark-submit .../farandole/spark/tensorflow/compute_worker.py --open-to-the-network service.json
+
+Read what `farandole.tensorflow.data.compute_service` says of the danger first. The driver writes the file, by which
+trainers find the service: they must be able to read it, and to reach the driver.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from farandole.spark import run
-from farandole.tensorflow.data.compute_service import compute_worker_fn, serving
+from farandole.tensorflow.data.compute_service import compute_worker_fn, require_consent, serving
 from farandole.tensorflow.data.compute_worker import parser
 
 
@@ -20,6 +23,8 @@ def main(
     dispatcher_side: str = "compute",
     timeout: float = 60,
     num_proc: int | None = None,
+    *,
+    open_to_the_network: bool = False,
 ) -> None:
     """What the driver does.
 
@@ -29,15 +34,18 @@ def main(
         dispatcher_side: Where they are, `"compute"` or `"training"`.
         timeout: Seconds that waits for each other last at most.
         num_proc: Number of workers, by default all that Spark has room for.
+        open_to_the_network: Consent to ports that run the graphs of anybody who reaches them; see `compute_service`.
 
     Raises:
+        PermissionError: When nobody has consented to open ports.
         ValueError: When workers cannot be dealt out evenly.
     """
+    require_consent(open_to_the_network)
     from pyspark.sql import SparkSession  # noqa: PLC0415 - optional
 
     session = SparkSession.builder.getOrCreate()  # pyright: ignore[reportAttributeAccessIssue]
     num_proc = num_proc or session.sparkContext.defaultParallelism
-    with serving(num_proc, dispatchers, dispatcher_side, timeout) as config:
+    with serving(num_proc, dispatchers, dispatcher_side, timeout, open_to_the_network=open_to_the_network) as config:
         config.write(output_filename)
         try:
             run(compute_worker_fn, args=(config,), num_proc=num_proc)
@@ -47,4 +55,10 @@ def main(
 
 if __name__ == "__main__":
     told = parser().parse_args()
-    main(told.configfile, told.dispatchers, told.dispatcher_side, told.timeout)
+    main(
+        told.configfile,
+        told.dispatchers,
+        told.dispatcher_side,
+        told.timeout,
+        open_to_the_network=told.open_to_the_network,
+    )

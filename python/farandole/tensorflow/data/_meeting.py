@@ -24,6 +24,8 @@ SLICE = 30.0
 """Seconds that one request waits at most; a longer wait asks again."""
 REACH = 5.0
 """Seconds for connecting to one address, and for the proofs."""
+PAUSE = 0.1
+"""Seconds before the next try to accept."""
 CROWD = 1024
 """Requests that wait at the same time."""
 LARGEST = 1 << 16
@@ -42,6 +44,21 @@ def addresses_of_this_host() -> list[str]:
     return list(dict.fromkeys([*found, "127.0.0.1"]))
 
 
+def _listen() -> tuple[Listener, str | None]:
+    """What accepts, where the job's settings allow it; and the address that they name, if they do."""
+    from farandole._native import hosts  # noqa: PLC0415 - clients do without
+
+    address, first, last = hosts.listening()
+    family = "AF_INET6" if address is not None and ":" in address else "AF_INET"
+    failure: OSError | None = None
+    for port in range(first, last + 1):
+        try:
+            return Listener((address or "", port), family, backlog=64), address
+        except OSError as error:
+            failure = error
+    raise OSError(f"no port from {first} to {last} of FARANDOLE_PORT_RANGE can be listened on: {failure}")
+
+
 class MeetingServer:
     """Knows the dispatchers and workers of one data service. Ends with `close`, or with its process.
 
@@ -58,7 +75,7 @@ class MeetingServer:
         self._workers_per_dispatcher = workers_per_dispatcher
         self._is_shut_down = False
         self._changed = threading.Condition()
-        self._listener = Listener(("", 0), backlog=64)
+        self._listener, self._address = _listen()
         self._closed = False
         self._places = threading.BoundedSemaphore(CROWD)
         self._thread = threading.Thread(target=self._serve, name="farandole-data-meeting", daemon=True)
@@ -67,8 +84,8 @@ class MeetingServer:
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """Where it listens."""
-        port = self._listener.address[1]
-        return [(host, int(port)) for host in addresses_of_this_host()]
+        port = int(self._listener.address[1])
+        return [(host, port) for host in ([self._address] if self._address else addresses_of_this_host())]
 
     def close(self) -> None:
         """Takes no more requests; those that wait are answered."""
@@ -77,7 +94,7 @@ class MeetingServer:
             self._changed.notify_all()
         # Wakes the thread that accepts.
         with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", int(self._listener.address[1])), REACH).close()
+            socket.create_connection((self._address or "127.0.0.1", int(self._listener.address[1])), REACH).close()
         self._thread.join(REACH)
         self._listener.close()
 
@@ -86,6 +103,9 @@ class MeetingServer:
             try:
                 connection = self._listener.accept()
             except (OSError, EOFError):
+                # A stranger that went away, or no descriptor is left: the next try may come too early.
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, PAUSE)
                 continue
             if not self._places.acquire(blocking=False):
                 connection.close()

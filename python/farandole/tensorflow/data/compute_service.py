@@ -2,8 +2,15 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """tf.data's service for a training job: processes of their own prepare batches, trainers fetch them.
 
+Danger: TensorFlow's dispatchers and workers listen on all addresses of their hosts, without password or key. Anybody
+who reaches their ports runs graphs there, which read and write files. TensorFlow has no setting against that. So
+nothing of it starts unless `open_to_the_network=True` says that nobody else reaches them: on the command line
+`--open-to-the-network`, for code that cannot be changed the variable `FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK=1`.
+The meeting point, by which processes find each other, asks for a key.
+
 Example:
-    # on hosts with CPUs to spare: farandole run -np 4 python -m farandole.tensorflow.data.compute_worker service.json
+    # on hosts with CPUs to spare, in a network in which nobody else reaches them:
+    # farandole run -np 4 python -m farandole.tensorflow.data.compute_worker --open-to-the-network service.json
     config = TfDataServiceConfig.read("service.json", wait_for_file_creation=True)
     dataset = dataset.send_to_data_service(config, hvd.rank(), hvd.size())
     ...
@@ -38,6 +45,29 @@ __all__ = [
 ]
 
 SIDES = ("training", "compute")
+CONSENT = "FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK"
+_WORDS = {"1": True, "true": True, "on": True, "": False, "0": False, "false": False, "off": False}
+
+
+def require_consent(given: bool) -> None:
+    """Refuses to go on without consent to open ports, by the caller or the environment.
+
+    Args:
+        given: whether the caller has consented.
+
+    Raises:
+        PermissionError: nobody has.
+        ValueError: the variable says neither yes nor no.
+    """
+    told = os.environ.get(CONSENT, "0").strip().lower()
+    if told not in _WORDS:
+        raise ValueError(f"{CONSENT} is 1 or 0: {told!r}")
+    if not (given or _WORDS[told]):
+        raise PermissionError(
+            "tf.data's dispatchers and workers listen on all addresses of this host without a password: anybody who "
+            "reaches their ports runs graphs here, which read and write files as this user. If a firewall keeps others "
+            f"from these ports, say so: open_to_the_network=True, --open-to-the-network, or {CONSENT}=1"
+        )
 
 
 @dataclasses.dataclass
@@ -51,6 +81,7 @@ class TfDataServiceConfig:
         addresses: Where the service may be asked, as host and port.
         key: Proves who belongs to it: keep it secret.
         timeout: Seconds that waits for each other last at most.
+        open_to_the_network: Consent to ports that run the graphs of anybody who reaches them; see the module.
 
     Raises:
         ValueError: For another side.
@@ -62,12 +93,21 @@ class TfDataServiceConfig:
     addresses: list[tuple[str, int]]
     key: bytes
     timeout: float = 60
+    open_to_the_network: bool = False
 
     def __post_init__(self) -> None:
         """Checks the side."""
         if self.dispatcher_side not in SIDES:
             raise ValueError(f"dispatcher_side must be one of {SIDES}: {self.dispatcher_side!r}")
         self.addresses = [(str(host), int(port)) for host, port in self.addresses]
+
+    def require_consent(self) -> None:
+        """Refuses to open ports that run the graphs of anybody who reaches them, where nobody has consented.
+
+        Raises:
+            PermissionError: Nobody has.
+        """
+        require_consent(self.open_to_the_network)
 
     def compute_client(self, verbose: int = 1) -> MeetingClient:
         """What asks the service.
@@ -119,7 +159,12 @@ class TfDataServiceConfig:
 
 @contextlib.contextmanager
 def serving(
-    processes: int, dispatchers: int = 1, dispatcher_side: str = "compute", timeout: float = 60
+    processes: int,
+    dispatchers: int = 1,
+    dispatcher_side: str = "compute",
+    timeout: float = 60,
+    *,
+    open_to_the_network: bool = False,
 ) -> Iterator[Any]:
     """Runs the service's meeting point in this process for as long as the context lasts.
 
@@ -128,6 +173,7 @@ def serving(
         dispatchers: Number of dispatchers.
         dispatcher_side: Where they are.
         timeout: Seconds that waits for each other last at most.
+        open_to_the_network: Consent to ports that run the graphs of anybody who reaches them; see the module.
 
     Yields:
         The `TfDataServiceConfig` of it.
@@ -139,8 +185,9 @@ def serving(
         raise ValueError(f"the number of processes must be a multiple of the {dispatchers} dispatchers: {processes}")
     server = MeetingServer(dispatchers, processes // dispatchers)
     try:
+        workers = processes // dispatchers
         yield TfDataServiceConfig(
-            dispatchers, processes // dispatchers, dispatcher_side, server.addresses, server.key, timeout
+            dispatchers, workers, dispatcher_side, server.addresses, server.key, timeout, open_to_the_network
         )
     finally:
         server.close()
@@ -166,11 +213,13 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
         The dispatcher's address, for `tf.data.experimental.service.distribute`.
 
     Raises:
+        PermissionError: When this process is to hold a dispatcher, and nobody has consented to open ports.
         TimeoutError: When dispatcher or workers do not come in time.
     """
     client = compute_config.compute_client()
     own = None
     if compute_config.dispatcher_side == "training" and rank < compute_config.dispatchers:
+        compute_config.require_consent()
         own = _dispatcher(client, rank)
     number = rank % compute_config.dispatchers
     address = client.wait_for_dispatcher_registration(number)
@@ -257,8 +306,10 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
 
     Raises:
         ConnectionError: When the service is gone.
+        PermissionError: When nobody has consented to open ports; see the module.
         TimeoutError: When the dispatcher does not come in time.
     """
+    compute_config.require_consent()
     hvd.init()
     client = compute_config.compute_client()
     number, place = divmod(hvd.rank(), compute_config.workers_per_dispatcher)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Workers of tf.data's service: `farandole run -np 4 python -m farandole.tensorflow.data.compute_worker service.json`.
+"""Workers of tf.data's service.
+
+    farandole run -np 4 python -m farandole.tensorflow.data.compute_worker --open-to-the-network service.json
+
+Read what `compute_service` says of the danger first.
 
 Rank 0 writes the file, by which trainers find the service, and removes it at the end. All end when a trainer calls
 `TfDataServiceConfig.compute_client().shutdown()`.
@@ -13,10 +17,12 @@ import contextlib
 from pathlib import Path
 
 import farandole.tensorflow as hvd
-from farandole.tensorflow.data.compute_service import SIDES, compute_worker_fn, serving
+from farandole.tensorflow.data.compute_service import SIDES, compute_worker_fn, require_consent, serving
 
 
-def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float) -> None:
+def main(
+    dispatchers: int, dispatcher_side: str, configfile: str, timeout: float, *, open_to_the_network: bool = False
+) -> None:
     """What every rank does.
 
     Args:
@@ -24,15 +30,20 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
         dispatcher_side: Where they are, `"compute"` or `"training"`.
         configfile: Where trainers will look.
         timeout: Seconds that waits for each other last at most.
+        open_to_the_network: Consent to ports that run the graphs of anybody who reaches them; see `compute_service`.
 
     Raises:
+        PermissionError: When nobody has consented to open ports.
         ValueError: When ranks cannot be dealt out evenly.
     """
+    require_consent(open_to_the_network)
     hvd.init()
     with contextlib.ExitStack() as stack:
         config = None
         if hvd.rank() == 0:
-            config = stack.enter_context(serving(hvd.size(), dispatchers, dispatcher_side, timeout))
+            config = stack.enter_context(
+                serving(hvd.size(), dispatchers, dispatcher_side, timeout, open_to_the_network=open_to_the_network)
+            )
         config = hvd.broadcast_object(config, name="farandole.tensorflow.data")
         if hvd.rank() == 0:
             config.write(configfile)
@@ -49,9 +60,20 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--dispatchers", type=int, default=1, help="number of dispatchers")
     arguments.add_argument("--dispatcher-side", choices=SIDES, default="compute", help="who holds them")
     arguments.add_argument("--timeout", type=float, default=60, help="seconds that waits last at most")
+    arguments.add_argument(
+        "--open-to-the-network",
+        action="store_true",
+        help="consent to ports on all addresses of these hosts, which run the graphs of anybody who reaches them",
+    )
     return arguments
 
 
 if __name__ == "__main__":
     told = parser().parse_args()
-    main(told.dispatchers, told.dispatcher_side, told.configfile, told.timeout)
+    main(
+        told.dispatchers,
+        told.dispatcher_side,
+        told.configfile,
+        told.timeout,
+        open_to_the_network=told.open_to_the_network,
+    )

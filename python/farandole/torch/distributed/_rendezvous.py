@@ -1,49 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`init_method="farandole://"`: rank and size of this process's world, and a store in it."""
+"""`init_method="farandole://"`: rank and size of this process's world, and a store at its registrar.
+
+In processes that Farandole has started, `env://`, torch's default, comes to the same. Torch's own way opens a port
+on all addresses of rank 0's host, without a password.
+"""
 
 from __future__ import annotations
 
 import os
-import socket
+import secrets
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlparse
 
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from farandole.common import basics
 from farandole.torch.distributed._groups import join_world
+from farandole.torch.distributed._store import RegistrarStore
 from farandole.torch.functions import broadcast_object
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    Rendezvous = Callable[..., Iterator[tuple[Store, int, int]]]
 
 _TIMEOUT = timedelta(minutes=5)
+_stores: list[Store] = []
+"""Those of this session. Torch keeps the part that is in C++ alone, which calls the part that is in Python."""
+basics.on_init(_stores.clear)
 
 
 def register() -> None:
-    """Teaches torch the scheme."""
+    """Teaches torch the scheme, and has `env://` lead here where this process is one of Farandole's."""
     register_rendezvous_handler("farandole", _meet)
+    handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {})
+    if "env" in handlers:
+        handlers["env"] = _by_environment(handlers["env"])
 
 
 def _meet(url: str, timeout: timedelta = _TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    del url
     join_world()
     yield _store(timeout), basics.rank(), basics.size()
-    raise RuntimeError("farandole:// cannot be used for a second rendezvous")
+    raise RuntimeError(f"{urlparse(url).scheme}:// cannot be used for a second rendezvous")
+
+
+def _by_environment(torchs: Rendezvous) -> Rendezvous:
+    def meet(url: str, **more: Any) -> Iterator[tuple[Store, int, int]]:
+        return (_meet if _is_of_this_world(url) else torchs)(url, **more)
+
+    return meet
+
+
+def _is_of_this_world(url: str) -> bool:
+    """Whether what torch was told is what this process was started as."""
+    if "FARANDOLE_TASK" not in os.environ:
+        return False
+    asked = parse_qs(urlparse(url).query)
+    told = [
+        (asked[name][0] if name in asked else os.environ.get(name.upper()), os.environ.get(f"HOROVOD_{own}"))
+        for name, own in (("rank", "RANK"), ("world_size", "SIZE"))
+    ]
+    return all(one is not None and one == own for one, own in told)
 
 
 def _store(timeout: timedelta) -> Store:
-    """A store of all ranks: rank 0 serves it on an unused port and tells the others where."""
-    size = basics.size()
-    if size == 1:
+    """A store of all ranks, in which no earlier one has left anything."""
+    if basics.size() == 1:
         return HashStore()
-    if basics.rank() != 0:
-        host, port = broadcast_object(None, 0, "distributed.store")
-        return TCPStore(host, port, size, is_master=False, timeout=timeout)
-    one_host = basics.local_size() == size
-    host = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
-    store = TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-    broadcast_object((host, store.port), 0, "distributed.store")
+    name = broadcast_object(secrets.token_hex(8) if basics.rank() == 0 else None, 0, "distributed.store")
+    store = RegistrarStore(name, timeout)
+    _stores.append(store)
     return store

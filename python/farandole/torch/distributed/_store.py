@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A store of torch.distributed at the job's registrar.
+
+Torch's own `TCPStore` listens on all addresses and asks for no password. This one opens no port: it asks the registrar,
+over the connection that every rank has, with TLS and the job's token, and so obeys every setting of that.
+
+The registrar keeps what was first said under a key. So every change of a key is an entry of its own, `<key>/<number>`,
+which one rank alone can make:
+
+    set, add, compare_set, delete    claim the next number; where another rank was first, look at its entry, try again
+    get, wait                        wait for entry 0, then go on to the last one
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final
+
+from torch._C._distributed_c10d import Store
+
+from farandole._native import values
+
+_TAG: Final = 8
+_SET: Final = b"s"
+_DELETED: Final = b"d"
+_Change = Callable[[bytes | None], bytes | None]
+
+
+class RegistrarStore(Store):
+    """Keys and values of the ranks of one world.
+
+    Args:
+        name: tells it from other stores of the job; the same on all ranks.
+        timeout: how long `get` and `wait` wait.
+    """
+
+    def __init__(self, name: str, timeout: timedelta) -> None:
+        super().__init__()
+        self._name = name
+        self._limit = timeout
+        self._lock = threading.Lock()
+        self._last: dict[str, tuple[int, bytes | None]] = {}
+        """Of each key the number after its last entry that is known here, and the value by then."""
+
+    def set(self, key: str | bytes, value: str | bytes) -> None:
+        """Sets a key."""
+        self._change(_text(key), lambda _: _bytes(value))
+
+    def get(self, key: str | bytes) -> bytes:
+        """Waits for the value of a key.
+
+        Raises:
+            TimeoutError: it does not come in time.
+        """
+        return self._wait(_text(key), self._limit)
+
+    def add(self, key: str | bytes, value: int) -> int:
+        """Adds to the number under a key, 0 where there is none; the sum."""
+        return int(self._change(_text(key), lambda now: b"%d" % (int(now or 0) + value)) or 0)
+
+    def append(self, key: str | bytes, value: str | bytes) -> None:
+        """Appends to the value under a key."""
+        self._change(_text(key), lambda now: (now or b"") + _bytes(value))
+
+    def compare_set(self, key: str | bytes, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Sets a key whose value is as expected, or which has none where nothing is expected; the value by then."""
+        wanted, then = _bytes(expected_value), _bytes(desired_value)
+        found: list[bytes | None] = []
+
+        def change(now: bytes | None) -> bytes | None:
+            found[:] = [now]
+            matches = now == wanted if now is not None else not wanted
+            return then if matches else now
+
+        after = self._change(_text(key), change)
+        return wanted if after is None else after
+
+    def delete_key(self, key: str | bytes) -> bool:
+        """Deletes a key; whether it was there."""
+        there: list[bool] = []
+
+        def change(now: bytes | None) -> bytes | None:
+            there[:] = [now is not None]
+            return None
+
+        self._change(_text(key), change)
+        return there[0]
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of some keys have values."""
+        return all(self._look(_text(key)) is not None for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits until all of some keys have values.
+
+        Raises:
+            TimeoutError: one of them does not come in time.
+        """
+        end = time.monotonic() + (timeout or self._limit).total_seconds()
+        for key in keys:
+            self._wait(_text(key), timedelta(seconds=max(0.0, end - time.monotonic())))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """As `get`, of several keys."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        """As `set`, of several keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Whether `append`, `multi_get` and `multi_set` are there."""
+        return True
+
+    def num_keys(self) -> int:
+        """Not to be asked.
+
+        Raises:
+            NotImplementedError: the registrar does not count keys.
+        """
+        raise NotImplementedError("the store of farandole:// cannot count its keys")
+
+    # The names by which torch's own stores over this one ask.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long `get` and `wait` wait from now on."""
+        self._limit = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long `get` and `wait` wait."""
+        return self._limit
+
+    def clone(self) -> RegistrarStore:
+        """Another one of the same keys."""
+        return RegistrarStore(self._name, self._limit)
+
+    def _entry(self, key: str, number: int) -> str:
+        return f"torch.distributed/{self._name}/{key}/{number}"
+
+    def _known(self, key: str) -> tuple[int, bytes | None]:
+        with self._lock:
+            return self._last.get(key, (0, None))
+
+    def _note(self, key: str, number: int, entry: bytes) -> bytes | None:
+        """Takes note of an entry; the value by then."""
+        value = entry[_TAG + 1 :] if entry[:1] == _SET else None
+        with self._lock:
+            if self._last.get(key, (0, None))[0] <= number:
+                self._last[key] = (number + 1, value)
+        return value
+
+    def _look(self, key: str) -> bytes | None:
+        """The value of a key now."""
+        number, value = self._known(key)
+        while (entry := values.find(self._entry(key, number), 0)) is not None:
+            value = self._note(key, number, entry)
+            number += 1
+        return value
+
+    def _change(self, key: str, change: _Change) -> bytes | None:
+        """Changes a key, by a function of its value; the value after."""
+        tag = secrets.token_bytes(_TAG)
+        while True:
+            before = self._look(key)
+            number, known = self._known(key)
+            if known != before:
+                continue  # another thread has seen more
+            after = change(before)
+            if after == before:
+                return after
+            mine = (_DELETED if after is None else _SET) + tag + (after or b"")
+            held = values.claim(self._entry(key, number), mine)
+            self._note(key, number, held)
+            if held == mine:
+                return after
+
+    def _wait(self, key: str, limit: timedelta) -> bytes:
+        end = time.monotonic() + limit.total_seconds()
+        while (value := self._look(key)) is None:
+            number, _ = self._known(key)
+            if values.find(self._entry(key, number), max(0.0, end - time.monotonic())) is None:
+                raise TimeoutError(
+                    f"{key!r} of the store of farandole:// did not come within {limit.total_seconds()} s"
+                )
+        return value
+
+
+def _text(key: str | bytes) -> str:
+    return key.decode() if isinstance(key, bytes) else key
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The marker of a run: checkpoints that no job of it wrote are not used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from tests.single.test_checkpoint_safety import Recorder, archive, text_of, torch_fit
+from tests.single.training import line, write
+
+from farandole._native import store as native
+from farandole.spark.common import LocalStore, durable, seals
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def run_of(folder, run_id="r"):
+    return LocalStore(str(folder)).to_remote(run_id)
+
+
+@pytest.fixture(params=[None, "the owner's secret"], ids=["plain", "keyed"])
+def secret(request, monkeypatch):
+    monkeypatch.delenv(seals.SECRET, raising=False)
+    if request.param is not None:
+        monkeypatch.setenv(seals.SECRET, request.param)
+    return request.param
+
+
+def test_the_last_two_are_known_and_what_somebody_else_put_there_is_not(tmp_path, secret, caplog):
+    run, folder = run_of(tmp_path), tmp_path / "runs" / "r"
+    for epoch in range(1, 6):
+        run.write_checkpoint("checkpoint", archive(str(epoch)))
+        assert text_of(run.resume()) == str(epoch)
+    (folder / "checkpoint").write_bytes(archive("a stranger's"))
+    assert text_of(run.resume()) == "4"
+    assert "no job of this run wrote it" in caplog.text
+    (folder / "checkpoint").write_bytes(archive("a stranger's"))
+    (folder / "checkpoint.previous").write_bytes(archive("a stranger's"))
+    with pytest.raises(ValueError, match="of this run"):
+        run.resume()
+
+
+def test_a_best_checkpoint_that_somebody_else_put_there_is_not_used(tmp_path, secret):
+    run = run_of(tmp_path)
+    run.write_checkpoint("checkpoint.best", archive("best"))
+    assert text_of(run.read_checkpoint("checkpoint.best")) == "best"
+    (tmp_path / "runs" / "r" / "checkpoint.best").write_bytes(archive("a stranger's"))
+    assert run.read_checkpoint("checkpoint.best") is None
+
+
+def test_with_a_secret_a_marker_of_somebody_else_is_worth_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv(seals.SECRET, raising=False)
+    run_of(tmp_path).write_checkpoint("checkpoint", archive("without"))
+    assert text_of(run_of(tmp_path).resume()) == "without"
+    monkeypatch.setenv(seals.SECRET, "mine")
+    with pytest.raises(ValueError, match="of this run"):
+        run_of(tmp_path).resume()
+    monkeypatch.setenv(seals.SECRET, "another's")
+    run_of(tmp_path, "other").write_checkpoint("checkpoint", archive("another's"))
+    monkeypatch.setenv(seals.SECRET, "mine")
+    with pytest.raises(ValueError, match="of this run"):
+        run_of(tmp_path, "other").resume()
+    # A run's files under another run's name, too.
+    run_of(tmp_path, "mine").write_checkpoint("checkpoint", archive("mine"))
+    shutil.copytree(tmp_path / "runs" / "mine", tmp_path / "runs" / "copy")
+    assert text_of(run_of(tmp_path, "mine").resume()) == "mine"
+    with pytest.raises(ValueError, match="of this run"):
+        run_of(tmp_path, "copy").resume()
+    assert "mine" not in repr(run_of(tmp_path, "x").seal_key or b"")
+    assert "seal_key" not in repr(run_of(tmp_path, "x"))
+
+
+def test_a_run_of_before_there_were_markers_goes_on(tmp_path, monkeypatch):
+    monkeypatch.delenv(seals.SECRET, raising=False)
+    folder = tmp_path / "runs" / "r"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint").write_bytes(archive("old"))
+    run = run_of(tmp_path)
+    assert text_of(run.resume()) == "old"
+    run.write_checkpoint("checkpoint", archive("new"))
+    (folder / "checkpoint").write_bytes(b"cut")
+    assert text_of(run.resume()) == "old"
+
+
+@pytest.mark.parametrize("marker", [b"", b"[]", b'{"checkpoints": 1}', b'{"checkpoints": {"checkpoint": [1]}}'])
+def test_a_damaged_marker_is_as_none(tmp_path, monkeypatch, marker):
+    monkeypatch.delenv(seals.SECRET, raising=False)
+    run = run_of(tmp_path)
+    run.write_checkpoint("checkpoint", archive("1"))
+    (tmp_path / "runs" / "r" / seals.MARKER).write_bytes(marker)
+    assert text_of(run.resume()) == "1"
+    run.write_checkpoint("checkpoint", archive("2"))
+    assert text_of(run.resume()) == "2"
+
+
+def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_that_the_marker_knows(tmp_path, secret, monkeypatch):
+    disk = Recorder(tmp_path / "runs" / "r")
+    monkeypatch.setattr(durable, "_DISK", disk)
+    monkeypatch.setattr(durable.write, "__kwdefaults__", {"keeps": False, "disk": disk})
+    run = run_of(tmp_path)
+    for epoch in range(1, 4):
+        run.write_checkpoint("checkpoint", archive(str(epoch)))
+        disk.done(epoch)
+    monkeypatch.undo()
+    if secret is not None:
+        monkeypatch.setenv(seals.SECRET, secret)
+    seen = set()
+    for index, (done, files) in enumerate(disk.losses()):
+        after = tmp_path / f"after-{index}" / "runs" / "r"
+        after.mkdir(parents=True)
+        for name, data in files.items():
+            (after / name).write_bytes(data)
+        found = run_of(tmp_path / f"after-{index}").resume()
+        epoch = 0 if found is None else int(text_of(found))
+        assert epoch in (done, done + 1), (done, epoch, sorted(files))
+        seen.add((done, epoch))
+        shutil.rmtree(tmp_path / f"after-{index}")
+    assert {(0, 0), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3)} <= seen
+
+
+def test_a_fit_goes_on_from_its_own_checkpoints_alone(tmp_path, monkeypatch):
+    x, y = line()
+    write(tmp_path / "intermediate_train_data", x=x, y=y)
+    monkeypatch.setenv(seals.SECRET, "mine")
+    torch_fit(tmp_path, "r", 1)
+    assert len(torch_fit(tmp_path, "r", 2).getHistory()) == 2
+    marker = json.loads(native.Store(str(tmp_path / "runs" / "r")).read(seals.MARKER))
+    assert marker["run"] == "r"
+    assert all("seal" in one for one in marker["checkpoints"]["checkpoint"])
+    monkeypatch.setenv(seals.SECRET, "another's")
+    with pytest.raises(ValueError, match="of this run"):
+        torch_fit(tmp_path, "r", 3)

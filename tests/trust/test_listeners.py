@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Every socket on which a job takes connections, with its address and port, under all settings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from tests import sockets
+from tests.started import environment, together
+
+from farandole.spark.common import LocalBackend
+
+pytestmark = pytest.mark.timeout(300)
+# Workers import no test.
+cloudpickle.register_pickle_by_value(sockets)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+LOOPBACK = "0100007F"
+"""127.0.0.1, as the kernel writes it."""
+EVERYWHERE = "00000000"
+RANGE = range(41820, 41860)
+SETTINGS = {
+    "nothing": {},
+    "bind address": {"FARANDOLE_BIND_ADDRESS": "127.0.0.0/8"},
+    "port range": {"FARANDOLE_PORT_RANGE": "41820-41859"},
+    "dial out": {"FARANDOLE_DIAL_OUT": "1"},
+    "no shared memory": {"FARANDOLE_SHARED_MEMORY": "0"},
+}
+
+
+def opened(method):
+    """What a rank listens on with the engine up, and with a process group of torch's besides."""
+    import torch.distributed as dist
+
+    import farandole.torch as hvd
+    import farandole.torch.distributed  # noqa: F401 - registers the backend
+
+    hvd.init(process_sets="dynamic")
+    engine = sockets.listening()
+    dist.init_process_group("farandole", init_method=method)
+    dist.barrier()
+    group = sockets.listening()
+    store = dist.distributed_c10d._get_default_store()
+    keeps_what_it_is_told(store, dist.get_rank(), dist.get_world_size())
+    dist.destroy_process_group()
+    hvd.shutdown()
+    return engine, group
+
+
+def keeps_what_it_is_told(store, rank, size):
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    store.set(f"of {rank}", f"value {rank}")
+    store.wait([f"of {one}" for one in range(size)], timedelta(seconds=60))
+    assert [store.get(f"of {one}") for one in range(size)] == [b"value %d" % one for one in range(size)]
+    for _ in range(20):
+        store.add("count", 1)
+    store.set(f"done {rank}", "")
+    store.wait([f"done {one}" for one in range(size)])
+    assert store.add("count", 0) == 20 * size
+    assert not store.check(["count", "nobody sets this"])
+    with pytest.raises(Exception, match="nobody sets this"):
+        store.wait(["nobody sets this"], timedelta(seconds=0.2))
+    won = store.compare_set("first", "", f"rank {rank}")
+    assert won in {b"rank %d" % one for one in range(size)}
+    dist.barrier()
+    assert store.get("first") == won
+    if rank == 0:
+        assert store.compare_set("first", "another", "new") == won
+        assert store.delete_key("first")
+        assert not store.delete_key("first")
+    dist.barrier()
+    assert not store.check(["first"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "method"), [*((setting, "farandole://") for setting in SETTINGS), ("nothing", None), ("dial out", None)]
+)
+def test_a_local_job_listens_on_loopback_alone(monkeypatch, setting, method):
+    for name, value in SETTINGS[setting].items():
+        monkeypatch.setenv(name, value)
+    from farandole.spark.common import backend
+
+    before, driver = sockets.listening(), set()
+    conduct = backend.conduct
+
+    def watching(*given):
+        driver.update(sockets.listening() - before)
+        return conduct(*given)
+
+    monkeypatch.setattr(backend, "conduct", watching)
+    ranks = LocalBackend(2, verbose=0, warm=False).run(opened, (method,))
+    assert [address for address, _ in driver] == [LOOPBACK], "the registrar"
+    for engine, group in ranks:
+        assert {address for address, _ in engine} <= {LOOPBACK}
+        assert group == engine, "torch's store opens nothing"
+    if setting == "port range":
+        assert {port for _, port in driver} | {port for engine, _ in ranks for _, port in engine} <= set(RANGE)
+
+
+MEETING = """
+from tests.sockets import listening
+from farandole.tensorflow.data._meeting import MeetingClient, MeetingServer
+before = listening()
+server = MeetingServer(1, 1)
+((address, port),) = listening() - before
+assert address == "0100007F" and 41820 <= port < 41860, (address, port)
+assert server.addresses == [("127.0.0.1", port)]
+MeetingClient(server.addresses, server.key, 20.0).shutdown()
+server.close()
+assert listening() == before
+"""
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
+def test_the_meeting_point_of_the_data_service_listens_where_it_may():
+    env = environment({**SETTINGS["bind address"], **SETTINGS["port range"], "KERAS_BACKEND": "tensorflow"})
+    done = subprocess.run([sys.executable, "-c", MEETING], env=env, capture_output=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+TWO_HOSTS = """
+import farandole.numpy as hvd
+from tests.sockets import listening
+hvd.init()
+assert hvd.cross_size() == 2
+print("listens", sorted(listening()))
+hvd.allgather_object(None)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("setting", ["nothing", "bind address", "dial out"])
+def test_ranks_of_two_hosts_listen_where_they_are_told_to(setting):
+    # A container of YARN counts as a host of its own.
+    told = {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
+    ended = together(
+        [{"CONTAINER_ID": str(rank), "HOROVOD_RANK": str(rank), **told, **SETTINGS[setting]} for rank in range(2)],
+        TWO_HOSTS,
+    )
+    assert [one.status for one in ended] == [0, 0], ended
+    found = ["".join(line for line in one.out.splitlines() if "listens" in line) for one in ended]
+    assert all(found)
+    everywhere = [EVERYWHERE in one or f"'{32 * '0'}'" in one for one in found]
+    if setting == "nothing":
+        assert everywhere == [True, True], "all addresses is what the guide says"
+    elif setting == "bind address":
+        assert everywhere == [False, False]
+        assert all(LOOPBACK in one for one in found)
+    else:
+        assert not everywhere[1], "a rank that dials out has doors on loopback alone"
+
+
+def test_a_job_of_the_command_line_listens_on_loopback_alone(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os\n"
+        "import farandole.torch as hvd\n"
+        "from tests.sockets import listening\n"
+        "hvd.init()\n"
+        "launcher = int(open(f'/proc/{os.getppid()}/stat').read().rsplit(')', 1)[1].split()[1])\n"
+        "print('listens', sorted(listening()), sorted(listening(os.getppid()) | listening(launcher)), flush=True)\n"
+        "hvd.allgather_object(None)\n"
+    )
+    command = [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable, str(script)]
+    folder = str(Path(__file__).parents[2])
+    env = environment({"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])})
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    told = [line.partition("listens ")[2] for line in done.stdout.splitlines() if "listens" in line]
+    assert len(told) == 2
+    assert LOOPBACK in "".join(told)
+    assert EVERYWHERE not in "".join(told)
+    assert "('00000000000000000000000000000000'" not in "".join(told)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A real file system loses power: what the product said was written is there afterwards.
+
+The file system is an ext4 in a file. What has not been synchronized is in the kernel's memory alone, and not in
+that file. So a copy of the file is the disk as a loss of power leaves it. To mount it replays its journal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.single.test_checkpoint_safety import archive, text_of
+from tests.single.test_data_prepare import arrays, write
+
+from farandole._native import store as native
+from farandole.spark.common import LocalStore, saved
+
+pytestmark = pytest.mark.timeout(300)
+SIZE = 48 << 20
+
+
+def missing():
+    """Why there is no such file system here."""
+    if os.geteuid() != 0:
+        return "needs root, to mount"
+    lacks = [name for name in ("mkfs.ext4", "mount", "umount") if shutil.which(name) is None]
+    if lacks:
+        return f"needs {', '.join(lacks)}"
+    return None if Path("/dev/loop-control").exists() else "needs loop devices"
+
+
+needs = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+@contextmanager
+def mounted(image, folder):
+    """An image as a directory; its journal commits by itself only after minutes."""
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-o", "loop,commit=300", str(image), str(folder)], check=True, timeout=60)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=60)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk, and what copies it as a loss of power would leave it."""
+    image = tmp_path / "disk"
+    with image.open("wb") as file:
+        file.truncate(SIZE)
+    subprocess.run(
+        ["mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", str(image)], check=True, timeout=60
+    )
+    losses = 0
+
+    @contextmanager
+    def lose_power():
+        nonlocal losses
+        losses += 1
+        copy = tmp_path / f"after-{losses}"
+        shutil.copyfile(image, copy)
+        with mounted(copy, tmp_path / f"mount-{losses}") as folder:
+            yield folder
+        copy.unlink()
+
+    with mounted(image, tmp_path / "mount") as folder:
+        os.sync()
+        yield folder, lose_power
+
+
+@needs
+def test_the_disk_loses_what_nobody_has_synchronized(disk):
+    folder, lose_power = disk
+    (folder / "lost").write_bytes(b"x" * 5000)
+    with lose_power() as after:
+        assert not (after / "lost").exists() or (after / "lost").read_bytes() != b"x" * 5000
+    with (folder / "kept").open("wb") as file:
+        file.write(b"x" * 5000)
+        file.flush()
+        os.fsync(file.fileno())
+    with lose_power() as after:
+        assert (after / "kept").read_bytes() == b"x" * 5000
+
+
+@needs
+def test_checkpoints_that_were_written_are_there(disk):
+    folder, lose_power = disk
+    for epoch in range(1, 4):
+        LocalStore(str(folder)).to_remote("r").write_checkpoint("checkpoint", archive(str(epoch)))
+        with lose_power() as after:
+            assert text_of(LocalStore(str(after)).to_remote("r").resume()) == str(epoch)
+
+
+@needs
+def test_manifests_never_name_what_is_lost(disk):
+    folder, lose_power = disk
+    store = native.Store(str(folder / "deep" / "below"))
+    for number in range(3):
+        store.write(f"part-{number}", bytes([number]) * 30_000)
+        store.write("_manifest.json", str(number).encode())
+        with lose_power() as after:
+            left = native.Store(str(after / "deep" / "below"))
+            assert left.read("_manifest.json") == str(number).encode()
+            for part in range(number + 1):
+                assert left.read(f"part-{part}") == bytes([part]) * 30_000
+
+
+@needs
+def test_prepared_data_that_is_complete_is_whole(disk):
+    folder, lose_power = disk
+    rows = pa.table({"x": np.arange(20_000, dtype=np.float32)})
+    write(folder / "store", [rows])
+    with lose_power() as after:
+        assert arrays(after / "store" / "train")["x"].tolist() == list(range(20_000))
+
+
+@needs
+@pytest.mark.parametrize("by_spark", [False, True], ids=["store", "Spark"])
+def test_a_model_that_was_saved_is_there_and_so_is_one_that_is_saved_over_it(disk, request, monkeypatch, by_spark):
+    session = request.getfixturevalue("spark")
+    monkeypatch.setattr(saved, "_spark_knows", lambda *_: by_spark)
+    folder, lose_power = disk
+    for number in range(2):
+        metadata = {"class": "m", "n": number}
+        saved.Saved(str(folder / "model"), session).write(metadata, {"weights": b"%d" % number}, overwrite=True)
+        with lose_power() as after:
+            left = saved.Saved(str(after / "model"), session)
+            found = left.metadata("m")
+            assert found["n"] == number
+            assert left.parts(found) == {"weights": b"%d" % number}

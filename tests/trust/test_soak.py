@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Many fits in one process: success, failure, interrupt, warm workers, cold ones. What the process holds stays flat."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+STEADY = 8 << 20
+"""Bytes that a measurement of memory may be off."""
+
+SLACK = {"mappings": 8, "threads": 2, "descriptors": 2}
+"""What comes and goes; a leak of one for each fit is more."""
+
+
+def soak(folder, *arguments, limit):
+    """What the process held after each so many fits."""
+    # Warm workers have a socket there, whose path may not be long.
+    with tempfile.TemporaryDirectory(prefix="soak-", dir="/tmp") as temporary:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.trust.soak", str(folder / "data"), *map(str, arguments)],
+            env={**os.environ, "TMPDIR": temporary, "OMP_NUM_THREADS": "1", "FARANDOLE_WARM_IDLE_SECONDS": "60"},
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def assert_flat(samples, growth):
+    """Nothing grows but memory, and that by so many bytes for a fit at most."""
+    first, last = samples[0], samples[-1]
+    assert first["processes"] >= 1, "workers came warm"
+    for name in set(first) - {"fits", "memory"}:
+        assert max(sample[name] for sample in samples[1:]) <= first[name] + SLACK.get(name, 0), (name, samples)
+    assert last["memory"] - first["memory"] <= STEADY + growth * (last["fits"] - first["fits"]), samples
+
+
+@pytest.mark.timeout(300)
+def test_a_handful_of_fits_leaves_nothing(tmp_path):
+    samples = soak(tmp_path, 24, 8, limit=250)
+    assert [sample["fits"] for sample in samples] == [8, 16, 24]
+    assert samples[0]["descriptors"] < 64
+    assert_flat(samples, 64 << 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_thousand_fits_in_one_process_leave_nothing(tmp_path):
+    samples = soak(tmp_path, 1000, 50, 100, limit=1400)
+    assert len(samples) == 20
+    assert_flat(samples[1:], 20 << 10)
