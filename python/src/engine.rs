@@ -36,7 +36,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(here, module)?)?;
     module.add_function(wrap_pyfunction!(holder, module)?)?;
     module.add_function(wrap_pyfunction!(host_changes, module)?)?;
-    module.add_function(wrap_pyfunction!(leave, module)?)?;
+    module.add_function(wrap_pyfunction!(resign, module)?)?;
     module.add_function(wrap_pyfunction!(shutdown, module)?)?;
     module.add_function(wrap_pyfunction!(leave, module)?)?;
     module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
@@ -145,9 +145,9 @@ fn host_changes() -> Vec<(f64, u8)> {
 /// Tells the registrar of an elastic job that this worker ends at its next chance; false where the job is not elastic.
 #[pyfunction]
 #[pyo3(signature = (reason, timeout, /))]
-fn leave(py: Python<'_>, reason: &str, timeout: f64) -> PyResult<bool> {
+fn resign(py: Python<'_>, reason: &str, timeout: f64) -> PyResult<bool> {
     let deadline = Instant::now() + Duration::try_from_secs_f64(timeout).unwrap_or_default();
-    py.detach(|| session::leave(reason, deadline)).map_err(|error| raise(error.fault(), &error))
+    py.detach(|| session::resign(reason, deadline)).map_err(|error| raise(error.fault(), &error))
 }
 
 /// Holds the registrar of a world of `size`, in the process that is its rank 0; the ticket that its ranks need, a secret.

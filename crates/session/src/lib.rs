@@ -48,7 +48,7 @@ mod wishes;
 
 pub use error::{Error, Result};
 pub use process::{begin, current, init, is_initialized, shutdown};
-pub use rejoin::{host_changes, leave};
+pub use rejoin::{host_changes, resign};
 pub use session::Session;
 pub use stalls::Stacks;
 pub use started::{holder, host, leave};

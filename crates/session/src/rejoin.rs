@@ -109,12 +109,12 @@ pub fn host_changes() -> Vec<HostChange> {
 ///
 /// # Errors
 /// `Registrar`.
-pub fn leave(reason: &str, deadline: Instant) -> Result<bool> {
+pub fn resign(reason: &str, deadline: Instant) -> Result<bool> {
     let config = Config::from_env()?;
     if !config.elastic {
         return Ok(false);
     }
     let Some(client) = Client::of_process(&config, deadline)? else { return Ok(false) };
-    client.leave(reason, deadline)?;
+    client.resign(reason, deadline)?;
     Ok(true)
 }

@@ -105,7 +105,7 @@ def holder() -> tuple[str, str] | None: ...
 def host_changes() -> list[tuple[float, int]]:
     """Changes of hosts in an elastic job since the last call: seconds since the epoch, and bits (1 removed, 2 added)."""
 
-def leave(reason: str, timeout: float, /) -> bool:
+def resign(reason: str, timeout: float, /) -> bool:
     """Tells the registrar of an elastic job that this worker ends at its next chance; false where it is not elastic."""
 
 def shutdown() -> None: ...

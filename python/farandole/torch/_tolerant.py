@@ -328,7 +328,7 @@ def leave_on_sigterm() -> None:
     def leave(number: int, frame: Any) -> None:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
         try:
-            engine.leave("it got SIGTERM", _LEAVES_WITHIN)
+            engine.resign("it got SIGTERM", _LEAVES_WITHIN)
         except (FarandoleInternalError, OSError, RuntimeError):
             # The job is over, or its registrar gone: what came before this handler decides.
             if callable(before):

@@ -62,7 +62,7 @@ impl Client {
     ///
     /// # Errors
     /// `Aborted`, `Lost`, `Refused`, `Timeout`.
-    pub fn leave(&self, reason: &str, deadline: Instant) -> Result<()> {
+    pub fn resign(&self, reason: &str, deadline: Instant) -> Result<()> {
         let message = wire::LeaveRequest { reason: reason.to_owned() };
         self.call("a leave", deadline, || {
             let request = self.inner.caller.request(message.clone());
