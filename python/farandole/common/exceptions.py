@@ -29,7 +29,7 @@ class FarandoleBugError(RuntimeError):
     """Farandole itself is wrong; please report it with the message."""
 
 
-class WorkerDismissed(SystemExit):  # noqa: N818 - it ends the process in order, as SystemExit does
+class WorkerDismissed(SystemExit):
     """This worker of an elastic job is not wanted any more: its host was removed, or it has asked to leave.
 
     `init` raises it. Where nobody catches it the process ends with code 0, which is no failure of the job.

@@ -285,35 +285,42 @@ class Tolerance:
             shared = {name: value.state_dict() for name, value in self._shared.items()}
             description = described(options, sent), described(states, sent), shared
         options, states, shared = broadcast_object(description, source, "tolerant.description")
-        takes = behind and not is_source
         if not is_source:
-            slots: dict[int, torch.Tensor] = {}
-            built = [
-                rebuilt(group, own["params"][0] if own["params"] else None, slots)
-                for group, own in zip(options, self._optimizer.param_groups, strict=True)
-            ]
-            received = [
-                None if state is None else rebuilt(state, parameter, slots)
-                for state, parameter in zip(states, parameters, strict=True)
-            ]
-            sent = [slots[index] for index in range(len(slots))]
+            options, states, sent = self._room(options, states, parameters)
+        takes = behind and not is_source
+        # A rank that is not behind takes part, and keeps its own.
+        targets = [
+            parameter.detach() if takes or is_source else torch.empty_like(parameter) for parameter in parameters
+        ]
         named = [(f"tolerant.state.{index}", tensor) for index, tensor in enumerate(sent)]
-        for index, parameter in enumerate(parameters):
-            # A rank that is not behind takes part, and keeps its own.
-            taken = parameter.detach() if takes or is_source else torch.empty_like(parameter)
-            named.append((f"tolerant.parameter.{index}", taken))
+        named += [(f"tolerant.parameter.{index}", tensor) for index, tensor in enumerate(targets)]
         broadcast_tensors(named, source)
         if not takes:
             return
-        for parameter, state in zip(parameters, received, strict=True):
+        for parameter, state in zip(parameters, states, strict=True):
             self._optimizer.state.pop(parameter, None)
             if state is not None:
                 self._optimizer.state[parameter] = state
         if self._is_new:
-            for own, group in zip(self._optimizer.param_groups, built, strict=True):
+            for own, group in zip(self._optimizer.param_groups, options, strict=True):
                 own.update(group)
             self._received = dict(shared)
             self.share({name: value for name, value in self._shared.items() if name in shared})
+
+    def _room(
+        self, options: list[Any], states: list[Any], parameters: list[torch.Tensor]
+    ) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
+        """Described options and states with memory for their tensors, and these in the order they are sent in."""
+        slots: dict[int, torch.Tensor] = {}
+        groups = [
+            rebuilt(group, own["params"][0] if own["params"] else None, slots)
+            for group, own in zip(options, self._optimizer.param_groups, strict=True)
+        ]
+        built = [
+            None if state is None else rebuilt(state, parameter, slots)
+            for state, parameter in zip(states, parameters, strict=True)
+        ]
+        return groups, built, [slots[index] for index in range(len(slots))]
 
 
 def leave_on_sigterm() -> None:

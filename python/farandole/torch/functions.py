@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -18,7 +18,7 @@ from farandole.torch._handles import synchronize
 
 
 def broadcast_tensors(
-    named: list[tuple[str | None, torch.Tensor]], root_rank: int, process_set: ProcessSet = global_process_set
+    named: Sequence[tuple[str | None, torch.Tensor]], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
     """Overwrites all tensors by the root's, contiguous or not, all at once."""
     handles: list[tuple[int, torch.Tensor, torch.Tensor]] = []

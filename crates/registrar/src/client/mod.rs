@@ -41,9 +41,7 @@ use crate::exit::{Exit, How, Verdict};
 use crate::generated as wire;
 use crate::generated::registrar_client::RegistrarClient;
 use crate::ticket::Ticket;
-use crate::wire::{
-    DISMISSED, ENDED, GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK, TOKEN, ended_key,
-};
+use crate::wire::{DISMISSED, ENDED, GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK, TOKEN, ended_key};
 
 /// The longest a call waits at the registrar before it is made again.
 const POLL: Duration = Duration::from_secs(30);

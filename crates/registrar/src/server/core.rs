@@ -184,7 +184,7 @@ impl Core {
             failure_grace: Duration::from_millis(500),
             in_order,
         });
-        Self::of(job_id, options, Members::Fixed(membership))
+        Self::of(job_id, options, Members::Fixed(Box::new(membership)))
     }
 
     /// For workers that come and go.

@@ -12,7 +12,7 @@ use crate::membership::elastic::Elastic;
 use crate::membership::{Decision, Input, Membership, Refusal};
 
 pub(super) enum Members {
-    Fixed(Membership),
+    Fixed(Box<Membership>),
     Elastic(Box<Elastic>),
 }
 
