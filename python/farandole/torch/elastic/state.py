@@ -49,15 +49,45 @@ class _DictHandler(StateHandler):
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self._saved: Any = None
+        self._spare: Any = None
+        """The copy before the last: its memory is used again."""
         self.save()
 
     def save(self) -> None:
-        """Keeps a copy of the state."""
-        self._saved = copy.deepcopy(self.value.state_dict())
+        """Keeps a copy of the state. One that is interrupted changes nothing."""
+        copied = _copied(self.value.state_dict(), self._spare)
+        self._saved, self._spare = copied, self._saved
 
     def restore(self) -> None:
         """Loads a copy of the state that was kept last, which stays as it is."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
+
+
+def _copied(value: Any, room: Any) -> Any:
+    """A copy of nested mappings, lists and tuples of tensors and other values.
+
+    Args:
+        value: What to copy.
+        room: An earlier copy, whose tensors are written over where they fit: new memory costs more than the copying.
+    """
+    if isinstance(value, torch.Tensor):
+        if (
+            isinstance(room, torch.Tensor)
+            and (room.shape, room.dtype, room.device) == (value.shape, value.dtype, value.device)
+            and room.layout == value.layout == torch.strided
+        ):
+            return room.copy_(value.detach())
+        return value.detach().clone()
+    if isinstance(value, dict):
+        rooms = room if isinstance(room, dict) else {}
+        copied = copy.copy(value)  # of its own class, with what a module notes beside its tensors
+        for key, entry in value.items():
+            copied[key] = _copied(entry, rooms.get(key))
+        return copied
+    if type(value) in (list, tuple):
+        rooms = room if isinstance(room, list | tuple) and len(room) == len(value) else [None] * len(value)
+        return type(value)(_copied(entry, place) for entry, place in zip(value, rooms, strict=True))
+    return copy.deepcopy(value)
 
 
 class ModelStateHandler(_DictHandler):
