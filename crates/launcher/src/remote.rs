@@ -291,7 +291,13 @@ fn skip_chatter(input: &mut impl io::BufRead) -> io::Result<()> {
 
 fn admissible(hello: &Hello, same_python: Option<&str>) -> std::result::Result<(), String> {
     let ours = env!("CARGO_PKG_VERSION");
-    if hello.version != VERSION || hello.farandole != ours {
+    if hello.version != VERSION && hello.farandole == ours {
+        return Err(format!(
+            "another build of farandole {ours} is installed there ({}); install one build everywhere",
+            hello.executable
+        ));
+    }
+    if hello.farandole != ours {
         return Err(format!(
             "farandole {} is installed there ({}), and {ours} here; install one version everywhere",
             hello.farandole, hello.executable
