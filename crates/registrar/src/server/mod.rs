@@ -5,6 +5,7 @@
 
 mod auth;
 mod core;
+mod descriptors;
 mod incoming;
 mod relay;
 mod service;
@@ -137,6 +138,9 @@ impl Registrar {
             start_timeout: options.start_timeout.min(LONGEST),
             ..options
         };
+        // A worker that is linked through here has a connection for that.
+        let connected = if options.relays { options.tasks.saturating_mul(2) } else { options.tasks };
+        descriptors::allow(connected.saturating_add(options.tasks))?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .thread_name("farandole-registrar")
@@ -172,8 +176,6 @@ impl Registrar {
         }
         let router = server.add_service(guarded);
         let context = runtime.enter();
-        // A worker that is linked through here has a connection for that.
-        let connected = if options.relays { options.tasks.saturating_mul(2) } else { options.tasks };
         let incoming = incoming::accept(listener, connected)
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
         drop(context);
