@@ -29,6 +29,19 @@ pub enum Error {
     /// A knob does not parse.
     #[error(transparent)]
     Config(#[from] farandole_config::Error),
+    /// The process may not open as many descriptors as the job has connections.
+    #[error(
+        "a job of this size needs {needed} open files in this process, {connections} of them for connections of \
+         agents and workers, and the limit is {limit}: raise it (ulimit -n {needed}), also the hard one"
+    )]
+    Descriptors {
+        /// Connections of agents and workers.
+        connections: u32,
+        /// Descriptors in all.
+        needed: u64,
+        /// The hard limit.
+        limit: u64,
+    },
     /// No address could be listened on.
     #[error("cannot listen on {host} with ports {first} to {last}: {reason}")]
     Listen {
@@ -154,7 +167,8 @@ impl Error {
             Self::Ticket { .. } | Self::Options { .. } | Self::Config(_) | Self::Forked { .. } => {
                 Fault::Usage
             }
-            Self::Listen { .. }
+            Self::Descriptors { .. }
+            | Self::Listen { .. }
             | Self::Tls { .. }
             | Self::Runtime { .. }
             | Self::Unreachable { .. }

@@ -23,6 +23,8 @@ pub(crate) enum Full {
     Key { length: usize },
     #[error("a value has at most {MAX_VALUE} bytes, this one has {length}")]
     Value { length: usize },
+    #[error("the generation is over")]
+    Over,
     #[error("all keys and values together have at most {MAX_TOTAL} bytes")]
     Total,
 }
@@ -48,16 +50,20 @@ pub(crate) struct KeyValues {
 }
 
 impl KeyValues {
-    /// Forgets everything when `generation` is a new one. Waiters of an older one learn by their channel's end.
-    fn enter(&mut self, generation: Generation) {
-        if self.generation != generation {
+    /// Forgets everything when `generation` is a new one. Waiters of an older one learn by their channel's end. False
+    /// for an older one, which changes nothing.
+    fn enter(&mut self, generation: Generation) -> bool {
+        if self.generation < generation {
             *self = Self { generation, ..Self::default() };
         }
+        self.generation == generation
     }
 
     /// Sets `key`; the last value wins. Wakes whoever waits for it.
     pub(crate) fn put(&mut self, generation: Generation, key: String, value: Bytes) -> Result<(), Full> {
-        self.enter(generation);
+        if !self.enter(generation) {
+            return Err(Full::Over);
+        }
         if key.len() > MAX_KEY {
             return Err(Full::Key { length: key.len() });
         }
@@ -87,7 +93,9 @@ impl KeyValues {
         key: String,
         value: Bytes,
     ) -> Result<Bytes, Full> {
-        self.enter(generation);
+        if !self.enter(generation) {
+            return Err(Full::Over);
+        }
         if let Some(held) = self.slots.get(&key).and_then(|slot| slot.value.clone()) {
             return Ok(held);
         }
@@ -97,7 +105,10 @@ impl KeyValues {
 
     /// Looks `key` up, or queues for it.
     pub(crate) fn get(&mut self, generation: Generation, key: String) -> Lookup {
-        self.enter(generation);
+        if !self.enter(generation) {
+            // The channel's end says that its generation is over.
+            return Lookup::Wait(oneshot::channel().1);
+        }
         let slot = self.slots.entry(key).or_default();
         if let Some(value) = &slot.value {
             return Lookup::Found(value.clone());

@@ -9,7 +9,7 @@ use farandole_world::{Generation, HostHash, Rank};
 
 use crate::handshake::VERSION;
 
-/// More addresses than any host has.
+/// Addresses that a card may have: a node of a cluster may have one for each of its services, and the first are its own.
 const MOST: usize = 256;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,7 +30,7 @@ impl Card {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut text =
             format!("farandole {VERSION}\nhost {}\npid {}\nlocal {}\n", self.host, self.pid, self.local);
-        for address in &self.addresses {
+        for address in self.addresses.iter().take(MOST) {
             text.push_str(&format!("address {address}\n"));
         }
         text.into_bytes()

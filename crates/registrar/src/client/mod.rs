@@ -628,4 +628,31 @@ mod tests {
         let error = client.error("registration", &answer.unwrap_err());
         assert!(matches!(error, Error::Version { theirs: PROTOCOL_VERSION, .. }), "{error}");
     }
+
+    #[test]
+    fn an_agent_that_was_silent_while_it_waited_registers_again() {
+        let mut config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
+        // The shortest silence that counts is 3 s.
+        config.peer_timeout = Duration::from_secs(1);
+        let registrar = Registrar::start(Options::from_config(2, &config)).unwrap();
+        let deadline = Instant::now() + POLL;
+        let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
+        client.register(0, &crate::host::facts(), deadline).unwrap();
+        let beat = wire::Beat { protocol_version: PROTOCOL_VERSION, session: client.inner.session };
+        client.inner.handle.block_on(async {
+            let (sender, receiver) = tokio::sync::mpsc::channel(1);
+            sender.send(beat).await.unwrap();
+            let beats = tokio_stream::wrappers::ReceiverStream::new(receiver);
+            let request = client.inner.caller.request(beats);
+            let mut directives = client.inner.caller.stub().heartbeat(request).await.unwrap().into_inner();
+            let lost = |event: &crate::Event| matches!(event, crate::Event::Lost { task: TaskId(0), .. });
+            while !registrar.events(Instant::now()).unwrap().records.iter().any(lost) {
+                assert!(Instant::now() < deadline, "it is not dropped");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            sender.send(beat).await.unwrap();
+            let end = tokio::time::timeout(Duration::from_secs(5), directives.message()).await;
+            assert!(matches!(end, Ok(Ok(None) | Err(_))), "the stream goes on: {end:?}");
+        });
+    }
 }

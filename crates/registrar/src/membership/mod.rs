@@ -200,6 +200,13 @@ impl Membership {
         (0..self.options.tasks).map(TaskId).filter(|task| !self.waiting.contains_key(task))
     }
 
+    /// Whether a start of a task waits or runs; in a job that is over nobody is missed.
+    pub(crate) fn knows(&self, task: TaskId, session: u64) -> bool {
+        let waits = self.waiting.get(&task).is_some_and(|waiting| waiting.session == session);
+        let runs = self.running.as_ref().is_some_and(|running| running.has(task, session));
+        waits || runs || !matches!(self.phase, Phase::Open)
+    }
+
     /// Takes a task in. The generation returned is the one it will be, or already is, part of.
     pub(crate) fn register(
         &mut self,

@@ -65,6 +65,10 @@ impl Running {
         self.members.get_mut(&task)
     }
 
+    pub(super) fn has(&self, task: TaskId, session: u64) -> bool {
+        self.members.get(&task).is_some_and(|member| member.session == session)
+    }
+
     /// Who is in it, by task and session.
     #[cfg(test)]
     pub(super) fn members(&self) -> impl Iterator<Item = (TaskId, u64)> + '_ {

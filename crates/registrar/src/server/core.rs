@@ -147,6 +147,8 @@ pub(super) struct Core {
     /// The driver has been waited for in vain: until it takes something, nobody waits again.
     deaf: AtomicBool,
     told: Mutex<Told>,
+    /// The latest connection of each task that carries signs of life.
+    streams: Mutex<HashMap<TaskId, u64>>,
     /// The last rank of each worker of an elastic job.
     last_ranks: Mutex<HashMap<TaskId, Rank>>,
 }
@@ -217,6 +219,7 @@ impl Core {
             events: Ring::new(EVENTS),
             deaf: AtomicBool::new(false),
             told: Mutex::default(),
+            streams: Mutex::default(),
             last_ranks: Mutex::default(),
         }
     }
@@ -251,6 +254,32 @@ impl Core {
         let decisions = membership.ready(self.now(), task, after, suspects)?;
         self.apply(decisions);
         Ok(())
+    }
+
+    /// Takes in a sign of life. False when its sender waited and was dropped for its silence, which it cannot know: it
+    /// has to register again.
+    pub(super) fn beat(&self, task: TaskId, session: u64) -> bool {
+        let mut membership = self.membership.lock();
+        let decisions = membership.observe(self.now(), Input::Beat { task, session });
+        self.apply(decisions);
+        let dropped = !membership.knows(task, session)
+            && self.board.borrow().holders.get(&task).is_some_and(|holder| *holder == session);
+        !dropped
+    }
+
+    /// A number for a connection that has begun to carry an agent's signs of life; older ones count no more.
+    pub(super) fn stream(&self, task: TaskId) -> u64 {
+        let mut streams = self.streams.lock();
+        let latest = streams.entry(task).or_default();
+        *latest += 1;
+        *latest
+    }
+
+    /// Takes in the end of such a connection, unless the agent has another one by now.
+    pub(super) fn disconnected(&self, task: TaskId, session: u64, stream: u64) {
+        if self.streams.lock().get(&task) == Some(&stream) {
+            self.observe(Input::Disconnected { task, session });
+        }
     }
 
     /// Takes in what happened.

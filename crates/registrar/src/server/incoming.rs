@@ -14,7 +14,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -29,6 +29,11 @@ use tonic::transport::server::Connected;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The same, more for each task: when all of a large job connect at once, their handshakes take turns.
 const TURN: Duration = Duration::from_millis(1);
+
+/// Between two attempts to accept, after one that failed.
+const RETRY: Duration = Duration::from_millis(100);
+/// Between two messages about that.
+const AGAIN: Duration = Duration::from_secs(10);
 
 /// The places of a registrar.
 struct Places {
@@ -146,16 +151,46 @@ pub(super) fn accept(
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let places = Places::new(4 * tasks as usize + 64);
     let patience = PATIENCE + TURN * tasks;
-    Ok(TcpListenerStream::new(listener).filter_map(move |accepted| match accepted {
-        Ok(stream) => {
-            let (seat, unseated) = places.take()?;
-            // Small messages, each awaited: never held back to be merged.
-            stream.set_nodelay(true).ok()?;
-            let trial = Trial { unseated, patience: Box::pin(tokio::time::sleep(patience)) };
-            Some(Ok(Counted { stream, trial: Some(trial), place: Place(Arc::new(seat)) }))
+    let mut failing = Failing::default();
+    let accepted = TcpListenerStream::new(listener).then(move |accepted| {
+        // Descriptors that ran out do not come back by asking: without the pause this loop would take a whole core.
+        let pause = accepted.as_ref().err().map(|error| failing.met(error, Instant::now()));
+        async move {
+            if let Some(pause) = pause {
+                tokio::time::sleep(pause).await;
+            }
+            accepted
         }
-        Err(error) => Some(Err(error)),
+    });
+    Ok(accepted.filter_map(move |accepted| {
+        let stream = accepted.ok()?;
+        let (seat, unseated) = places.take()?;
+        // Small messages, each awaited: never held back to be merged.
+        stream.set_nodelay(true).ok()?;
+        let trial = Trial { unseated, patience: Box::pin(tokio::time::sleep(patience)) };
+        Some(Ok(Counted { stream, trial: Some(trial), place: Place(Arc::new(seat)) }))
     }))
+}
+
+/// Connections that could not be accepted.
+#[derive(Default)]
+struct Failing {
+    told: Option<Instant>,
+}
+
+impl Failing {
+    /// Says it, once in a while; how long to wait before the next attempt.
+    fn met(&mut self, error: &io::Error, now: Instant) -> Duration {
+        if matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset) {
+            // Only that caller is gone.
+            return Duration::ZERO;
+        }
+        if self.told.is_none_or(|told| now.saturating_duration_since(told) >= AGAIN) {
+            self.told = Some(now);
+            tracing::error!(%error, "the registrar cannot accept connections; it tries again");
+        }
+        RETRY
+    }
 }
 
 impl Connected for Counted {
@@ -214,6 +249,21 @@ mod tests {
     use tokio::sync::oneshot::error::TryRecvError;
 
     use super::*;
+
+    #[test]
+    fn a_failure_to_accept_is_told_once_in_a_while_and_never_retried_at_once() {
+        let (mut failing, start) = (Failing::default(), Instant::now());
+        let full = io::Error::from_raw_os_error(24);
+        assert_eq!(failing.met(&full, start), RETRY);
+        assert_eq!(failing.told, Some(start));
+        assert_eq!(failing.met(&full, start + AGAIN / 2), RETRY);
+        assert_eq!(failing.told, Some(start));
+        failing.met(&full, start + AGAIN);
+        assert_eq!(failing.told, Some(start + AGAIN));
+        let gone = io::ErrorKind::ConnectionAborted.into();
+        assert_eq!(failing.met(&gone, start + 3 * AGAIN), Duration::ZERO);
+        assert_eq!(failing.told, Some(start + AGAIN));
+    }
 
     #[test]
     fn the_oldest_unproven_makes_way_and_the_proven_never_do() {

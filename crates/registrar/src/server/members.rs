@@ -28,6 +28,14 @@ impl Members {
         }
     }
 
+    /// Whether a start of a task waits or runs. Workers of elastic jobs that are unknown stay so.
+    pub(super) fn knows(&self, task: TaskId, session: u64) -> bool {
+        match self {
+            Self::Fixed(members) => members.knows(task, session),
+            Self::Elastic(_) => true,
+        }
+    }
+
     /// Tasks that are still waited for, ascending.
     pub(super) fn missing(&self) -> Vec<TaskId> {
         match self {

@@ -6,6 +6,7 @@
 mod auth;
 mod clock;
 mod core;
+mod descriptors;
 mod incoming;
 mod members;
 mod relay;
@@ -195,6 +196,9 @@ impl Registrar {
             start_timeout: options.start_timeout.min(LONGEST),
             ..options
         };
+        // A worker that is linked through here has a connection for that.
+        let workers = if options.relays { connected.saturating_mul(2) } else { connected };
+        descriptors::allow(workers.saturating_add(connected))?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .thread_name("farandole-registrar")
@@ -230,9 +234,7 @@ impl Registrar {
         }
         let router = server.add_service(guarded);
         let context = runtime.enter();
-        // A worker that is linked through here has a connection for that.
-        let connected = if options.relays { connected.saturating_mul(2) } else { connected };
-        let incoming = incoming::accept(listener, connected)
+        let incoming = incoming::accept(listener, workers)
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
         drop(context);
         let closed = Arc::clone(&core);

@@ -20,7 +20,7 @@ use crate::event::Event;
 use crate::exit::{Exit, Verdict};
 use crate::generated as wire;
 use crate::generated::registrar_server::Registrar;
-use crate::kv::{Lookup, MAX_KEY};
+use crate::kv::{Full, Lookup, MAX_KEY};
 use crate::membership::{Input, Refusal};
 use crate::wire::{DISMISSED, MAX_RESULT, PROTOCOL, PROTOCOL_VERSION, RETRY};
 
@@ -191,7 +191,7 @@ impl Registrar for Service {
             .kv()
             .lock()
             .put(caller.generation, message.key, message.value)
-            .map_err(|full| Status::resource_exhausted(full.to_string()))?;
+            .map_err(|refused| full(&refused))?;
         Ok(Response::new(wire::PutReply {}))
     }
 
@@ -207,7 +207,7 @@ impl Registrar for Service {
             .kv()
             .lock()
             .put_if_absent(caller.generation, message.key, message.value)
-            .map_err(|full| Status::resource_exhausted(full.to_string()))?;
+            .map_err(|refused| full(&refused))?;
         Ok(Response::new(wire::PutIfAbsentReply { value }))
     }
 
@@ -339,8 +339,11 @@ async fn listen(
                         drop(directives.send(Err(status)).await);
                         break;
                     }
-                    session = Some(beat.session);
-                    core.observe(Input::Beat { task: caller.task, session: beat.session });
+                    session.get_or_insert_with(|| (beat.session, core.stream(caller.task)));
+                    if !core.beat(caller.task, beat.session) {
+                        // The end of the stream has it register again.
+                        break;
+                    }
                 }
                 Ok(None) | Err(_) => break,
             },
@@ -355,8 +358,8 @@ async fn listen(
             () = closed(&mut closing) => break,
         }
     }
-    if let Some(session) = session {
-        core.observe(Input::Disconnected { task: caller.task, session });
+    if let Some((session, stream)) = session {
+        core.disconnected(caller.task, session, stream);
     }
 }
 
@@ -406,6 +409,13 @@ fn refused(refusal: &Refusal) -> Status {
         Refusal::Stale { .. } | Refusal::NotWanted { .. } => Status::failed_precondition(reason),
         Refusal::Dismissed { .. } => dismissed(&reason),
         Refusal::Aborted { .. } | Refusal::Finished { .. } => Status::aborted(reason),
+    }
+}
+
+fn full(refused: &Full) -> Status {
+    match refused {
+        Full::Over => Status::aborted(refused.to_string()),
+        _ => Status::resource_exhausted(refused.to_string()),
     }
 }
 

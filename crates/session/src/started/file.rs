@@ -15,9 +15,13 @@ const MOST: u64 = 64 << 10;
 /// Access that nobody but the owner has to such a file, or to a private folder.
 const OTHERS: u32 = 0o077;
 
-/// A ticket file that this process has written; it goes with this value.
+/// A ticket file that this process has written; it goes with this value, unless another one took its place.
 #[derive(Debug)]
-pub(super) struct Written(PathBuf);
+pub(super) struct Written {
+    path: PathBuf,
+    /// Device and number of the file.
+    identity: (u64, u64),
+}
 
 /// Makes a private folder unless it is there.
 ///
@@ -71,7 +75,12 @@ pub(super) fn write(folder: &Path, name: &str, text: &str) -> Result<Written, St
         drop(fs::remove_file(&half));
         return Err(failed(error));
     }
-    Ok(Written(path))
+    let identity = identity(&file.metadata().map_err(failed)?);
+    Ok(Written { path, identity })
+}
+
+fn identity(found: &Metadata) -> (u64, u64) {
+    (found.dev(), found.ino())
 }
 
 /// What the file holds; nothing while it is not there.
@@ -133,7 +142,10 @@ fn draw() -> u32 {
 
 impl Drop for Written {
     fn drop(&mut self) {
-        drop(fs::remove_file(&self.0));
+        // A later start of the same job may have put its own there.
+        if fs::symlink_metadata(&self.path).is_ok_and(|found| identity(&found) == self.identity) {
+            drop(fs::remove_file(&self.path));
+        }
     }
 }
 
@@ -152,6 +164,17 @@ mod tests {
 
     fn mode(path: &Path, mode: u32) {
         fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn a_ticket_of_a_later_start_stays_when_an_earlier_one_gives_up() {
+        let folder = folder("later");
+        let earlier = write(&folder, "t", "earlier").unwrap();
+        let later = write(&folder, "t", "later").unwrap();
+        drop(earlier);
+        assert_eq!(read(&folder, "t"), Ok(Some("later".to_owned())));
+        drop(later);
+        assert_eq!(read(&folder, "t"), Ok(None));
     }
 
     #[test]
