@@ -129,8 +129,6 @@ pub struct StallReport {
     pub stalls: Vec<Stall>,
     /// The ranks that were asked, ascending.
     pub absentees: Vec<Absentee>,
-    /// Every rank waits in a barrier or a change of process sets, and not all in the same: told before `limit`.
-    pub parted: bool,
 }
 
 impl StallReport {
@@ -157,18 +155,12 @@ impl StallReport {
 
 impl fmt::Display for StallReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.parted {
-            true => f.write_str(
-                "The ranks wait in different barriers or changes of process sets, and none of these was called by all \
-                 of them: their programs have parted ways.",
-            )?,
-            false => write!(
-                f,
-                "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are \
-                 waiting for remainder of ranks for more than {} seconds.",
-                self.limit.as_secs_f64()
-            )?,
-        }
+        write!(
+            f,
+            "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are \
+             waiting for remainder of ranks for more than {} seconds.",
+            self.limit.as_secs_f64()
+        )?;
         if self.set != ProcessSetId::GLOBAL {
             write!(f, " This is process set {}.", self.set)?;
         }
@@ -251,7 +243,6 @@ mod tests {
                 absentee(3, Some(vec![]), Stack::Silent),
                 absentee(4, None, Stack::Silent),
             ],
-            parted: false,
         };
         assert!(report.is_fatal());
         assert_eq!(

@@ -74,11 +74,6 @@ impl Tally {
         self.wish.as_ref().and_then(Wish::call).map(|call| call.name())
     }
 
-    /// Whether those who came do nothing else until it is over, as far as they agree.
-    pub(crate) fn is_meeting(&self) -> bool {
-        self.wish.as_ref().and_then(Wish::call).is_some_and(|call| call.is_meeting())
-    }
-
     /// Whether anybody put this tensor into this group.
     pub(crate) fn is_in(&self, group: u64) -> bool {
         match &self.wish {

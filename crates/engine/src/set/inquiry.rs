@@ -29,8 +29,6 @@ const STACK_BYTES: usize = 8 << 10;
 struct Stalled {
     since: Instant,
     came: Vec<u32>,
-    /// Whether those who came do nothing else meanwhile.
-    meeting: bool,
 }
 
 /// What the coordinator awaits answers to.
@@ -71,18 +69,8 @@ impl Inquiries {
         }
     }
 
-    /// Whether each member waits in a barrier or a change of process sets, and not all in the same one. Only another
-    /// thread of theirs could bring them together, so this is told at once; and as there may be such a thread, it is
-    /// no error.
-    fn have_parted(&self, members: usize) -> bool {
-        let meetings = || self.stalled.values().filter(|stalled| stalled.meeting);
-        let everybody = 0..u32::try_from(members).unwrap_or(u32::MAX);
-        meetings().nth(1).is_some()
-            && everybody.into_iter().all(|member| meetings().any(|stalled| stalled.came.contains(&member)))
-    }
-
-    pub(super) fn add(&mut self, name: &Arc<str>, since: Instant, came: Vec<u32>, meeting: bool) {
-        self.stalled.insert(Arc::clone(name), Stalled { since, came, meeting });
+    pub(super) fn add(&mut self, name: &Arc<str>, since: Instant, came: Vec<u32>) {
+        self.stalled.insert(Arc::clone(name), Stalled { since, came });
     }
 }
 
@@ -105,8 +93,7 @@ impl ProcessSet {
         let waiting = now.saturating_duration_since(oldest);
         let fatal = self.options.settings.stall_shutdown.is_some_and(|limit| waiting >= limit);
         let early = self.inquiries.next.is_some_and(|next| now < next);
-        let parted = self.inquiries.have_parted(self.members.len());
-        if (waiting < limit && !parted) || (early && !fatal) {
+        if waiting < limit || (early && !fatal) {
             return Ok(());
         }
         self.inquiries.next = Some(now + limit);
@@ -240,8 +227,7 @@ impl ProcessSet {
         // All may have come while the missing were asked.
         let Some(_) = stalls.first() else { return Ok(()) };
         stalls.sort_by(|one, two| two.waiting.cmp(&one.waiting).then_with(|| one.tensor.cmp(&two.tensor)));
-        let parted = self.inquiries.have_parted(self.members.len());
-        let report = StallReport { set: self.watch.set, limit, stalls, absentees, parted };
+        let report = StallReport { set: self.watch.set, limit, stalls, absentees };
         self.options.observer.stalled(&report);
         match (report.stalls.into_iter().find(|stall| stall.fatal), settings.stall_shutdown) {
             (Some(stall), Some(limit)) => Err(Cause::Deadline {

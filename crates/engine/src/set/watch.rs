@@ -19,9 +19,6 @@ use crate::{Cause, Settings};
 
 /// Longest time the coordinator waits for the answers of others.
 const COLLECT: Duration = Duration::from_secs(1);
-/// Age at which a barrier or a change of process sets is asked about: those who wait there do nothing else, so that
-/// ranks whose programs part ways are found long before the stall check.
-const MEETING: Duration = Duration::from_secs(1);
 
 /// A stalled tensor at the coordinator.
 struct Case {
@@ -29,8 +26,6 @@ struct Case {
     since: Instant,
     due: Instant,
     came: Vec<u32>,
-    /// Whether its submitters do nothing else meanwhile.
-    meeting: bool,
 }
 
 pub(super) struct Watch {
@@ -54,17 +49,11 @@ impl Watch {
         }
     }
 
-    /// The age at which something is asked about.
-    fn patience(&self, meeting: bool) -> Duration {
-        if meeting { self.patience.min(MEETING) } else { self.patience }
-    }
-
-    fn answer(&mut self, name: Arc<str>, (since, now): (Instant, Instant), meeting: bool, came: &[u32]) {
-        let due = now + COLLECT.min(self.patience(meeting) / 4);
-        let case = self.cases.entry(name).or_insert_with(|| Case { since, due, came: Vec::new(), meeting });
+    fn answer(&mut self, name: Arc<str>, since: Instant, now: Instant, came: impl Iterator<Item = u32>) {
+        let due = now + COLLECT.min(self.patience / 4);
+        let case = self.cases.entry(name).or_insert_with(|| Case { since, due, came: Vec::new() });
         case.since = case.since.min(since);
         case.came.extend(came);
-        case.meeting &= meeting;
     }
 }
 
@@ -89,18 +78,19 @@ impl ProcessSet {
     }
 
     fn ask(&mut self, now: Instant) -> Step {
+        let patience = self.watch.patience;
         let mut asked = Vec::new();
         for (name, tally) in &mut self.pending {
-            let (last, meeting) = (tally.reported.unwrap_or(tally.since), tally.is_meeting());
-            if now.saturating_duration_since(last) >= self.watch.patience(meeting) {
+            let last = tally.reported.unwrap_or(tally.since);
+            if now.saturating_duration_since(last) >= patience {
                 tally.reported = Some(now);
-                asked.push((Arc::clone(name), tally.since, meeting, tally.sources.clone()));
+                asked.push((Arc::clone(name), tally.since, tally.sources.clone()));
             }
         }
-        for (name, since, meeting, sources) in asked {
+        for (name, since, sources) in asked {
             let came: Vec<u32> = sources.iter().flat_map(|source| self.stands_for(*source)).collect();
             if self.is_coordinator() {
-                self.watch.answer(name, (since, now), meeting, &came);
+                self.watch.answer(name, since, now, came.into_iter());
                 continue;
             }
             let mut frame = Vec::new();
@@ -108,7 +98,6 @@ impl ProcessSet {
             writer.text(&name);
             let age = now.saturating_duration_since(since).as_millis();
             writer.number(u64::try_from(age).unwrap_or(u64::MAX));
-            writer.byte(meeting.into());
             writer.numbers(came.iter().map(|member| u64::from(*member)));
             self.send(0, kind::CAME, &frame)?;
         }
@@ -130,9 +119,8 @@ impl ProcessSet {
         let mut reader = Reader(frame);
         let name = Arc::from(reader.text()?);
         let age = Duration::from_millis(reader.number()?);
-        let meeting = reader.byte()? != 0;
         let came = self.read_members(&mut reader)?;
-        self.watch.answer(name, (now.checked_sub(age).unwrap_or(now), now), meeting, &came);
+        self.watch.answer(name, now.checked_sub(age).unwrap_or(now), now, came.into_iter());
         Ok(())
     }
 
@@ -161,7 +149,7 @@ impl ProcessSet {
         if let Some(entry) = self.local.get_mut(name) {
             entry.missing = Some(missing);
         }
-        self.inquiries.add(name, case.since, case.came, case.meeting);
+        self.inquiries.add(name, case.since, case.came);
         self.send_down(kind::STALLED, &frame)
     }
 

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{Event, Stream};
-use farandole_engine::{Answer, Change, Error, Observer, Request, Stack, StallReport};
+use farandole_engine::{Answer, Error, Observer, Request, Stack, StallReport};
 use farandole_world::{Fault, ProcessSetId, Rank};
 
 use crate::cluster::{Cluster, LIMIT, call, call_sum, sum, values, wait};
@@ -121,46 +121,6 @@ fn those_who_are_missing_tell_what_they_wait_in_instead_and_where() {
         let second = engine.submit(sum(if rank == 2 { "theirs" } else { "his" }, &[1.0])).unwrap();
         assert_eq!(values(&engine, first), [4.0]);
         assert_eq!(values(&engine, second), [4.0]);
-    });
-}
-
-#[test]
-fn ranks_that_wait_in_different_meetings_are_told_long_before_the_stall_check_and_may_still_meet() {
-    for hosts in [&[2][..], &[1, 2]] {
-        let (cluster, stalls) = heard(hosts);
-        let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_secs(3600)));
-        let stalls = parking_lot::Mutex::new(stalls);
-        cluster.run(|rank, engine| {
-            let barrier = Request::barrier("meet", ProcessSetId::GLOBAL);
-            let change = Request::change("set", Change::Add(vec![Rank(0)]));
-            let (first, second) = if rank == 0 { (barrier, change) } else { (change, barrier) };
-            let first = engine.submit(first).unwrap();
-            if rank == 0 {
-                let report = stalls.lock().recv_timeout(LIMIT).unwrap();
-                assert!(report.parted && !report.is_fatal(), "{report:?}");
-                let names: Vec<&str> = report.stalls.iter().map(|stall| &*stall.tensor).collect();
-                assert!(names.contains(&"meet") && names.contains(&"set"), "{names:?}");
-                assert!(report.to_string().contains("programs have parted ways"), "{report}");
-                assert!(report.absentees.iter().all(|rank| rank.waits.as_ref().unwrap().len() == 1));
-            }
-            let second = engine.submit(second).unwrap();
-            wait(&engine, first).unwrap();
-            wait(&engine, second).unwrap();
-        });
-    }
-}
-
-#[test]
-fn a_barrier_that_some_are_late_for_is_no_parting_of_ways() {
-    let (cluster, stalls) = heard(&[2]);
-    let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(1500)));
-    let stalls = parking_lot::Mutex::new(stalls);
-    cluster.run(|rank, engine| {
-        if rank == 1 {
-            let report = stalls.lock().recv_timeout(LIMIT).unwrap();
-            assert!(!report.parted && report.stalls[0].waiting >= Duration::from_millis(1500), "{report:?}");
-        }
-        call(&engine, Request::barrier("meet", ProcessSetId::GLOBAL)).unwrap();
     });
 }
 
