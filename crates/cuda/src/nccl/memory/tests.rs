@@ -16,10 +16,15 @@ type Formed = (NcclCommunicator<FakeLane>, FakeLane);
 
 /// One that registers memory, and memory of 1 KiB.
 fn ready(library: &Nccl) -> (Formed, NcclMemory) {
+    with_memory(library, 1024)
+}
+
+/// The same with memory of another size: what one test gives back must not go to another test beside it.
+fn with_memory(library: &Nccl, bytes: usize) -> (Formed, NcclMemory) {
     let (communicator, lane) = form(library, 1, 2).unwrap();
     let mut communicator = communicator.with_registration();
     made(&mut communicator, &mut Vec::new()).unwrap();
-    let memory = library.memory(&FakeLane::default(), STREAM, 1024).unwrap();
+    let memory = library.memory(&FakeLane::default(), STREAM, bytes).unwrap();
     calls();
     ((communicator, lane), memory)
 }
@@ -35,20 +40,20 @@ fn names() -> Vec<String> {
 #[test]
 fn memory_is_registered_with_each_communicator_when_it_is_first_used_there() {
     let library = nccl().unwrap();
-    let ((mut communicator, _lane), memory) = ready(&library);
+    let ((mut communicator, _lane), memory) = with_memory(&library, 1536);
     let start = memory.address();
-    call(&mut communicator, 1, about(start + 64, 960));
-    assert_eq!(calls()[0], format!("register 1024 at {start:#x}"));
-    call(&mut communicator, 2, about(start, 1024));
+    call(&mut communicator, 1, about(start + 64, 1472));
+    assert_eq!(calls()[0], format!("register 1536 at {start:#x}"));
+    call(&mut communicator, 2, about(start, 1536));
     assert_eq!(names(), ["{", "broadcast", "}"], "once");
     // What the memory was, it is for the next owner.
     drop(memory);
-    let next = library.memory(&FakeLane::default(), STREAM, 1024).unwrap();
+    let next = library.memory(&FakeLane::default(), STREAM, 1536).unwrap();
     assert_eq!(next.address(), start);
-    call(&mut communicator, 3, about(start, 1024));
+    call(&mut communicator, 3, about(start, 1536));
     assert_eq!(names(), ["{", "broadcast", "}"]);
-    let ((mut another, _lane), _memory) = ready(&library);
-    call(&mut another, 1, about(start, 1024));
+    let ((mut another, _lane), _memory) = with_memory(&library, 1536);
+    call(&mut another, 1, about(start, 1536));
     assert_eq!(names(), ["register", "{", "broadcast", "}"]);
 }
 
@@ -83,7 +88,7 @@ fn a_communicator_whose_members_do_not_all_register_registers_nothing() {
     let library = nccl().unwrap();
     let (mut communicator, _lane) = form(&library, 1, 2).unwrap();
     made(&mut communicator, &mut Vec::new()).unwrap();
-    let memory = library.memory(&FakeLane::default(), STREAM, 1024).unwrap();
+    let memory = library.memory(&FakeLane::default(), STREAM, bytes).unwrap();
     calls();
     call(&mut communicator, 1, about(memory.address(), 1024));
     assert_eq!(names(), ["{", "broadcast", "}"]);
