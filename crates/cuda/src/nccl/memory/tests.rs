@@ -88,7 +88,7 @@ fn a_communicator_whose_members_do_not_all_register_registers_nothing() {
     let library = nccl().unwrap();
     let (mut communicator, _lane) = form(&library, 1, 2).unwrap();
     made(&mut communicator, &mut Vec::new()).unwrap();
-    let memory = library.memory(&FakeLane::default(), STREAM, bytes).unwrap();
+    let memory = library.memory(&FakeLane::default(), STREAM, 1024).unwrap();
     calls();
     call(&mut communicator, 1, about(memory.address(), 1024));
     assert_eq!(names(), ["{", "broadcast", "}"]);
