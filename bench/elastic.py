@@ -48,8 +48,9 @@ import torch
 import farandole.torch as hvd
 notes, width = Path(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)
-hvd.init()
+# From init on the others wait for a newcomer.
 network = torch.nn.Linear(width, width)
+hvd.init()
 optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=network.named_parameters(), fault_tolerant=True)
 note = (notes / f"{os.getpid()}-{socket.gethostname()}.steps").open("w", buffering=1)
