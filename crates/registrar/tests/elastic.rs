@@ -153,3 +153,13 @@ fn numbers_of_workers_that_contradict_each_other_are_refused() {
         assert!(matches!(refused, Error::Options { .. }), "{refused}");
     }
 }
+
+#[test]
+fn a_job_without_a_largest_number_of_workers_starts_and_takes_them_in() {
+    let registrar = registrar(1, u32::MAX);
+    registrar.hosts(&[("a".to_owned(), 2)]).unwrap();
+    let tasks = started(&registrar);
+    let crew: Vec<(Client, Client)> = tasks.iter().map(|task| worker(&registrar, *task)).collect();
+    let workers: Vec<&Client> = crew.iter().map(|(_, worker)| worker).collect();
+    assert_eq!(ranks(&join(&workers, 0, &[])), [(1, 0, 2), (1, 1, 2)]);
+}

@@ -12,21 +12,24 @@ use crate::{Error, Result};
 /// Descriptors that the process needs besides: files, pipes, and connections that are still strangers.
 const SPARE: u64 = 64;
 
-/// Raises the soft limit as far as `connections` need it.
+/// Raises the soft limit as far as the job may need it: `least` connections for certain, `most` at times.
 ///
 /// # Errors
-/// `Descriptors`, naming the number that is needed, where the hard limit is lower.
-pub(super) fn allow(connections: u32) -> Result<()> {
-    let needed = open() + u64::from(connections) + SPARE;
+/// `Descriptors`, naming the number that is needed, where the hard limit is lower than for `least`.
+pub(super) fn allow(least: u32, most: u32) -> Result<()> {
+    let needed = |connections: u32| open() + u64::from(connections) + SPARE;
+    let (must, may) = (needed(least), needed(most));
     let limits = getrlimit(Resource::Nofile);
-    if limits.current.is_none_or(|soft| soft >= needed) {
+    if limits.current.is_none_or(|soft| soft >= may) {
         return Ok(());
     }
-    let refused = |limit: u64| Error::Descriptors { connections, needed, limit };
-    if let Some(hard) = limits.maximum.filter(|hard| *hard < needed) {
+    let refused = |limit: u64| Error::Descriptors { connections: least, needed: must, limit };
+    if let Some(hard) = limits.maximum.filter(|hard| *hard < must) {
         return Err(refused(hard));
     }
-    setrlimit(Resource::Nofile, Rlimit { current: Some(needed), ..limits })
+    let current = limits.maximum.map_or(may, |hard| hard.min(may));
+    setrlimit(Resource::Nofile, Rlimit { current: Some(current), ..limits })
+        .or_else(|error| if limits.current.is_some_and(|soft| soft >= must) { Ok(()) } else { Err(error) })
         .map_err(|_| refused(limits.current.unwrap_or(u64::MAX)))
 }
 

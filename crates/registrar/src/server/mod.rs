@@ -50,6 +50,8 @@ const SHORTEST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
 /// Workers that an elastic job may start in its life.
 const TASKS: u32 = 1 << 20;
+/// Workers of an elastic job at one time, where nobody has said how many there are at most.
+const LIVING: u32 = 4096;
 /// Connections of workers that end while others take their places.
 const LEAVERS: u32 = 64;
 /// How long open calls may take to end once the registrar closes.
@@ -111,6 +113,13 @@ pub struct Elastic {
     pub cooldown: (Duration, Duration),
 }
 
+/// Agents that hold a connection, each with a worker that holds another.
+#[derive(Clone, Copy)]
+struct Connected {
+    least: u32,
+    most: u32,
+}
+
 struct Running {
     runtime: Runtime,
     server: JoinHandle<()>,
@@ -162,7 +171,9 @@ impl Registrar {
         }
         let job_id = job_id(options.job_id.clone())?;
         let options = Options { tasks: TASKS, ..options };
-        let connected = most.saturating_add(elastic.spares).saturating_mul(2).saturating_add(LEAVERS);
+        // Without a largest number there may be any number of workers: what is more waits its turn to connect.
+        let agents = |workers: u32| workers.saturating_add(elastic.spares).min(LIVING) + LEAVERS;
+        let connected = Connected { least: agents(first), most: agents(most) };
         let make = |job_id, options: &Options| Core::elastic(job_id, options, elastic);
         Self::begin(options, job_id, Token::random(), tls::identity()?, connected, make)
     }
@@ -177,7 +188,7 @@ impl Registrar {
         if options.tasks == 0 {
             return Err(Error::Options { reason: "a job has at least one task".to_owned() });
         }
-        let connected = options.tasks;
+        let connected = Connected { least: options.tasks, most: options.tasks };
         let make = |job_id, options: &Options| Core::new(job_id, options, in_order);
         Self::begin(options, job_id, token, identity, connected, make)
     }
@@ -187,7 +198,7 @@ impl Registrar {
         job_id: JobId,
         token: Token,
         identity: tls::Identity,
-        connected: u32,
+        connected: Connected,
         make: impl FnOnce(JobId, &Options) -> Core,
     ) -> Result<Self> {
         let options = Options {
@@ -197,8 +208,9 @@ impl Registrar {
             ..options
         };
         // A worker that is linked through here has a connection for that.
-        let workers = if options.relays { connected.saturating_mul(2) } else { connected };
-        descriptors::allow(workers.saturating_add(connected))?;
+        let workers = |agents: u32| if options.relays { agents.saturating_mul(2) } else { agents };
+        let both = |agents: u32| workers(agents).saturating_add(agents);
+        descriptors::allow(both(connected.least), both(connected.most))?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .thread_name("farandole-registrar")
@@ -234,7 +246,7 @@ impl Registrar {
         }
         let router = server.add_service(guarded);
         let context = runtime.enter();
-        let incoming = incoming::accept(listener, workers)
+        let incoming = incoming::accept(listener, workers(connected.most))
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
         drop(context);
         let closed = Arc::clone(&core);
