@@ -39,12 +39,29 @@ fn asked(py: Python<'_>, error: &PyErr, before: Wish) -> Wish {
     }
 }
 
+impl Here {
+    /// What was found; what cannot be found out is shown as missing. A signal that came meanwhile is not lost.
+    fn found<T: Default>(&self, py: Python<'_>, found: PyResult<T>) -> T {
+        found.unwrap_or_else(|error| {
+            if !error.is_instance_of::<PyException>(py) {
+                self.hear(py, error);
+            }
+            T::default()
+        })
+    }
+
+    /// Notes what a signal handler has raised.
+    fn hear(&self, py: Python<'_>, error: PyErr) {
+        self.wish.set(asked(py, &error, self.wish.get()));
+        self.raised.borrow_mut().get_or_insert(error);
+    }
+}
+
 impl Surroundings for Here {
     fn wish(&self) -> Wish {
         Python::attach(|py| {
             if let Err(error) = py.check_signals() {
-                self.wish.set(asked(py, &error, self.wish.get()));
-                self.raised.borrow_mut().get_or_insert(error);
+                self.hear(py, error);
             }
             self.wish.get()
         })
@@ -67,12 +84,11 @@ impl Surroundings for Here {
     }
 
     fn python(&self) -> Interpreter {
-        // What cannot be found out is shown as missing.
-        Python::attach(|py| interpreter(py).unwrap_or_default())
+        Python::attach(|py| self.found(py, interpreter(py)))
     }
 
     fn modules(&self) -> BTreeMap<String, Vec<Distribution>> {
-        Python::attach(|py| modules(py).unwrap_or_default())
+        Python::attach(|py| self.found(py, modules(py)))
     }
 }
 
