@@ -259,6 +259,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     gradient_as_bucket_view: bool = False,
+    *,
     fault_tolerant: bool = False,
 ) -> Any:
     """Wraps an optimizer so that every step uses gradients reduced over all ranks.
