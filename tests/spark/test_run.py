@@ -205,11 +205,6 @@ def test_arguments_for_mpi_get_a_warning(spark):
         farandole.spark.run(lambda: 1, num_proc=1, use_mpi=True)
 
 
-def test_elastic_jobs_are_refused_with_what_to_use_instead():
-    with pytest.raises(NotImplementedError, match=r"does not change while it runs.*farandole\.spark\.run begins again"):
-        farandole.spark.run_elastic(print, args=(1,), num_proc=2, min_num_proc=1, max_num_proc=3)
-
-
 def test_every_setting_is_known_by_its_old_name_and_its_new_one():
     assert conf.both(conf.SPARK_CONF_REUSE_FAILED_EXECUTOR) == [
         ("spark.blacklist.stage.maxFailedTasksPerExecutor", "2147483647"),

@@ -92,7 +92,7 @@ fn send(link: Link) {
 }
 
 /// Reads to the error; how much was accepted, every byte of which is the one that was sent.
-fn receive(link: &mut Link) -> (usize, Error) {
+fn receive(link: &mut Link, told: &str) -> (usize, Error) {
     let limit = Instant::now() + PATIENCE;
     let mut seen = 0;
     loop {
@@ -108,7 +108,7 @@ fn receive(link: &mut Link) -> (usize, Error) {
         if let (Err(error), Ok([])) = (released, link.receiver.window()) {
             return (seen, error);
         }
-        assert!(Instant::now() < limit, "{seen} bytes accepted, and neither more nor an error");
+        assert!(Instant::now() < limit, "{told}: {seen} bytes accepted, and neither more nor an error");
         thread::yield_now();
     }
 }
@@ -147,7 +147,7 @@ fn without_harm_everything_arrives_through_somebody_on_the_way() {
         let pair = Pair::new(streams, None);
         let (mut zero, one) = pair.open(1);
         let sending = thread::spawn(move || send(one));
-        let (seen, error) = receive(&mut zero);
+        let (seen, error) = receive(&mut zero, "no harm");
         sending.join().unwrap();
         assert_eq!(seen, TOTAL);
         assert!(error.to_string().ends_with("it closed the connection"), "{error}");
@@ -178,7 +178,7 @@ fn tr_7_no_byte_is_accepted_that_was_not_sent_and_the_error_names_the_link() {
             Way::ToDialer => (zero, one, 0),
         };
         let sending = thread::spawn(move || send(from));
-        let (seen, error) = receive(&mut to);
+        let (seen, error) = receive(&mut to, &told);
         sending.join().unwrap();
         assert!(pair.proxy.done(), "{told}: no harm was done");
         assert!(seen < TOTAL, "{told}: all was accepted");
@@ -290,7 +290,7 @@ fn what_was_recorded_opens_no_door_later() {
     let pair = Pair::new(1, None);
     let (mut zero, one) = pair.open(1);
     let sending = thread::spawn(move || send(one));
-    assert_eq!(receive(&mut zero).0, TOTAL);
+    assert_eq!(receive(&mut zero, "no harm").0, TOTAL);
     sending.join().unwrap();
     let recorded: Vec<_> = [0, 1].map(|connection| pair.proxy.heard(connection, Way::ToAcceptor)).into();
     drop((zero, pair));
