@@ -9,16 +9,30 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-spark spark-slow spark-older test-storage test-launch test-trust chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check wheel install tools deny docs clean
+.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
 
 RUST_TESTS := cargo test --release --workspace --exclude farandole-python
-# Deadlines are short and machines shared: what fails is tried once more, and that is said.
+# Deadlines are short and machines shared: what fails is tried once more, and that is said. Tests in Python wait for starts
+# and deadlines half of the time, so two halves run side by side; the output of each comes when it has ended.
 test: install loom
 	$(RUST_TESTS) --no-fail-fast || { echo "make test: once more, for the failures above"; $(RUST_TESTS); }
-	$(BIN)/python -m pytest tests -m "not slow" --reruns 1
+	@echo "make test: the tests in Python, in two halves side by side"
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-jobs test-rest
+
+# What starts clusters and jobs as users do, and all the rest.
+JOBS := tests/spark tests/ray tests/storage tests/launcher tests/launch tests/trust tests/chaos
+test-jobs:
+	$(BIN)/python -m pytest $(JOBS) -m "not slow" --reruns 1 --durations=25
+
+test-rest:
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS)) -m "not slow" --reruns 1 --durations=25
+
+# Ray on this host: ranks that stay, ranks that come and go, estimators, nodes that are killed. `test` has the short ones.
+test-ray: install
+	$(BIN)/python -m pytest tests/ray --reruns 1 --durations=10
 
 # Jobs on several hosts, which are namespaces with a real sshd each, and jobs that other starters start. Needs root; what a
 # machine lacks is named and its tests are skipped.
@@ -40,9 +54,11 @@ loom:
 	RUSTFLAGS="--cfg loom" cargo test --release --target-dir target/loom -p farandole-shm -p farandole-transport -p farandole-engine \
 	--lib loom_
 
-# Garbage for a minute a target; `make test` takes a second each.
-fuzz:
-	FARANDOLE_FUZZ_SECONDS=$${FARANDOLE_FUZZ_SECONDS:-60} cargo test --release -p farandole-fuzz
+# Garbage for a minute a target, others every time; `make test` takes a second each, and the same.
+fuzz: export FARANDOLE_FUZZ_SECONDS ?= 60
+fuzz: install
+	cargo test --release -p farandole-fuzz --no-fail-fast
+	$(BIN)/python -m pytest tests/trust/test_garbage.py
 
 # The rooms with unsafe code that any process can run. AddressSanitizer: shm, transport, collectives; its runtime comes with
 # the compiler, which takes the option with RUSTC_BOOTSTRAP=1 and needs no nightly for it. valgrind, where installed: shm,
@@ -74,7 +90,7 @@ jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/fa
 # Spark for minutes: clusters, executors that are killed, large results; then what asks something of Spark itself on older
 # pyspark, each in an environment of its own that sees the other packages of this one. Side by side, for alone they wait
 # for starts and deadlines more than half of the time.
-SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py)
+SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py plugin.py)
 # JVMs of tests live for seconds: what their better compiler takes of two cores is not earned
 # back (a short session: 24 s of processor time with it, 14 without, one run each).
 test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
@@ -115,14 +131,23 @@ test-mxnet: install .tools/mxnet/bin/mxnet-is-here
 test-faults: install
 	rm -f target/faults.jsonl
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
+	$(BIN)/python -m pytest tests/elastic -m slow --reruns 1
 	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
 
-# What strangers can reach and what their files can do, losses of power, a thousand fits in one process, a driver that is
-# stopped: half an hour at most. `test` has the short ones of them.
+# What strangers can reach and what their files can do, losses of power, a thousand fits in one process, ten minutes of random
+# collectives, a driver that is stopped: half an hour at most, in two halves side by side. `test` has the short ones of them.
+SOAKS := tests/trust/test_soak.py tests/trust/test_heap.py
 test-trust: install
-	$(BIN)/python -m pytest tests/trust tests/faults/test_strangers.py tests/single/test_poisoned_files.py \
-	tests/single/test_checkpoint_safety.py tests/single/test_runs.py tests/spark/test_saved.py --reruns 1 --durations=15
+	$(MAKE) --no-print-directory -j2 --output-sync=target trust-soaks trust-rest
 	cargo test --release -p farandole-transport --test relay
+
+trust-soaks:
+	FARANDOLE_SOAK_SECONDS=$${FARANDOLE_SOAK_SECONDS:-600} $(BIN)/python -m pytest $(SOAKS) --reruns 1 --durations=15
+
+trust-rest:
+	$(BIN)/python -m pytest tests/trust $(addprefix --ignore=,$(SOAKS)) tests/faults/test_strangers.py \
+	tests/single/test_poisoned_files.py tests/single/test_checkpoint_safety.py tests/single/test_runs.py tests/spark/test_saved.py \
+	--reruns 1 --durations=15
 
 lint: $(VENV)/.packages
 	cargo fmt --all --check
@@ -146,6 +171,7 @@ bench: install
 	$(BIN)/python bench/spark.py
 	$(BIN)/python bench/spark_rows.py
 	$(BIN)/python bench/launch.py
+	$(BIN)/python bench/tuning.py
 
 install: $(VENV)/.wheel
 
@@ -154,12 +180,20 @@ tensorflow-ops:
 	cargo build --release -p farandole-tensorflow
 	ln -sf ../../../target/release/libfarandole_tensorflow.so python/farandole/tensorflow/libfarandole_tensorflow.so
 
-wheel: $(VENV)/.packages tensorflow-ops
+# The Spark plugin: one jar of Java, which travels in the wheel. In a checkout it is where the package looks for it.
+SHIM := python/farandole/spark/farandole-spark.jar
+shim: $(SHIM)
+
+$(SHIM): jvm-shim/spark/pom.xml $(shell find jvm-shim/spark/src -type f) | tools
+	cd jvm-shim/spark && mvn -q -B -Dstyle.color=never package
+	cp jvm-shim/spark/target/farandole-spark.jar $@
+
+wheel: $(VENV)/.packages tensorflow-ops $(SHIM)
 	rm -rf dist
 	$(BIN)/maturin build --release --out dist
 	$(BIN)/uv build --quiet --wheel --out-dir dist python/horovod-compat
 
-$(VENV)/.wheel: $(SOURCES) $(VENV)/.packages
+$(VENV)/.wheel: $(SOURCES) $(VENV)/.packages $(SHIM)
 	$(MAKE) wheel
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall dist/*.whl
 	touch $@
@@ -174,8 +208,12 @@ $(VENV)/.packages: pyproject.toml | tools
 tools:
 	@sh .ci/tools "$(PYTHON)"
 
-docs:
+# The generated reference, then the site, in target/docs/html. Sphinx is installed for this target alone.
+docs: $(VENV)/.packages
 	cargo xtask docs
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d target/docs/doctrees docs target/docs/html
+	@echo "make docs: target/docs/html/index.html"
 
 deny:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
@@ -183,4 +221,4 @@ deny:
 
 clean:
 	cargo clean
-	rm -rf $(VENV) dist
+	rm -rf $(VENV) dist $(SHIM) jvm-shim/target jvm-shim/spark/target

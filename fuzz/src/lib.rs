@@ -4,13 +4,16 @@
 //! Garbage for everything that reads bytes of others: a few seconds in tests, longer by `make fuzz`.
 //!
 //! Each target is a test that runs cases until its budget is spent. `FARANDOLE_FUZZ_SECONDS` is the budget,
-//! `FARANDOLE_FUZZ_SEED` the first case; a failing case names its seed, which repeats it.
+//! `FARANDOLE_FUZZ_SEED` the first case; a failing case names its seed, which repeats it. A case is a pure function of its
+//! seed, so there is no corpus: seeds that found something are kept as tests of their own.
 
 #![forbid(unsafe_code)]
 
+use std::process::Command;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use farandole_config::environment;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Seconds of a target that nobody gave a budget.
 const QUICK: u64 = 1;
@@ -48,6 +51,16 @@ impl Random {
         (0..self.below(most + 1)).map(|_| self.byte()).collect()
     }
 
+    /// A number to put in the place of another: near it, a multiple of it, or one that breaks sums and sizes.
+    pub fn number(&mut self, was: i64) -> i64 {
+        let some = [0, 1, -1, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 33, 1 << 40, i64::MAX, i64::MIN];
+        match self.below(4) {
+            0 => was.saturating_add(i64::from(self.byte()) - 128),
+            1 => was.saturating_mul(1 << self.below(40)),
+            _ => some.get(self.below(some.len())).copied().unwrap_or(0),
+        }
+    }
+
     /// Something like `seed`: bits flipped, bytes replaced, cut short, prolonged, or repeated.
     pub fn mutated(&mut self, seed: &[u8]) -> Vec<u8> {
         let mut bytes = seed.to_vec();
@@ -72,9 +85,11 @@ impl Random {
 /// Runs `case` with fresh numbers until the budget is spent; prints the seed of a case that panics.
 pub fn cases(mut case: impl FnMut(&mut Random)) {
     let number = |name: &str| environment(name).and_then(|text| text.trim().parse::<u64>().ok());
-    let budget = Duration::from_secs(number("FARANDOLE_FUZZ_SECONDS").unwrap_or(QUICK));
+    let asked = number("FARANDOLE_FUZZ_SECONDS");
+    let budget = Duration::from_secs(asked.unwrap_or(QUICK));
+    // Nobody asked for more than a glance: the same cases every time.
     let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let first = number("FARANDOLE_FUZZ_SEED").unwrap_or_else(clock);
+    let first = number("FARANDOLE_FUZZ_SEED").unwrap_or_else(|| asked.map_or(0, |_| clock()));
     let end = Instant::now() + budget;
     for seed in (0..u64::MAX).map(|count| first.wrapping_add(count)) {
         let told = Told(seed);
@@ -84,6 +99,37 @@ pub fn cases(mut case: impl FnMut(&mut Random)) {
             return;
         }
     }
+}
+
+/// Runs the ignored test `name` of this program in a process of its own, whose memory may be limited and which may be
+/// aborted; returns how many cases it says it has begun by lines of `case ...`.
+///
+/// # Errors
+/// It did not end well: the last case, and its last words.
+pub fn apart(name: &str) -> Result<usize, String> {
+    let program = std::env::current_exe().map_err(|error| error.to_string())?;
+    let child = Command::new(program).args(["--ignored", "--exact", name, "--nocapture"]).output();
+    let child = child.map_err(|error| error.to_string())?;
+    let said = String::from_utf8_lossy(&child.stdout);
+    let mut begun = said.lines().filter(|line| line.starts_with("case "));
+    if child.status.success() {
+        return Ok(begun.count());
+    }
+    let words = String::from_utf8_lossy(&child.stderr);
+    let tail: Vec<&str> = words.lines().rev().take(20).collect();
+    Err(format!("{} after {}: {tail:#?}", child.status, begun.next_back().unwrap_or("no case")))
+}
+
+/// From now on this process gets no more than `room` bytes of addresses beyond what it has.
+///
+/// # Errors
+/// What the system says.
+pub fn confine(room: u64) -> std::io::Result<()> {
+    let told = std::fs::read_to_string("/proc/self/statm")?;
+    let pages = told.split(' ').next().and_then(|text| text.parse::<u64>().ok()).unwrap_or(0);
+    let has = pages * rustix::param::page_size() as u64;
+    setrlimit(Resource::As, Rlimit { current: Some(has + room), ..getrlimit(Resource::As) })?;
+    Ok(())
 }
 
 /// Names the case while a panic passes by.

@@ -9,11 +9,12 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_fuzz::{Random, cases};
-use farandole_transport::{Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Rendezvous};
+use farandole_transport::{Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions};
 use farandole_world::{HostHash, Rank};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -43,24 +44,27 @@ fn hello(key: [u8; 32]) -> Vec<u8> {
     let meeting = MemoryRendezvous::default();
     let version = {
         let sample = MemoryRendezvous::default();
-        sample.put("mesh/0/1", b"").unwrap();
+        sample.put("mesh/0/1", b"");
         drop(Mesh::join(MeshOptions { size: 1, ..options(0, key, false) }, &sample).unwrap());
         card(&sample, 0).lines().next().unwrap().to_owned()
     };
     let fake =
         format!("{version}\nhost elsewhere\npid 1\nlocal \naddress {}\n", listener.local_addr().unwrap());
-    meeting.put("mesh/0/0", fake.as_bytes()).unwrap();
+    meeting.put("mesh/0/0", fake.as_bytes());
     let mesh = Mesh::join(options(1, key, false), &meeting).unwrap();
     let mut hello = vec![0; 144];
+    let heard = AtomicBool::new(false);
     thread::scope(|scope| {
-        let mut wanted = true;
-        let mesh = &mesh;
+        let (mesh, heard) = (&mesh, &heard);
         scope.spawn(move || {
             let limit = Instant::now() + PATIENCE;
-            let mut enough = || !std::mem::replace(&mut wanted, false);
+            let mut enough = || heard.load(Ordering::Acquire);
             drop(mesh.open_until(1, &[Rank(0)], 4096, limit, &mut enough).unwrap_err());
         });
-        listener.accept().unwrap().0.read_exact(&mut hello).unwrap();
+        let read = listener.accept().unwrap().0.read_exact(&mut hello);
+        // Set before the test can fail: the dialing thread waits for it.
+        heard.store(true, Ordering::Release);
+        read.unwrap();
         drop(listener);
     });
     hello

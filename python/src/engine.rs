@@ -53,6 +53,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(barrier, module)?)?;
     module.add_function(wrap_pyfunction!(join, module)?)?;
     module.add_function(wrap_pyfunction!(process_sets, module)?)?;
+    module.add_function(wrap_pyfunction!(carried_process_sets, module)?)?;
     module.add_function(wrap_pyfunction!(add_process_set, module)?)?;
     module.add_function(wrap_pyfunction!(remove_process_set, module)?)?;
     module.add_function(wrap_pyfunction!(mapped, module)?)?;
@@ -195,6 +196,13 @@ fn interruptible<T: Send>(
 fn process_sets() -> PyResult<BTreeMap<u32, Vec<u32>>> {
     let sets = current()?.process_sets();
     Ok(sets.into_iter().map(|(set, ranks)| (set.0, ranks.into_iter().map(|rank| rank.0).collect())).collect())
+}
+
+/// Where this world has taken over the process sets of the world before, the numbers of those that `init` was asked for
+/// when the job began; `None` where it has begun with what `init` was asked for.
+#[pyfunction]
+fn carried_process_sets() -> PyResult<Option<Vec<u32>>> {
+    Ok(current()?.carried_sets().map(|sets| sets.into_iter().map(|set| set.0).collect()))
 }
 
 /// Makes a process set together with all ranks; its number.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use farandole::launcher::{Agent, Error, Outcome, Output, Task};
+use farandole::launcher::{ALLOCATOR, Agent, Error, Outcome, Output, Task};
 use farandole::registrar::{Client, Ticket, signal_name};
 use farandole::telemetry::{LogLine, Record, Sink, Stream};
 use farandole::world::TaskId;
@@ -32,6 +32,7 @@ static FLUSHED_AT_EXIT: AtomicBool = AtomicBool::new(false);
 /// Fills the submodule.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyOutcome>()?;
+    module.add("ALLOCATOR", BTreeMap::from(ALLOCATOR))?;
     module.add_function(wrap_pyfunction!(run_agent, module)?)?;
     module.add_function(wrap_pyfunction!(report, module)?)?;
     module.add_function(wrap_pyfunction!(flush_reports, module)?)

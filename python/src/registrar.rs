@@ -167,7 +167,8 @@ impl PyRegistrar {
 
     /// The meeting point of a job whose workers come by themselves, and go.
     #[staticmethod]
-    #[pyo3(signature = (first, least, most, *, timeout, reset_limit=None, start_timeout=None))]
+    #[pyo3(signature = (first, least, most, *, timeout, reset_limit=None, start_timeout=None, host=None, bind=None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn elastic(
         py: Python<'_>,
         first: u32,
@@ -176,8 +177,14 @@ impl PyRegistrar {
         timeout: f64,
         reset_limit: Option<u32>,
         start_timeout: Option<f64>,
+        host: Option<String>,
+        bind: Option<String>,
     ) -> PyResult<Self> {
-        let config = configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
+        let config = configuration(&[
+            ("bind_address", bind),
+            ("driver_host", host),
+            ("start_timeout", start_timeout.map(|seconds| seconds.to_string())),
+        ])?;
         let timeout = Duration::try_from_secs_f64(timeout)
             .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
         // Where workers come by themselves nobody is kept from a host.

@@ -127,6 +127,21 @@ def test_the_host_of_the_launcher_is_cut_off_from_all(hosts):
     until_only_sshd(bed, "h1", "h2")
 
 
+@pytest.mark.parametrize(("seconds", "peer_timeout"), [(3.0, PEER_TIMEOUT), (12.0, 30.0)])
+def test_a_launcher_that_is_cut_off_for_less_than_the_peer_timeout_costs_nothing(hosts, seconds, peer_timeout):
+    """A laptop that sleeps: nobody answers there. The ranks, whose links live, work on meanwhile."""
+    bed = hosts("h1", "h2")
+    running = busy(bed, FARANDOLE_PEER_TIMEOUT=f"{peer_timeout:g}")
+    bed["head"].cut()
+    with pytest.raises(AssertionError, match="still running"):
+        running.wait(seconds)
+    bed["head"].restore()
+    for host in ("h1", "h2"):
+        bed[host].write("enough", "")
+    assert running.wait(30.0) == 0, running.said
+    assert {f"[{rank}]<stdout>:over {rank}" for rank in range(4)} <= set(running.lines)
+
+
 def test_a_connection_that_ends_ends_the_job(hosts):
     bed = hosts("h1", "h2")
     running = busy(bed)

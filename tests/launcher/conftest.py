@@ -54,11 +54,11 @@ class Launch:
         return [int(text.removeprefix(prefix)) for text in texts if text.startswith(prefix)]
 
 
-def until(fits: Callable[[], bool], what: str) -> None:
+def until(fits: Callable[[], bool], what: str, limit: float = LIMIT) -> None:
     """Waits for something to become true."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     while not fits():
-        assert time.monotonic() < deadline, f"not within {LIMIT} s: {what}"
+        assert time.monotonic() < deadline, f"not within {limit} s: {what}"
         time.sleep(0.01)
 
 

@@ -14,13 +14,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import pytest
 from tests.launcher.conftest import is_alive, until
 
 import farandole
 from farandole._native.launcher import report, run_agent
 from farandole._native.registrar import Event, Registrar
+from farandole.common import pickling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ WORKER = [sys.executable, "-m", "farandole.runner.worker"]
 
 def together(registrar: Registrar, size: int, fn: Callable[..., Any], *args: Any) -> list[Outcome]:
     """Runs a function on every task, each agent in a thread."""
-    payload = cloudpickle.dumps((fn, args, {}))
+    payload = pickling.dumps((fn, args, {}))
     with ThreadPoolExecutor(size) as pool:
         agents = [pool.submit(run_agent, registrar.ticket, task, WORKER, payload=payload) for task in range(size)]
         return [agent.result(60) for agent in agents]

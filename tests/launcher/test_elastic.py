@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.launcher.conftest import is_alive, until
+from tests.launcher.elastic import QUICK, SLOW, TRAIN, Hosts, failed, finish, members, own, worlds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,31 +21,6 @@ if TYPE_CHECKING:
     from tests.launcher.conftest import Launch
 
     Start = Callable[..., Launch]
-
-# Ranks train until one of them finds the file `enough`. Each says in every world who it is.
-TRAIN = """
-import os, sys, time
-import numpy as np
-import farandole.numpy as hvd
-from farandole.common.elastic import ObjectState, leave_and_join, run_fn
-
-def train(state):
-    print(f"world {hvd.size()} rank {hvd.rank()} pid {os.getpid()} from {min(state.step, 1)}", flush=True)
-    while True:
-        enough, ones = hvd.allreduce(np.array([float(os.path.exists("enough")), 1.0]), op=hvd.Sum)
-        assert ones == hvd.size()
-        state.step += 1
-        if enough:
-            return print(f"over {hvd.size()}", flush=True)
-        AT_EACH_STEP
-        time.sleep(0.02)
-        state.commit()
-
-hvd.init()
-run_fn(train, leave_and_join)(ObjectState(hvd.broadcast_object, hvd.rank, step=0))
-"""
-QUICK = ("--blacklist-cooldown-range", 1, 2)
-SLOW = ("--blacklist-cooldown-range", 600, 3600)
 
 
 @pytest.fixture
@@ -57,67 +33,6 @@ def train(tmp_path: Path) -> Callable[..., list[str]]:
         return [sys.executable, str(path)]
 
     return write
-
-
-def members(run: Launch, size: int) -> list[dict[str, int]]:
-    """Waits until the latest ranks to speak are those of a world of this size, and gives them by rank."""
-    found: list[dict[str, int]] = []
-
-    def fits() -> bool:
-        assert run.process.poll() is None, run.err.read_text()
-        words = [line.split(":", 1)[1].split() for line in run.out.read_text().splitlines() if ":world " in line]
-        said = [dict(zip(word[::2], map(int, word[1::2]), strict=True)) for word in words]
-        found[:] = sorted(said[-size:], key=lambda one: one["rank"])
-        return [one["rank"] for one in found] == list(range(size)) and all(one["world"] == size for one in found)
-
-    until(fits, f"a world of {size} in {run.out.read_text()}\n{run.err.read_text()}")
-    return list(found)
-
-
-def finish(run: Launch, size: int) -> str:
-    """Ends the training, and sees that every rank of the last world returned. What the launcher itself said."""
-    (run.out.parent / "enough").touch()
-    assert run.wait() == 0, run.err.read_text()
-    assert sum(line.endswith(f":over {size}") for line in run.lines()) == size
-    return own(run)
-
-
-def own(run: Launch) -> str:
-    """What the launcher itself has said."""
-    return "\n".join(line for line in run.err.read_text().splitlines() if not line.startswith("["))
-
-
-def failed(run: Launch, *parts: str) -> str:
-    """Waits for a job that must fail, and sees what it says."""
-    assert run.wait() != 0
-    said = own(run)
-    for part in parts:
-        assert part in said, said
-    return said
-
-
-class Hosts:
-    """A file of hosts, and the program that prints it."""
-
-    def __init__(self, folder: Path, *hosts: str) -> None:
-        self.path = folder / "hosts"
-        self.program = folder / "discover"
-        self.program.write_text(f"#!/bin/sh\n. {folder}/trouble; cat {self.path}\n")
-        self.program.chmod(0o700)
-        self.trouble = folder / "trouble"
-        self.trouble.write_text("")
-        self.are(*hosts)
-
-    def are(self, *hosts: str) -> None:
-        """Puts these in the place of what there was, at once."""
-        new = self.path.with_suffix(".new")
-        new.write_text("".join(f"{host}\n" for host in hosts))
-        new.replace(self.path)
-
-    @property
-    def flags(self) -> tuple[str, str]:
-        """How the launcher is told of it."""
-        return ("--host-discovery-script", str(self.program))
 
 
 def test_a_killed_worker_is_replaced_and_the_others_keep_their_processes_and_ranks(launch: Start, train) -> None:
@@ -136,15 +51,6 @@ def test_a_killed_worker_is_replaced_and_the_others_keep_their_processes_and_ran
     assert "world 3 has 4 ranks" in said
 
 
-def test_pain_24_a_host_that_failed_comes_back_after_its_cooldown(launch: Start, train) -> None:
-    run = launch("-np", 2, "--min-np", 1, *QUICK, *train())
-    for _ in range(2):
-        os.kill(members(run, 2)[1]["pid"], signal.SIGKILL)
-        members(run, 1)
-    members(run, 2)
-    finish(run, 2)
-
-
 def test_a_spare_takes_over_without_waiting_for_the_cooldown(launch: Start, train) -> None:
     run = launch("-np", 2, "--min-np", 2, "--spares", 1, *SLOW, *train())
     before = members(run, 2)
@@ -154,11 +60,6 @@ def test_a_spare_takes_over_without_waiting_for_the_cooldown(launch: Start, trai
     assert after[0]["pid"] == before[0]["pid"]
     assert after[1]["pid"] != before[1]["pid"]
     finish(run, 2)
-
-
-def worlds(run: Launch) -> list[str]:
-    """Every line in which a rank said who it is."""
-    return [line for line in run.lines() if ":world " in line]
 
 
 def test_all_workers_that_are_killed_are_started_again(launch: Start, train) -> None:
@@ -184,17 +85,6 @@ def test_slots_that_come_and_go_change_the_world(launch: Start, train, tmp_path:
     assert last["from"] == 1
     said = finish(run, 1)
     assert "localhost" not in said.replace("discover", ""), f"slots that go are no failure: {said}"
-
-
-def test_pain_22_a_worker_that_goes_well_does_not_end_the_job(launch: Start, train, tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, "localhost:3")
-    run = launch("-np", 3, "--min-np", 1, *hosts.flags, *train())
-    before = members(run, 3)
-    hosts.are("localhost:2")
-    until(lambda: not is_alive(before[2]["pid"]), "the third worker's end")
-    assert [one["pid"] for one in members(run, 2)] == [one["pid"] for one in before[:2]]
-    assert run.process.poll() is None
-    finish(run, 2)
 
 
 def test_slots_without_a_number_are_those_of_the_flag(launch: Start, train, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import farandole
 from farandole.common.exceptions import FarandoleEnvironmentError
 from farandole.runner.elastic.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
-from farandole.spark.common.errors import FarandoleJobError
+from farandole.runner.errors import FarandoleJobError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import farandole
-from farandole.spark.common.errors import FarandoleJobError
+from farandole.runner.errors import FarandoleJobError
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from farandole.common import pickling
+
 pytest.importorskip("torch")
 
 from farandole._native import launcher, registrar
@@ -66,7 +68,7 @@ def serve(address, key):
                 answer = (True, function(*args))
             except BaseException:  # noqa: BLE001 - whatever it is, the test is told
                 answer = (False, traceback.format_exc())
-            connection.send_bytes(cloudpickle.dumps(answer))
+            connection.send_bytes(pickling.dumps(answer))
 
 
 def describe(outcomes):
@@ -84,7 +86,7 @@ class World:
         self.outcomes = [None] * size
         key = b"farandole"
         listener = Listener(str(self.folder / "socket"), authkey=key)
-        payload = cloudpickle.dumps((serve, (listener.address, key), {}))
+        payload = pickling.dumps((serve, (listener.address, key), {}))
         self.agents = [threading.Thread(target=self._agent, args=(task, payload, env or {})) for task in range(size)]
         try:
             for agent in self.agents:
@@ -124,7 +126,7 @@ class World:
         """
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
         for connection in self.connections.values():
-            connection.send_bytes(cloudpickle.dumps((function, args)))
+            connection.send_bytes(pickling.dumps((function, args)))
         answers = {}
         end = time.monotonic() + LIMIT
         while len(answers) < self.size:

@@ -152,9 +152,10 @@ def a_warm_up_ends_at_its_rate():
 
     import farandole.keras as hvd
     from farandole._keras import callbacks
+    from farandole.common import pickling
 
     original = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1.5)
-    travelled = cloudpickle.loads(cloudpickle.dumps(copy.copy(original)))
+    travelled = cloudpickle.loads(pickling.dumps(copy.copy(original)))
     for warmup in (original, travelled):
         model = build(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), seed=1)
         seen = []

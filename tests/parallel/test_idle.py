@@ -31,6 +31,6 @@ def threads():
     return sorted(thread.name for thread in threading.enumerate()), len(os.listdir("/proc/self/task"))
 
 
-def test_the_only_threads_of_the_interpreter_are_those_that_wait_for_events_and_questions(pair):
+def test_the_only_threads_of_the_interpreter_are_those_that_wait_for_events_and_questions_and_look_after_memory(pair):
     for names, _ in pair.run(threads):
-        assert names == ["MainThread", "farandole-log", "farandole-stacks"]
+        assert names == ["MainThread", "farandole-heap", "farandole-log", "farandole-stacks"]

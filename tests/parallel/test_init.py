@@ -72,3 +72,25 @@ def handles_of_the_last_world_are_gone():
 
 def test_handles_do_not_outlive_their_world(fresh_world):
     assert fresh_world(2).run(handles_of_the_last_world_are_gone) == [True, True]
+
+
+def a_handle_of_the_last_world_beside_one_of_this():
+    old = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init()
+    new = hvd.allreduce_async(torch.full((1,), 7.0), op=hvd.Sum)
+    try:
+        hvd.synchronize(old)
+    except ValueError as error:
+        told = str(error)
+    else:
+        told = "the result of another operation"
+    return told.split(";")[0], hvd.synchronize(new).item()
+
+
+def test_a_handle_of_the_last_world_is_none_of_the_present_one(fresh_world):
+    assert fresh_world(2).run(a_handle_of_the_last_world_beside_one_of_this) == [
+        ("no operation has this handle", 14),
+        ("no operation has this handle", 14),
+    ]

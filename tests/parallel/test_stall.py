@@ -11,6 +11,7 @@ import torch
 
 import farandole.torch as hvd
 from farandole.common.exceptions import HorovodInternalError
+from farandole.common.process_sets import add_process_set, remove_process_set
 
 CHECK = {"FARANDOLE_STALL_CHECK_TIME_SECONDS": "0.3"}
 
@@ -137,3 +138,117 @@ def waited(path):
 def test_a_check_that_is_off_or_a_shutdown_before_the_first_warning_ends_nothing(fresh_world, tmp_path, env):
     assert fresh_world(2, env=env).run(waited, str(tmp_path / "{rank}.err")) == [[2, 2], [2, 2]]
     assert "Missing ranks" not in (tmp_path / "0.err").read_text()
+
+
+APART = {
+    **CHECK,
+    "FARANDOLE_DYNAMIC_PROCESS_SETS": "1",
+    "FARANDOLE_MEETING_TIMEOUT": "1.5",
+    "FARANDOLE_COLLECTIVE_TIMEOUT": "60",
+}
+"""Short limits; the last one is longer than a test may take."""
+
+
+def two_ways(path, first, second):
+    """Rank 0 goes one way, the others go another; what they are told and when."""
+    redirect(path)
+    pair = add_process_set([0, 1])
+    hvd.barrier()
+    ways = {
+        "barrier": hvd.barrier,
+        "addition": lambda: add_process_set([0]),
+        "another addition": lambda: add_process_set([1]),
+        "removal": lambda: remove_process_set(pair),
+        "barrier of two": lambda: hvd.barrier(process_set=pair),
+        "join": hvd.join,
+        "shutdown": hvd.shutdown,
+    }
+    began = time.monotonic()
+    try:
+        ways[first if hvd.rank() == 0 else second]()
+    except (ValueError, HorovodInternalError) as error:
+        told = str(error), time.monotonic() - began
+        if first == "join":
+            hvd.join()
+        return told
+    return None, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        ("barrier", "addition", ("rank 0 in barrier of ", "ranks 1-2 in an addition of process set [0]")),
+        ("addition", "barrier", ("rank 0 in an addition of process set [0]", "ranks 1-2 in barrier of ")),
+        ("barrier of two", "removal", ("rank 0 in barrier of ", " in a removal of process set 1")),
+    ],
+)
+def test_ranks_that_wait_in_different_meetings_are_reported_and_then_the_job_ends(
+    fresh_world, tmp_path, first, second, names
+):
+    told = fresh_world(3, env=APART).run(two_ways, str(tmp_path / "{rank}.err"), first, second)
+    said = (tmp_path / "0.err").read_text()
+    assert "their programs have parted ways. The job ends when that has lasted for 1.5 seconds." in said
+    assert "Thread MainThread:" in said
+    assert "in two_ways" in said
+    for text, took in told:
+        assert text is not None
+        assert "the programs of the ranks have parted ways: for " in text
+        assert all(name in text for name in names), text
+        assert 1.4 < took < 20, took
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ("addition", "another addition", "Mismatched changes of process sets: "),
+        ("addition", "removal", "Mismatched changes of process sets: "),
+        ("join", "barrier", "is not possible while ranks have joined: 0"),
+        ("join", "addition", "is not possible while ranks have joined: 0"),
+        ("shutdown", "barrier", "rank 0 on "),
+        ("shutdown", "addition", "rank 0 on "),
+        ("shutdown", "join", "rank 0 on "),
+    ],
+)
+def test_what_no_order_could_bring_together_is_told_at_once(fresh_world, tmp_path, first, second, says):
+    env = {**APART, "FARANDOLE_STALL_CHECK_TIME_SECONDS": "50"}
+    told = fresh_world(3, env=env).run(two_ways, str(tmp_path / "{rank}.err"), first, second)
+    for text, took in told[1:]:
+        assert says in text
+        assert took < 10
+
+
+def joins_early(path):
+    redirect(path)
+    hvd.barrier()
+    if hvd.rank() == 0:
+        lingering_in_a_function(path)
+        hvd.allreduce(torch.ones(2), name="one more")
+    return hvd.join()
+
+
+def test_ranks_that_have_joined_report_those_who_have_not(fresh_world, tmp_path):
+    path = str(tmp_path / "{rank}.err")
+    assert fresh_world(3, env=CHECK).run(joins_early, path) == [0, 0, 0]
+    said = (tmp_path / "0.err").read_text()
+    assert "\n0: [join.noname]" in said
+    assert "join has waited for " in said
+    assert "submitted by ranks: 1, 2" in said
+    assert "Rank 0 on " in said
+    assert "have parted ways" not in said
+
+
+def never_joins():
+    try:
+        if hvd.rank() == 0:
+            time.sleep(3.0)
+        hvd.join()
+    except HorovodInternalError as error:
+        return str(error)
+    return None
+
+
+def test_a_join_that_lasts_too_long_names_those_who_are_missing(fresh_world):
+    env = {**CHECK, "FARANDOLE_COLLECTIVE_TIMEOUT": "1.5"}
+    for text in fresh_world(3, env=env).run(never_joins)[1:]:
+        assert "join" in text
+        assert "ranks that did not come: 0" in text

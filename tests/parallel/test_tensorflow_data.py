@@ -71,7 +71,6 @@ def test_workers_of_their_own_compute_for_two_trainers(tensorflow_pair, tmp_path
 def holds_the_dispatcher():
     """Rank 0 trains and holds the dispatcher, rank 1 works for it."""
     import threading
-    from multiprocessing import AuthenticationError
 
     import tensorflow as tf
 
@@ -102,7 +101,7 @@ def holds_the_dispatcher():
                 client.wait_for_dispatcher_registration(7)
             with pytest.raises(TimeoutError, match="in vain"):
                 client.wait_for_shutdown(timeout=0.1)
-            with pytest.raises((AuthenticationError, EOFError, OSError)):
+            with pytest.raises(ConnectionError, match="another key"):
                 MeetingClient(config.addresses, b"another key", 1.0).shutdown()
             client.shutdown()
         hvd.allgather_object(None, name="end")

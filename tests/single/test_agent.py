@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from farandole._native import launcher
-from farandole.spark import agent
-from farandole.spark.agent import LEFT_ALONE, Work, serve
+from farandole.runner import agent
+from farandole.runner.agent import Work, serve
+from farandole.spark.job import LEFT_ALONE
 
 
 def outcome(**told: object) -> SimpleNamespace:

@@ -16,8 +16,8 @@ import pytest
 import torch
 from tests.single.training import fit, line, linear, weights, write
 
+from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import LocalBackend, LocalStore
-from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch.callbacks import Callback
 

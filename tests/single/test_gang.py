@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from farandole.spark import gang, meeting
-from farandole.spark.common.errors import FarandoleJobError
-from farandole.spark.gang import Agents, Output, conduct
-from farandole.spark.outcome import Ending, results
+from farandole.runner import gang
+from farandole.runner.errors import FarandoleJobError
+from farandole.runner.gang import Agents, Output, conduct
+from farandole.runner.outcome import Ending, results
+from farandole.spark import meeting
 
 FIELDS = ("task", "rank", "stream", "text", "data", "exit_code", "signal")
 

@@ -155,9 +155,10 @@ def test_what_belongs_to_the_module_is_refused_as_a_parameter(data):
         fit(data, linear(), **plain)
 
 
-def test_a_loss_that_is_no_number_ends_the_run_when_asked_to(data):
-    with pytest.raises(ValueError, match=r"the loss is (inf|nan) in batch"):
-        fit(data, Line(lr=1e30), terminate_on_nan=True, epochs=5)
+def test_a_loss_that_is_no_number_ends_the_run_unless_it_shall_not(data):
+    with pytest.raises(ValueError, match=r"the loss is (infinite|not a number \(NaN\)) in epoch 1, step 2, on rank 0"):
+        fit(data, Line(lr=1e30), epochs=5)
+    assert len(fit(data, Line(lr=1e30), terminate_on_nan=False, epochs=2).getHistory()) == 2
 
 
 def test_a_run_of_lightning_ends_early_and_takes_arguments_of_its_trainer(data):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
-from farandole.spark.common.errors import FarandoleJobError
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,9 +9,9 @@ import random
 
 import pytest
 
-from farandole.spark import outcome
-from farandole.spark.common.errors import FarandoleJobError
-from farandole.spark.outcome import Ending, results
+from farandole.runner import outcome
+from farandole.runner.errors import FarandoleJobError
+from farandole.runner.outcome import Ending, results
 
 
 def well(task: int, value: object) -> Ending:

@@ -428,3 +428,38 @@ def test_a_query_is_a_source(tmp_path, table):
         prepare_data(tmp_path / "rows.parquet", tmp_path / "store", sql="select nothing from source")
     with pytest.raises(ValueError, match=r"the query failed: .*[Dd]ivi"):
         prepare_data(tmp_path / "rows.parquet", tmp_path / "store", sql="select 1 / (id - id) as q from source")
+
+
+@pytest.mark.parametrize("rows", [2, 3, 7])
+@pytest.mark.parametrize("share", [0.01, 0.99])
+def test_a_share_of_few_rows_leaves_a_row_on_each_side(tmp_path, rows, share):
+    frame = pa.table({"x": [float(row) for row in range(rows)]})
+    data = prepare_data(frame, tmp_path, validation=share)
+    assert (data.val_rows, data.train_rows) == ((1, rows - 1) if share < 0.5 else (rows - 1, 1))
+    seen = [read_rows(url) for url in (data.train_url, data.val_url)]
+    assert sorted(itertools.chain(*seen)) == [float(row) for row in range(rows)]
+    assert prepare_data(frame, tmp_path, validation=share).reused
+
+
+def test_the_row_held_out_of_few_is_the_same_however_they_are_cut(tmp_path):
+    whole = prepare_data(pa.table({"x": [1.0, 2.0, 3.0, 4.0]}), tmp_path / "whole", validation=0.001)
+    for name, rows in (("a", [3.0, 1.0]), ("b", [2.0]), ("c", [4.0])):
+        pq.write_table(pa.table({"x": rows}), tmp_path / f"{name}.parquet")
+    cut = prepare_data(str(tmp_path / "*.parquet"), tmp_path / "cut", validation=0.001)
+    assert read_rows(cut.val_url) == read_rows(whole.val_url)
+    sums = [_content(one) for data in (whole, cut) for one in (data.train_url, data.val_url)]
+    assert sums[:2] == sums[2:]
+
+
+def test_rows_that_are_all_the_same_cannot_be_split(tmp_path):
+    with pytest.raises(ValueError, match="no rows of validation data"):
+        prepare_data(pa.table({"x": [1.0, 1.0, 1.0]}), tmp_path, validation=0.001)
+
+
+def read_rows(url):
+    return pq.read_table(url.removeprefix("file://")).column("x").to_pylist()
+
+
+def _content(url):
+    files = json.loads(native.read_manifest(url))["files"]
+    return sum(int(one["content"], 16) for one in files) % 2**64

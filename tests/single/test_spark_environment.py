@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
+from farandole.runner.environment import chosen
 from farandole.spark import runner
 from farandole.spark.common import SparkBackend
-from farandole.spark.common.environment import chosen
 
 TAKEN = {
     "FARANDOLE_LOG": "debug",

@@ -14,9 +14,9 @@ import torch
 from tests.single.training import Here, estimator, fit, line, linear, weights, write
 
 import farandole.torch as hvd
+from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.common.datamodule import DataModule, NVTabularDataModule
-from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.common.transform import batched
 from farandole.spark.torch.callbacks import Callback
 from farandole.spark.torch.payload import unpack_state
@@ -279,7 +279,7 @@ def test_the_best_epoch_is_kept_and_returned_and_every_so_many_stay(data):
     assert losses[3] > losses[2]
     run = data / "runs" / "r"
     names = {path.name for path in run.iterdir() if path.is_file()}
-    kept = {"_run.json", "checkpoint", "checkpoint.previous", "checkpoint.best"}
+    kept = {"_fingerprint.json", "_run.json", "checkpoint", "checkpoint.previous", "checkpoint.best"}
     assert names == kept | {"checkpoint.epoch-0002", "checkpoint.epoch-0004"}
     best = unpack_state((run / "checkpoint.best").read_bytes())
     assert len(best["history"]) == 3

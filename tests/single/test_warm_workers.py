@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from farandole.runner import warm
+from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
-from farandole.spark.common.errors import FarandoleJobError
 
 pytestmark = pytest.mark.timeout(120)
 assert torch is not None
@@ -112,7 +112,7 @@ def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_int
     cold = [sys.executable, "-m", "farandole.runner.worker"]
     env = {"FARANDOLE_PAYLOAD_FD": None, "FARANDOLE_RESULT_FD": None}
     changes = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))}
-    from farandole.spark.agent import environment
+    from farandole.runner.agent import environment
 
     # What a server imports depends on what this process has imported, by other tests for one.
     wanted = warm.wanted(True, by_default=True)

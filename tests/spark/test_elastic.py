@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.spark.deployments import KILLS, drive
 
 import farandole.spark
-from farandole.spark.common.errors import FarandoleJobError
+from farandole.runner.errors import FarandoleJobError
+from farandole.runner.limits import elastic_limit
 from farandole.spark.decommission import own_executor
-from farandole.spark.runner import elastic_limit, elastic_sizes
+from farandole.spark.runner import elastic_sizes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,9 +94,25 @@ def test_a_killed_worker_is_replaced_and_the_others_keep_their_process(spark: Sp
                 os.kill(os.getpid(), signal.SIGKILL)
 
             threading.Timer(1.0, kill).start()
-        return os.getpid(), train(folder, 250)
+        return os.getpid(), train(folder, 50)
 
+    (tmp_path / "hold").touch()
+
+    def release() -> None:
+        """Lets the training end when the replacement has taken part in a step."""
+        deadline = time.monotonic() + 150
+        for size in ("1", "2"):
+            while time.monotonic() < deadline:
+                step = tmp_path / "step"
+                if (tmp_path / "killed").exists() and step.exists() and step.read_text().split()[1:] == [size]:
+                    break
+                time.sleep(0.02)
+        (tmp_path / "hold").unlink()
+
+    watching = threading.Thread(target=release)
+    watching.start()
     found = farandole.spark.run_elastic(killing, (str(tmp_path),), num_proc=2, min_num_proc=1)
+    watching.join()
     check([result for _, result in found], 2)
     worlds = found[0][1][-1]
     assert [size for _, size in worlds] == [2, 1, 2]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from farandole.spark.common import LocalStore
+from farandole.spark.common.fingerprint import DECIDE, ELSEWHERE, LENGTH
 from farandole.spark.keras import KerasEstimator
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator
@@ -54,6 +55,8 @@ COMMON = {
     "reader_pool_type": [("ventilator", ValueError)],
     "mp_start_method": [("thread", ValueError)],
     "on_failure": [("ignore", ValueError)],
+    "terminate_on_nan": [("yes", TypeError)],
+    "resume": [("no", ValueError), (True, ValueError)],
 }
 TORCH = {
     "metrics": [(["accuracy"], TypeError)],
@@ -78,7 +81,6 @@ LIGHTNING = {
     "num_gpus": [(-1, ValueError), (0.5, TypeError)],
     "log_every_n_steps": [(0, ValueError)],
     "loader_num_epochs": [(0, ValueError)],
-    "terminate_on_nan": [("yes", TypeError)],
     "trainer_args": [([], TypeError), ({3: 4}, TypeError)],
     "debug_data_loader": [(1, TypeError)],
     "train_async_data_loader_queue_size": [("all", TypeError)],
@@ -110,7 +112,7 @@ SET = {
     "use_gpu": True, "backward_passes_per_step": 1, "callbacks": [], "compress_sparse_cols": False, "allow_nan": False,
     "train_reader_num_workers": 2, "val_reader_num_workers": 2, "reader_pool_type": "thread",
     "inmemory_cache_all": False, "tensorflow_dataset_prefetch_buffer_size": 0, "on_failure": "raise",
-    "max_restarts": 3, "mlflow": False,
+    "max_restarts": 3, "mlflow": False, "resume": "auto", "terminate_on_nan": True,
 }  # fmt: skip
 OF_TORCH = dict.fromkeys(
     ("input_shapes", "input_dtypes", "loss_constructors", "train_minibatch_fn", "gradient_clip_norm", "lr_scheduler",
@@ -119,7 +121,7 @@ OF_TORCH = dict.fromkeys(
 OF_LIGHTNING = dict.fromkeys(
     ("num_gpus", "logger", "loader_num_epochs", "profiler", "trainer_args", "train_async_data_loader_queue_size",
      "val_async_data_loader_queue_size")
-) | {"log_every_n_steps": 50, "terminate_on_nan": False, "debug_data_loader": False}  # fmt: skip
+) | {"log_every_n_steps": 50, "debug_data_loader": False}  # fmt: skip
 OF_KERAS = {
     "custom_objects": {},
     "checkpoint_callback": None,
@@ -144,6 +146,12 @@ def accessor(verb, name):
 def test_every_default_is_known(kind):
     made = ESTIMATORS[kind]()
     assert {param.name: made.getOrDefault(param) for param in made.params} == DEFAULTS[kind]
+
+
+def test_every_parameter_decides_the_result_or_does_not(kind):
+    for one in ESTIMATORS[kind]().params:
+        homes = [table for table in (DECIDE, LENGTH, ELSEWHERE) if one.name in table]
+        assert len(homes) == 1, f"{one.name} belongs in one table of farandole.spark.common.fingerprint: {len(homes)}"
 
 
 def test_every_parameter_has_a_setter_that_returns_the_estimator_and_a_getter(kind):

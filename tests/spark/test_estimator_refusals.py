@@ -124,9 +124,10 @@ def test_an_empty_data_frame_is_said(good, tmp_path):
     assert "no rows" in refused(lambda: estimator(tmp_path).fit(good.limit(0)))
 
 
-def test_a_validation_split_without_rows_is_said(good, tmp_path):
-    told = refused(lambda: estimator(tmp_path, validation=0.0001).fit(good))
-    assert "validation" in told
+def test_a_share_that_is_small_for_the_rows_still_gives_one_for_validation(good, tmp_path):
+    with pytest.raises(AssertionError, match="workers were started"):
+        estimator(tmp_path, validation=0.0001).fit(good)
+    assert [path for path in tmp_path.rglob("*.parquet") if "val" in str(path.relative_to(tmp_path))]
 
 
 def test_more_processes_than_slots_are_refused_with_both_numbers(good, tmp_path):

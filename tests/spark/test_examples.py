@@ -50,6 +50,7 @@ def test_parquet_is_trained_on_without_spark(tmp_path):
     assert len(done.stdout.splitlines()) == 11
 
 
+@pytest.mark.slow
 def test_a_table_with_categories_is_learned_and_its_history_drawn(tmp_path):
     done = run("spark_torch_tabular.py", tmp_path)
     assert "the model gets [store_index, day_of_week_index, state_holiday_index] -> int64 (rows, 3)" in done.stderr
@@ -59,6 +60,7 @@ def test_a_table_with_categories_is_learned_and_its_history_drawn(tmp_path):
     assert (tmp_path / "farandole-tabular" / "history.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.slow
 def test_a_lightning_module_recognises_digits(tmp_path):
     done = run("spark_lightning_digits.py", tmp_path)
     lines = done.stdout.splitlines()
@@ -68,6 +70,7 @@ def test_a_lightning_module_recognises_digits(tmp_path):
     assert lines[1].split() == ["epoch", "loss", "val_loss", "val_accuracy", "seconds", "rows"]
 
 
+@pytest.mark.slow
 def test_the_keras_estimator_recognises_digits_and_its_model_is_saved(tmp_path):
     done = run("spark_keras_digits.py", tmp_path, KERAS_BACKEND="tensorflow")
     assert "epoch 15/15" in done.stderr
@@ -82,6 +85,7 @@ def test_the_keras_estimator_recognises_digits_and_its_model_is_saved(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_embeddings_and_numbers_forecast_sales_in_a_pipeline(tmp_path):
     done = run("spark_keras_tabular.py", tmp_path, KERAS_BACKEND="torch")
     assert "[promotion, distance] -> float32 (rows, 2)" in done.stderr

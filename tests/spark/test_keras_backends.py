@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200 * PATIENCE)]
 
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 def test_the_estimator_works_on_every_backend_of_keras(backend):
-    tests = [str(Path(__file__).with_name(name)) for name in ("test_keras_estimator.py", "test_keras_model.py")]
+    names = ("test_keras_estimator.py", "test_keras_model.py", "test_keras_estimator_elastic.py")
+    tests = [str(Path(__file__).with_name(name)) for name in names]
     command = [sys.executable, "-m", "pytest", "-m", "backends", "-q", "-W", "ignore", "-p", "no:cacheprovider", *tests]
     env = os.environ | {"KERAS_BACKEND": backend}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1100 * PATIENCE, check=False)

@@ -17,6 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+from farandole.common import pickling
 from farandole.keras import Compression
 from farandole.keras.callbacks import BestModelCheckpoint, LearningRateWarmupCallback
 from farandole.spark import task
@@ -261,7 +262,7 @@ def test_a_run_is_resumed_by_its_id_with_the_same_learning_rate(tmp_path):
     assert again.getHistory() == second.getHistory()
     wider = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="checkpoint of run 'r' is of another model"):
-        estimator(store, wider, epochs=9, run_id="r").fit_on_parquet()
+        estimator(store, wider, epochs=9, run_id="r", resume="force").fit_on_parquet()
 
 
 @pytest.mark.backends
@@ -282,7 +283,7 @@ def test_the_best_model_is_returned_and_the_last_one_resumed(tmp_path):
     found = fitted.getModel().evaluate(np.stack(held.x), held.y.to_numpy()[:, None], verbose=0)
     assert found == pytest.approx(losses[0], rel=1e-5)
     assert store.exists(f"{store.get_run_path('r')}/checkpoint.best")
-    resumed = estimator(store, epochs=4, **params).fit_on_parquet()
+    resumed = estimator(store, epochs=4, resume="force", **params).fit_on_parquet()
     assert len(resumed.getHistory()["loss"]) == 4
     assert resumed.getHistory()["val_loss"][3] > losses[0]
     for left, right in zip(resumed.getModel().get_weights(), fitted.getModel().get_weights(), strict=True):
@@ -314,8 +315,8 @@ def test_callbacks_see_scores_and_end_the_run(tmp_path):
 
 def test_a_function_of_nothing_gives_the_rate_as_a_schedule_does():
     optimizer = keras.optimizers.SGD(lambda: 0.25)
-    rate = Rate(optimizer, 2)
-    rate.scale()
+    rate = Rate(optimizer, 1)
+    rate.follow(1, 2)
     assert float(optimizer.learning_rate) == 0.5
     with rate.of_one_process():
         assert float(optimizer.learning_rate) == 0.25
@@ -531,7 +532,7 @@ def test_predictions_are_as_exact_as_the_model():
     model = keras.Model(x, [keras.layers.Rescaling(1 / 3, dtype="float64")(x), whole])
     predictor = Predictor(
         model=payload.pack(model),
-        custom_objects=cloudpickle.dumps({}),
+        custom_objects=pickling.dumps({}),
         backend=keras.backend.backend(),
         columns=("x",),
         groups=(("x",),),

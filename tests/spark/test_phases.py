@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PHASE)]
 PROGRAM = """
 import json
 import torch
-from farandole.spark import gang
+from farandole.runner import gang
 from farandole.spark.common import LocalStore, SparkBackend
 from farandole.spark.torch import TorchEstimator
 

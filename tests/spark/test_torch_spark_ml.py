@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 
@@ -17,7 +18,7 @@ from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuil
 from pyspark.sql import functions as sf
 from tests.single.training import Here
 
-from farandole.spark.common import LocalStore
+from farandole.spark.common import LocalBackend, LocalStore, ObjectStore, SparkBackend, places
 from farandole.spark.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.timeout(600)
@@ -64,6 +65,30 @@ def test_a_cross_validator_chooses_among_epochs_and_is_saved(frame, tmp_path):
     assert again.transform(frame).select("y__output").collect() == expected
 
 
+@pytest.mark.slow
+def test_folds_and_grid_points_of_a_named_run_are_runs_of_their_own(frame, tmp_path):
+    fitted_by = estimator(tmp_path, run_id="r", epochs=2)
+    grid = ParamGridBuilder().addGrid(fitted_by.batch_size, [16, 48]).addGrid(fitted_by.epochs, [4, 1]).build()
+    score = RegressionEvaluator(labelCol="y", predictionCol="y__output")
+
+    def validated(stage):
+        validator = CrossValidator(
+            estimator=stage, estimatorParamMaps=grid, evaluator=score, numFolds=2, seed=1, collectSubModels=True
+        )
+        return validator.fit(frame)
+
+    chosen = validated(fitted_by)
+    models = [model for fold in chosen.subModels for model in fold]
+    assert len({model.getRunId() for model in [*models, chosen.bestModel]}) == 9
+    assert [len(model.getHistory()) for model in chosen.subModels[0]] == [4, 1, 4, 1]
+    assert len({round(value, 6) for value in chosen.avgMetrics}) == 4
+    for left, right in itertools.combinations(models, 2):
+        assert not torch.equal(left.getModel().weight, right.getModel().weight)
+    again = validated(Pipeline(stages=[fitted_by]))
+    assert again.avgMetrics == chosen.avgMetrics
+    assert again.bestModel.stages[0].getRunId() == chosen.bestModel.getRunId()
+
+
 def test_a_train_validation_split_chooses_too(frame, tmp_path):
     fitted_by = estimator(tmp_path)
     grid = ParamGridBuilder().addGrid(fitted_by.epochs, [1, 8]).build()
@@ -79,13 +104,62 @@ def test_an_estimator_is_saved_and_fits_the_same_when_loaded(frame, tmp_path, ca
         loaded = TorchEstimator.load(f"{tmp_path}/estimator")
     assert "runs the code pickled in it" in caplog.text
     assert loaded.uid == made.uid
-    assert loaded.getStore() is None
-    assert loaded.getBackend() is None
+    assert loaded.getStore().prefix_path == made.getStore().prefix_path
+    assert loaded.getBackend() is None, "a class of somebody else's"
     assert loaded.getEpochs() == 2
     assert loaded.getEarlyStopping() == made.getEarlyStopping()
-    loaded.setStore(LocalStore(str(tmp_path))).setBackend(Here())
+    loaded.setBackend(Here())
     weights = [model.getModel().weight for model in (made.fit(frame), loaded.fit(frame))]
     assert torch.equal(*weights)
+
+
+@pytest.mark.slow
+def test_a_loaded_pipeline_and_a_loaded_tuner_fit_where_they_were_saved(frame, tmp_path):
+    backend = LocalBackend(1, verbose=0, start_timeout=90, env={"SECRET_TOKEN": "hunter2"})
+    made = estimator(tmp_path / "store", backend=backend, run_id="r")
+    Pipeline(stages=[made]).write().save(f"{tmp_path}/pipeline")
+    loaded = Pipeline.load(f"{tmp_path}/pipeline")
+    stage = loaded.getStages()[0]
+    assert stage.getBackend().plain() == backend.plain()
+    assert stage.getStore().plain() == made.getStore().plain()
+    assert len(loaded.fit(frame).stages[0].getHistory()) == 1
+    grid = ParamGridBuilder().addGrid(made.epochs, [1, 2]).build()
+    score = RegressionEvaluator(labelCol="y", predictionCol="y__output")
+    tuner = TrainValidationSplit(estimator=made, estimatorParamMaps=grid, evaluator=score, seed=1)
+    tuner.write().save(f"{tmp_path}/tuner")
+    assert len(TrainValidationSplit.load(f"{tmp_path}/tuner").fit(frame).validationMetrics) == 2
+    folds = CrossValidator(estimator=made, estimatorParamMaps=grid[:1], evaluator=score, numFolds=2)
+    folds.write().save(f"{tmp_path}/folds")
+    assert len(CrossValidator.load(f"{tmp_path}/folds").fit(frame).avgMetrics) == 1
+    texts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [text for text in texts if b"hunter2" in text]
+
+
+def test_credentials_of_a_store_are_never_saved(frame, tmp_path, caplog):
+    options = {"key": "AKIAQUIET", "secret": "hunter2", "endpoint_url": "http://127.0.0.1:9"}
+    store = ObjectStore("s3://bucket/team", runs_path="s3://bucket/runs", storage_options=options)
+    estimator(tmp_path, store=store, backend=SparkBackend(2, env={"TOKEN": "hunter2"}, warm=True)).write().save(
+        f"{tmp_path}/estimator"
+    )
+    found = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"s3://bucket/runs" in found
+    for secret in (b"AKIAQUIET", b"hunter2", b"127.0.0.1:9"):
+        assert secret not in found
+    with caplog.at_level(logging.WARNING, "farandole"):
+        loaded = TorchEstimator.load(f"{tmp_path}/estimator")
+    assert "had storage options, which are never saved" in caplog.text
+    assert loaded.getStore().plain() == store.plain()
+    assert loaded.getBackend().plain() == {"num_proc": 2, "warm": True}
+
+
+def test_a_place_that_cannot_be_made_here_stays_unset_and_is_said(caplog):
+    made = TorchEstimator()
+    saved = {"store": {"class": "Popen", "arguments": {"prefix_path": "x"}}, "backend": {"class": "LocalBackend"}}
+    with caplog.at_level(logging.WARNING, "farandole"):
+        places.put(made, saved, "/saved")
+    assert "the store that was saved at /saved cannot be made here, set one: 'Popen'" in caplog.text
+    assert made.getStore() is None
+    assert made.getBackend() is None
 
 
 def test_a_pipeline_is_saved_before_and_after_its_fit(frame, tmp_path):

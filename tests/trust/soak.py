@@ -23,8 +23,8 @@ import torch
 from tests.single.training import fit, line, linear, write
 
 import farandole.torch as hvd
+from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import LocalBackend
-from farandole.spark.common.errors import FarandoleJobError
 
 SHARED = Path("/dev/shm")
 

@@ -223,6 +223,8 @@ knobs! {
     stall_check_time: Duration = "60", "STALL_CHECK_TIME_SECONDS", Some("--stall-check-warning-time-seconds"), true;
     /// A tensor waiting this long ends the job; 0 means never.
     stall_shutdown_time: Duration = "0", "STALL_SHUTDOWN_TIME_SECONDS", Some("--stall-check-shutdown-time-seconds"), true;
+    /// When every rank has waited this long in a barrier, a join or a change of process sets that not all ranks came to, the job ends and says who waits where; looked at with every stall report, 0 means never.
+    meeting_timeout: Duration = "300", "MEETING_TIMEOUT", Some("--meeting-timeout"), true;
     /// File for the timeline of operations; `{rank}` in it stands for the rank, and then every rank writes one. `DYNAMIC` or nothing: none until `start_timeline`.
     timeline: String = "", "TIMELINE", Some("--timeline-filename"), true;
     /// Marks every negotiation round in the timeline.

@@ -66,12 +66,12 @@ pub struct Column {
 impl Column {
     /// Elements of one row.
     pub fn elements(&self) -> u64 {
-        self.shape.iter().product()
+        self.shape.iter().fold(1, |product, side| product.saturating_mul(*side))
     }
 
     /// Bytes of one row, when that is fixed.
     pub fn width(&self) -> Option<u64> {
-        self.element.width().map(|width| width as u64 * self.elements())
+        self.element.width().map(|width| (width as u64).saturating_mul(self.elements()))
     }
 }
 
@@ -96,6 +96,10 @@ pub struct DataFile {
     /// xxh3 of its bytes, as 16 hexadecimal digits; `None` when nobody computed it.
     #[serde(default)]
     pub checksum: Option<String>,
+    /// Sum of the hashes of its rows, as 16 hexadecimal digits: the same in whatever order and files the rows are. `None`
+    /// when nobody computed it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub content: Option<String>,
     /// Its row groups, in order.
     pub groups: Vec<RowGroup>,
     /// By row group, the low 32 bits of the xxh3 of each leaf column's chunk, dictionary included; none when nobody
@@ -111,7 +115,16 @@ impl DataFile {
     /// A file as its writer or its footer describes it.
     pub fn new(path: String, bytes: u64, groups: Vec<RowGroup>) -> Self {
         let rows = groups.iter().map(|group| group.rows).sum();
-        Self { path, rows, bytes, checksum: None, groups, chunks: Vec::new(), values: BTreeMap::new() }
+        Self {
+            path,
+            rows,
+            bytes,
+            checksum: None,
+            content: None,
+            groups,
+            chunks: Vec::new(),
+            values: BTreeMap::new(),
+        }
     }
 }
 

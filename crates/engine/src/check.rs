@@ -83,8 +83,20 @@ pub(crate) fn check(
     {
         size("output", &name, output, expected)?;
     }
-    let entry =
-        Entry { handle: Handle(0), name, operation, group, rows, input, output, ready, since, missing: None };
+    let matter = signature.matter();
+    let entry = Entry {
+        handle: Handle(0),
+        name,
+        operation,
+        matter,
+        group,
+        rows,
+        input,
+        output,
+        ready,
+        since,
+        missing: None,
+    };
     Ok((entry, signature))
 }
 

@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::callbacks::{Call, Callback};
 use crate::hash::{Map, Set};
@@ -33,10 +34,12 @@ struct Names {
     joined: Option<Handle>,
 }
 
+/// Handles are numbered through all engines of a process: one of a world that is over means nothing in the next.
+static NEXT: AtomicU64 = AtomicU64::new(1);
+
 /// Guarded by one lock, held for a few dozen instructions at a time and never while another lock is taken.
 #[derive(Default)]
 pub(crate) struct Desk {
-    next: u64,
     handles: Map<u64, State>,
     /// By key.
     sets: Map<usize, Names>,
@@ -66,8 +69,7 @@ impl Desk {
 
     /// Takes a request whose name is free in an open set.
     pub(crate) fn admit(&mut self, mut submission: Submission, callback: Option<Callback>) -> Handle {
-        self.next += 1;
-        let handle = Handle(self.next);
+        let handle = Handle(NEXT.fetch_add(1, Ordering::Relaxed));
         submission.entry.handle = handle;
         let names = self.sets.entry(submission.set).or_default();
         names.in_flight.insert(Arc::clone(&submission.entry.name));

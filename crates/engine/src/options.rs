@@ -60,6 +60,9 @@ pub struct Settings {
     pub stall_check: Option<Duration>,
     /// A tensor waiting this long for other ranks stops the engine; `None`: never. Not below `stall_check`.
     pub stall_shutdown: Option<Duration>,
+    /// The engine stops when every rank has waited this long in a barrier, a join or a change of process sets that not all
+    /// came to; looked at with every report, `None`: never.
+    pub meeting_timeout: Option<Duration>,
     /// Ranges for NVIDIA's profilers, where their library can be loaded.
     pub nvtx: bool,
     /// Searches for the fusion threshold.
@@ -82,6 +85,7 @@ impl From<&Config> for Settings {
                 let limit = config.stall_shutdown_time;
                 (!limit.is_zero() && limit >= check).then_some(limit)
             }),
+            meeting_timeout: Some(config.meeting_timeout).filter(|time| !time.is_zero()),
             nvtx: !config.disable_nvtx_ranges,
             tune: (config.autotune && !config.given.contains(&"fusion_threshold")).then(|| Tune {
                 warmup_samples: u32::try_from(config.autotune_warmup_samples).unwrap_or(u32::MAX),

@@ -73,6 +73,13 @@ impl Topic {
     }
 }
 
+impl Signature {
+    /// What a meeting is about, where the name of its kind does not say it.
+    pub(crate) fn matter(&self) -> Option<Box<str>> {
+        matches!(self.call, Call::Change(_)).then(|| self.to_string().into())
+    }
+}
+
 impl Call {
     pub(crate) const fn name(&self) -> &'static str {
         match self {

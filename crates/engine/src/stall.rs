@@ -10,6 +10,8 @@ use std::time::Duration;
 use farandole_world::{ProcessSetId, Rank};
 use parking_lot::Mutex;
 
+use crate::tally::spans;
+
 /// Tensors of a rank that are named in a report.
 pub(crate) const NAMED: usize = 6;
 /// How long a process may take to say what its threads do.
@@ -86,6 +88,10 @@ impl Slot {
 pub struct Stall {
     /// The tensor.
     pub tensor: Arc<str>,
+    /// The operation on it: `allreduce of gradient.3`, `an addition of process set [0, 1]`.
+    pub what: String,
+    /// Whether it moves no data, so that those who submitted it wait for it and do nothing else.
+    pub meeting: bool,
     /// Since the first rank submitted it, as far as the coordinator knows.
     pub waiting: Duration,
     /// Ranks that submitted it.
@@ -99,8 +105,10 @@ pub struct Stall {
 /// What a rank that is missing somewhere waits in instead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wait {
-    /// The tensor, and its process set if that is not the global one.
-    pub tensor: String,
+    /// The operation, and its process set if that is not the global one.
+    pub what: String,
+    /// Whether it moves no data.
+    pub meeting: bool,
     /// Since it was submitted.
     pub since: Duration,
 }
@@ -129,6 +137,10 @@ pub struct StallReport {
     pub stalls: Vec<Stall>,
     /// The ranks that were asked, ascending.
     pub absentees: Vec<Absentee>,
+    /// For how long each rank has waited in a barrier, a join or a change of process sets that not all came to, if so.
+    pub parted: Option<Duration>,
+    /// How long that may last.
+    pub ends: Option<Duration>,
 }
 
 impl StallReport {
@@ -153,6 +165,36 @@ impl StallReport {
     }
 }
 
+impl StallReport {
+    /// What ends the job when its ranks have waited in different meetings for too long.
+    pub(crate) fn parting(&self, lasted: Duration) -> String {
+        let mut text = format!(
+            "the programs of the ranks have parted ways: for {lasted:.1?} every rank has waited in a barrier, a join \
+             or a change of process sets that not all ranks came to"
+        );
+        let meetings = self.stalls.iter().filter(|stall| stall.meeting);
+        for (index, stall) in meetings.clone().take(NAMED).enumerate() {
+            let mark = if index == 0 { ':' } else { ';' };
+            text.push_str(&format!("{mark} {} in {}", spans(&stall.came), stall.what));
+            if self.set != ProcessSetId::GLOBAL {
+                text.push_str(&format!(" (process set {})", self.set));
+            }
+        }
+        for absentee in self.absentees.iter().take(NAMED) {
+            if meetings.clone().any(|stall| stall.came.contains(&absentee.rank)) {
+                continue;
+            }
+            let waits = absentee.waits.iter().flatten().find(|wait| wait.meeting);
+            text.push_str(&format!(
+                "; rank {} in {}",
+                absentee.rank,
+                waits.map_or("none", |wait| &wait.what)
+            ));
+        }
+        text
+    }
+}
+
 impl fmt::Display for StallReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
@@ -170,16 +212,27 @@ impl fmt::Display for StallReport {
             let mark = if fatal { "!" } else { "" };
             write!(f, "\n{rank}{mark}: [{}{more}]", names[..names.len().min(NAMED)].join(", "))?;
         }
-        if let Some(oldest) = self.stalls.first() {
-            let came: Vec<String> = oldest.came.iter().take(64).map(Rank::to_string).collect();
-            let more = if oldest.came.len() > came.len() { " ..." } else { "" };
-            let (tensor, waiting) = (&oldest.tensor, oldest.waiting);
+        let told = |(index, stall): &(usize, &Stall)| *index == 0 || stall.meeting;
+        for (_, stall) in self.stalls.iter().enumerate().filter(told).take(NAMED) {
+            let came: Vec<String> = stall.came.iter().take(64).map(Rank::to_string).collect();
+            let more = if stall.came.len() > came.len() { " ..." } else { "" };
+            let (what, waiting) = (&stall.what, stall.waiting);
             write!(
                 f,
-                "\n{tensor} has waited for {waiting:.1?}; submitted by ranks: {}{more}",
+                "\n{what} has waited for {waiting:.1?}; submitted by ranks: {}{more}",
                 came.join(", ")
             )?;
         }
+        if self.parted.is_some() {
+            f.write_str(
+                "\nEvery rank waits in a barrier, a join or a change of process sets that not all ranks came to: \
+                 their programs have parted ways.",
+            )?;
+            if let Some(ends) = self.ends {
+                write!(f, " The job ends when that has lasted for {} seconds.", ends.as_secs_f64())?;
+            }
+        }
+        // The stacks of absent ranks come last: a log that cuts long lines cuts these.
         self.absentees.iter().try_for_each(|absentee| write!(f, "\n{absentee}"))
     }
 }
@@ -194,7 +247,7 @@ impl fmt::Display for Absentee {
                 f.write_str("waits in ")?;
                 for (index, wait) in waits.iter().enumerate() {
                     let comma = if index > 0 { ", " } else { "" };
-                    write!(f, "{comma}{} (for {:.1?})", wait.tensor, wait.since)?;
+                    write!(f, "{comma}{} (for {:.1?})", wait.what, wait.since)?;
                 }
                 f.write_str(".")?;
             }
@@ -221,6 +274,8 @@ mod tests {
     fn stall(tensor: &str, missing: &[u32], fatal: bool) -> Stall {
         Stall {
             tensor: tensor.into(),
+            what: format!("allreduce of {tensor}"),
+            meeting: false,
             waiting: Duration::from_millis(61_200),
             came: vec![Rank(0), Rank(2)],
             missing: missing.iter().copied().map(Rank).collect(),
@@ -233,7 +288,8 @@ mod tests {
         let mut stalls: Vec<Stall> = (0..8).map(|k| stall(&format!("t{k}"), &[1], false)).collect();
         stalls[1] = stall("t1", &[3], true);
         let absentee = |rank, waits, stack| Absentee { rank: Rank(rank), host: "h".to_owned(), waits, stack };
-        let wait = Wait { tensor: "other".to_owned(), since: Duration::from_secs(2) };
+        let wait =
+            Wait { what: "allreduce of other".to_owned(), meeting: false, since: Duration::from_secs(2) };
         let report = StallReport {
             set: ProcessSetId::GLOBAL,
             limit: Duration::from_secs(60),
@@ -243,6 +299,8 @@ mod tests {
                 absentee(3, Some(vec![]), Stack::Silent),
                 absentee(4, None, Stack::Silent),
             ],
+            parted: None,
+            ends: None,
         };
         assert!(report.is_fatal());
         assert_eq!(
@@ -250,8 +308,8 @@ mod tests {
             "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are \
              waiting for remainder of ranks for more than 60 seconds.\nMissing ranks:\n\
              1: [t0, t2, t3, t4, t5, t6 ...]\n3!: [t1]\n\
-             t0 has waited for 61.2s; submitted by ranks: 0, 2\n\
-             Rank 1 on h waits in other (for 2.0s). Its Python threads:\n  MainThread\n  in f\n\
+             allreduce of t0 has waited for 61.2s; submitted by ranks: 0, 2\n\
+             Rank 1 on h waits in allreduce of other (for 2.0s). Its Python threads:\n  MainThread\n  in f\n\
              Rank 3 on h waits in no operation. Its Python threads: no answer within 2s, so one of them holds the \
              interpreter.\nRank 4 on h does not answer."
         );

@@ -9,6 +9,7 @@ use std::time::Instant;
 use farandole_world::Rank;
 
 use crate::cache::{Agreed, CacheId};
+use crate::set::what;
 use crate::signature::{Call, Signature};
 use crate::wire::{Malformed, Read, Reader, Writer};
 
@@ -74,6 +75,18 @@ impl Tally {
         self.wish.as_ref().and_then(Wish::call).map(|call| call.name())
     }
 
+    /// As reports name it, and whether it is a meeting; of the first who came where they differ.
+    pub(crate) fn what(&self, name: &str) -> (String, bool) {
+        let signature = self.wish.as_ref().and_then(Wish::signature);
+        signature.map_or_else(
+            || (what("collective", None, name), false),
+            |signature| {
+                let Signature { call, .. } = signature;
+                (what(call.name(), signature.matter().as_deref(), name), call.is_meeting())
+            },
+        )
+    }
+
     /// Whether anybody put this tensor into this group.
     pub(crate) fn is_in(&self, group: u64) -> bool {
         match &self.wish {
@@ -99,9 +112,13 @@ fn merge(variants: &mut Vec<Variant>, variant: Variant) {
 impl Wish {
     /// The collective, of the first who came where they differ.
     pub(crate) fn call(&self) -> Option<Call> {
+        self.signature().map(|signature| signature.call)
+    }
+
+    fn signature(&self) -> Option<&Signature> {
         match self {
-            Self::Known(_, agreed, _) => Some(agreed.signature.call),
-            Self::Told(variants) => variants.first().map(|variant| variant.signature.call),
+            Self::Known(_, agreed, _) => Some(&agreed.signature),
+            Self::Told(variants) => variants.first().map(|variant| &variant.signature),
         }
     }
 
@@ -275,7 +292,7 @@ const RULES: [Rule; 8] = [
 ];
 
 /// `rank 3`, `ranks 0-2, 5`.
-fn spans(ranks: &[Rank]) -> String {
+pub(crate) fn spans(ranks: &[Rank]) -> String {
     let mut text = String::from(if ranks.len() == 1 { "rank " } else { "ranks " });
     let mut at = 0;
     while at < ranks.len() {

@@ -66,3 +66,4 @@ pub use remote::{Notice, Remote, RemoteTasks};
 pub use report::Report;
 pub use shell::Shell;
 pub use work::Work;
+pub use worker::ALLOCATOR;

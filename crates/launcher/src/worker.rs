@@ -84,8 +84,8 @@ pub(crate) struct Remains {
 /// once. By default it goes back to the system whenever it lies at the top of the heap, and the kernel clears 100 MB of
 /// gradients anew in every step: up to half of the step's time. The last one asks for huge pages, where the kernel gives
 /// them to who asks: fresh memory then costs one fault for 2 MiB and not 512. Set for all workers that do not set them
-/// themselves.
-const ALLOCATOR: [(&str, &str); 3] = [
+/// themselves. What stays unused for longer goes back all the same: `farandole.common.heap` sees to that.
+pub const ALLOCATOR: [(&str, &str); 3] = [
     ("MALLOC_MMAP_THRESHOLD_", "33554432"),
     ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
     ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),

@@ -16,7 +16,7 @@
 //! element and shape.
 //!
 //! Invariants:
-//! - `PR-1`: a row lands on the same side however the data is partitioned (split by fraction).
+//! - `PR-1`: a row lands on the same side however the data is partitioned (split by fraction, or by a bound of hashes).
 //! - `PR-2`: files carry partition and attempt in their names; without a manifest that names it a file does not exist.
 //! - `PR-3`: every row that came in is in the output once, or counted as dropped, or an error was raised.
 //! - `PR-4`: no column of the output has nulls, and all rows of a column have one shape; NaN and infinities only where they were asked for.

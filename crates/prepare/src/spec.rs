@@ -31,6 +31,8 @@ pub enum Compression {
 pub enum Validation {
     /// This part of them, by a hash of their content.
     Fraction(f64),
+    /// Those whose hash is below this: what becomes of a part that is too small for the rows there are.
+    Below(u64),
     /// Those where this column is true or above 0.
     Column(String),
 }

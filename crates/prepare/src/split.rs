@@ -21,16 +21,29 @@ pub(crate) struct Sides {
     pub(crate) val: BooleanArray,
 }
 
-/// Splits by a hash of the rows of `columns`, which are converted already.
-pub(crate) fn by_fraction(columns: &[ArrayRef], rows: usize, fraction: f64, seed: u64) -> Sides {
+/// A hash of each row of `columns`, which are converted already.
+pub(crate) fn hashes(columns: &[ArrayRef], rows: usize, seed: u64) -> Vec<u64> {
     let mut hashes = vec![fold(0, seed); rows];
     for column in columns {
         fold_column(&mut hashes, column);
     }
+    hashes
+}
+
+/// Splits by hashes: this part of all that there could be is validation.
+pub(crate) fn by_fraction(hashes: &[u64], fraction: f64) -> Sides {
     #[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
-    let is_val = |hash: &u64| ((hash >> 11) as f64) < fraction * (1_u64 << 53) as f64;
-    let val: BooleanArray = hashes.iter().map(|hash| Some(is_val(hash))).collect();
-    let train = hashes.iter().map(|hash| Some(!is_val(hash))).collect();
+    by(hashes, |hash| ((hash >> 11) as f64) < fraction * (1_u64 << 53) as f64)
+}
+
+/// Splits by hashes: those below `bound` are validation.
+pub(crate) fn by_bound(hashes: &[u64], bound: u64) -> Sides {
+    by(hashes, |hash| hash < bound)
+}
+
+fn by(hashes: &[u64], is_val: impl Fn(u64) -> bool) -> Sides {
+    let val = hashes.iter().map(|hash| Some(is_val(*hash))).collect();
+    let train = hashes.iter().map(|hash| Some(!is_val(*hash))).collect();
     Sides { train, val }
 }
 
@@ -122,13 +135,20 @@ mod tests {
     fn pr_1_a_row_lands_on_the_same_side_in_any_batch() {
         let numbers: ArrayRef = Arc::new(Float32Array::from_iter_values((0_u16..1000).map(f32::from)));
         let names: ArrayRef = Arc::new(StringArray::from_iter_values((0..1000).map(|n| n.to_string())));
-        let whole = by_fraction(&[numbers.clone(), names.clone()], 1000, 0.25, 3);
-        let part = by_fraction(&[numbers.slice(700, 100), names.slice(700, 100)], 100, 0.25, 3);
+        let whole = by_fraction(&hashes(&[numbers.clone(), names.clone()], 1000, 3), 0.25);
+        let part = by_fraction(&hashes(&[numbers.slice(700, 100), names.slice(700, 100)], 100, 3), 0.25);
         assert_eq!(whole.val.slice(700, 100), part.val);
         let count = whole.val.true_count();
         assert!((200..300).contains(&count), "{count}");
         assert_eq!(whole.train.true_count(), 1000 - count);
-        assert_ne!(whole.val, by_fraction(&[numbers, names], 1000, 0.25, 4).val);
+        assert_ne!(whole.val, by_fraction(&hashes(&[numbers, names], 1000, 4), 0.25).val);
+    }
+
+    #[test]
+    fn a_bound_above_the_least_hash_sends_that_row_alone_to_validation() {
+        let sides = by_bound(&[7, 3, 9], 4);
+        assert_eq!(sides.val, BooleanArray::from(vec![false, true, false]));
+        assert_eq!(sides.train, BooleanArray::from(vec![true, false, true]));
     }
 
     #[test]

@@ -26,6 +26,9 @@ pub struct Summary {
     pub rows: u64,
     /// Rows on no side.
     pub dropped: u64,
+    /// The least and the largest hash of a row.
+    #[serde(default)]
+    pub hashes: Option<(u64, u64)>,
     /// Training, unless there were no rows.
     pub train: Option<SideSummary>,
     /// Validation, unless there were no rows.

@@ -16,7 +16,7 @@ use crate::convert::{Converted, Origin, convert, is_vector};
 use crate::error::{Error, Result};
 use crate::side::{Shape, Side};
 use crate::spec::{Spec, Validation};
-use crate::split::{Sides, by_column, by_fraction};
+use crate::split::{Sides, by_bound, by_column, by_fraction, hashes};
 use crate::summary::Summary;
 
 /// What the first batch with rows decided.
@@ -36,6 +36,10 @@ pub struct PartitionWriter {
     layout: Option<Layout>,
     rows: u64,
     dropped: u64,
+    /// The least and the largest hash of a row.
+    hashes: Option<(u64, u64)>,
+    /// Sums of the hashes of rows: training, validation.
+    content: (u64, u64),
 }
 
 impl PartitionWriter {
@@ -53,7 +57,17 @@ impl PartitionWriter {
             });
         }
         let (store, spec) = (Store::open(url)?, Spec::parse(spec)?);
-        Ok(Self { store, spec, partition, attempt: attempt.to_owned(), layout: None, rows: 0, dropped: 0 })
+        Ok(Self {
+            store,
+            spec,
+            partition,
+            attempt: attempt.to_owned(),
+            layout: None,
+            rows: 0,
+            dropped: 0,
+            hashes: None,
+            content: (0, 0),
+        })
     }
 
     /// Which partition this is.
@@ -92,15 +106,29 @@ impl PartitionWriter {
             self.layout = Some(self.lay_out(batch, &names, &converted)?);
         }
         let arrays: Vec<ArrayRef> = converted.into_iter().map(|column| column.array).collect();
+        let hashes = hashes(&arrays, batch.num_rows(), self.spec.seed);
         let sides = match &self.spec.validation {
             None => None,
-            Some(Validation::Fraction(fraction)) => {
-                Some(by_fraction(&arrays, batch.num_rows(), *fraction, self.spec.seed))
-            }
+            Some(Validation::Fraction(fraction)) => Some(by_fraction(&hashes, *fraction)),
+            Some(Validation::Below(bound)) => Some(by_bound(&hashes, *bound)),
             Some(Validation::Column(name)) => Some(by_column(name, column(batch, name)?)?),
         };
         self.rows += batch.num_rows() as u64;
+        self.note(&hashes, sides.as_ref());
         self.push(arrays, sides)
+    }
+
+    /// Notes what the hashes of rows say of both sides.
+    fn note(&mut self, hashes: &[u64], sides: Option<&Sides>) {
+        for (row, hash) in hashes.iter().enumerate() {
+            let (least, largest) = self.hashes.unwrap_or((*hash, *hash));
+            self.hashes = Some((least.min(*hash), largest.max(*hash)));
+            if sides.is_none_or(|sides| sides.train.value(row)) {
+                self.content.0 = self.content.0.wrapping_add(*hash);
+            } else if sides.is_some_and(|sides| sides.val.value(row)) {
+                self.content.1 = self.content.1.wrapping_add(*hash);
+            }
+        }
     }
 
     fn push(&mut self, arrays: Vec<ArrayRef>, sides: Option<Sides>) -> Result<()> {
@@ -197,11 +225,17 @@ impl PartitionWriter {
     /// # Errors
     /// The store's; then the partition has to be written again.
     pub fn finish(self) -> Result<Summary> {
-        let (train, val) = match self.layout {
+        let (mut train, mut val) = match self.layout {
             None => (None, None),
             Some(layout) => (layout.train.finish()?, layout.val.map(Side::finish).transpose()?.flatten()),
         };
-        Ok(Summary { partition: self.partition, rows: self.rows, dropped: self.dropped, train, val })
+        for (side, sum) in [(&mut train, self.content.0), (&mut val, self.content.1)] {
+            if let Some(side) = side {
+                side.file.content = Some(format!("{sum:016x}"));
+            }
+        }
+        let Self { partition, rows, dropped, hashes, .. } = self;
+        Ok(Summary { partition, rows, dropped, hashes, train, val })
     }
 }
 

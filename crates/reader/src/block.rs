@@ -72,7 +72,7 @@ impl Maker<'_> {
         let (recipe, bytes) = fetched.unzip();
         let cached = self.cache.filter(|cache| recipe.is_none() && cache.has(part));
         let recipe = match (recipe, cached) {
-            (None, None) => Some(Recipe::new(self.dataset, self.selected, part)?),
+            (None, None) => Some(Recipe::new(self.dataset, self.selected, part, self.pool.limit())?),
             (recipe, _) => recipe,
         };
         let bytes = match (bytes, &recipe) {
@@ -157,8 +157,9 @@ impl Block {
 
     /// Bytes that a block of this part will take, but for values that have no fixed size.
     pub(crate) fn bytes(part: &Part, selected: &[Selected]) -> u64 {
-        let row: usize = selected.iter().map(|column| column.field.width().max(column.out_width())).sum();
-        (part.rows.end - part.rows.start).saturating_mul(row as u64 + 4)
+        let widths = selected.iter().map(|column| column.field.width().max(column.out_width()));
+        let row = widths.fold(4, usize::saturating_add);
+        (part.rows.end - part.rows.start).saturating_mul(row as u64)
     }
 
     /// Rows of column `index`.

@@ -50,7 +50,8 @@ impl Field {
 
     /// Elements of one row.
     pub fn elements(&self) -> usize {
-        self.shape.iter().map(|side| usize::try_from(*side).unwrap_or(usize::MAX)).product()
+        let sides = self.shape.iter().map(|side| usize::try_from(*side).unwrap_or(usize::MAX));
+        sides.fold(1, usize::saturating_mul)
     }
 
     /// Whether its values are texts or bytes of any length.
@@ -60,7 +61,7 @@ impl Field {
 
     /// Bytes of one row; 0 for texts.
     pub fn width(&self) -> usize {
-        self.element.width().unwrap_or(0) * self.elements()
+        self.element.width().unwrap_or(0).saturating_mul(self.elements())
     }
 }
 
@@ -380,7 +381,7 @@ fn merge(
                 expected: column.source.clone(),
             });
         }
-        column.nulls = column.nulls.zip(other.nulls).map(|(a, b)| a + b);
+        column.nulls = column.nulls.zip(other.nulls).map(|(a, b)| a.saturating_add(b));
         if !full {
             continue;
         }
@@ -394,7 +395,8 @@ fn merge(
 }
 
 fn data_file(entry: Entry, footer: &ArrowReaderMetadata, columns: &[(Column, Option<String>)]) -> DataFile {
-    let fixed: u64 = columns.iter().filter_map(|(column, _)| column.width()).sum();
+    let widths = columns.iter().filter_map(|(column, _)| column.width());
+    let fixed = widths.fold(0, u64::saturating_add);
     let count = |number: i64| u64::try_from(number).unwrap_or_default();
     let groups: Vec<RowGroup> = footer
         .metadata()
@@ -402,7 +404,9 @@ fn data_file(entry: Entry, footer: &ArrowReaderMetadata, columns: &[(Column, Opt
         .iter()
         .map(|group| {
             let rows = count(group.num_rows());
-            RowGroup { rows, bytes: count(group.total_byte_size()).max(rows * fixed) }
+            let stored = group.columns().iter().map(|chunk| count(chunk.uncompressed_size()));
+            let stored = stored.fold(0, u64::saturating_add);
+            RowGroup { rows, bytes: stored.max(rows.saturating_mul(fixed)) }
         })
         .collect();
     DataFile::new(entry.path, entry.bytes, groups)

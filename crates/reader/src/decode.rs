@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::fill::{Odd, filled, numbers};
 use crate::footer::Fetched;
 use crate::hive;
-use crate::library;
+use crate::library::{self, Source};
 use crate::pages::{Bench, Chunk, Levels, Spots, Stored, Trouble, decode, ranges};
 use crate::reader::Selected;
 use crate::schema::{direct, leaf_of, shape_of};
@@ -72,21 +72,24 @@ pub(crate) struct Recipe {
     ways: Vec<Way>,
     /// Bytes of each column, in the order of the columns.
     ranges: Vec<Vec<Range<u64>>>,
+    /// Bytes that a page may take decoded.
+    most: usize,
 }
 
 impl Recipe {
-    /// Looks the columns of a part up.
+    /// Looks the columns of a part up, no page of which may take more than `most` bytes decoded.
     ///
     /// # Errors
     /// Files that cannot be read, or are not what the data set says.
-    pub(crate) fn new(dataset: &Dataset, selected: &[Selected], part: &Part) -> Result<Self> {
+    pub(crate) fn new(dataset: &Dataset, selected: &[Selected], part: &Part, most: usize) -> Result<Self> {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
         let footer = dataset.footer(part.file)?;
         let file = dataset.store().name_of(&data.path);
         let group = group_of(&footer, data, part, &file)?;
         let whole =
             part.rows.start == 0 && part.rows.end >= u64::try_from(group.num_rows()).unwrap_or_default();
-        let mut recipe = Self { ways: Vec::new(), ranges: Vec::new(), footer: Arc::clone(&footer), file };
+        let mut recipe =
+            Self { ways: Vec::new(), ranges: Vec::new(), footer: Arc::clone(&footer), file, most };
         for column in selected {
             let field = &column.field;
             let way = match data.values.get(&field.name) {
@@ -188,6 +191,7 @@ impl Recipe {
                     levels: *levels,
                     spots: spots.as_deref(),
                     fill: &fill,
+                    most: self.most,
                 };
                 let fetch = |at| bytes.slice(at, None).map_err(|source| origin.parquet(source));
                 match decode(&chunk, fetch, bench, out) {
@@ -211,8 +215,8 @@ impl Recipe {
                 Fetched::new(dataset.store(), &data.path, &chunk, data.bytes)?
             };
             check(dataset, data, &self.file, part, (leaf, &chunk, &bytes))?;
-            let root = self.footer.parquet_schema().get_column_root_idx(leaf);
-            let values = library::read(&self.footer, bytes, (root, leaf), part, selected, &origin)?;
+            let source = self.source(bytes, leaf, part, &origin);
+            let values = library::read(source, selected)?;
             copy(&values, out);
         }
         if nulls > 0 && selected.fill.is_none() {
@@ -226,6 +230,16 @@ impl Recipe {
 }
 
 impl Recipe {
+    fn source<'a>(
+        &'a self,
+        fetched: Fetched,
+        leaf: usize,
+        part: &'a Part,
+        origin: &'a Origin<'a>,
+    ) -> Source<'a> {
+        Source { footer: &self.footer, fetched, leaf, part, most: self.most, origin }
+    }
+
     /// Decodes column number `index`, whose values have no fixed size, as [`Recipe::column`] does others.
     ///
     /// # Errors
@@ -251,8 +265,7 @@ impl Recipe {
                     None => Fetched::new(dataset.store(), &data.path, own, data.bytes)?,
                 };
                 check(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
-                let root = self.footer.parquet_schema().get_column_root_idx(*leaf);
-                library::read_texts(&self.footer, bytes, root, part, &origin)
+                library::read_texts(self.source(bytes, *leaf, part, &origin))
             }
             Some(Way::Nothing) => {
                 Err(origin.nulls(usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX)))

@@ -202,11 +202,9 @@ impl Setup {
         let widest = self.selected.iter().map(|column| column.field.width()).max().unwrap_or(0) as u64;
         let column = widest.saturating_mul(rows);
         // One column at a time goes through: its bytes as they are stored, and its values before they are shuffled.
-        let besides = if self.dataset.store().is_remote() {
-            fetched + column
-        } else {
-            fetched.min(2 * column) + column
-        };
+        let besides =
+            if self.dataset.store().is_remote() { fetched } else { fetched.min(column.saturating_mul(2)) };
+        let besides = besides.saturating_add(column);
         let texts = self.text_bytes(part);
         (Block::bytes(part, &self.selected).saturating_add(texts), besides.saturating_add(texts))
     }
@@ -221,7 +219,8 @@ impl Setup {
     /// The same of so many rows that may be any.
     fn texts_of(&self, rows: u64) -> u64 {
         let groups = || self.dataset.manifest().files.iter().flat_map(|file| &file.groups);
-        self.texts((groups().map(|group| group.bytes).sum(), self.dataset.manifest().rows), rows)
+        let bytes = groups().map(|group| group.bytes).fold(0, u64::saturating_add);
+        self.texts((bytes, self.dataset.manifest().rows), rows)
     }
 
     fn texts(&self, (bytes, of): (u64, u64), rows: u64) -> u64 {
@@ -230,7 +229,9 @@ impl Setup {
             return 0;
         }
         let share = u128::from(bytes) * u128::from(rows) / u128::from(of.max(1));
-        u64::try_from(share).unwrap_or(u64::MAX).saturating_add(8 * texts * (rows + 1))
+        u64::try_from(share)
+            .unwrap_or(u64::MAX)
+            .saturating_add((8 * texts).saturating_mul(rows.saturating_add(1)))
     }
 }
 
@@ -353,7 +354,7 @@ impl Shared {
         if setup.cache.as_ref().is_some_and(|cache| cache.has(part)) {
             return Ok(None);
         }
-        let recipe = Recipe::new(&setup.dataset, &setup.selected, part)?;
+        let recipe = Recipe::new(&setup.dataset, &setup.selected, part, setup.pool.limit())?;
         let claim = setup.pool.claim(usize::try_from(recipe.size()).unwrap_or(usize::MAX));
         let bytes = recipe.fetch(&setup.dataset, part)?;
         Ok(Some(Box::new((recipe, bytes, claim))))

@@ -11,13 +11,16 @@ use bytes::{Buf, Bytes, buf::Reader as BytesReader};
 use farandole_store::Store;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions};
 use parquet::errors::ParquetError;
-use parquet::file::metadata::{PageIndexPolicy, ParquetMetaDataReader};
+use parquet::file::metadata::{PageIndexPolicy, ParquetMetaData, ParquetMetaDataReader};
 use parquet::file::reader::{ChunkReader, Length};
 
 use crate::error::{Error, Result};
 
 /// What is read at once in the hope that the footer is in it.
 const TAIL: u64 = 64 << 10;
+
+/// Values and bytes that a byte of a file can stand for, at most: a page has a header, and its numbers have 31 bits.
+const MOST_OF_BYTE: i64 = i32::MAX as i64;
 
 /// Reads the footer of a file of `bytes` bytes.
 pub(crate) fn load(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
@@ -50,9 +53,49 @@ fn parse(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
     }
     let fail = |source| Error::Footer { file: file(), source };
     let metadata = parser.finish().map_err(fail)?;
+    possible(&metadata, bytes).map_err(|what| fail(ParquetError::General(what)))?;
     // The Parquet types alone decide, so that files of different writers agree.
     let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
     ArrowReaderMetadata::try_new(metadata.into(), options).map_err(fail)
+}
+
+/// Checks that what a footer says can be true of a file of `bytes` bytes: chunks and indexes lie in it, columns have as
+/// many values as there are rows, and no page decodes to more than the format lets it.
+fn possible(metadata: &ParquetMetaData, bytes: u64) -> Result<(), String> {
+    let inside = |from: i64, length: i64| {
+        let (from, length) = (u64::try_from(from).ok(), u64::try_from(length).ok());
+        from.zip(length).and_then(|(from, length)| from.checked_add(length)).is_some_and(|end| end <= bytes)
+    };
+    for (number, group) in metadata.row_groups().iter().enumerate() {
+        let rows = group.num_rows();
+        if u32::try_from(rows).is_err() {
+            return Err(format!("row group {number} claims {rows} rows"));
+        }
+        for chunk in group.columns() {
+            let wrong = |what: &str, value: i64| {
+                Err(format!("row group {number}, column {}, claims {what}: {value}", chunk.column_path()))
+            };
+            let start = chunk.dictionary_page_offset().unwrap_or_else(|| chunk.data_page_offset());
+            let (size, values) = (chunk.compressed_size(), chunk.num_values());
+            if !inside(start, size) || !inside(chunk.data_page_offset(), 0) {
+                return wrong("bytes outside of the file from", start);
+            }
+            if let (Some(at), Some(length)) = (chunk.offset_index_offset(), chunk.offset_index_length())
+                && !inside(at, length.into())
+            {
+                return wrong("an index outside of the file at", at);
+            }
+            let most = size.saturating_mul(MOST_OF_BYTE);
+            let flat = chunk.column_descr().max_rep_level() == 0;
+            if values < rows || values > most || (flat && values != rows) {
+                return wrong("another number of values than it can have", values);
+            }
+            if !(0..=most).contains(&chunk.uncompressed_size()) {
+                return wrong("a size that nothing decodes to", chunk.uncompressed_size());
+            }
+        }
+    }
+    Ok(())
 }
 
 fn fetch_one(store: &Store, path: &str, range: Range<u64>) -> Result<Bytes> {

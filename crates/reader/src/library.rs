@@ -10,48 +10,59 @@ use arrow::datatypes::DataType;
 use farandole_dataset::{Element, Part};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReaderBuilder};
+use parquet::errors::ParquetError;
 
-use crate::decode::Origin;
+use crate::decode::{Origin, chunk_range};
 use crate::error::{Error, Result};
 use crate::fill::filled;
 use crate::footer::Fetched;
 use crate::lists::read_list;
+use crate::pages::claims;
 use crate::reader::Selected;
 use crate::schema::shape_of;
 
-/// Reads the rows of `part` of a root column with one leaf.
+/// Rows that the library decodes at once, for which it takes memory before it has seen any.
+const ROWS: usize = 1 << 20;
+
+/// Bytes that the texts of a part may take in any case, and how many times the budget otherwise: files say little of them.
+const TEXTS: (usize, usize) = (64 << 20, 4);
+
+/// A column chunk for the library, and what it may cost.
+pub(crate) struct Source<'a> {
+    pub(crate) footer: &'a ArrowReaderMetadata,
+    pub(crate) fetched: Fetched,
+    pub(crate) leaf: usize,
+    pub(crate) part: &'a Part,
+    /// Bytes that a page may take; see [`TEXTS`].
+    pub(crate) most: usize,
+    pub(crate) origin: &'a Origin<'a>,
+}
+
+/// Reads the rows of a part of a root column with one leaf.
 ///
 /// # Errors
-/// Bytes that cannot be decoded, and nulls where none are filled.
-pub(crate) fn read(
-    footer: &ArrowReaderMetadata,
-    fetched: Fetched,
-    (root, leaf): (usize, usize),
-    part: &Part,
-    selected: &Selected,
-    origin: &Origin<'_>,
-) -> Result<Buffer> {
-    let kind = footer.schema().fields().get(root).map(|field| field.data_type());
+/// Bytes that cannot be decoded or claim too much, and nulls where none are filled.
+pub(crate) fn read(source: Source<'_>, selected: &Selected) -> Result<Buffer> {
+    let root = source.footer.parquet_schema().get_column_root_idx(source.leaf);
+    let kind = source.footer.schema().fields().get(root).map(|field| field.data_type());
     if kind.and_then(shape_of).is_some_and(|(_, list)| list) {
+        source.check()?;
+        let Source { footer, fetched, leaf, part, origin, .. } = source;
         return read_list(footer, &fetched, leaf, part, &selected.field, origin);
     }
-    let batch = read_flat(footer, fetched, root, part, origin)?;
+    let origin = source.origin;
+    let batch = read_flat(source, false)?;
     let array = batch.columns().first().ok_or(Error::Ended)?;
     values(array, selected, origin)
 }
 
-/// Reads the rows of `part` of a root column of texts or bytes.
+/// Reads the rows of a part of a root column of texts or bytes.
 ///
 /// # Errors
-/// As [`read`].
-pub(crate) fn read_texts(
-    footer: &ArrowReaderMetadata,
-    fetched: Fetched,
-    root: usize,
-    part: &Part,
-    origin: &Origin<'_>,
-) -> Result<LargeBinaryArray> {
-    let batch = read_flat(footer, fetched, root, part, origin)?;
+/// As [`read`], and texts that take too much.
+pub(crate) fn read_texts(source: Source<'_>) -> Result<LargeBinaryArray> {
+    let origin = source.origin;
+    let batch = read_flat(source, true)?;
     let array = batch.columns().first().ok_or(Error::Ended)?;
     let nulls = array.logical_null_count();
     if nulls > 0 {
@@ -65,26 +76,49 @@ pub(crate) fn read_texts(
     array.as_binary_opt().cloned().ok_or(Error::Ended)
 }
 
-fn read_flat(
-    footer: &ArrowReaderMetadata,
-    fetched: Fetched,
-    root: usize,
-    part: &Part,
-    origin: &Origin<'_>,
-) -> Result<RecordBatch> {
+impl Source<'_> {
+    /// Checks the headers of the chunk's pages, which the library believes; returns the bytes of its dictionary.
+    fn check(&self) -> Result<usize> {
+        let group = self.footer.metadata().row_groups().get(self.part.group);
+        let chunk = group.and_then(|group| group.columns().get(self.leaf)).ok_or(Error::Ended)?;
+        let range = chunk_range(chunk);
+        let bytes = self.fetched.slice(range.start, usize::try_from(range.end - range.start).ok());
+        let bytes = bytes.map_err(|source| self.origin.parquet(source))?;
+        let values = usize::try_from(chunk.num_values()).unwrap_or(usize::MAX);
+        let found = claims(&bytes, values, self.most);
+        found.map_err(|what| self.origin.parquet(ParquetError::General(what)))
+    }
+}
+
+fn read_flat(source: Source<'_>, texts: bool) -> Result<RecordBatch> {
+    let dictionary = source.check()?;
+    let Source { footer, fetched, leaf, part, most, origin } = source;
+    let root = footer.parquet_schema().get_column_root_idx(leaf);
     let count = |rows: u64| usize::try_from(rows).unwrap_or(usize::MAX);
     let rows = count(part.rows.end - part.rows.start);
     let fail = |source| origin.parquet(source);
+    // Every row may be all of the dictionary.
+    let once = if texts { (most / dictionary.max(1)).clamp(1, ROWS) } else { ROWS };
     let reader = ParquetRecordBatchReaderBuilder::new_with_metadata(fetched, footer.clone())
         .with_projection(ProjectionMask::roots(footer.parquet_schema(), [root]))
         .with_row_groups(vec![part.group])
         .with_offset(count(part.rows.start))
         .with_limit(rows)
-        .with_batch_size(rows)
+        .with_batch_size(rows.min(once))
         .build()
         .map_err(fail)?;
     let schema = arrow::array::RecordBatchReader::schema(&reader);
-    let batches: Vec<RecordBatch> = reader.collect::<Result<_, _>>().map_err(|error| fail(error.into()))?;
+    let (mut batches, mut bytes) = (Vec::new(), 0);
+    let room = most.saturating_mul(TEXTS.1).max(TEXTS.0);
+    for batch in reader {
+        let batch = batch.map_err(|error| fail(error.into()))?;
+        bytes += batch.get_array_memory_size();
+        if texts && bytes > room {
+            let what = format!("its rows take more than {room} bytes, the byte budget is {most}");
+            return Err(fail(ParquetError::General(what)));
+        }
+        batches.push(batch);
+    }
     let batch = match <[RecordBatch; 1]>::try_from(batches) {
         Ok([batch]) => batch,
         Err(batches) => concat_batches(&schema, &batches).map_err(|error| fail(error.into()))?,

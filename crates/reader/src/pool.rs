@@ -128,6 +128,11 @@ impl Pool {
         drop(shed);
     }
 
+    /// Bytes that are kept to.
+    pub(crate) fn limit(&self) -> usize {
+        self.limit.load(Ordering::Relaxed)
+    }
+
     /// At least `bytes`, with whatever is in them, at an address that suits any value.
     pub(crate) fn take(self: &Arc<Self>, bytes: usize) -> Slab {
         let mut held = self.held.lock();

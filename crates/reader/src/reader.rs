@@ -81,7 +81,7 @@ pub(crate) struct Selected {
 
 impl Selected {
     pub(crate) fn out_width(&self) -> usize {
-        self.out.width().unwrap_or(0) * self.field.elements()
+        self.out.width().unwrap_or(0).saturating_mul(self.field.elements())
     }
 }
 

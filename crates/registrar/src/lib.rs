@@ -10,7 +10,7 @@
 //! ```text
 //! driver                              task
 //! Registrar --- TLS, one certificate per job --- Client (agent): register, watch, log, exit
-//!   | membership  key-values  events    \------- Client (worker): await_assignment, put, get, metric
+//!   | membership  meetings  key-values  events    \------- Client (worker): await_assignment, meet, metric
 //!   v
 //! events()
 //! ```
@@ -28,6 +28,7 @@
 
 #![forbid(unsafe_code)]
 
+mod accepting;
 pub mod client;
 mod codec;
 mod convert;
@@ -38,6 +39,7 @@ mod exit;
 mod generated;
 pub mod host;
 mod kv;
+mod meetings;
 mod membership;
 mod secret;
 mod server;
@@ -45,7 +47,7 @@ mod ticket;
 mod tls;
 mod wire;
 
-pub use client::{Cancel, Client, HostChange, Relay};
+pub use client::{Cancel, Client, HostChange, Meet, Relay};
 pub use error::{Error, Result};
 pub use event::Event;
 pub use exit::{Exit, How, Verdict, signal_name};

@@ -3,10 +3,8 @@
 
 //! What both ends agree on beside the messages.
 
-use farandole_world::Rank;
-
 /// Compared on every registration and heartbeat.
-pub const PROTOCOL_VERSION: u32 = 3;
+pub const PROTOCOL_VERSION: u32 = 4;
 
 /// Metadata: the job's token.
 pub(crate) const TOKEN: &str = "farandole-token";
@@ -22,14 +20,6 @@ pub(crate) const RETRY: &str = "farandole-retry";
 
 /// Metadata of the word that a worker of an elastic job may go: its host was removed, or it asked to leave.
 pub(crate) const DISMISSED: &str = "farandole-dismissed";
-
-/// Key of a generation under which the registrar notes the first worker that has ended well: its rank and its host.
-pub(crate) const ENDED: &str = "registrar/ended";
-
-/// The same for one rank.
-pub(crate) fn ended_key(rank: Rank) -> String {
-    format!("{ENDED}/{rank}")
-}
 
 /// Largest result that passes through the registrar; larger ones go through a store.
 pub const MAX_RESULT: usize = 16 << 20;

@@ -11,8 +11,9 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use farandole_config::PortRange;
-use farandole_registrar::{Client, Error, Event, Exit, How, Options, Registrar, Ticket, host};
+use farandole_registrar::{Client, Error, Event, Exit, How, Meet, Options, Registrar, Ticket, host};
 use farandole_telemetry::{Record, Stream};
 use farandole_world::{Generation, HostFacts, Rank, TaskId};
 
@@ -70,6 +71,22 @@ fn until(registrar: &Registrar, fits: impl Fn(&Event) -> bool) -> Vec<Event> {
 
 fn failed(how: How) -> Exit {
     Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() }
+}
+
+#[test]
+fn whoever_hears_of_a_world_can_ask_for_it_at_once() {
+    const ROUNDS: usize = 100;
+    for round in 0..ROUNDS {
+        let registrar = registrar(1);
+        thread::scope(|scope| {
+            let driver = scope.spawn(|| {
+                until(&registrar, |event| matches!(event, Event::Assigned { .. }));
+                registrar.assignment().is_some()
+            });
+            connect(registrar.ticket(), 0).register(0, &host::facts(), soon()).unwrap();
+            assert!(driver.join().unwrap(), "round {round} of {ROUNDS}");
+        });
+    }
 }
 
 #[test]
@@ -262,21 +279,59 @@ fn an_end_and_a_result_that_are_told_twice_are_one_event_each() {
     assert_eq!(count(|event| matches!(event, Event::Exited { .. })), 1);
 }
 
+/// As every rank of a world: asks for it once.
+fn meet(client: &Client, ranks: Option<&[u32]>) -> Result<Meet, Error> {
+    let ranks: Option<Vec<Rank>> = ranks.map(|ranks| ranks.iter().copied().map(Rank).collect());
+    let holder = format!("process of {}", client.task());
+    client
+        .meet(ranks.as_deref(), &holder, format!("card {}", client.task()).as_bytes(), soon(), &mut || false)
+}
+
+#[test]
+fn ranks_that_ask_for_a_world_get_all_cards_by_one_call_each() {
+    let registrar = registrar(4);
+    let agents = agents(&registrar, 4);
+    let before = registrar.calls();
+    let all: Vec<Vec<Bytes>> = thread::scope(|scope| {
+        let asking: Vec<_> = agents.iter().map(|agent| scope.spawn(|| meet(agent, None))).collect();
+        let cards = |answer| match answer {
+            Ok(Meet::All(cards)) => cards,
+            other => panic!("{other:?}"),
+        };
+        asking.into_iter().map(|thread| cards(thread.join().unwrap())).collect()
+    });
+    assert_eq!(all, vec![["card 0", "card 1", "card 2", "card 3"].map(Bytes::from); 4]);
+    assert_eq!(registrar.calls() - before, 4);
+}
+
 #[test]
 fn a_rank_that_has_ended_well_is_known_to_those_that_go_on() {
     let registrar = registrar(4);
     let agents = agents(&registrar, 4);
-    assert_eq!(agents[0].ended(None).unwrap(), None);
-    agents[2].exit(&failed(How::Code(0)), soon()).unwrap();
-    agents[3].leave(soon()).unwrap();
-    let (rank, host) = agents[0].ended(None).unwrap().unwrap();
-    assert_eq!((rank, host), (Rank(2), host::facts().hash().0));
-    let of = |ranks: &[u32]| {
-        let ranks: Vec<Rank> = ranks.iter().copied().map(Rank).collect();
-        agents[0].ended(Some(&ranks)).unwrap().map(|(rank, _)| rank.0)
-    };
-    assert_eq!([of(&[0, 1]), of(&[0, 3]), of(&[1, 3, 2])], [None, Some(3), Some(3)]);
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| meet(&agents[1], Some(&[1, 2])));
+        agents[2].exit(&failed(How::Code(0)), soon()).unwrap();
+        agents[3].leave(soon()).unwrap();
+        let host = host::facts().hash().0;
+        let ended = |rank| Meet::Ended { rank: Rank(rank), host: host.clone() };
+        assert_eq!(waiting.join().unwrap().unwrap(), ended(2));
+        assert_eq!(meet(&agents[0], None).unwrap(), ended(2));
+        assert_eq!(meet(&agents[0], Some(&[0, 3])).unwrap(), ended(3));
+    });
     assert!(registrar.assignment().is_some());
+}
+
+#[test]
+fn who_gives_up_or_goes_is_waited_for_again_and_named() {
+    let registrar = registrar(3);
+    let agents = agents(&registrar, 3);
+    let given_up = agents[0].meet(None, "one", b"first", soon(), &mut || true).unwrap();
+    assert_eq!(given_up, Meet::Interrupted);
+    let short = Instant::now() + Duration::from_millis(300);
+    let late = agents[1].meet(None, "two", b"", short, &mut || false).unwrap_err();
+    assert!(matches!(&late, Error::Timeout { what, .. } if what == "ranks 0, 2 to call init()"), "{late}");
+    let wrong = meet(&agents[1], Some(&[0, 2])).unwrap_err().to_string();
+    assert!(wrong.contains("the members of a world are ranks of 0 to 2, ascending"), "{wrong}");
 }
 
 #[test]

@@ -5,6 +5,7 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+use std::fs::File;
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::thread;
@@ -13,6 +14,7 @@ use std::time::{Duration, Instant};
 use farandole_config::Config;
 use farandole_registrar::{Client, Options, Registrar, Relay, host};
 use farandole_world::TaskId;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 const DOOR: u64 = 3;
 
@@ -47,7 +49,7 @@ fn called(agent: &Client) -> (Relay, TcpListener) {
 }
 
 fn dial(relay: &Relay, task: u32) -> TcpStream {
-    let stream = TcpStream::connect(relay.door(TaskId(task)).unwrap()).unwrap();
+    let stream = TcpStream::connect(relay.door(TaskId(task), DOOR).unwrap()).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     stream
 }
@@ -145,4 +147,45 @@ fn a_driver_that_does_not_relay_says_which_setting_it_lacks() {
     let agent = agents(&registrar, 1).remove(0);
     let error = agent.relay(DOOR).unwrap().answer(1).unwrap_err().to_string();
     assert!(error.contains("set FARANDOLE_DIAL_OUT where it runs"), "{error}");
+}
+
+/// Alone in its process, because it takes all descriptors there are.
+#[test]
+#[ignore = "started by the next test"]
+fn starved_child() {
+    let registrar = registrar(2, true);
+    let agents = agents(&registrar, 2);
+    let (_answering, listener) = called(&agents[0]);
+    let calling = agents[1].relay(DOOR).unwrap();
+    let doors = [0, 0].map(|task| calling.door(TaskId(task), DOOR).unwrap());
+    let limits = getrlimit(Resource::Nofile);
+    let most = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 + 16;
+    setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..limits }).unwrap();
+    let mut taken: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+    // One for the caller's end; none is left to accept the other.
+    taken.pop();
+    let mut near = TcpStream::connect(doors[0]).unwrap();
+    assert!(File::open("/dev/null").is_err(), "descriptors were left");
+    thread::sleep(Duration::from_millis(300));
+    drop(taken);
+    for door in [None, Some(doors[0]), Some(doors[1])] {
+        if let Some(door) = door {
+            near = TcpStream::connect(door).unwrap();
+        }
+        let (mut far, _) = listener.accept().unwrap();
+        far.write_all(b"through").unwrap();
+        near.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut heard = [0; 7];
+        near.read_exact(&mut heard).unwrap();
+        assert_eq!(&heard, b"through");
+    }
+}
+
+#[test]
+fn doors_stay_open_when_a_connection_cannot_be_accepted() {
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", "starved_child", "--nocapture"])
+        .output()
+        .unwrap();
+    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));
 }

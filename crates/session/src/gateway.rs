@@ -14,16 +14,19 @@ pub(crate) struct ByRegistrar {
     relay: Relay,
     /// By rank.
     tasks: Vec<TaskId>,
+    door: u64,
 }
 
 impl ByRegistrar {
-    /// For the `number`th world of this process.
+    /// For a world of this process.
     ///
     /// # Errors
     /// The registrar's `Unreachable`.
-    pub(crate) fn new(client: &Client, world: &World, number: u64) -> Result<Self, RegistrarError> {
+    pub(crate) fn new(client: &Client, world: &World) -> Result<Self, RegistrarError> {
         let tasks = world.seats.iter().map(|seat| seat.task).collect();
-        Ok(Self { relay: client.relay(number)?, tasks })
+        // 0 stands for none.
+        let door = rand::random_range(1..=u64::MAX);
+        Ok(Self { relay: client.relay(door)?, tasks, door })
     }
 }
 
@@ -32,13 +35,17 @@ impl Gateway for ByRegistrar {
         self.relay.answer(port).map_err(|error| failed(&error))
     }
 
-    fn to(&self, rank: Rank) -> Result<SocketAddr> {
+    fn door(&self) -> u64 {
+        self.door
+    }
+
+    fn to(&self, rank: Rank, door: u64) -> Result<SocketAddr> {
         let unknown = || Error::Handshake { reason: format!("no rank {rank} to relay to") };
         let task = self.tasks.get(rank.index()).copied().ok_or_else(unknown)?;
-        self.relay.door(task).map_err(|error| failed(&error))
+        self.relay.door(task, door).map_err(|error| failed(&error))
     }
 }
 
 fn failed(error: &RegistrarError) -> Error {
-    Error::Rendezvous { key: "relay".to_owned(), reason: error.to_string() }
+    Error::Rendezvous { what: "the relay".to_owned(), reason: error.to_string() }
 }

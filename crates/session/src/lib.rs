@@ -6,14 +6,17 @@
 //! Owns the one session of this process and the order in which it comes up and goes down:
 //!
 //! ```text
-//! Client::of_process -> await_assignment -> claim -> Mesh::join -> links -> HostCommunicator -> Engine -> sets
-//!      registrar            World         one holder  rendezvous   control and data                 all agree
+//! Client::of_process -> await_assignment -> Mesh::join -> links -> HostCommunicator -> Engine -> sets
+//!      registrar            World           Meeting    control and data                 all agree
 //! started (mpirun, srun, torchrun, ...)
 //! ```
 //!
 //! Where this process belongs is told by the ticket that our own launcher has set (`FARANDOLE_JOB`), or else by the
 //! variables of another starter (`started`), or by the caller, who has a communicator of his own ([`Told`], [`host`]). A
 //! process that nobody started gets a world of one.
+//!
+//! Ranks meet by one question each (`meeting`): the registrar hands out all cards when the last has asked, and says at
+//! once why some cannot meet.
 //!
 //! In an elastic job a worker asks the registrar for each world by itself (`rejoin`), as often as worlds break.
 //!
@@ -29,7 +32,7 @@
 
 #![forbid(unsafe_code)]
 
-mod claim;
+mod carried;
 mod devices;
 mod error;
 mod form;

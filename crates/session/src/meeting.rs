@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The registrar's key-value service as the ranks' meeting point.
+//! The ranks' meeting point, which the registrar holds: each asks once for a world, and gets everybody's card.
 
+use std::fs;
+use std::process;
 use std::time::{Duration, Instant};
 
-use farandole_registrar::{Client, Error as RegistrarError};
-use farandole_transport::{Error, Rendezvous, Result};
-use farandole_world::Rank;
+use farandole_registrar::{Client, Error as RegistrarError, Meet};
+use farandole_transport::{Error as TransportError, Place, Rendezvous};
+use farandole_world::{Rank, World};
 use parking_lot::Mutex;
 
-use crate::{Error as Fail, claim};
+use crate::{Error, Result};
 
 /// The longest time between two questions whether to give up.
 pub(crate) const SLICE: Duration = Duration::from_millis(250);
@@ -18,72 +20,92 @@ pub(crate) const SLICE: Duration = Duration::from_millis(250);
 /// Asks whether to give up.
 pub(crate) type Interrupted<'a> = dyn FnMut() -> bool + Send + 'a;
 
-/// One session's part of the service: keys are the registrar's per generation, and here per session, so that no rank
-/// meets what another has left there before it shut down and began anew.
+/// What one rank asks the registrar for.
 pub(crate) struct Meeting<'a, 'b> {
     client: &'a Client,
-    session: u64,
-    /// This rank in the launched world, and those it forms a world with, if that is not all.
-    place: (Rank, Option<&'a [Rank]>),
-    failure: Mutex<Option<Fail>>,
+    /// This rank in the launched world.
+    own: Rank,
+    /// Those it forms a world with, if that is not all.
+    part: Option<&'a [Rank]>,
+    failure: Mutex<Option<Error>>,
     interrupted: Mutex<&'a mut Interrupted<'b>>,
 }
 
 impl<'a, 'b> Meeting<'a, 'b> {
     pub(crate) fn new(
         client: &'a Client,
-        session: u64,
-        place: (Rank, Option<&'a [Rank]>),
+        whole: &World,
+        part: Option<&'a [Rank]>,
         interrupted: &'a mut Interrupted<'b>,
     ) -> Self {
-        Self { client, session, place, failure: Mutex::new(None), interrupted: Mutex::new(interrupted) }
+        let interrupted = Mutex::new(interrupted);
+        Self { client, own: whole.rank, part, failure: Mutex::new(None), interrupted }
     }
 
-    /// What the registrar said, if it was that which failed.
-    pub(crate) fn failure(self) -> Option<Fail> {
-        self.failure.into_inner()
-    }
-
-    fn failed(&self, key: &str, error: impl Into<Fail>) -> Error {
-        let error = error.into();
-        let reason = error.to_string();
-        *self.failure.lock() = Some(error);
-        Error::Rendezvous { key: key.to_owned(), reason }
-    }
-
-    fn key(&self, key: &str) -> String {
-        match self.place.1.and_then(<[Rank]>::first) {
-            None => format!("session/{}/{key}", self.session),
-            // Disjoint parts have different lowest ranks.
-            Some(lowest) => format!("session/{}/from/{lowest}/{key}", self.session),
+    /// Waits until all ranks have asked for this world, and returns their cards in the order of the ranks.
+    ///
+    /// # Errors
+    /// `Taken`, `Worlds`, `Ended`, `Interrupted`; what the registrar says.
+    pub(crate) fn ask(&self, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        let mut interrupted = self.interrupted.lock();
+        match self.client.meet(self.part, &identity(), card, deadline, &mut **interrupted)? {
+            Meet::All(cards) => Ok(cards.into_iter().map(Vec::from).collect()),
+            Meet::Taken { holder } => Err(Error::Taken { rank: self.own, holder }),
+            Meet::Elsewhere { rank, members } => Err(Error::Worlds {
+                rank,
+                theirs: asked(members.as_deref()),
+                own: self.own,
+                ours: asked(self.part),
+            }),
+            Meet::Ended { rank, host } => Err(Error::Ended { rank, host }),
+            Meet::Interrupted => Err(Error::Interrupted),
         }
+    }
+
+    /// Why this rank has not met the others, where it is more than transport's error says.
+    pub(crate) fn failure(self) -> Option<Error> {
+        self.failure.into_inner()
     }
 }
 
 impl Rendezvous for Meeting<'_, '_> {
-    fn put(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.client.put(&self.key(key), value).map_err(|error| self.failed(key, error))
+    fn meet(&self, _place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, TransportError> {
+        self.ask(card, deadline).map_err(|error| match error {
+            Error::Registrar(RegistrarError::Timeout { what, elapsed }) => {
+                TransportError::Timeout { what, elapsed }
+            }
+            Error::Interrupted => TransportError::Interrupted,
+            other => {
+                let (what, reason) = ("all ranks".to_owned(), other.to_string());
+                *self.failure.lock() = Some(other);
+                TransportError::Rendezvous { what, reason }
+            }
+        })
     }
+}
 
-    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
-        let started = Instant::now();
-        let full = self.key(key);
-        loop {
-            match self.client.get(&full, deadline.min(Instant::now() + SLICE)) {
-                Ok(value) => return Ok(value),
-                Err(RegistrarError::Timeout { .. }) if Instant::now() >= deadline => {
-                    return Err(Error::Timeout { what: format!("key {key}"), elapsed: started.elapsed() });
-                }
-                Err(RegistrarError::Timeout { .. }) => {
-                    let (own, part) = self.place;
-                    claim::hopeless(self.client, self.session, own, part)
-                        .map_err(|error| self.failed(key, error))?;
-                }
-                Err(error) => return Err(self.failed(key, error)),
-            }
-            if (self.interrupted.lock())() {
-                return Err(Error::Rendezvous { key: key.to_owned(), reason: "interrupted".to_owned() });
-            }
-        }
+fn asked(part: Option<&[Rank]>) -> String {
+    let Some(part) = part else { return "all ranks".to_owned() };
+    let ranks: Vec<String> = part.iter().map(ToString::to_string).collect();
+    format!("ranks {}", ranks.join(", "))
+}
+
+/// Tells this process from every other of its host: a number is used again one day, but not at the same tick. A program
+/// that replaces itself (`exec`) stays the same process.
+pub(crate) fn identity() -> String {
+    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    // Counting starts behind the name, which may hold anything: field 3 is the state, field 22 the start.
+    let started = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(19));
+    format!("process {} (started at tick {})", process::id(), started.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_stays_the_same() {
+        assert_eq!(identity(), identity());
+        assert!(identity().starts_with(&format!("process {} (started at tick ", process::id())));
     }
 }

@@ -5,7 +5,6 @@
 
 use std::process;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 
@@ -13,8 +12,6 @@ use crate::{Error, Result, Session, Wishes, form, rejoin};
 
 /// Held while a session comes up or goes down. Taken before `SESSION`.
 static CHANGE: Mutex<()> = Mutex::new(());
-/// Worlds that formed here: ranks that begin anew together have the same number.
-static BEGUN: AtomicU64 = AtomicU64::new(0);
 /// Read by every operation; written only under `CHANGE`, for a moment.
 static SESSION: RwLock<Option<Arc<Session>>> = RwLock::new(None);
 
@@ -41,14 +38,9 @@ pub fn begin(wishes: &Wishes, interrupted: &mut (dyn FnMut() -> bool + Send)) ->
     if SESSION.read().is_some() {
         return Ok(false);
     }
-    let session = Arc::new(form::form(BEGUN.load(Ordering::Relaxed), wishes, interrupted)?);
+    let session = Arc::new(form::form(wishes, interrupted)?);
     *SESSION.write() = Some(session);
     Ok(true)
-}
-
-/// A world has formed, for good or to end at once: what is left of it at the registrar must not be met again.
-pub(crate) fn count() {
-    BEGUN.fetch_add(1, Ordering::Relaxed);
 }
 
 /// Leaves the world: operations under way fail, here and at the peers. Does nothing without a session. In a forked

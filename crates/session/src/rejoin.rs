@@ -14,6 +14,7 @@ use farandole_transport::Error as TransportError;
 use farandole_world::{Fault, Generation, Rank, TaskId, World};
 use parking_lot::Mutex;
 
+use crate::carried::Carried;
 use crate::form::{give_up_if, linked};
 use crate::meeting::{Interrupted, SLICE};
 use crate::{Error, Result, Session, Wishes};
@@ -23,9 +24,11 @@ use crate::{Error, Result, Session, Wishes};
 struct Left {
     generation: Generation,
     lost: Vec<TaskId>,
+    /// Process sets of the last world that this process has worked in.
+    sets: Option<Carried>,
 }
 
-static LEFT: Mutex<Left> = Mutex::new(Left { generation: Generation(0), lost: Vec::new() });
+static LEFT: Mutex<Left> = Mutex::new(Left { generation: Generation(0), lost: Vec::new(), sets: None });
 /// Changes of hosts that nobody has asked for yet.
 static CHANGES: Mutex<Vec<HostChange>> = Mutex::new(Vec::new());
 
@@ -33,7 +36,13 @@ static CHANGES: Mutex<Vec<HostChange>> = Mutex::new(Vec::new());
 pub(crate) fn left(session: &Session) {
     let world = session.world();
     let lost = session.rest.mesh().map(farandole_transport::Mesh::lost).unwrap_or_default();
-    *LEFT.lock() = Left { generation: world.generation, lost: tasks(world, &lost) };
+    let (generation, lost) = (world.generation, tasks(world, &lost));
+    *LEFT.lock() = Left { generation, lost, sets: Some(session.carried()) };
+}
+
+/// The process sets of the world that this process has left.
+pub(crate) fn left_sets() -> Option<Carried> {
+    LEFT.lock().sets.clone()
 }
 
 fn tasks(world: &World, ranks: &[Rank]) -> Vec<TaskId> {
@@ -58,11 +67,10 @@ pub(crate) fn form(
         CHANGES.lock().clear();
         client.watch_changes(generation, |change| CHANGES.lock().push(change));
         let seats = whole.clone();
-        // Every world has a number of its own, so each is the first one of its number.
-        match linked(config, client.clone(), 0, whole, wishes, deadline, interrupted) {
+        match linked(config, client.clone(), whole, wishes, deadline, interrupted) {
             Err(error) if is_a_peers(&error) => {
                 tracing::warn!(%generation, %error, "a world broke while it formed; the next one is waited for");
-                *LEFT.lock() = Left { generation, lost: blamed(&seats, &error) };
+                *LEFT.lock() = Left { generation, lost: blamed(&seats, &error), sets: left.sets };
             }
             formed => return formed,
         }

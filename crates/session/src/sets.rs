@@ -6,8 +6,10 @@
 //! A change is agreed on by an operation over all ranks that fails when they do not ask for the same. Members of a new
 //! set then open links of their own; a second agreement tells everybody whether all could. So numbers and members are
 //! equal on all ranks at any time, and what one rank cannot do no rank has.
+//!
+//! In an elastic job sets go on into the next world (`carried`).
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use farandole_collectives::Crossover;
@@ -16,9 +18,10 @@ use farandole_engine::{Change, Handle, Request, SetOptions, control_peers};
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::{Mutex, RwLock};
 
+use crate::carried::{Carried, agreed};
 use crate::meeting::{Interrupted, SLICE};
 use crate::wishes::ascending;
-use crate::{Error, Result, Session, links};
+use crate::{Error, Result, Session, links, rejoin};
 
 /// Name of the agreement on a change.
 const CHANGE: &str = "farandole.process_set";
@@ -27,7 +30,7 @@ const OUTCOME: &str = "farandole.process_set.outcome";
 
 /// Locks, in the order in which they may be taken: `changes`, then `table`.
 pub(crate) struct Sets {
-    dynamic: bool,
+    elastic: bool,
     memory: u64,
     crossover: Crossover,
     patience: Duration,
@@ -41,6 +44,12 @@ struct Table {
     /// Numbers to be used again, oldest first.
     free: VecDeque<ProcessSetId>,
     next: u32,
+    /// Whether sets may be added and removed.
+    dynamic: bool,
+    /// Those that `init` was asked for, and that still stand.
+    given: BTreeSet<ProcessSetId>,
+    /// Those of the world before, when this one has taken its sets over.
+    carried: Option<BTreeSet<ProcessSetId>>,
 }
 
 /// What is being changed; one change at a time.
@@ -59,6 +68,12 @@ impl Table {
         })
     }
 
+    /// The set of these ranks that comes from the world before.
+    fn known(&self, ranks: &[Rank]) -> Option<ProcessSetId> {
+        let carried = self.carried.iter().flatten();
+        carried.copied().find(|set| self.sets.get(set).is_some_and(|members| members == ranks))
+    }
+
     /// Refuses ranks that have a set.
     fn check(&self, what: &str, ranks: &[Rank]) -> Result<()> {
         match self.sets.iter().find(|(_, members)| *members == ranks) {
@@ -75,12 +90,19 @@ impl Sets {
         let all = (0u32..).take(world.size()).map(Rank).collect();
         let sets = BTreeMap::from([(ProcessSetId::GLOBAL, all)]);
         Self {
-            dynamic: config.dynamic_process_sets,
+            elastic: config.elastic,
             memory: links::budget(world, config),
             // A value that is none was refused when the world formed.
             crossover: links::crossover(config).unwrap_or_default(),
             patience: config.start_timeout,
-            table: RwLock::new(Table { sets, free: VecDeque::new(), next: 0 }),
+            table: RwLock::new(Table {
+                sets,
+                free: VecDeque::new(),
+                next: 0,
+                dynamic: config.dynamic_process_sets,
+                given: BTreeSet::new(),
+                carried: None,
+            }),
             changes: Mutex::new(Changes { channel: links::DATA + 1, pending: None }),
         }
     }
@@ -92,9 +114,32 @@ impl Session {
         self.sets.table.read().sets.clone()
     }
 
+    /// Where this world has taken over the sets of the world before, those of them that `init` was asked for when the
+    /// job began; `None` where it has begun with what `init` was asked for.
+    pub fn carried_sets(&self) -> Option<BTreeSet<ProcessSetId>> {
+        let table = self.sets.table.read();
+        table.carried.as_ref().map(|_| table.given.clone())
+    }
+
+    /// What the next world is told of this one's sets.
+    pub(crate) fn carried(&self) -> Carried {
+        let (world, table) = (self.world(), self.sets.table.read());
+        let members = |ranks: &Vec<Rank>| {
+            ranks.iter().filter_map(|rank| world.seats.get(rank.index())).map(|seat| seat.task).collect()
+        };
+        let sets = table.sets.iter().filter(|(set, _)| **set != ProcessSetId::GLOBAL);
+        Carried {
+            dynamic: table.dynamic,
+            next: table.next,
+            sets: sets.map(|(set, ranks)| (*set, members(ranks))).collect(),
+            given: table.given.clone(),
+        }
+    }
+
     /// Makes a process set of these ranks, in any order; its number. Every rank of the world calls it, members or not,
     /// with the same ranks, and waits until all have. `interrupted` is asked every quarter of a second while others are
-    /// waited for; after an interruption the same call goes on waiting.
+    /// waited for; after an interruption the same call goes on waiting. A set of these ranks that comes from the world
+    /// before is that set, at once.
     ///
     /// # Errors
     /// `Fixed`, `Ranks`, `SetExists`, `Unfinished`, `Interrupted`; `Engine` with a mismatch when other ranks ask for
@@ -104,12 +149,15 @@ impl Session {
         let what = "a process set";
         let ranks = ascending(what, ranks, self.world().size())?;
         let mut changes = self.sets.changes.lock();
+        if let Some(set) = self.sets.table.read().known(&ranks) {
+            return Ok(set);
+        }
         let change = Change::Add(ranks.clone());
         if changes.pending.is_none() {
             self.sets.table.read().check(what, &ranks)?;
         }
         self.agree(CHANGE, change, &mut changes.pending, interrupted)?;
-        self.open_set(ranks, &mut changes.channel, Instant::now() + self.sets.patience, interrupted)
+        self.open_set(None, ranks, &mut changes.channel, Instant::now() + self.sets.patience, interrupted)
     }
 
     /// Ends a process set; every rank of the world calls it, and waits until all have. What is in flight in it fails.
@@ -127,6 +175,10 @@ impl Session {
         self.engine().remove_set(set)?;
         let mut table = self.sets.table.write();
         table.sets.remove(&set);
+        table.given.remove(&set);
+        if let Some(carried) = &mut table.carried {
+            carried.remove(&set);
+        }
         table.free.push_back(set);
         Ok(())
     }
@@ -147,7 +199,10 @@ impl Session {
             other => other,
         };
         let mut changes = self.sets.changes.lock();
-        let begin = Change::Begin { sets: wishes.len(), dynamic: self.sets.dynamic };
+        if let Some(carried) = self.agreed_sets(wishes, deadline, &mut ask).map_err(late)? {
+            return self.take_over(&carried, &mut changes.channel, deadline, &mut ask).map_err(late);
+        }
+        let begin = Change::Begin { sets: wishes.len(), dynamic: self.sets.table.read().dynamic };
         self.agree("process_sets", begin, &mut None, &mut ask).map_err(late)?;
         // What was given is compared as it is, then judged: so all ranks come to the same judgement.
         for (index, ranks) in wishes.iter().enumerate() {
@@ -159,14 +214,54 @@ impl Session {
             let what = format!("process_sets[{index}]");
             let ranks = ascending(&what, ranks, self.world().size())?;
             self.sets.table.read().check(&what, &ranks)?;
-            self.open_set(ranks, &mut changes.channel, deadline, &mut ask).map_err(late)?;
+            let set = self.open_set(None, ranks, &mut changes.channel, deadline, &mut ask).map_err(late)?;
+            self.sets.table.write().given.insert(set);
         }
+        Ok(())
+    }
+
+    /// The sets of the world before, if this one is not the job's first and not the first of all its ranks.
+    fn agreed_sets(
+        &self,
+        wishes: &[Vec<u32>],
+        deadline: Instant,
+        interrupted: &mut Interrupted<'_>,
+    ) -> Result<Option<Carried>> {
+        let Some(client) = self.client().filter(|_| self.sets.elastic) else { return Ok(None) };
+        if self.world().generation.0 <= 1 {
+            return Ok(None);
+        }
+        // Who asks for sets begins anew.
+        let own = rejoin::left_sets().filter(|_| wishes.is_empty());
+        agreed(client, self.world(), own.as_ref(), deadline, interrupted)
+    }
+
+    /// Makes what is left of the sets of the world before, under their numbers.
+    fn take_over(
+        &self,
+        carried: &Carried,
+        channel: &mut u32,
+        deadline: Instant,
+        interrupted: &mut Interrupted<'_>,
+    ) -> Result<()> {
+        let sets = carried.ranks(self.world());
+        let begin = Change::Begin { sets: sets.len(), dynamic: carried.dynamic };
+        self.agree("process_sets", begin, &mut None, interrupted)?;
+        for (set, ranks) in &sets {
+            self.open_set(Some(*set), ranks.clone(), channel, deadline, interrupted)?;
+        }
+        let mut table = self.sets.table.write();
+        table.dynamic = carried.dynamic;
+        table.next = carried.next;
+        table.free = carried.free(&sets);
+        table.given = carried.given.iter().filter(|set| sets.contains_key(set)).copied().collect();
+        table.carried = Some(sets.into_keys().collect());
         Ok(())
     }
 
     fn check_changeable(&self) -> Result<()> {
         self.check_process()?;
-        if self.sets.dynamic { Ok(()) } else { Err(Error::Fixed) }
+        if self.sets.table.read().dynamic { Ok(()) } else { Err(Error::Fixed) }
     }
 
     /// Waits until all ranks ask for this change. What was interrupted before is asked for already.
@@ -195,9 +290,10 @@ impl Session {
         Ok(())
     }
 
-    /// All ranks have agreed on a set of these ranks: makes it if all members can.
+    /// All ranks have agreed on a set of these ranks: makes it if all members can, under this number or the next one.
     fn open_set(
         &self,
+        number: Option<ProcessSetId>,
         ranks: Vec<Rank>,
         channel: &mut u32,
         deadline: Instant,
@@ -212,7 +308,7 @@ impl Session {
         let agreed = self.agree(OUTCOME, outcome, &mut None, &mut || false);
         let parts = opened?;
         agreed?;
-        let id = self.sets.table.write().number();
+        let id = number.unwrap_or_else(|| self.sets.table.write().number());
         match parts {
             Some((control, communicator)) => {
                 let members = ranks.clone();

@@ -246,12 +246,25 @@ fn matrix(context: Context, tensors: usize, rows: &[u64]) -> Result<(), Failure>
 fn vector(context: Context, rows: &[u64]) -> Result<(), Failure> {
     let count = i64::try_from(rows.len()).unwrap_or(i64::MAX);
     let tensor = context.allocate(1, INT32, &[count], rows.len() * size_of::<i32>())?;
-    for (index, rows) in rows.iter().enumerate() {
-        let rows = i32::try_from(*rows).unwrap_or(i32::MAX);
+    for (index, rows) in numbered(rows)?.into_iter().enumerate() {
         // SAFETY: allocated with room for all of them.
         unsafe { tensor.data().cast::<i32>().add(index).write_unaligned(rows) };
     }
     Ok(())
+}
+
+/// Rows as the op's output type has them.
+///
+/// # Errors
+/// `InvalidArgument` naming the rank whose rows are too many for it.
+fn numbered(rows: &[u64]) -> Result<Vec<i32>, Failure> {
+    let number = |(rank, rows): (usize, &u64)| {
+        i32::try_from(*rows).map_err(|_| Failure {
+            code: Code::InvalidArgument,
+            text: format!("alltoall received {rows} rows from rank {rank}; received_splits holds int32: send at most {} rows to a rank", i32::MAX),
+        })
+    };
+    rows.iter().enumerate().map(number).collect()
 }
 
 /// The wire's number of an element type of TensorFlow's; what the ops do not take becomes a number that nobody has.
@@ -273,5 +286,17 @@ pub(crate) fn wire(dtype: c_int) -> u32 {
         22 => 11,
         23 => 12,
         _ => u32::MAX,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_beyond_the_output_type_are_an_error_and_not_fewer_rows() {
+        assert_eq!(numbered(&[0, 7, 2_147_483_647]).unwrap(), [0, 7, i32::MAX]);
+        let failure = numbered(&[1, 2_147_483_648]).unwrap_err();
+        assert!(failure.text.contains("2147483648 rows from rank 1"), "{}", failure.text);
     }
 }

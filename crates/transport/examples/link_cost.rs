@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Prints the processor time of a TCP link, both ends together, for each gigabyte and for each small message: one thread
-//! sends and receives by turns, so that nothing waits and other programs of the machine hardly matter. `cargo run --release
-//! -p farandole-transport --features _test-harness --example link_cost`
+//! Prints the processor time of a TCP link, both ends together, for each gigabyte and for each small message, sealed and
+//! in clear by turns: one thread sends and receives, so that nothing waits and other programs of the machine hardly matter.
+//! `cargo run --release -p farandole-transport --features _test-harness --example link_cost`
 #![expect(clippy::unwrap_used, reason = "an example")]
 
 use std::time::Duration;
 
 use farandole_transport::Link;
-use farandole_transport::contract::{meshes, open_pair};
+use farandole_transport::contract::{meshes, open_pair, send_in_clear};
 use rustix::time::{ClockId, clock_gettime};
 
 const TURNS: usize = 5;
@@ -52,9 +52,23 @@ fn main() {
         if only.is_some_and(|only| only != bytes) {
             continue;
         }
-        let least = (0..TURNS).map(|_| stream(&mut a, &mut b, bytes, total)).min().unwrap();
-        let each = least / u32::try_from(total / bytes).unwrap();
-        let gigabyte = least.as_secs_f64() / (total as f64 / 1e9);
-        println!("messages of {bytes:>8} bytes: {each:>10.1?} each, {gigabyte:.3} s for a gigabyte");
+        // Turn by turn, so that both have the machine as it is.
+        let (mut sealed, mut clear) = (Duration::MAX, Duration::MAX);
+        for _ in 0..TURNS {
+            sealed = sealed.min(stream(&mut a, &mut b, bytes, total));
+            send_in_clear(true);
+            clear = clear.min(stream(&mut a, &mut b, bytes, total));
+            send_in_clear(false);
+        }
+        let each = |time: Duration| time / u32::try_from(total / bytes).unwrap();
+        let gigabyte = |time: Duration| time.as_secs_f64() / (total as f64 / 1e9);
+        println!(
+            "messages of {bytes:>8} bytes: sealed {:>10.1?} each, {:.3} s for a gigabyte; in clear {:>10.1?}, {:.3} s; {:.2} x",
+            each(sealed),
+            gigabyte(sealed),
+            each(clear),
+            gigabyte(clear),
+            gigabyte(sealed) / gigabyte(clear),
+        );
     }
 }

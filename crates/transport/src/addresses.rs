@@ -11,6 +11,9 @@ use rustix::net::getpeername;
 
 use crate::{Error, Result};
 
+/// Connections that wait to be accepted, as far as the system lets them.
+const QUEUE: i32 = 4096;
+
 /// Addresses of this host: the one that faces the default route first, loopback last. Link-local ones are left out,
 /// because they mean nothing without an interface.
 pub(crate) fn own() -> Vec<IpAddr> {
@@ -76,6 +79,8 @@ pub(crate) fn listen(bind: Option<IpAddr>, ports: PortRange) -> Result<(TcpListe
         for host in hosts {
             match TcpListener::bind((*host, port)) {
                 Ok(listener) => {
+                    // A large job calls at once: whoever finds the queue full tries again only after a second.
+                    rustix::net::listen(&listener, QUEUE).map_err(Error::of("listen"))?;
                     let port = listener.local_addr().map_err(Error::of("getsockname"))?.port();
                     let mut own = bind.map_or_else(own, |address| vec![address]);
                     own.retain(|address| bind.is_some() || host.is_ipv6() || address.is_ipv4());

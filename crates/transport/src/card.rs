@@ -5,7 +5,7 @@
 
 use std::net::SocketAddr;
 
-use farandole_world::{Generation, HostHash, Rank};
+use farandole_world::HostHash;
 
 use crate::handshake::VERSION;
 
@@ -16,20 +16,21 @@ const MOST: usize = 256;
 pub(crate) struct Card {
     pub(crate) host: HostHash,
     pub(crate) pid: u32,
+    /// Its gateway's; 0 without one.
+    pub(crate) door: u64,
     /// Name of its socket in the abstract namespace; empty without shared memory.
     pub(crate) local: String,
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
 impl Card {
-    pub(crate) fn key(generation: Generation, rank: Rank) -> String {
-        format!("mesh/{generation}/{rank}")
-    }
-
     /// One fact a line.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut text =
             format!("farandole {VERSION}\nhost {}\npid {}\nlocal {}\n", self.host, self.pid, self.local);
+        if self.door > 0 {
+            text.push_str(&format!("door {}\n", self.door));
+        }
         for address in self.addresses.iter().take(MOST) {
             text.push_str(&format!("address {address}\n"));
         }
@@ -43,13 +44,19 @@ impl Card {
         if lines.next() != Some(&format!("farandole {VERSION}")) {
             return Err(format!("not a card of protocol version {VERSION}"));
         }
-        let mut card =
-            Self { host: HostHash(String::new()), pid: 0, local: String::new(), addresses: Vec::new() };
+        let mut card = Self {
+            host: HostHash(String::new()),
+            pid: 0,
+            door: 0,
+            local: String::new(),
+            addresses: Vec::new(),
+        };
         for line in lines {
             let (name, value) = line.split_once(' ').ok_or_else(|| format!("not a fact: {line}"))?;
             match name {
                 "host" => card.host = HostHash(value.to_owned()),
                 "pid" => card.pid = value.parse().map_err(|_| format!("not a process id: {value}"))?,
+                "door" => card.door = value.parse().map_err(|_| format!("not a door: {value}"))?,
                 "local" => value.clone_into(&mut card.local),
                 "address" if card.addresses.len() < MOST => {
                     card.addresses.push(value.parse().map_err(|_| format!("not an address: {value}"))?);
@@ -70,6 +77,7 @@ mod tests {
         let card = Card {
             host: HostHash("box-0123".to_owned()),
             pid: 7,
+            door: 9,
             local: String::new(),
             addresses: vec!["10.0.0.1:80".parse().unwrap(), "[fe::1]:81".parse().unwrap()],
         };

@@ -3,7 +3,7 @@
 
 //! The dialer's side: connects, proves the key, and has the peer prove it. Waits, with a deadline.
 
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,6 +18,7 @@ use rustix::net::{
 use crate::handshake::exchange::{Keys, Side, Suite};
 use crate::handshake::{self, ACCEPTED, CHALLENGE, Carrier, Hello, OPENING, Offer, Status, VERSION, nonce};
 use crate::peer::Peer;
+use crate::race::{Outcome, Race};
 use crate::service::PATIENCE;
 use crate::shared::{Secured, Shared};
 use crate::{Error, Result};
@@ -28,7 +29,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 const REACH: Duration = Duration::from_secs(30);
 
 const LAST_LOOK: Duration = Duration::from_millis(1);
-const LATE: &str = "no answer in time";
+pub(crate) const LATE: &str = "no answer in time";
 
 /// Why one attempt failed.
 #[derive(Debug)]
@@ -53,7 +54,7 @@ pub(crate) enum Failure {
 
 impl Failure {
     /// A failed call of ours. Without descriptors nobody can be asked, and that says nothing about the peer.
-    fn call(what: &'static str, errno: Option<Errno>, reason: String) -> Self {
+    pub(crate) fn call(what: &'static str, errno: Option<Errno>, reason: String) -> Self {
         match errno {
             Some(Errno::MFILE | Errno::NFILE) => Self::Own(Error::System { what, reason }),
             Some(Errno::CONNREFUSED) => Self::Refused(reason),
@@ -115,11 +116,16 @@ impl Wait<'_> {
 
     /// When an attempt to reach a peer ends. A silent peer is met twice within the timeout.
     pub(crate) fn attempt(&self, shared: &Shared) -> Instant {
-        self.deadline.min(Instant::now() + PATIENCE.min(shared.peer_timeout / 2))
+        self.deadline.min(Instant::now() + self.patience(shared))
+    }
+
+    /// The longest attempt.
+    fn patience(&self, shared: &Shared) -> Duration {
+        PATIENCE.min(shared.peer_timeout / 2)
     }
 }
 
-type Attempt<T> = std::result::Result<T, Failure>;
+pub(crate) type Attempt<T> = std::result::Result<T, Failure>;
 
 /// What to ask a peer for.
 pub(crate) struct Request<'a> {
@@ -153,16 +159,7 @@ pub(crate) fn local(name: &str, deadline: Instant) -> Attempt<OwnedFd> {
     Ok(socket)
 }
 
-fn remote(address: SocketAddr, deadline: Instant) -> Attempt<OwnedFd> {
-    let left = left(deadline)?;
-    let stream = TcpStream::connect_timeout(&address, left).map_err(|error| {
-        Failure::call("socket", Errno::from_io_error(&error), format!("{address}: {error}"))
-    })?;
-    stream.set_nodelay(true).map_err(|error| Failure::Unanswered(error.to_string()))?;
-    Ok(stream.into())
-}
-
-/// Tries the addresses in turn until one answers as the peer or the deadline passes. When every address refuses, or
+/// Tries the addresses, the one that led to the peer before first, until one answers as the peer or the deadline passes. When every address refuses, or
 /// answers as somebody else, twice, the peer is gone: it listened before it published its addresses. So is one that
 /// can be connected to and says nothing for the peer timeout.
 pub(crate) fn any(
@@ -175,22 +172,29 @@ pub(crate) fn any(
     let deadline = wait.deadline.min(started + REACH.max(2 * shared.peer_timeout));
     let mut before = false;
     let mut silence = Silence::default();
+    let reached = *request.to.reached.lock();
+    let mut addresses = addresses.to_vec();
+    addresses.sort_by_key(|address| Some(*address) != reached);
+    let patience = wait.patience(shared);
     loop {
         let mut last = Failure::Refused("it offered no address".to_owned());
         let mut final_words = true;
         let mut heard = false;
-        for address in addresses {
+        wait.ask()?;
+        for Outcome { address, began, socket } in Race::new(&addresses, deadline, patience) {
             wait.ask()?;
-            let began = Instant::now();
-            let attempt = deadline.min(wait.attempt(shared));
-            let outcome = remote(*address, attempt)
-                .and_then(|socket| converse(shared, request, socket, &[], attempt))
-                .and_then(|(socket, keys, _)| {
+            let attempt = deadline.min(Instant::now() + patience);
+            let outcome = socket.and_then(|socket| converse(shared, request, socket, &[], attempt)).and_then(
+                |(socket, keys, _)| {
                     let keyless = || Failure::Stranger(format!("rank {}: a bad public key", request.to.rank));
                     Ok(Secured { socket, keys: Box::new(keys.ok_or_else(keyless)?) })
-                });
+                },
+            );
             match outcome {
-                Ok(secured) => return Ok(secured),
+                Ok(secured) => {
+                    *request.to.reached.lock() = Some(address);
+                    return Ok(secured);
+                }
                 Err(Failure::Own(error)) => return Err(error),
                 Err(failure) => {
                     final_words &= matches!(failure, Failure::Refused(_)) || failure.answered();
@@ -236,7 +240,8 @@ pub(crate) fn listens(
 ) -> Result<Option<bool>> {
     let name = local_name.map(|name| local(name, deadline));
     let mut silent = false;
-    for attempt in name.into_iter().chain(addresses.iter().map(|address| remote(*address, deadline))) {
+    let race = Race::new(addresses, deadline, deadline.saturating_duration_since(Instant::now()));
+    for attempt in name.into_iter().chain(race.map(|outcome| outcome.socket)) {
         match attempt.and_then(|socket| hung_up(&socket, deadline)) {
             Ok(()) => return Ok(Some(true)),
             Err(Failure::Own(error)) => return Err(error),

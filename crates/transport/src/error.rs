@@ -43,10 +43,10 @@ pub enum Error {
         reason: String,
     },
     /// The meeting point failed.
-    #[error("rendezvous failed at key {key}: {reason}")]
+    #[error("cannot meet the other ranks: {what}: {reason}")]
     Rendezvous {
-        /// The key.
-        key: String,
+        /// What failed.
+        what: String,
         /// Why.
         reason: String,
     },

@@ -18,9 +18,12 @@ pub trait Gateway: Send + Sync {
     /// `Rendezvous` when there is nothing to go through.
     fn open(&self, port: u16) -> Result<()>;
 
-    /// An address of this host's loopback that leads to `rank`.
+    /// What tells this process's worlds apart for those who call it.
+    fn door(&self) -> u64;
+
+    /// An address of this host's loopback that leads to `rank`, in its world of this door.
     ///
     /// # Errors
     /// `Rendezvous` when there is none.
-    fn to(&self, rank: Rank) -> Result<SocketAddr>;
+    fn to(&self, rank: Rank, door: u64) -> Result<SocketAddr>;
 }

@@ -9,7 +9,7 @@
 //! that whoever relays a handshake has nothing of the link (`docs/developer-guide/network-security.md`).
 //!
 //! ```text
-//! Rendezvous (somebody's key-value service) <- card: host, addresses, name of the Unix socket
+//! Rendezvous (somebody's exchange of cards) <- card: host, addresses, name of the Unix socket
 //!      |
 //!    Mesh::join -> service thread: accepts and proves peers, heartbeats, pidfds
 //!      |
@@ -51,6 +51,7 @@ pub mod loopback;
 mod mesh;
 mod parker;
 mod peer;
+mod race;
 mod record;
 mod rendezvous;
 mod ring;
@@ -66,5 +67,5 @@ pub use gateway::Gateway;
 pub use link::{ALIGNMENT, Link, LinkKind, LinkReceiver, LinkSender};
 pub use mesh::{Mesh, MeshOptions};
 pub use parker::{Parker, Unparker, Wake};
-pub use rendezvous::{MemoryRendezvous, Rendezvous};
+pub use rendezvous::{MemoryRendezvous, Place, Rendezvous};
 pub use watch::hearsay;

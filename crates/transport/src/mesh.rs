@@ -28,7 +28,7 @@ use crate::ring::{RingReceiver, RingSender};
 use crate::service::{Listeners, Service};
 use crate::shared::{Arrival, Facts, Secured, Shared};
 use crate::watch::Watch;
-use crate::{Error, Gateway, Link, LinkKind, Parker, Rendezvous, Result, addresses, tcp};
+use crate::{Error, Gateway, Link, LinkKind, Parker, Place, Rendezvous, Result, addresses, tcp};
 
 /// How long a wait for a peer's call goes on before it is asked whether it listens, and how long that may take.
 const PROBE: Duration = Duration::from_secs(1);
@@ -144,7 +144,8 @@ impl Mesh {
         let service = Service::new(Arc::clone(&shared), Listeners { tcp, unix })?;
         let thread = thread::Builder::new().name("farandole-mesh".to_owned());
         let service = thread.spawn(move || service.run()).map_err(Error::of("clone"))?;
-        let card = Card { host: options.host.clone(), pid: std::process::id(), local, addresses: own };
+        let door = options.gateway.as_ref().map_or(0, |gateway| gateway.door());
+        let card = Card { host: options.host.clone(), pid: std::process::id(), door, local, addresses: own };
         let mut mesh = Self {
             shared,
             cards: Vec::new(),
@@ -158,33 +159,29 @@ impl Mesh {
         if let (Some(gateway), Some(address)) = (&mesh.options.gateway, card.addresses.first()) {
             gateway.open(address.port())?;
         }
-        mesh.meet(card, rendezvous, deadline)?;
+        mesh.meet(&card, rendezvous, deadline)?;
         Ok(mesh)
     }
 
-    fn meet(&mut self, own: Card, rendezvous: &dyn Rendezvous, deadline: Instant) -> Result<()> {
-        let generation = self.options.generation;
-        rendezvous.put(&Card::key(generation, self.options.rank), &own.encode())?;
-        for peer in &self.shared.peers {
-            let card = if peer.rank == self.options.rank {
+    fn meet(&mut self, own: &Card, rendezvous: &dyn Rendezvous, deadline: Instant) -> Result<()> {
+        let MeshOptions { rank, size, generation, .. } = self.options;
+        let cards = rendezvous.meet(Place { generation, rank, size }, &own.encode(), deadline)?;
+        if cards.len() != size as usize {
+            let reason = format!("{} cards came for {size} ranks", cards.len());
+            return Err(Error::Rendezvous { what: "all cards".to_owned(), reason });
+        }
+        for (peer, bytes) in self.shared.peers.iter().zip(cards) {
+            let mut card = if peer.rank == rank {
                 own.clone()
             } else {
-                let key = Card::key(generation, peer.rank);
-                let bytes = rendezvous.get(&key, deadline).map_err(|error| match error {
-                    Error::Timeout { elapsed, .. } => {
-                        let what = format!("rank {} of {} to join", peer.rank, self.options.size);
-                        Error::Timeout { what, elapsed }
-                    }
-                    other => other,
-                })?;
-                let mut card = Card::decode(&bytes).map_err(|reason| Error::Rendezvous { key, reason })?;
-                if let Some(gateway) = &self.options.gateway
-                    && card.host != own.host
-                {
-                    card.addresses = vec![gateway.to(peer.rank)?];
-                }
-                card
+                let what = || format!("the card of rank {}", peer.rank);
+                Card::decode(&bytes).map_err(|reason| Error::Rendezvous { what: what(), reason })?
             };
+            if let Some(gateway) = &self.options.gateway
+                && card.host != own.host
+            {
+                card.addresses = vec![gateway.to(peer.rank, card.door)?];
+            }
             // Set once, here.
             drop(peer.host.set(card.host.0.clone()));
             self.cards.push(card);

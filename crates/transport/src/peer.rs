@@ -3,6 +3,7 @@
 
 //! What is known of the process at the other end; shared by all links to it and by the liveness watch.
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 
@@ -18,6 +19,8 @@ pub(crate) struct Peer {
     pub(crate) rank: Rank,
     /// Known as soon as its card is.
     pub(crate) host: OnceLock<String>,
+    /// The address at which it answered last.
+    pub(crate) reached: Mutex<Option<SocketAddr>>,
     /// Held while memory is handed over to it.
     pub(crate) handover: Mutex<()>,
     bell: OnceLock<Arc<Bell>>,
@@ -29,6 +32,7 @@ impl Peer {
         Self {
             rank,
             host: OnceLock::new(),
+            reached: Mutex::default(),
             handover: Mutex::new(()),
             bell: OnceLock::new(),
             lost: OnceLock::new(),

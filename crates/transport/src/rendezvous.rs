@@ -1,29 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How ranks that know nothing of each other meet: a key-value service somebody else runs.
+//! How ranks that know nothing of each other meet: somebody else's service exchanges their cards.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
+use farandole_world::{Generation, Rank};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{Error, Result};
 
-/// A key-value meeting point. The registrar client implements it in `session`; `MemoryRendezvous` serves tests.
-pub trait Rendezvous: Send + Sync {
-    /// Publishes `value` under `key`; the last value wins.
-    ///
-    /// # Errors
-    /// `Rendezvous` when the service cannot be reached.
-    fn put(&self, key: &str, value: &[u8]) -> Result<()>;
+/// A rank of one world.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The world among the worlds of the job.
+    pub generation: Generation,
+    /// The rank.
+    pub rank: Rank,
+    /// Ranks of the world.
+    pub size: u32,
+}
 
-    /// Waits until `key` has a value.
+/// Where ranks exchange their cards. `session` has one that asks the registrar; `MemoryRendezvous` serves tests.
+pub trait Rendezvous: Send + Sync {
+    /// Publishes the card of the rank at `place`, and waits for those of all ranks of its world: by rank.
     ///
     /// # Errors
-    /// `Rendezvous` when the service cannot be reached, `Timeout` at `deadline`.
-    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>>;
+    /// `Rendezvous` when the service cannot be reached, `Timeout` naming a rank that did not come by `deadline`.
+    fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>>;
 }
 
 /// A meeting point in memory; clones share it.
@@ -38,14 +44,18 @@ struct Board {
     changed: Condvar,
 }
 
-impl Rendezvous for MemoryRendezvous {
-    fn put(&self, key: &str, value: &[u8]) -> Result<()> {
+impl MemoryRendezvous {
+    /// Publishes `value` under `key`; the last value wins.
+    pub fn put(&self, key: &str, value: &[u8]) {
         self.shared.values.lock().insert(key.to_owned(), value.to_owned());
         self.shared.changed.notify_all();
-        Ok(())
     }
 
-    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
+    /// Waits until `key` has a value. The card of a rank has the key `mesh/GENERATION/RANK`.
+    ///
+    /// # Errors
+    /// `Timeout` at `deadline`.
+    pub fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
         let started = Instant::now();
         let mut values = self.shared.values.lock();
         loop {
@@ -56,6 +66,23 @@ impl Rendezvous for MemoryRendezvous {
                 return Err(Error::Timeout { what: format!("key {key}"), elapsed: started.elapsed() });
             }
         }
+    }
+}
+
+impl Rendezvous for MemoryRendezvous {
+    fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        let Place { generation, rank, size } = place;
+        let key = |rank: u32| format!("mesh/{generation}/{rank}");
+        self.put(&key(rank.0), card);
+        let cards = (0..size).map(|peer| {
+            self.get(&key(peer), deadline).map_err(|error| match error {
+                Error::Timeout { elapsed, .. } => {
+                    Error::Timeout { what: format!("rank {peer} of {size} to join"), elapsed }
+                }
+                other => other,
+            })
+        });
+        cards.collect()
     }
 }
 
@@ -70,7 +97,7 @@ mod tests {
     fn get_waits_for_a_late_put() {
         let meeting = MemoryRendezvous::default();
         let late = meeting.clone();
-        let other = thread::spawn(move || late.put("key", b"value").unwrap());
+        let other = thread::spawn(move || late.put("key", b"value"));
         assert_eq!(meeting.get("key", Instant::now() + Duration::from_secs(10)).unwrap(), b"value");
         other.join().unwrap();
     }

@@ -12,9 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_transport::contract::{PATIENCE, meshes, open_pair};
-use farandole_transport::{
-    Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker, Rendezvous, Wake, frames,
-};
+use farandole_transport::{Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker, Wake, frames};
 use farandole_world::{Generation, HostHash, Rank};
 
 fn options(rank: u32, size: u32) -> MeshOptions {
@@ -141,9 +139,9 @@ fn a_peer_of_another_generation_is_refused() {
     // Rank 1 of generation 1 is shown the way to rank 0 of generation 0.
     let zero = thread::spawn(move || Mesh::join(options(0, 2), &old).unwrap());
     let card = meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap();
-    meeting.put("mesh/1/0", &card).unwrap();
+    meeting.put("mesh/1/0", &card);
     let one = Mesh::join(MeshOptions { generation: Generation(1), ..options(1, 2) }, &new).unwrap();
-    meeting.put("mesh/0/1", &meeting.get("mesh/1/1", Instant::now() + PATIENCE).unwrap()).unwrap();
+    meeting.put("mesh/0/1", &meeting.get("mesh/1/1", Instant::now() + PATIENCE).unwrap());
     let _zero = zero.join().unwrap();
     let error = one.open(0, &[Rank(0)], 4096).unwrap_err();
     assert!(matches!(&error, Error::Handshake { reason } if reason.contains("generation")), "{error}");

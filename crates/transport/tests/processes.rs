@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use farandole_transport::contract::{self, PATIENCE};
 use farandole_transport::{
-    Error, FrameReceiver, FrameSender, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker,
+    Error, FrameReceiver, FrameSender, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker, Place,
     Rendezvous, Result, frames,
 };
 use farandole_world::{HostHash, Rank};
@@ -49,18 +49,18 @@ fn options(rank: u32, use_shared_memory: bool) -> MeshOptions {
 struct Streams;
 
 impl Rendezvous for Streams {
-    fn put(&self, _key: &str, value: &[u8]) -> Result<()> {
-        let card = String::from_utf8(value.to_owned()).unwrap().replace('\n', "|");
+    fn meet(&self, place: Place, card: &[u8], _deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        let own = String::from_utf8(card.to_owned()).unwrap().replace('\n', "|");
         let mut out = std::io::stdout().lock();
-        writeln!(out, "\n{CARD}{card}").unwrap();
+        writeln!(out, "\n{CARD}{own}").unwrap();
         out.flush().unwrap();
-        Ok(())
-    }
-
-    fn get(&self, _key: &str, _deadline: Instant) -> Result<Vec<u8>> {
         let mut line = String::new();
         std::io::stdin().lock().read_line(&mut line).unwrap();
-        Ok(line.trim_end().replace('|', "\n").into_bytes())
+        let mut cards = vec![line.trim_end().replace('|', "\n").into_bytes(), card.to_owned()];
+        if place.rank == Rank(0) {
+            cards.reverse();
+        }
+        Ok(cards)
     }
 }
 
@@ -123,7 +123,7 @@ impl Other {
         let reader = thread::spawn(move || {
             for line in lines.lines().map_while(std::result::Result::ok) {
                 if let Some(card) = line.strip_prefix(CARD) {
-                    told.put(&format!("mesh/0/{rank}"), card.replace('|', "\n").as_bytes()).unwrap();
+                    told.put(&format!("mesh/0/{rank}"), card.replace('|', "\n").as_bytes());
                     sender.send(()).unwrap();
                 }
             }

@@ -5,6 +5,9 @@
 from collections.abc import Mapping, Sequence
 from typing import final
 
+ALLOCATOR: dict[str, str]
+"""Variables of the C library for workers that do not set them themselves."""
+
 @final
 class Outcome:
     """How a worker ended."""

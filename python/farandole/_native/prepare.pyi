@@ -11,7 +11,7 @@
       "columns": ["features", "label", "w"],    what is kept, in this order; null: every column
       "labels": ["label"],                      these roles are only recorded in the manifest
       "weight": "w",                            or null
-      "validation": {"fraction": 0.1},          or {"column": "is_val"} (dropped from the output), or null
+      "validation": {"fraction": 0.1},          {"below": hash}, {"column": "is_val"} (not kept), or null
       "seed": 0,                                of the split by fraction
       "compression": "none",                    none, snappy, lz4 or zstd; default none
       "compress_sparse": false,                 compress Spark's vectors in any case
@@ -65,7 +65,7 @@ def read_manifest(url: str) -> str | None:
     JSON: {"format": 1, "fingerprint": str, "rows": int, "bytes": int, "columns": [{"name", "role": "feature" | "label"
     | "weight", "element": "bool" | "int8".."int64" | "uint8".."uint64" | "float32" | "float64" | "utf8" | "binary",
     "shape": [] or [length], "source": Arrow type as it came, "nulls": int, "min": number or null, "max": number or
-    null}], "files": [{"path", "rows", "bytes", "checksum", "groups": [{"rows", "bytes"}]}]}
+    null}], "files": [{"path", "rows", "bytes", "checksum", "content", "groups": [{"rows", "bytes"}]}]}
     """
 
 def is_whole(url: str, spec: str, part: bytes) -> bool:

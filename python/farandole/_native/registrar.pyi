@@ -105,6 +105,8 @@ class Registrar:
         timeout: float,
         reset_limit: int | None = None,
         start_timeout: float | None = None,
+        host: str | None = None,
+        bind: str | None = None,
     ) -> Registrar:
         """Starts listening for a job whose workers come by themselves, and go.
 
@@ -115,6 +117,8 @@ class Registrar:
             timeout: Seconds the job may wait for workers.
             reset_limit: Worlds after the first that may be formed; default: any number.
             start_timeout: As for `Registrar`.
+            host: As for `Registrar`.
+            bind: As for `Registrar`.
 
         Raises:
             FarandoleUsageError: The numbers contradict each other.

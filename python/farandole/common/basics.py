@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from farandole._native import engine
-from farandole.common import logs, stacks
+from farandole.common import heap, logs, notices, stacks
 from farandole.common.exceptions import FarandoleEnvironmentError
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
@@ -23,11 +23,25 @@ if TYPE_CHECKING:
     from farandole.common.process_sets import ProcessSet
 
 _on_init: list[Callable[[], None]] = []
+_place_taken: tuple[str, int] | None = None
 
 
 def on_init(reset: Callable[[], None]) -> None:
     """Has `reset` called whenever a new world begins; framework modules drop what belonged to the last one."""
     _on_init.append(reset)
+
+
+def take_place(ticket: str, rank: int) -> None:
+    """Has `init` in this process join the world of a ticket, as often as it is called.
+
+    For starters that hand tickets on by ways of their own, as Ray does.
+
+    Args:
+        ticket: What `engine.host` of rank 0 has returned.
+        rank: This process's rank there.
+    """
+    global _place_taken  # noqa: PLW0603 - one rank a process
+    _place_taken = (ticket, rank)
 
 
 @runtime_checkable
@@ -67,7 +81,8 @@ def init(
             them call `init`, and it passes the ticket of the job on as MPI passes everything; the collectives are
             Farandole's own.
         process_sets: Sets to register, the same in the same order on all ranks; or `"dynamic"`, so that sets may be
-            added and removed later.
+            added and removed later. A world of an elastic job that follows another has the sets of that one, of the
+            members that are left; to a new worker this list then only tells which is which.
 
     Raises:
         ValueError: When an argument is wrong, ranks ask for different sets, variables of the environment contradict
@@ -76,7 +91,7 @@ def init(
             together do not meet: it never forms a world of one instead.
         FarandoleInternalError: When a peer failed while the world formed.
     """
-    from farandole.common.process_sets import register  # noqa: PLC0415 - it imports this module
+    from farandole.common.process_sets import begin  # noqa: PLC0415 - it imports this module
 
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(f'process_sets must be a list of process sets or "dynamic": {process_sets!r}')
@@ -88,27 +103,28 @@ def init(
     logs.start()
     if not _join(comm, ranks, process_sets == "dynamic"):
         return
+    heap.start()
     if engine.world().size > 1:
         stacks.start()  # alone, nobody asks what this process waits in
     for reset in _on_init:
         reset()
-    for number, process_set in enumerate(sets, start=1):
-        register(process_set, number)
+    begin(sets)
     atexit.unregister(_leave)
     atexit.register(_leave)
 
 
 def _join(comm: Sequence[int] | Communicator | None, process_sets: list[list[int]], dynamic: bool) -> bool:
     """Begins the session; false when one runs."""
-    members, told = None, None
+    members, told = None, _place_taken
     if isinstance(comm, Communicator):
         if engine.is_initialized():
             return False
         told = _place(comm)
     elif comm is not None:
         members = list(comm) or None  # none at all are all of them, as in Horovod
-    if not engine.init(members, process_sets, dynamic, told):
-        return False
+    with notices.heeded():  # a spare waits here for as long as the job lasts
+        if not engine.init(members, process_sets, dynamic, told):
+            return False
     holder = engine.holder()
     if holder is not None:
         os.environ[holder[0]] = holder[1]

@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import functools
 import queue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from farandole._native import engine
-from farandole.common import basics
+from farandole.common import basics, notices
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HostsUpdatedInterrupt
+from farandole.common.notices import leave
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _Result = TypeVar("_Result")
+
+__all__ = ["HostUpdateResult", "ObjectState", "Reader", "State", "leave", "leave_and_join", "run_fn"]
 
 ATTEMPTS = 3
 """Worlds in a row that may fail before one of them has committed: then the failure is not of a passing kind."""
@@ -105,8 +108,28 @@ class State:
         """Adapts to a new world; nothing to do by default."""
 
 
+@runtime_checkable
+class Reader(Protocol):
+    """Deals a data set out among the ranks: a state keeps where it is, and has it follow the world."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is in the data, the same on every rank."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a state was taken."""
+        ...
+
+    def follow_world(self) -> None:
+        """Deals out among the ranks of the world as it is now."""
+        ...
+
+
 class ObjectState(State):
     """State of plain objects, one attribute for each keyword.
+
+    Of a reader, such as a loader of `farandole.data`, its position is kept: each row of an epoch counts once, whatever
+    happens to the world.
 
     Args:
         bcast_object: Sends an object from rank 0 to all ranks.
@@ -118,16 +141,20 @@ class ObjectState(State):
         self._saved_state = dict(kwargs)
         for name, value in kwargs.items():
             setattr(self, name, value)
+        ObjectState.save(self)
         super().__init__(bcast_object, get_rank)
 
     def save(self) -> None:
-        """Keeps the attributes: the objects themselves, not copies."""
-        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
+        """Keeps the attributes: the objects themselves, not copies; of readers, their positions."""
+        self._saved_state = {name: _kept(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Puts the attributes back that were kept last."""
+        """Puts the attributes back that were kept last, and readers to their positions."""
         for name, value in self._saved_state.items():
-            setattr(self, name, value)
+            if isinstance(value, _Position):
+                getattr(self, name).load_state_dict(value.state)
+            else:
+                setattr(self, name, value)
 
     def sync(self) -> None:
         """Spreads the attributes of rank 0 as they are now, and keeps them."""
@@ -136,9 +163,30 @@ class ObjectState(State):
             self._saved_state = self._bcast_object(self._saved_state)
             ObjectState.restore(self)
 
+    def on_reset(self) -> None:
+        """Takes note of a new world, also on behalf of readers."""
+        for name in self._saved_state:
+            reader = getattr(self, name)
+            if isinstance(reader, Reader):
+                reader.follow_world()
+        super().on_reset()
+
+
+class _Position:
+    """Where a reader is."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def _kept(value: Any) -> Any:
+    return _Position(value.state_dict()) if isinstance(value, Reader) else value
+
 
 def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[..., _Result]:
     """Wraps a training function so that it is called again in a new world when the old one fails or changes.
+
+    While it runs, SIGTERM and SIGPWR have a worker of an elastic job leave at its next commit; a second one ends it.
 
     Args:
         func: Takes a `State` first; goes on from there.
@@ -150,6 +198,10 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> _Result:
+        with notices.heeded():
+            return repeated(state, *args, **kwargs)
+
+    def repeated(state: State, *args: Any, **kwargs: Any) -> _Result:
         failures, commits = 0, state._commits  # noqa: SLF001 - its own module's
         while True:
             try:

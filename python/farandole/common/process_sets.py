@@ -14,6 +14,9 @@ from farandole.common import basics
 class ProcessSet:
     """Some ranks of the world.
 
+    When the world of an elastic job changes, a registered set goes on with those of its members that are in the next
+    world, and with their ranks there. New workers are in none. A set of which nobody is left is registered no longer.
+
     Args:
         ranks_or_comm: Their global ranks, in any order, by any iterable.
 
@@ -97,14 +100,36 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 _registered: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
-    """Sets do not outlive the world they were registered in."""
-    for process_set in _registered:
-        process_set.process_set_id = None
-    _registered.clear()
+def _follow() -> None:
+    """Sets do not outlive the world they were registered in, unless the next one of an elastic job has them too."""
+    present = engine.process_sets() if engine.carried_process_sets() is not None else {}
+    for process_set in list(_registered):
+        if process_set.process_set_id in present:
+            process_set._ranks = present[process_set.process_set_id]  # noqa: SLF001 - its own module's
+        else:
+            process_set.process_set_id = None
+            _registered.discard(process_set)
 
 
-basics.on_init(_forget_all)
+basics.on_init(_follow)
+
+
+def begin(given: list[ProcessSet]) -> None:
+    """Notes the engine's numbers of the sets that `init` was asked for.
+
+    In a world that has taken over the sets of the one before, those are the sets that the job began with, of the
+    members that are left; one of which none is left stays unregistered.
+    """
+    carried = engine.carried_process_sets()
+    if carried is None:
+        for number, process_set in enumerate(given, start=1):
+            register(process_set, number)
+        return
+    present = engine.process_sets()
+    for number, process_set in enumerate(given, start=1):
+        if number in carried:
+            process_set._ranks = present[number]  # noqa: SLF001 - its own module's
+            register(process_set, number)
 
 
 def register(process_set: ProcessSet, number: int) -> None:
@@ -127,7 +152,8 @@ def _of_ranks(ranks: list[int]) -> ProcessSet:
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Registers a process set while the world runs; every rank calls it, members or not, in the same order.
 
-    Needs `init(process_sets="dynamic")` or `FARANDOLE_DYNAMIC_PROCESS_SETS=1`. Waits until all ranks have called it.
+    Needs `init(process_sets="dynamic")` or `FARANDOLE_DYNAMIC_PROCESS_SETS=1`. Waits until all ranks have called it. In
+    an elastic job, a set of these ranks that comes from the world before is the one that is meant.
 
     Args:
         process_set: The set, or its global ranks.
@@ -162,8 +188,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
-    if not engine.remove_process_set(process_set.process_set_id):
+    number = process_set.process_set_id
+    if not engine.remove_process_set(number):
         return False
-    process_set.process_set_id = None
-    _registered.discard(process_set)
+    for known in [one for one in _registered if one.process_set_id == number]:
+        known.process_set_id = None
+        _registered.discard(known)
     return True

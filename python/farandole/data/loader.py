@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from farandole._native.reader import Dataset, Reader
 from farandole._native.store import configure, options_of
 from farandole.data.arrays import TEXTS, converter, wrapper
-from farandole.data.data_loader_base import BaseDataLoader
+from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.datasets import open_dataset
 from farandole.data.memory import directory_for
 from farandole.data.transform import Transform
+from farandole.data.turns import Piece, Place, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,6 +106,7 @@ class ParquetLoader(BaseDataLoader):
         if isinstance(columns, str):
             raise ValueError(f"columns are a list of names: {columns!r}")
         here, everywhere = _world() if rank is None or size is None else (rank, size)
+        self._given = rank, size
         self.rank = here if rank is None else rank
         self.size = everywhere if size is None else size
         self.batch_size, self.seed = _whole("batch_size", batch_size, 1), _whole("seed", seed)
@@ -120,6 +122,7 @@ class ParquetLoader(BaseDataLoader):
         )
         self._next = (0, 0)
         self._made = self._taken = self._next
+        self._turns: Turns | None = None
         if storage_options and not isinstance(path_or_dataset, Dataset):
             from farandole.spark.common.store import StorageOptions  # noqa: PLC0415 - loaded with fsspec
 
@@ -179,7 +182,7 @@ class ParquetLoader(BaseDataLoader):
     @property
     def epoch(self) -> int:
         """Which epoch the next iteration is."""
-        return self._next[0]
+        return self._next[0] if self._turns is None else self._turns.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses which epoch the next iteration is."""
@@ -187,26 +190,31 @@ class ParquetLoader(BaseDataLoader):
 
     def _start_at(self, epoch: int, rows: int) -> None:
         self._next = self._made = self._taken = (epoch, rows)
+        if self._turns is not None:
+            self._turns.start_at(Place(epoch, rows))
 
     def __len__(self) -> int:
         """Batches of the next iteration: of a whole epoch, or of what is left of the one that was resumed."""
+        if self._turns is not None:
+            return self._turns.rounds_left()
         return self._reader.steps(self._next[1])
 
     def state_dict(self) -> dict[str, Any]:
         """Where the consumer is: the same on every rank after the same number of batches, and less than a kilobyte.
 
         Taken after any batch, it makes another loader of the same data set go on with the row after it, also one of
-        another `batch_size` or `size`. A batch counts as soon as it was handed out.
+        another `batch_size` or `size`. A batch counts as soon as it was handed out. A `State` of an elastic job that is
+        given the loader, as in `TorchState(..., reader=loader)`, keeps it with every commit.
         """
         epoch, rows = self._taken
-        return {
-            "version": _STATE_VERSION,
-            "epoch": epoch,
-            "rows": rows,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "fingerprint": self.dataset.fingerprint,
-        }
+        state: dict[str, Any] = {"version": _STATE_VERSION, "seed": self.seed, "shuffle": self.shuffle}
+        state["fingerprint"] = self.dataset.fingerprint
+        if self._turns is not None:
+            place = self._turns.place
+            epoch, rows = (place.epoch, place.start) if self._turns.epoch == place.epoch else (place.epoch + 1, 0)
+            if place.left:
+                state["left"] = [tuple(piece) for piece in place.left]
+        return {**state, "epoch": epoch, "rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration go on where a state was taken.
@@ -227,10 +235,59 @@ class ParquetLoader(BaseDataLoader):
                 f"the state is of another data set, or its files have changed: {state['fingerprint']} there, "
                 f"{self.dataset.fingerprint} in {self.dataset.url}"
             )
-        if (state["seed"], state["shuffle"]) != (self.seed, self.shuffle):
-            self.seed, self.shuffle = state["seed"], state["shuffle"]
+        try:
+            epoch, rows = _whole("epoch", state["epoch"]), _whole("rows", state["rows"])
+            seed, shuffle = _whole("seed", state["seed"]), bool(state["shuffle"])
+            left = tuple(_piece(piece) for piece in state.get("left", ()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not a state of ParquetLoader: {error}") from error
+        if rows > self.dataset.rows:
+            raise ValueError(f"the state is of {rows} rows, the data set has {self.dataset.rows}")
+        if left and self._turns is None:
+            raise ValueError("the state has rows of lost ranks: share the loader with a fault-tolerant optimizer first")
+        if (seed, shuffle) != (self.seed, self.shuffle):
+            self.seed, self.shuffle = seed, shuffle
             self._reader = self._make_reader(self.rank, self.size)
-        self._start_at(state["epoch"], state["rows"])
+        self._start_at(epoch, rows)
+        if self._turns is not None:
+            self._turns.start_at(Place(epoch, rows, left))
+
+    def take_turns(self, books: Turns | None = None) -> Turns:
+        """Keeps books of who gets which rows, for a fault-tolerant optimizer: `optimizer.share(reader=loader)`.
+
+        Args:
+            books: Those that the other ranks keep, when this one is new.
+
+        Raises:
+            ValueError: With `tail="join"`, where rank and size were given, and where the other ranks read otherwise.
+            TypeError: A subclass makes batches ahead in a thread.
+        """
+        if self.tail == "join":
+            raise ValueError("ranks that come and go do not go with tail='join'")
+        if self._given != (None, None):
+            raise ValueError("a loader that follows the world takes rank and size from it: do not give them")
+        if isinstance(self, AsyncDataLoaderMixin):
+            raise TypeError("a loader that follows the world makes no batches ahead in a thread of its own")
+        if self._turns is None:
+            self.follow_world()  # which may have changed since the loader was made
+            place, drops = Place(*self._taken), self.tail.startswith("drop")
+            own = Turns(self.dataset.rows, self.batch_size, drops, self.rank, self.size, place)
+            if books is not None and (books.total, books.batch, books.drops) != (own.total, own.batch, own.drops):
+                raise ValueError(f"other ranks read {books.total} rows in batches of {books.batch}: {own}")
+            self._turns = own if books is None else books
+        return self._turns
+
+    def follow_world(self) -> None:
+        """Takes this rank and the number of ranks from the running job again, unless they were given.
+
+        The next iteration goes on after the last batch that was handed out. For elastic jobs: a `State` that has the
+        loader calls it.
+        """
+        rank, size = self._given
+        here, everywhere = _world()
+        self.rank, self.size = here if rank is None else rank, everywhere if size is None else size
+        self._reader = self._make_reader(self.rank, self.size)
+        self._start_at(*self._taken)
 
     def _mark(self) -> tuple[int, int]:
         return self._made
@@ -240,6 +297,9 @@ class ParquetLoader(BaseDataLoader):
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
         """Reads an epoch; threads end with the iteration, also when it is left early."""
+        if self._turns is not None:
+            yield from self._read_turns(self._turns)
+            return
         epoch, start = self._next
         self._next = (epoch + 1, 0)
         whole = self.size * self.batch_size
@@ -248,6 +308,25 @@ class ParquetLoader(BaseDataLoader):
         for done, batch in enumerate(self._batches(self._reader, epoch, start), 1):
             self._made = (epoch, start + done * whole) if done < steps else (epoch + 1, 0)
             yield batch
+
+    def _read_turns(self, turns: Turns) -> Iterator[dict[str, Any]]:
+        """As `_iterate`, piece by piece, as the books say."""
+        epoch = turns.begin()
+        batches: Iterator[dict[str, Any]] = iter(())
+        goes_on: Piece | None = None
+        try:
+            while (piece := turns.next(epoch)) is not None:
+                base = piece._replace(offset=0, stride=1)
+                if base != goes_on:
+                    _close(batches)
+                    batches = self._batches(self._make_reader(piece.rank, piece.size), piece.epoch, piece.start)
+                goes_on = base._replace(start=base.start + base.size * base.batch)
+                batch = next(batches)
+                if (piece.offset, piece.stride) != (0, 1):
+                    batch = {name: values[piece.offset :: piece.stride] for name, values in batch.items()}
+                yield batch
+        finally:
+            _close(batches)
 
     def _batches(self, reader: Reader, epoch: int, start: int) -> Iterator[dict[str, Any]]:
         """Batches of a reader from a row of an epoch on."""
@@ -336,6 +415,23 @@ def _whole(name: str, value: Any, least: int = 0) -> int:
     if not least <= number < 1 << 64:
         raise ValueError(f"{name} must be at least {least} and below 2**64: {number}")
     return number
+
+
+def _piece(told: Any) -> Piece:
+    """A piece of a state, checked."""
+    piece = Piece(*told)
+    least = Piece(0, 0, 0, 1, 1, 0, 1)
+    piece = Piece(*(_whole(name, *pair) for name, *pair in zip(Piece._fields, piece, least, strict=True)))
+    if piece.rank >= piece.size:
+        raise ValueError(f"rank {piece.rank} of {piece.size}")
+    return piece
+
+
+def _close(batches: Iterator[Any]) -> None:
+    """Ends the threads of an iteration."""
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()
 
 
 def _first(batches: Iterator[Any]) -> Iterator[Any]:

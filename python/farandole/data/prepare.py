@@ -201,6 +201,32 @@ def spec_of(
     }
 
 
+def other_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A split that gives both sides a row, where a share of few rows has left one without any.
+
+    The row with the least hash of all goes to validation, or the one with the largest to training: the same one however
+    the rows are cut.
+
+    Args:
+        parts: What was written, of all partitions.
+        spec: How.
+
+    Returns:
+        What takes the place of `validation` in the spec; `None` where nothing is to change, or all rows are equal.
+    """
+    if not (spec["validation"] or {}).get("fraction"):
+        return None
+    told = [json.loads(part) for part in parts]
+    hashes = [one["hashes"] for one in told if one.get("hashes")]
+    sides = [any(one[side] for one in told) for side in ("train", "val")]
+    if all(sides) or not hashes:
+        return None
+    least, largest = min(pair[0] for pair in hashes), max(pair[1] for pair in hashes)
+    if least == largest:
+        return None
+    return {"below": largest if sides[1] else least + 1}
+
+
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -245,6 +271,11 @@ def prepare(
             place.resume(text, store.prefix_path)
         found = len(place.done)
         parts = _Writing(place, store.prefix_path, text).run(units, threads)
+        other = other_split(parts, spec)
+        if other is not None and source.print is not None:  # a stream cannot be read again
+            text = json.dumps({**json.loads(text), "validation": other})
+            place.done.clear()
+            parts = _Writing(place, store.prefix_path, text).run(source.units(roles.selected), threads)
         committed = json.loads(native.commit(store.prefix_path, text, parts))
         place.finish()
     except ValueError:

@@ -67,8 +67,10 @@ class Source:
 
 
 def is_frame(value: Any) -> bool:
-    """Whether a value holds rows by itself: a pyarrow, pandas or polars table, or anything that streams Arrow."""
-    return _is_pandas(value) or _is_arrow_dataset(value) or hasattr(value, "__arrow_c_stream__")
+    """Whether a value holds rows: a pyarrow, pandas or polars table, a Ray data set, or what streams Arrow."""
+    return (
+        _is_pandas(value) or _is_arrow_dataset(value) or _is_ray_dataset(value) or hasattr(value, "__arrow_c_stream__")
+    )
 
 
 def open_source(
@@ -105,6 +107,8 @@ def open_source(
         return _fragments(*found)
     if _is_arrow_dataset(source):
         return _dataset(source)
+    if _is_ray_dataset(source):
+        return _ray_dataset(source)
     table = held(source)
     if table is not None:
         return _table(table)
@@ -112,8 +116,8 @@ def open_source(
         return _stream(pa.RecordBatchReader.from_stream(source))
     kind = type(source)
     raise TypeError(
-        "a source is a path or a list of paths, a pyarrow, pandas or polars table, a pyarrow dataset, or anything with "
-        f"__arrow_c_stream__: {kind.__module__}.{kind.__qualname__}"
+        "a source is a path or a list of paths, a pyarrow, pandas or polars table, a pyarrow or Ray dataset, or "
+        f"anything with __arrow_c_stream__: {kind.__module__}.{kind.__qualname__}"
     )
 
 
@@ -139,6 +143,36 @@ def _is_pandas(value: Any) -> bool:
 
 def _is_arrow_dataset(value: Any) -> bool:
     return any(f"{kind.__module__}.{kind.__name__}" == "pyarrow._dataset.Dataset" for kind in type(value).__mro__)
+
+
+def _is_ray_dataset(value: Any) -> bool:
+    return any(f"{kind.__module__}.{kind.__name__}" == "ray.data.dataset.Dataset" for kind in type(value).__mro__)
+
+
+def _ray_dataset(dataset: Any) -> Source:
+    """Ray's blocks pass through this process one after the other; it may make other rows when it is read again."""
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    def plain(table: pa.Table) -> pa.Table:
+        # Ray's tensors are lists under a type of its own.
+        for index, column in enumerate(table.columns):
+            if isinstance(column.type, pa.BaseExtensionType):
+                chunks = [chunk.storage for chunk in column.chunks]
+                table = table.set_column(index, table.schema.names[index], pa.chunked_array(chunks))
+        return table
+
+    def batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
+        chosen = dataset.select_columns(columns)
+        for table in chosen.iter_batches(batch_format="pyarrow", batch_size=_BATCH_ROWS):
+            yield from plain(table).to_batches(max_chunksize=_BATCH_ROWS)
+
+    def units(columns: list[str]) -> list[Unit]:
+        return [Unit("the Ray data set", lambda: batches(columns))]
+
+    first = next(iter(dataset.limit(1).iter_batches(batch_format="pyarrow", batch_size=1)), None)
+    if first is None:
+        raise ValueError("the Ray data set has no rows")
+    return Source(plain(first).schema, None, units, ordered=False)
 
 
 def _table(table: pa.Table) -> Source:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from farandole.data.loader import ParquetLoader
+    from farandole.data.turns import Turns
 
 MOST_WORKERS = 1024
 """Worker processes that a `DataLoader` may have."""
@@ -76,6 +77,15 @@ class TorchDataset(IterableDataset):
         for batch in self._loader._share(info.id, info.num_workers, epoch, start, self._skip):  # noqa: SLF001
             self._done += 1
             yield batch
+
+    def take_turns(self, books: Turns | None = None) -> Turns:
+        """As `ParquetLoader.take_turns`; of a `DataLoader` without worker processes."""
+        return self._loader.take_turns(books)
+
+    def follow_world(self) -> None:
+        """As `ParquetLoader.follow_world`; of a `DataLoader` without worker processes."""
+        self._loader.follow_world()
+        self._restart()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the consumer is; in a worker process, where this worker is (as torchdata's `StatefulDataLoader` asks).

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from farandole.common import pickling
 from farandole.data.arrays import TEXTS
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Transform:
 
     def __getstate__(self) -> tuple[bytes, int, str]:
         """Without its workers; the function by value."""
-        return cloudpickle.dumps(self.function), self.workers, self.pool
+        return pickling.dumps(self.function), self.workers, self.pool
 
     def __setstate__(self, state: tuple[bytes, int, str]) -> None:
         """Starts nothing yet."""
@@ -97,7 +98,7 @@ class Transform:
         if self._processes is None:
             # A fork of this process would have its locks but not its threads.
             context = multiprocessing.get_context("forkserver")
-            function = cloudpickle.dumps(self.function)
+            function = pickling.dumps(self.function)
             self._processes = ProcessPoolExecutor(self.workers, context, _start, (function,))
         return self._processes
 

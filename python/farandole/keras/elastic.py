@@ -16,7 +16,7 @@ from farandole._keras.elastic import (
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
-from farandole.common.elastic import leave_and_join, run_fn
+from farandole.common.elastic import leave, leave_and_join, run_fn
 from farandole.common.exceptions import FarandoleInternalError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ __all__ = [
     "TensorFlowKerasState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
+    "leave",
     "run",
 ]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import numpy as np
 
-from farandole.common import basics
+from farandole.common import basics, pickling
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.numpy._move import broadcast_, gather_with_rows
 
@@ -71,7 +71,7 @@ _SHAPE = (-1, 1, 1, 1)
 
 def _dump(obj: Any) -> Array:
     # A bytearray, since a view of bytes could not be written to.
-    return np.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=np.uint8).reshape(_SHAPE)
+    return np.frombuffer(bytearray(pickling.dumps(obj)), dtype=np.uint8).reshape(_SHAPE)
 
 
 def _load(data: Array) -> Any:

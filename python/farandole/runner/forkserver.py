@@ -200,8 +200,7 @@ class Server:
         except (OSError, ValueError):
             return self._decline(stand_in)
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            _close(descriptors)
 
     @staticmethod
     def _decline(stand_in: socket.socket) -> None:
@@ -300,14 +299,23 @@ def _request(stand_in: socket.socket) -> tuple[bytes, list[int]]:
         OSError: The stand-in is gone.
     """
     head, descriptors, _, _ = socket.recv_fds(stand_in, 4, 8)
-    message = _message(stand_in, head)
-    # A directory, the names of pipes: two descriptors for the output, one for each of the pipes.
-    words = message.split(b"\0", 2)
-    if len(words) < _HEAD or len(descriptors) != 2 + len(words[1].split()):
-        for descriptor in descriptors:
-            os.close(descriptor)
+    try:
+        message = _message(stand_in, head)
+        # A directory, the names of pipes: two descriptors for the output, one for each of the pipes.
+        words = message.split(b"\0", 2)
+        is_one = len(words) >= _HEAD and len(descriptors) == 2 + len(words[1].split())
+    except OSError:
+        _close(descriptors)
+        raise
+    if not is_one:
+        _close(descriptors)
         raise ValueError("not a request")
     return message, descriptors
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _message(stand_in: socket.socket, head: bytes) -> bytes:

@@ -9,12 +9,12 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from farandole.spark.agent import environment
+from farandole.runner.agent import environment
+from farandole.runner.errors import FarandoleJobError
+from farandole.runner.gang import Agents
+from farandole.runner.local import LocalAgents
+from farandole.runner.outcome import Ending
 from farandole.spark.common.backend import LocalBackend
-from farandole.spark.common.errors import FarandoleJobError
-from farandole.spark.gang import Agents
-from farandole.spark.local import LocalAgents
-from farandole.spark.outcome import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from farandole._native.hosts import Remote
     from farandole._native.registrar import Registrar
-    from farandole.spark.agent import Work
+    from farandole.runner.agent import Work
 
 
 @dataclass(frozen=True)

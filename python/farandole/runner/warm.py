@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from farandole._native.launcher import ALLOCATOR
 from farandole.common.notebook import in_notebook
 
 if TYPE_CHECKING:
@@ -221,15 +222,10 @@ def _start(warm: Warm, interpreter: str, env: Mapping[str, str], owner: int, pla
     arguments = [str(place), str(owner), str(started(owner)), repr(warm.idle), *warm.preload]
     # One thread, also in the libraries that count cores when they are loaded: a process with threads cannot be forked.
     # The C library reads these when it starts; agents set them for workers that come the long way.
-    allocator = {
-        "MALLOC_MMAP_THRESHOLD_": "33554432",
-        "MALLOC_TRIM_THRESHOLD_": "4294967296",
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    }
     alone = dict.fromkeys(_ALONE, "1")
     subprocess.run(  # noqa: S603 - this interpreter, this package
         [interpreter, "-m", "farandole.runner.forkserver", *arguments],
-        env={**allocator, **env, **alone},
+        env={**ALLOCATOR, **env, **alone},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -18,12 +18,15 @@ import threading
 import traceback
 from typing import Any, Final, NoReturn
 
-import cloudpickle
+from farandole.common import pickling
 
 PAYLOAD_FD: Final = "FARANDOLE_PAYLOAD_FD"
 RESULT_FD: Final = "FARANDOLE_RESULT_FD"
 EXECUTOR: Final = "FARANDOLE_SPARK_EXECUTOR"
 """What the driver of an elastic job on Spark wants to know of each worker: its executor."""
+
+TOLD: Final = "FARANDOLE_SPARK_TOLD"
+"""Whether the driver shows what its ranks say of themselves; the words are those of `farandole.spark.task`."""
 
 
 def main() -> int:
@@ -43,14 +46,18 @@ def main() -> int:
         from farandole._native import launcher  # noqa: PLC0415 - other workers need not load it first
 
         launcher.report(EXECUTOR, os.environ[EXECUTOR].encode())
+    if TOLD in os.environ:
+        from farandole._native import launcher  # noqa: PLC0415 - as above
+
+        launcher.report("rank", f'{{"pid": {os.getpid()}}}'.encode())
     status, record = _call(packed)
     del packed
     try:
-        answer = cloudpickle.dumps(record)
+        answer = pickling.dumps(record)
     except Exception as error:  # noqa: BLE001 - the value's own fault
         failure = TypeError(f"the function returned a value that cannot be pickled: {error}")
         sys.stderr.write(f"{failure}\n")
-        status, answer = 1, cloudpickle.dumps(_failure(failure))
+        status, answer = 1, pickling.dumps(_failure(failure))
     _flush()
     with os.fdopen(result, "wb") as pipe:
         pipe.write(answer)
@@ -93,7 +100,7 @@ def _failure(error: BaseException) -> tuple[str, str, str, str, bytes | None]:
 def _pickled(error: BaseException) -> bytes | None:
     """The exception, if it survives a round trip: many take arguments that they do not keep."""
     try:
-        packed = cloudpickle.dumps(error)
+        packed = pickling.dumps(error)
         same = isinstance(pickle.loads(packed), type(error))  # noqa: S301 - made one line above
     except Exception:  # noqa: BLE001 - the traceback tells it, too
         return None

@@ -5,8 +5,9 @@
 Importing this package imports neither pyspark nor a framework; what needs them imports them when called.
 """
 
+from farandole.runner.errors import FarandoleJobError
 from farandole.spark import conf
-from farandole.spark.common.errors import FarandoleJobError
 from farandole.spark.runner import run, run_elastic
+from farandole.spark.shim import plugin
 
-__all__ = ["FarandoleJobError", "conf", "run", "run_elastic"]
+__all__ = ["FarandoleJobError", "conf", "plugin", "run", "run_elastic"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from farandole.spark.agent import Work
+    from farandole.runner.agent import Work
     from farandole.spark.session import Cluster
 
 VARIABLE: Final = "FARANDOLE_SPARK_EXECUTOR"
@@ -49,7 +49,7 @@ def own_executor(process: int | None = None, proc: Path = Path("/proc")) -> str 
 
 
 class Decommissions:
-    """Which workers are in executors that are being decommissioned. Connect clients cannot ask."""
+    """Workers whose executors are being decommissioned; clients of Spark Connect cannot ask."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._scheduler = None
@@ -58,9 +58,9 @@ class Decommissions:
         self._executors: dict[int, str] = {}
         self._next = 0.0
 
-    def worker(self, task: int, executor: str) -> None:
+    def worker(self, task: int, where: str) -> None:
         """Takes note of where a worker is."""
-        self._executors[task] = executor
+        self._executors[task] = where
 
     def news(self) -> list[tuple[int, str]]:
         """Workers whose executors have begun to be decommissioned since the last call, and why they leave."""

@@ -9,12 +9,12 @@ import threading
 import uuid
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from farandole.spark.common.errors import FarandoleJobError
-from farandole.spark.gang import Agents
+from farandole.runner.errors import FarandoleJobError
+from farandole.runner.gang import Agents
+from farandole.runner.outcome import SCHEMA, Ending
 from farandole.spark.meeting import Tail
-from farandole.spark.outcome import SCHEMA, Ending
 from farandole.spark.session import headline
 
 if TYPE_CHECKING:
@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame
 
-    from farandole.spark.agent import Work
-    from farandole.spark.gang import Output
-    from farandole.spark.outcome import Row
+    from farandole.runner.agent import Work
+    from farandole.runner.gang import Output
+    from farandole.runner.outcome import Row
+    from farandole.spark.meeting import Meeting
     from farandole.spark.session import Cluster
+
+LEFT_ALONE: Final = 4.0
+"""`rejoin_after` of a barrier stage: Spark gives a task two seconds to end before it ends its Python process."""
 
 _NO_SLOTS = "SPARK-24819"
 _NO_BARRIER = "SPARK-24942"
@@ -33,27 +37,48 @@ _RETRY_EVERY = 5.0
 
 
 class SparkAgents(Agents):
-    """A Spark job of `size` tasks, run by a thread that inherits its caller's job group, tags and properties."""
+    """A Spark job of `size` tasks, run by a thread that inherits its caller's job group, tags and properties.
 
-    def __init__(self, cluster: Cluster, work: Work, size: int, output: Output, profile: Any = None) -> None:
+    Attributes:
+        tag: Of the job.
+
+    Args:
+        cluster: Spark.
+        work: What each task runs.
+        size: Number of tasks.
+        output: Where news go.
+        profile: What each task needs, for Spark's stage-level scheduling.
+        meeting: How tasks find a place to meet where the driver cannot be dialled; `None` where it can.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        work: Work,
+        size: int,
+        output: Output,
+        profile: Any = None,
+        meeting: Meeting | None = None,
+    ) -> None:
         self._cluster = cluster
         self._work = work
         self._size = size
         self._output = output
         self._profile = profile
-        self._tag = f"farandole-{uuid.uuid4().hex[:12]}"
+        self._meeting = meeting
+        self.tag = f"farandole-{uuid.uuid4().hex[:12]}"
         self._cancelled = threading.Event()
         self._short_of: str | None = None
         self._endings: list[Ending] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        spill = work.meeting.spill if work.meeting is not None else None
+        spill = meeting.spill if meeting is not None else None
         self._tail = Tail(spill) if spill is not None else None
         self._running = False
 
     def start(self) -> None:
         """Submits the job."""
-        self._thread = self._cluster.thread(self._run, f"{self._tag}-job")
+        self._thread = self._cluster.thread(self._run, f"{self.tag}-job")
         self._thread.start()
 
     def done(self) -> bool:
@@ -63,7 +88,7 @@ class SparkAgents(Agents):
     def cancel(self) -> None:
         """Cancels the job by its tag, and with it Spark's Python processes that ignore it for two seconds."""
         self._cancelled.set()
-        self._cluster.cancel(self._tag)
+        self._cluster.cancel(self.tag)
 
     def news(self) -> list[Any]:
         """What the gang's host has written down, where the gang meets among itself."""
@@ -71,11 +96,11 @@ class SparkAgents(Agents):
 
     def meets_elsewhere(self) -> bool:
         """Whether the tasks may be at work though the driver has not heard of them."""
-        return self._work.meeting is not None and self._short_of is None and self._running
+        return self._meeting is not None and self._short_of is None and self._running
 
     def gave_up(self) -> bool:
         """Whether Spark has seen a task of this job end."""
-        return self._cluster.has_ended_tasks(self._tag)
+        return self._cluster.has_ended_tasks(self.tag)
 
     def short_of(self) -> str | None:
         """How many slots are missing, once Spark has refused the job for them."""
@@ -95,8 +120,8 @@ class SparkAgents(Agents):
 
     def _run(self) -> None:
         try:
-            self._cluster.tag(self._tag, f"farandole: {self._size} processes")
-            with self._cluster.watching(self._at_work) if self._work.meeting is not None else nullcontext():
+            self._cluster.tag(self.tag, f"farandole: {self._size} processes")
+            with self._cluster.watching(self._at_work) if self._meeting is not None else nullcontext():
                 rows = self._collected()
             self._endings = Ending.from_rows(
                 (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in rows
@@ -115,7 +140,7 @@ class SparkAgents(Agents):
             except Exception as error:
                 if _NO_BARRIER in str(error) and self._is_barrier:
                     # A Connect client may not see this setting of its server.
-                    self._work = replace(self._work, rejoin_after=0.0, meeting=None)
+                    self._work, self._meeting = replace(self._work, rejoin_after=0.0), None
                     rows = self._rows()
                     continue
                 if _NO_SLOTS not in str(error) or self._cancelled.is_set():
@@ -139,27 +164,27 @@ class SparkAgents(Agents):
     def _rows(self) -> DataFrame:
         tasks = self._cluster.session.range(0, self._size, 1, self._size)
         profile = {} if self._profile is None else {"profile": self._profile}
-        rows = tasks.mapInArrow(_agent(self._work), SCHEMA, barrier=self._is_barrier, **profile)
+        rows = tasks.mapInArrow(_agent(self._work, self._meeting), SCHEMA, barrier=self._is_barrier, **profile)
         # Spark retries a barrier stage after it lost an executor only if the stage feeds a shuffle.
         return rows.repartition(1)
 
 
-def _agent(work: Work) -> Callable[[Iterable[Any]], Iterator[Any]]:
+def _agent(work: Work, meeting: Meeting | None) -> Callable[[Iterable[Any]], Iterator[Any]]:
     def agent(batches: Iterable[Any]) -> Iterator[Any]:
         from pyspark import BarrierTaskContext, TaskContext  # noqa: PLC0415 - runs in Spark's task
 
+        from farandole.runner import agent as agents  # noqa: PLC0415 - as above
         from farandole.runner import warm  # noqa: PLC0415 - as above
-        from farandole.spark import agent as agents  # noqa: PLC0415 - as above
-        from farandole.spark import meeting  # noqa: PLC0415 - as above
+        from farandole.spark import meeting as meetings  # noqa: PLC0415 - as above
         from farandole.spark import task as tasks  # noqa: PLC0415 - as above
 
         context = TaskContext.get()
         fence = context.taskAttemptId() if context is not None else 0
         owner = warm.executor() if work.warm is not None else None
-        for number in agents.tasks_of(batches):
+        for number in tasks_of(batches):
             at_work, host = work, None
-            if work.meeting is not None:
-                at_work, host = meeting.settle(work, work.meeting, number, BarrierTaskContext.get())
+            if meeting is not None:
+                at_work, host = meetings.settle(work, meeting, number, BarrierTaskContext.get())
             ending = agents.serve(at_work, number, fence, tasks.resources(), owner)
             if host is not None:
                 host.finish()
@@ -167,6 +192,11 @@ def _agent(work: Work) -> Callable[[Iterable[Any]], Iterator[Any]]:
                 yield batch(row)
 
     return agent
+
+
+def tasks_of(batches: Iterable[object]) -> list[int]:
+    """The task numbers in a partition's Arrow batches, read to the end as Spark expects."""
+    return [int(value) for batch in batches for value in batch.column(0).to_pylist()]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def batch(row: Row) -> Any:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from farandole._native.registrar import Event, Registrar
-    from farandole.spark.agent import Work
+    from farandole.runner.agent import Work
     from farandole.spark.spill import Spill
 
 _TRY: Final = 3.0

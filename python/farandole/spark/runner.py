@@ -4,19 +4,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from typing import TYPE_CHECKING, Any, TextIO
 
+from farandole.runner import outcome
 from farandole.runner import warm as warm_workers
-from farandole.spark import ahead, elastic, outcome
-from farandole.spark.agent import LEFT_ALONE, Work
-from farandole.spark.common.check import at_least, positive
-from farandole.spark.gang import Output, conduct, payload
-from farandole.spark.job import SparkAgents
+from farandole.runner.agent import Work
+from farandole.runner.elastic import conduct as elastic
+from farandole.runner.errors import FarandoleJobError
+from farandole.runner.gang import Output, conduct, payload
+from farandole.runner.limits import elastic_limit, start_limit
+from farandole.spark import ahead
+from farandole.spark.common.check import at_least
+from farandole.spark.decommission import Decommissions
+from farandole.spark.elastic import SparkCrew
+from farandole.spark.job import LEFT_ALONE, SparkAgents
 from farandole.spark.meeting import Meeting
+from farandole.spark.queue import queue
 from farandole.spark.session import Cluster
+from farandole.spark.shim import Shim
 from farandole.spark.spill import Spill
+from farandole.spark.training import telling
+from farandole.spark.word import Word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +37,6 @@ if TYPE_CHECKING:
     from farandole._native.registrar import Registrar
     from farandole.spark.common.store import Store
 
-_START_TIMEOUT = 600.0
 DIAL_OUT = "FARANDOLE_DIAL_OUT"
 GRADIENTS = "FARANDOLE_GRADIENT_CONVENTION"
 """That hosts open connections and take none, which leaves a gang no place to meet but its driver."""
@@ -177,16 +187,59 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         FarandoleJobError: The function failed on all workers by itself, or the job could not go on; as for `run`.
         ValueError: Numbers that contradict each other, or fewer slots than `min_num_proc`.
     """
-    cluster = Cluster.active()
-    first, least, most = elastic_sizes(
-        num_proc,
-        _one_of("min_num_proc", min_num_proc, "min_np", min_np),
-        _one_of("max_num_proc", max_num_proc, "max_np", max_np),
-        cluster.default_parallelism,
-    )
-    cluster.check(least)
     if nics:
         warnings.warn(f"nics={sorted(set(nics))} is ignored: addresses are found by trying them", stacklevel=2)
+    return run_elastic_with(
+        fn,
+        args,
+        kwargs,
+        None,
+        num_proc=num_proc,
+        min_num_proc=_one_of("min_num_proc", min_num_proc, "min_np", min_np),
+        max_num_proc=_one_of("max_num_proc", max_num_proc, "max_np", max_np),
+        start_timeout=start_timeout,
+        elastic_timeout=elastic_timeout,
+        reset_limit=reset_limit,
+        env=env,
+        stdout=stdout,
+        stderr=stderr,
+        verbose=verbose,
+        prefix_output_with_timestamp=prefix_output_with_timestamp,
+        executable=executable,
+        resource_profile=resource_profile,
+        store=store,
+    )
+
+
+def run_elastic_with(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    on_progress: Callable[[int, dict[str, Any]], None] | None,
+    *,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+    resource_profile: ResourceProfile | None = None,
+    store: Store | str | None = None,
+    ends_on_error: bool = False,
+) -> list[Any]:
+    """As `run_elastic`, with a callback for the records of workers; raises as `run_elastic`.
+
+    With `ends_on_error` an exception of the function on one rank ends the job.
+    """
+    cluster = Cluster.active()
+    first, least, most = elastic_sizes(num_proc, min_num_proc, max_num_proc, cluster.default_parallelism)
+    cluster.check(least)
     if resource_profile is not None:
         cluster.check_profiles()
     limit, patience = start_limit(start_timeout), elastic_limit(elastic_timeout)
@@ -202,17 +255,27 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         registrar = Registrar.elastic(
             first, least, most, timeout=patience, reset_limit=reset_limit, start_timeout=limit
         )
-        work = Work(
-            registrar.ticket,
-            ahead.sent(cluster.session, packed) if spill is None else spill.carried(packed),
-            _handed_on() | dict(env or {}),
-            executable,
-            output.streaming,
-            limit,
-            elastic=True,
-        )
-        crew = elastic.Crew(cluster, work, most, output, resource_profile)
-        found = elastic.conduct(registrar, crew, cluster, output, None)
+        shim = Shim.of(cluster.context)
+        with telling(shim, getattr(fn, "__qualname__", "run"), "run_elastic") as training:
+            work = Work(
+                registrar.ticket,
+                ahead.sent(cluster.session, packed) if spill is None else spill.carried(packed),
+                _handed_on() | training.variables() | dict(env or {}),
+                executable,
+                output.streaming,
+                limit,
+                elastic=True,
+            )
+            crew = SparkCrew(cluster, work, most, output, resource_profile)
+            training.tagged(crew.tag, first)
+            word = training.heard(Word(shim, crew.tag, training, output))
+            try:
+                found = elastic.conduct(
+                    registrar, crew, output, on_progress, Decommissions(cluster), training, ends_on_error=ends_on_error
+                )
+            except FarandoleJobError as error:
+                word.explain(error)
+                raise
         return found if spill is None else [spill.fetched(value) for value in found]
     finally:
         if spill is not None:
@@ -290,29 +353,39 @@ def run_with(
     from farandole.common import logs  # noqa: PLC0415
 
     logs.start()
-    try:
+    with contextlib.ExitStack() as held:
+        if spill is not None:
+            held.callback(spill.clear)
+        if resource_profile is None:  # nobody knows the slots of another one
+            patience = None if start_timeout is None else limit
+            held.enter_context(queue(cluster).taken(size, output.say, patience))
         # The tasks of a local master are threads of this process's JVM.
         here = cluster.context is not None and cluster.is_local
         where = {"host": "127.0.0.1", "bind": ""} if here else {}
         registrar = Registrar(size, start_timeout=limit, **where)
-        work = Work(
-            registrar.ticket,
-            ahead.sent(cluster.session, packed) if spill is None else spill.carried(packed),
-            _handed_on() | dict(env or {}),
-            executable,
-            output.streaming,
-            limit,
-            warmth,
-            rejoin_after=0.0 if cluster.is_dynamic else LEFT_ALONE,
-            meeting=_meeting(cluster, registrar, size, spill),
-        )
-        agents = SparkAgents(cluster, work, size, output, resource_profile)
-        endings = conduct(registrar, agents, size, output, on_progress, limit, "Spark tasks to start")
-        found = outcome.results(endings, size)
+        shim = Shim.of(cluster.context)
+        with telling(shim, getattr(fn, "__qualname__", "run"), "run") as training:
+            work = Work(
+                registrar.ticket,
+                ahead.sent(cluster.session, packed) if spill is None else spill.carried(packed),
+                _handed_on() | training.variables() | dict(env or {}),
+                executable,
+                output.streaming,
+                limit,
+                warmth,
+                rejoin_after=0.0 if cluster.is_dynamic else LEFT_ALONE,
+            )
+            meeting = _meeting(cluster, registrar, size, spill)
+            agents = SparkAgents(cluster, work, size, output, resource_profile, meeting)
+            training.tagged(agents.tag, size)
+            word = training.heard(Word(shim, agents.tag, training, output))
+            try:
+                endings = conduct(registrar, agents, size, output, on_progress, limit, "Spark tasks to start", training)
+                found = outcome.results(endings, size)
+            except FarandoleJobError as error:
+                word.explain(error)
+                raise
         return found if spill is None else [spill.fetched(value) for value in found]
-    finally:
-        if spill is not None:
-            spill.clear()
 
 
 def _handed_on() -> dict[str, str | None]:
@@ -325,34 +398,3 @@ def _meeting(cluster: Cluster, registrar: Registrar, size: int, spill: Spill | N
     if cluster.context is not None or cluster.is_dynamic or os.environ.get(DIAL_OUT, "0") not in ("", "0"):
         return None
     return Meeting(tuple(registrar.addresses), size, spill)
-
-
-def start_limit(start_timeout: float | None) -> float:
-    """Seconds that tasks may take to start.
-
-    Args:
-        start_timeout: As asked for; `None` takes what the environment says, else 600.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is not positive, or the variable is no number.
-    """
-    return _limit("start_timeout", start_timeout, "SPARK_START_TIMEOUT")
-
-
-def elastic_limit(elastic_timeout: float | None) -> float:
-    """Seconds that an elastic job may wait for workers; as `start_limit`."""
-    return _limit("elastic_timeout", elastic_timeout, "ELASTIC_TIMEOUT")
-
-
-def _limit(argument: str, given: float | None, knob: str) -> float:
-    if given is not None:
-        return positive(argument)(given)
-    for name in (f"FARANDOLE_{knob}", f"HOROVOD_{knob}"):
-        text = os.environ.get(name)
-        if text:
-            try:
-                return positive(name)(float(text))
-            except ValueError:
-                raise ValueError(f"{name} must be a number of seconds above 0: {text}") from None
-    return _START_TIMEOUT

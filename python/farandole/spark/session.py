@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 _GRACE_AFTER_CANCEL = 10.0
 _PROFILES_SINCE = 4
+_SIZES = (
+    ("spark.dynamicAllocation.maxExecutors", str(1 << 31)),
+    ("spark.executor.cores", "0"),
+    ("spark.task.cpus", "1"),
+)
+"""What bounds the slots of dynamic allocation, and what holds where it is not set."""
 NO_SESSION = "Could not find an active SparkContext, are you running in a PySpark session?"
 
 
@@ -201,23 +207,21 @@ class Cluster:
                 "spark.speculation starts slow tasks twice, and with dynamic allocation nothing keeps it from doing so "
                 "to the processes of a job, which all wait for each other: set spark.speculation=false"
             )
-        try:
-            most, cores, cpus = (
-                int(self.conf(key, default))
-                for key, default in (
-                    ("spark.dynamicAllocation.maxExecutors", str(1 << 31)),
-                    ("spark.executor.cores", "0"),
-                    ("spark.task.cpus", "1"),
-                )
-            )
-        except ValueError:
-            return  # Spark itself says what is wrong with them
-        if cores and most * (cores // cpus) < size:
+        most = self.most_slots()
+        if most is not None and most < size:
+            settings = ", ".join(f"{key}={self.conf(key, default)}" for key, default in _SIZES)
             raise ValueError(
                 f"num_proc={size} needs {size} task slots at the same time, but dynamic allocation gives at most "
-                f"{most * (cores // cpus)}: spark.dynamicAllocation.maxExecutors={most}, "
-                f"spark.executor.cores={cores}, spark.task.cpus={cpus}"
+                f"{most}: {settings}"
             )
+
+    def most_slots(self) -> int | None:
+        """Slots that dynamic allocation gives at most; `None` where nothing bounds them, or nobody can tell."""
+        try:
+            most, cores, cpus = (int(self.conf(key, default)) for key, default in _SIZES)
+        except ValueError:
+            return None  # Spark itself says what is wrong with them
+        return most * (cores // cpus) if cores else None
 
     def check_profiles(self) -> None:
         """Refuses resource profiles where pyspark has none for DataFrames.

@@ -16,7 +16,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import cloudpickle
+from farandole.common import pickling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -116,8 +116,8 @@ class Spill:
     def carried(self, packed: bytes) -> bytes:
         """A pickled `(fn, args, kwargs)` whose large result, and which itself when large, travels by the store."""
         if len(packed) <= LIMIT:
-            return cloudpickle.dumps((call, (self, packed), {}))
-        return cloudpickle.dumps((call_stored, (self, self.put(packed)), {}))
+            return pickling.dumps((call, (self, packed), {}))
+        return pickling.dumps((call_stored, (self, self.put(packed)), {}))
 
     def fetched(self, value: Any) -> Any:
         """A result of a carried function, whichever way it came."""
@@ -168,7 +168,7 @@ def call(spill: Spill, packed: bytes) -> Any:
     del packed
     fn, args, kwargs = function
     value = fn(*args, **kwargs)
-    answer = cloudpickle.dumps(value)
+    answer = pickling.dumps(value)
     if len(answer) <= LIMIT:
         return value
     del value

@@ -10,12 +10,12 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole.runner.agent import RESOURCES
+from farandole.runner.watcher import RANK
+from farandole.runner.worker import TOLD
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-RESOURCES: Final = "FARANDOLE_TASK_RESOURCES"
-"""Variable that hands a task's resource addresses to its worker, as JSON."""
-
 
 BY_LOCAL_RANK: Final = ("FARANDOLE_SPARK_USE_LOCAL_RANK_GPU_INDEX", "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX")
 """Variables that choose the GPU by local rank even where Spark has assigned one."""
@@ -107,6 +107,8 @@ def device(count: int, local_rank: int, local_size: int) -> Choice | None:
     choice = choose_device(count, local_rank, local_size, get_available_devices(), visible, by_local_rank)
     if choice is not None:
         rank = os.environ.get("RANK", str(local_rank))
+        if is_told():
+            say({"gpu": choice.index})
         sys.stderr.write(f"farandole: rank {rank} takes GPU {choice.index} of {count}: {choice.reason}\n")
     return choice
 
@@ -118,6 +120,25 @@ def resources() -> dict[str, list[str]]:
     if context is None:
         return {}
     return {name: list(resource.addresses) for name, resource in context.resources().items()}
+
+
+def is_told() -> bool:
+    """Whether this worker's driver shows what its ranks say of themselves."""
+    return TOLD in os.environ
+
+
+def say(record: Mapping[str, Any]) -> bool:
+    """Says something of this rank that the driver shows: its process, its GPU, where its time goes.
+
+    Args:
+        record: By name; later values replace earlier ones.
+
+    Returns:
+        Whether there is a driver to say it to.
+    """
+    from farandole._native import launcher  # noqa: PLC0415 - only workers need it
+
+    return launcher.report(RANK, json.dumps(record).encode())
 
 
 def report(record: Mapping[str, Any]) -> bool:
@@ -132,6 +153,6 @@ def report(record: Mapping[str, Any]) -> bool:
         Whether there is a driver to report to.
     """
     from farandole._native import launcher  # noqa: PLC0415 - only workers need it
-    from farandole.spark.gang import PROGRESS  # noqa: PLC0415 - as above
+    from farandole.runner.gang import PROGRESS  # noqa: PLC0415 - as above
 
     return launcher.report(PROGRESS, json.dumps(record).encode())

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import tensorflow as tf
 
 from farandole.common import basics
-from farandole.common.elastic import HostUpdateResult, ObjectState, State, leave_and_join, run_fn
+from farandole.common.elastic import HostUpdateResult, ObjectState, State, leave, leave_and_join, run_fn
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.tensorflow.functions import broadcast_object, broadcast_variables
 
@@ -37,6 +37,7 @@ __all__ = [
     "State",
     "TensorFlowKerasState",
     "TensorFlowState",
+    "leave",
     "run",
 ]
 

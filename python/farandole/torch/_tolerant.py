@@ -16,8 +16,6 @@ a step of its schedule of learning rates, it has done when its state goes to new
 
 from __future__ import annotations
 
-import signal
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,13 +30,11 @@ from farandole.torch._allreduce import allreduce_async_
 from farandole.torch._buckets import Bucket
 from farandole.torch._handles import synchronize
 from farandole.torch._reducer import GradientReducer
-from farandole.torch.functions import broadcast_object, broadcast_tensors, described, rebuilt
+from farandole.torch.functions import allgather_object, broadcast_object, broadcast_tensors, described, rebuilt
 
 if TYPE_CHECKING:
+    from farandole.data.turns import Turns
     from farandole.torch._buckets import Options, Slot
-
-_LEAVES_WITHIN = 2.0
-"""Seconds that telling the registrar of a leave may take."""
 
 
 class SafeBucket(Bucket):
@@ -194,10 +190,14 @@ class Tolerance:
         """Whether parameters and state are those of one step."""
         self._shared: dict[str, Any] = {}
         self._received: dict[str, Any] = {}
+        self._turns: dict[str, Turns] = {}
+        """The books of readers that are shared, here or by the others."""
         self._changes: list[tuple[float, int]] = []
 
     def share(self, objects: dict[str, Any]) -> None:
         """Has objects travel with the state to ranks that are new, and gives this one what has come for it.
+
+        A reader of `farandole.data` goes on with the right rows on all ranks when the world changes.
 
         Raises:
             TypeError: One has no `state_dict` and `load_state_dict`.
@@ -209,8 +209,21 @@ class Tolerance:
                 raise TypeError(f"{name} has no state_dict and load_state_dict: {type(value).__name__}")
         self._shared.update(objects)
         for name, value in objects.items():
+            is_reader = hasattr(value, "take_turns")
             if name in self._received:
-                value.load_state_dict(self._received.pop(name))
+                state = self._received.pop(name)
+                value.load_state_dict({**state, "left": ()} if is_reader else state)
+            if is_reader:
+                self._turns[name] = value.take_turns(self._turns.get(name))
+
+    def finished(self) -> None:
+        """Counts a step, and the rows that were read for it."""
+        self.steps += 1
+        self._count()
+
+    def _count(self) -> None:
+        for books in self._turns.values():
+            books.finished()
 
     def wants_change(self) -> bool:
         """Whether the registrar has told this rank that workers are to join or leave."""
@@ -250,8 +263,31 @@ class Tolerance:
                 leave_and_join()
 
     def _agree(self) -> bool:
+        behind = self._catch_up(self._statuses())
+        if behind:
+            self._count()  # what was read for the step that another rank has finished
+        self._deal()
+        return behind
+
+    def _statuses(self) -> list[list[int]]:
+        """Of each rank, how many steps it has finished, whether it has a state of one step, and whether it is new."""
         own = torch.tensor([[self.steps, self._is_whole, self._is_new]], dtype=torch.int64)
-        told = allgather(own, name="tolerant.status").tolist()
+        return allgather(own, name="tolerant.status").tolist()
+
+    def _deal(self) -> None:
+        """Agrees on who reads what, when all ranks have the same state."""
+        records = {name: books.record() for name, books in self._turns.items()}
+        everywhere = allgather_object(records, name="tolerant.turns")
+        for name in {name for each in everywhere for name in each}:
+            of_all = [each.get(name) for each in everywhere]
+            if name not in self._turns:
+                from farandole.data.turns import Turns  # noqa: PLC0415 - only where readers are shared
+
+                self._turns[name] = Turns.told(of_all)
+            self._turns[name].agree(of_all, basics.rank())
+
+    def _catch_up(self, told: list[list[int]]) -> bool:
+        """Has those that are behind take the state of one that is not; whether this rank did."""
         whole = [(steps, rank) for rank, (steps, is_whole, _) in enumerate(told) if is_whole]
         most = max((steps for steps, _ in whole), default=0)
         if not whole and any(steps or not is_new for steps, _, is_new in told):
@@ -321,26 +357,3 @@ class Tolerance:
             for state, parameter in zip(states, parameters, strict=True)
         ]
         return groups, built, [slots[index] for index in range(len(slots))]
-
-
-def leave_on_sigterm() -> None:
-    """Has SIGTERM mean to leave after the step under way, in the main thread of a worker; a second one ends it.
-
-    The notice of a spot instance, of Slurm's `--signal` and of Kubernetes comes so.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    before = signal.getsignal(signal.SIGTERM)
-
-    def leave(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
-        try:
-            engine.resign("it got SIGTERM", _LEAVES_WITHIN)
-        except (FarandoleInternalError, OSError, RuntimeError):
-            # The job is over, or its registrar gone: what came before this handler decides.
-            if callable(before):
-                before(number, frame)
-            else:
-                signal.raise_signal(signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, leave)

@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from farandole.common import basics
+from farandole.common import basics, pickling
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._allgather import gather_rows
 from farandole.torch._broadcast import broadcast_, broadcast_async_
@@ -113,7 +113,7 @@ _SHAPE = (-1, 1, 1, 1)
 
 
 def _dump(obj: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8).view(_SHAPE)
+    return torch.frombuffer(bytearray(pickling.dumps(obj)), dtype=torch.uint8).view(_SHAPE)
 
 
 def _load(data: torch.Tensor) -> Any:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import torch
 
 from farandole.common import basics
 from farandole.common.handles import members_of
+from farandole.common.notices import heed, is_elastic
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Adasum, Average, Sum, choose_op
 from farandole.torch._buckets import Options
@@ -20,7 +20,7 @@ from farandole.torch._names import group_parameters, name_parameters
 from farandole.torch._plain import plain
 from farandole.torch._reduce import Reduction
 from farandole.torch._reducer import GradientReducer
-from farandole.torch._tolerant import Tolerance, TolerantReducer, leave_on_sigterm
+from farandole.torch._tolerant import Tolerance, TolerantReducer
 from farandole.torch.adasum import _DistributedAdasumOptimizer
 from farandole.torch.compress._base import Compressor as StatefulCompressor
 from farandole.torch.compression import Compression, Compressor
@@ -135,7 +135,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         On such a rank each object takes its state in this call.
 
         Args:
-            **objects: Objects with `state_dict` and `load_state_dict`, under names that are the same on all ranks.
+            **objects: Objects with `state_dict` and `load_state_dict`, under names that are the same on all ranks. A
+                loader of `farandole.data` goes on with the right rows whenever the world changes.
 
         Raises:
             TypeError: An object has no such methods.
@@ -169,7 +170,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         # A rank that has caught up has this step behind it already.
         result = None if reducer.caught_up else super().step()
         if not reducer.caught_up:
-            tolerance.steps += 1
+            tolerance.finished()
         reducer.caught_up = False
         return result
 
@@ -227,13 +228,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 def _require_positive(passes: int) -> None:
     if passes <= 0:
         raise ValueError(f"backward_passes_per_step must be positive: {passes!r}")
-
-
-def _is_elastic() -> bool:
-    return any(
-        os.environ.get(name, "").lower() in ("1", "true", "on", "yes")
-        for name in ("FARANDOLE_ELASTIC", "HOROVOD_ELASTIC")
-    )
 
 
 def _wrap(optimizer: torch.optim.Optimizer, mixin: type, attributes: dict[str, Any]) -> Any:
@@ -325,7 +319,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )
     names = name_parameters(optimizer.param_groups, named_parameters)
     units = group_parameters(names, groups)
-    alone = basics.rank() not in members or (len(members) == 1 and not _is_elastic())
+    alone = basics.rank() not in members or (len(members) == 1 and not is_elastic())
     if op == Adasum:
         attributes = {
             "_compression": compression,
@@ -357,12 +351,11 @@ def _refuse_intolerant(fault_tolerant: bool, options: dict[str, bool]) -> None:
 
 def _enter(optimizer: Any, names: dict[torch.Tensor, str]) -> None:
     """Makes a distributed optimizer fault tolerant, and gives it the state of the ranks that have trained already."""
-    tolerance = Tolerance(optimizer, names, _is_elastic())
+    tolerance = Tolerance(optimizer, names, is_elastic())
     optimizer._tolerance = tolerance  # noqa: SLF001 - its own module's
     reducer = optimizer._reducer  # noqa: SLF001 - as above
     if reducer is None:
         raise ValueError("fault_tolerant=True needs several ranks, or an elastic job: see farandole run --min-np")
     reducer.tolerance = tolerance
-    if _is_elastic():
-        leave_on_sigterm()
+    heed()
     tolerance.enter()

@@ -4,25 +4,28 @@
 //! Which members live together.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Members of one host follow each other. A host whose members do not is taken for several: that costs time, and
 /// changes no result but the order of sums, for all members alike.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Hosts {
     /// Where each host's members begin, and where the last ones end.
-    starts: Vec<usize>,
+    starts: Arc<[usize]>,
     own: usize,
+    largest: usize,
 }
 
 impl Hosts {
     /// One host number for every member, in member order.
     pub(super) fn new(numbers: &[u32], member: usize) -> Self {
-        let starts: Vec<usize> = (0..numbers.len())
+        let starts: Arc<[usize]> = (0..numbers.len())
             .filter(|k| *k == 0 || numbers[*k] != numbers[k - 1])
             .chain([numbers.len()])
             .collect();
         let own = starts.partition_point(|start| *start <= member).saturating_sub(1);
-        Self { starts, own }
+        let largest = starts.windows(2).map(|host| host[1] - host[0]).max().unwrap_or(1);
+        Self { starts, own, largest }
     }
 
     pub(super) fn count(&self) -> usize {
@@ -49,7 +52,7 @@ impl Hosts {
 
     /// Members on the fullest host.
     pub(super) fn largest(&self) -> usize {
-        self.sizes().into_iter().max().unwrap_or(1)
+        self.largest
     }
 
     /// The member that stands for a host in the matter numbered `turn`: they take turns.

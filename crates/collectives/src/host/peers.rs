@@ -10,6 +10,7 @@ use farandole_transport::{Link, LinkKind};
 use farandole_world::Rank;
 
 use super::UNIT;
+use super::hierarchy::Route;
 use super::hosts::Hosts;
 use super::in_place::Regions;
 use crate::crossover::Shape;
@@ -42,6 +43,8 @@ pub(super) struct Scratch {
     pub(super) result: Vec<u8>,
     /// For the next hierarchy.
     pub(super) store: Vec<Vec<u8>>,
+    /// Where hierarchies go; made by the first.
+    pub(super) routes: Option<Arc<[Route]>>,
 }
 
 /// What a poll did.

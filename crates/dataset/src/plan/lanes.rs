@@ -12,6 +12,9 @@ use crate::rng::{fold, permutation};
 /// A block is cut where it would take more than this decoded.
 const BLOCK_BYTES: u64 = 32 << 20;
 
+/// Blocks of a data set are no more than this, or one for each row group: what a manifest claims must not cost memory.
+const MOST: u64 = 1 << 20;
+
 /// Blocks of this many rows on are cut at powers of two.
 const ROUND_ROWS: u64 = 1 << 16;
 
@@ -132,7 +135,8 @@ impl Lanes {
         let (mut blocks, mut rows, mut largest) = (Vec::new(), 0, 1);
         for (file, data) in manifest.files.iter().enumerate() {
             for (group, row_group) in data.groups.iter().enumerate() {
-                let edges = edges(row_group.rows, row_group.bytes);
+                let room = MOST.saturating_sub(blocks.len() as u64).max(1);
+                let edges = edges(row_group.rows, row_group.bytes, room);
                 largest = largest.max(row_group.bytes / edges.len().saturating_sub(1).max(1) as u64);
                 blocks.extend(
                     edges
@@ -153,12 +157,12 @@ impl Lanes {
             } else {
                 1
             };
-            count * each <= many && count * largest <= OPEN_BYTES
+            count * each <= many && largest.saturating_mul(*count) <= OPEN_BYTES
         };
         let count = COUNTS.into_iter().find(fits).unwrap_or(1);
         // As many blocks at a time that the last ones of a lane are no fewer.
         let deep = many.div_ceil(count).max(1);
-        let room = (SIDE_BYTES / (count * largest)).min(SIDE_BLOCKS / count).clamp(1, deep);
+        let room = (SIDE_BYTES / largest.saturating_mul(count)).min(SIDE_BLOCKS / count).clamp(1, deep);
         let beside = deep.div_ceil(deep.div_ceil(room));
         // About a quarter of a block, and the other phase begins with the first lane at every size that divides the lanes.
         let round = count / FIRST;
@@ -225,10 +229,10 @@ impl Lanes {
     }
 }
 
-/// Where a row group is cut. Pages of numbers often hold a power of two of rows: edges at multiples of one have few
+/// Where a row group is cut into about `most` pieces at most. Pages of numbers often hold a power of two of rows: edges at multiples of one have few
 /// pages on both sides, which would be read twice.
-fn edges(rows: u64, bytes: u64) -> Vec<u64> {
-    let pieces = bytes.div_ceil(BLOCK_BYTES).clamp(1, rows.max(1));
+fn edges(rows: u64, bytes: u64, most: u64) -> Vec<u64> {
+    let pieces = bytes.div_ceil(BLOCK_BYTES).clamp(1, rows.clamp(1, most));
     let round = 1_u64.checked_shl((rows / pieces).checked_ilog2().unwrap_or(0)).unwrap_or(1);
     if pieces > 1 && round >= ROUND_ROWS {
         return (0..rows.div_ceil(round)).map(|piece| piece * round).chain([rows]).collect();

@@ -34,6 +34,7 @@ fn options(id: u32) -> EngineOptions {
             spin: Duration::ZERO,
             stall_check: None,
             stall_shutdown: None,
+            meeting_timeout: None,
             nvtx: false,
             tune: None,
         },

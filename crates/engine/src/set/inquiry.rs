@@ -26,9 +26,13 @@ const ASKED: usize = 16;
 const STACK_BYTES: usize = 8 << 10;
 
 /// A tensor that waits for too long.
-struct Stalled {
-    since: Instant,
-    came: Vec<u32>,
+pub(super) struct Stalled {
+    pub(super) since: Instant,
+    pub(super) came: Vec<u32>,
+    /// As reports name it.
+    pub(super) what: String,
+    /// Whether those who came do nothing else meanwhile.
+    pub(super) meeting: bool,
 }
 
 /// What the coordinator awaits answers to.
@@ -59,18 +63,27 @@ pub(super) struct Inquiries {
     number: u64,
     inquiry: Option<Inquiry>,
     question: Option<Question>,
+    /// Lists executed, and when it was first seen to be so many.
+    lists: Option<(u64, Instant)>,
 }
 
 impl Inquiries {
     /// The tensor is complete.
-    pub(super) fn forget(&mut self, name: &Arc<str>) {
+    pub(super) fn forget(&mut self, name: &str) {
         if !self.stalled.is_empty() {
             self.stalled.remove(name);
         }
     }
 
-    pub(super) fn add(&mut self, name: &Arc<str>, since: Instant, came: Vec<u32>) {
-        self.stalled.insert(Arc::clone(name), Stalled { since, came });
+    pub(super) fn add(&mut self, name: &Arc<str>, stalled: Stalled) {
+        self.stalled.insert(Arc::clone(name), stalled);
+    }
+
+    /// So many lists have been executed.
+    pub(super) fn look(&mut self, lists: u64, now: Instant) {
+        if self.lists.is_none_or(|(known, _)| known != lists) {
+            self.lists = Some((lists, now));
+        }
     }
 }
 
@@ -151,11 +164,12 @@ impl ProcessSet {
     /// What this process waits in within this set.
     fn waits(&self, now: Instant) -> impl Iterator<Item = Wait> {
         let set = self.watch.set;
-        self.local.values().chain(self.execution.entries()).map(move |entry| Wait {
-            tensor: match set {
-                ProcessSetId::GLOBAL => entry.name.to_string(),
-                set => format!("{} (process set {set})", entry.name),
+        self.local.values().chain(self.joins.own()).chain(self.execution.entries()).map(move |entry| Wait {
+            what: match set {
+                ProcessSetId::GLOBAL => entry.what(),
+                set => format!("{} (process set {set})", entry.what()),
             },
+            meeting: entry.is_meeting(),
             since: now.saturating_duration_since(entry.since),
         })
     }
@@ -175,7 +189,8 @@ impl ProcessSet {
         }
         writer.number(waits.len() as u64);
         for wait in waits {
-            writer.text(&wait.tensor);
+            writer.text(&wait.what);
+            writer.byte(wait.meeting.into());
             writer.number(u64::try_from(wait.since.as_millis()).unwrap_or(u64::MAX));
         }
         match self.on_answer(&frame) {
@@ -198,8 +213,8 @@ impl ProcessSet {
         };
         let mut waits = Vec::new();
         for _ in 0..reader.count()? {
-            let (tensor, since) = (reader.text()?.to_owned(), Duration::from_millis(reader.number()?));
-            waits.push(Wait { tensor, since });
+            let (what, meeting) = (reader.text()?.to_owned(), reader.byte()? != 0);
+            waits.push(Wait { what, meeting, since: Duration::from_millis(reader.number()?) });
         }
         if let Some(inquiry) = self.inquiries.inquiry.as_mut().filter(|inquiry| inquiry.number == number)
             && let Some((_, absentee)) = inquiry.absentees.iter_mut().find(|(known, _)| *known == member)
@@ -218,6 +233,8 @@ impl ProcessSet {
             let waiting = now.saturating_duration_since(stalled.since);
             stalls.push(Stall {
                 tensor: Arc::clone(name),
+                what: stalled.what.clone(),
+                meeting: stalled.meeting,
                 waiting,
                 came: stalled.came.iter().map(|member| self.members[*member as usize]).collect(),
                 missing: self.missing(&stalled.came),
@@ -227,8 +244,15 @@ impl ProcessSet {
         // All may have come while the missing were asked.
         let Some(_) = stalls.first() else { return Ok(()) };
         stalls.sort_by(|one, two| two.waiting.cmp(&one.waiting).then_with(|| one.tensor.cmp(&two.tensor)));
-        let report = StallReport { set: self.watch.set, limit, stalls, absentees };
+        let parted = self.parted(&stalls, &absentees, now);
+        let ends = settings.meeting_timeout;
+        let report = StallReport { set: self.watch.set, limit, stalls, absentees, parted, ends };
         self.options.observer.stalled(&report);
+        if let (Some(parted), Some(ends)) = (parted, ends)
+            && parted >= ends
+        {
+            return Err(Cause::Disagreement { text: report.parting(parted) });
+        }
         match (report.stalls.into_iter().find(|stall| stall.fatal), settings.stall_shutdown) {
             (Some(stall), Some(limit)) => Err(Cause::Deadline {
                 operation: self
@@ -243,6 +267,21 @@ impl ProcessSet {
             }),
             _ => Ok(()),
         }
+    }
+
+    /// For how long each member has been in a meeting that is not complete, while nothing was executed: only another
+    /// thread of theirs could bring them together.
+    fn parted(&self, stalls: &[Stall], absentees: &[Absentee], now: Instant) -> Option<Duration> {
+        let still = now.saturating_duration_since(self.inquiries.lists?.1);
+        let in_meeting = |rank: &Rank| {
+            let here = stalls.iter().filter(|stall| stall.meeting && stall.came.contains(rank));
+            let asked = absentees.iter().filter(|absentee| absentee.rank == *rank);
+            let there =
+                asked.flat_map(|absentee| absentee.waits.iter().flatten()).filter(|wait| wait.meeting);
+            here.map(|stall| stall.waiting).chain(there.map(|wait| wait.since)).max()
+        };
+        let shortest = self.members.iter().map(in_meeting).min()??;
+        stalls.iter().any(|stall| stall.meeting).then_some(shortest.min(still))
     }
 
     /// Ranks that are not among these members.

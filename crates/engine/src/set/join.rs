@@ -10,7 +10,7 @@
 //! says so and names the last.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use farandole_collectives::kernel::neutral;
 use farandole_collectives::{DataType, Memory, ReduceOp};
@@ -40,7 +40,13 @@ pub(super) struct Joins {
     /// Sources that announce nothing more. See [`ProcessSet::announced`].
     gone: Vec<u32>,
     own: Option<Entry>,
+    /// Since when those who have joined wait without anything being done, and when that was last reported.
+    since: Option<Instant>,
+    reported: Option<Instant>,
 }
+
+/// Name of the joins of all members in reports.
+pub(super) const JOIN: &str = "join.noname";
 
 impl Joins {
     pub(super) fn any(&self) -> bool {
@@ -67,8 +73,29 @@ impl Joins {
 
     /// Others still work: the time in which something must happen begins anew.
     pub(super) fn goes_on(&mut self) {
+        if self.since.is_some() {
+            let now = Instant::now();
+            (self.since, self.reported) = (Some(now), None);
+            if let Some(own) = &mut self.own {
+                (own.since, own.missing) = (now, None);
+            }
+        }
+    }
+
+    /// Since when those who have joined wait, if that is to be reported now.
+    pub(super) fn overdue(&mut self, now: Instant, patience: Duration) -> Option<Instant> {
+        let since = self.since?;
+        let due = now.saturating_duration_since(self.reported.unwrap_or(since)) >= patience;
+        due.then(|| {
+            self.reported = Some(now);
+            since
+        })
+    }
+
+    /// The coordinator misses these.
+    pub(super) fn miss(&mut self, missing: Vec<Rank>) {
         if let Some(own) = &mut self.own {
-            own.since = Instant::now();
+            own.missing = Some(missing);
         }
     }
 
@@ -112,6 +139,7 @@ impl ProcessSet {
     /// A member has joined; what it announced before may still wait for others below.
     pub(super) fn joined(&mut self, member: u32, gather: bool) {
         self.joins.joined.push(Joined { member, gather });
+        self.joins.since.get_or_insert_with(Instant::now);
         if !self.is_coordinator() {
             let (mut writer, _) = self.upward();
             writer.byte(2);
@@ -173,6 +201,7 @@ pub(super) fn stand_in(agreed: &Agreed) -> Entry {
         handle: NOBODY,
         name: Arc::clone(&agreed.name),
         operation: signature.call.name(),
+        matter: None,
         group: signature.group,
         rows: Vec::new(),
         input: input.buffer(),

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use super::decide::{Planned, Ready, Refusal};
-use super::join::stand_in;
+use super::join::{JOIN, stand_in};
 use super::{Finished, ProcessSet, Step, Stop, kind};
 use crate::cache::{Agreed, Cache};
 use crate::signature::Signature;
@@ -129,6 +129,8 @@ impl ProcessSet {
     pub(super) fn apply(&mut self, number: u64, items: Vec<Item>, finished: &mut Vec<Finished>) -> Step {
         self.lists = number;
         self.joins.goes_on();
+        self.inquiries.forget(JOIN);
+        self.watch.forget(JOIN);
         self.options.tracer.timeline.cycle();
         self.statistics.lists += 1;
         if self.leaving.as_ref().is_some_and(|leaving| number > leaving.executed) {

@@ -73,6 +73,8 @@ pub(crate) struct Entry {
     pub(crate) handle: Handle,
     pub(crate) name: Arc<str>,
     pub(crate) operation: &'static str,
+    /// What a meeting is about, where its kind does not say it: a change of process sets, spelled out.
+    pub(crate) matter: Option<Box<str>>,
     pub(crate) group: u64,
     /// Row counts that this member brings; see [`Call::counts`](crate::signature::Call::counts).
     pub(crate) rows: Vec<u64>,
@@ -85,8 +87,28 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
+    fn what(&self) -> String {
+        what(self.operation, self.matter.as_deref(), &self.name)
+    }
+
+    fn is_meeting(&self) -> bool {
+        MEETINGS.contains(&self.operation)
+    }
+
     fn failed(&self, cause: &Arc<Cause>) -> Error {
         Error::Failed { operation: self.operation, tensor: Arc::clone(&self.name), cause: Arc::clone(cause) }
+    }
+}
+
+/// Names of the operations that move no data: whoever submits one waits for it.
+const MEETINGS: [&str; 3] = ["barrier", "process set change", "join"];
+
+/// `allreduce of gradient.3`, `an addition of process set [0, 1]`: as reports name an operation.
+pub(crate) fn what(operation: &str, matter: Option<&str>, name: &str) -> String {
+    match matter {
+        Some(matter) => matter.to_owned(),
+        None if operation == "join" => "join".to_owned(),
+        None => format!("{operation} of {name}"),
     }
 }
 

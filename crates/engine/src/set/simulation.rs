@@ -190,6 +190,7 @@ pub(crate) fn request(name: &Arc<str>, input: &Memory, since: Instant) -> (Entry
         handle: Handle(1),
         name: Arc::clone(name),
         operation: call.name(),
+        matter: None,
         group: 0,
         rows: Vec::new(),
         input: input.buffer(),

@@ -133,6 +133,7 @@ impl Simulation {
             handle: Handle(1),
             name: name.into(),
             operation: Kind::Barrier.name(),
+            matter: None,
             group: signature.group,
             rows: if matches!(signature.call, crate::signature::Call::Allgather) {
                 vec![rows]
@@ -176,6 +177,7 @@ fn settings(capacity: usize) -> Settings {
         spin: std::time::Duration::ZERO,
         stall_check: None,
         stall_shutdown: None,
+        meeting_timeout: None,
         nvtx: false,
         tune: None,
     }

@@ -10,8 +10,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_world::ProcessSetId;
+use farandole_world::{ProcessSetId, Rank};
 
+use super::inquiry::Stalled;
+use super::join::JOIN;
 use super::{ProcessSet, Step, Stop, kind};
 use crate::hash::Map;
 use crate::wire::{Malformed, Reader, Writer};
@@ -25,6 +27,19 @@ struct Case {
     /// When the first rank submitted it, as far as known.
     since: Instant,
     due: Instant,
+    came: Vec<u32>,
+    /// As reports name it.
+    what: String,
+    /// Whether those who came do nothing else meanwhile.
+    meeting: bool,
+}
+
+/// What a member knows of a tensor that waits too long.
+struct Told {
+    name: Arc<str>,
+    what: String,
+    meeting: bool,
+    since: Instant,
     came: Vec<u32>,
 }
 
@@ -43,15 +58,17 @@ impl Watch {
     }
 
     /// The tensor is complete.
-    pub(super) fn forget(&mut self, name: &Arc<str>) {
+    pub(super) fn forget(&mut self, name: &str) {
         if !self.cases.is_empty() {
             self.cases.remove(name);
         }
     }
 
-    fn answer(&mut self, name: Arc<str>, since: Instant, now: Instant, came: impl Iterator<Item = u32>) {
+    fn answer(&mut self, told: Told, now: Instant) {
+        let Told { name, what, meeting, since, came } = told;
         let due = now + COLLECT.min(self.patience / 4);
-        let case = self.cases.entry(name).or_insert_with(|| Case { since, due, came: Vec::new() });
+        let new = || Case { since, due, came: Vec::new(), what, meeting };
+        let case = self.cases.entry(name).or_insert_with(new);
         case.since = case.since.min(since);
         case.came.extend(came);
     }
@@ -60,6 +77,7 @@ impl Watch {
 impl ProcessSet {
     /// Looks at the clock: call it now and then while anything is pending.
     pub(crate) fn tick(&mut self, now: Instant) -> Step {
+        self.inquiries.look(self.lists, now);
         self.ask(now)?;
         let due: Vec<Arc<str>> = self
             .watch
@@ -84,18 +102,26 @@ impl ProcessSet {
             let last = tally.reported.unwrap_or(tally.since);
             if now.saturating_duration_since(last) >= patience {
                 tally.reported = Some(now);
-                asked.push((Arc::clone(name), tally.since, tally.sources.clone()));
+                asked.push((Arc::clone(name), tally.what(name), tally.since, tally.sources.clone()));
             }
         }
-        for (name, since, sources) in asked {
+        if self.is_coordinator()
+            && let Some(since) = self.joins.overdue(now, patience)
+        {
+            let (name, what, came) = (Arc::from(JOIN), "join".to_owned(), self.joins.members().collect());
+            self.watch.answer(Told { name, what, meeting: true, since, came }, now);
+        }
+        for (name, (what, meeting), since, sources) in asked {
             let came: Vec<u32> = sources.iter().flat_map(|source| self.stands_for(*source)).collect();
             if self.is_coordinator() {
-                self.watch.answer(name, since, now, came.into_iter());
+                self.watch.answer(Told { name, what, meeting, since, came }, now);
                 continue;
             }
             let mut frame = Vec::new();
             let mut writer = Writer(&mut frame);
             writer.text(&name);
+            writer.text(&what);
+            writer.byte(meeting.into());
             let age = now.saturating_duration_since(since).as_millis();
             writer.number(u64::try_from(age).unwrap_or(u64::MAX));
             writer.numbers(came.iter().map(|member| u64::from(*member)));
@@ -117,10 +143,12 @@ impl ProcessSet {
             return Ok(self.send(0, kind::CAME, frame)?);
         }
         let mut reader = Reader(frame);
-        let name = Arc::from(reader.text()?);
+        let (name, what) = (Arc::from(reader.text()?), reader.text()?.to_owned());
+        let meeting = reader.byte()? != 0;
         let age = Duration::from_millis(reader.number()?);
         let came = self.read_members(&mut reader)?;
-        self.watch.answer(name, now.checked_sub(age).unwrap_or(now), now, came.into_iter());
+        let since = now.checked_sub(age).unwrap_or(now);
+        self.watch.answer(Told { name, what, meeting, since, came }, now);
         Ok(())
     }
 
@@ -146,10 +174,9 @@ impl ProcessSet {
         writer.text(name);
         writer.numbers(case.came.iter().map(|member| u64::from(*member)));
         let missing = self.missing(&case.came);
-        if let Some(entry) = self.local.get_mut(name) {
-            entry.missing = Some(missing);
-        }
-        self.inquiries.add(name, case.since, case.came);
+        self.note_missing(name, missing);
+        let Case { since, came, what, meeting, .. } = case;
+        self.inquiries.add(name, Stalled { since, came, what, meeting });
         self.send_down(kind::STALLED, &frame)
     }
 
@@ -159,10 +186,16 @@ impl ProcessSet {
         let name = reader.text()?;
         let came = self.read_members(&mut reader)?;
         let missing = self.missing(&came);
-        if let Some(entry) = self.local.get_mut(name) {
-            entry.missing = Some(missing);
-        }
+        self.note_missing(name, missing);
         Ok(())
+    }
+
+    fn note_missing(&mut self, name: &str, missing: Vec<Rank>) {
+        match self.local.get_mut(name) {
+            Some(entry) => entry.missing = Some(missing),
+            None if name == JOIN => self.joins.miss(missing),
+            None => {}
+        }
     }
 
     fn check_deadlines(&self, now: Instant) -> Step {

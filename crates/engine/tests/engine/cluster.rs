@@ -83,6 +83,7 @@ pub(crate) fn settings() -> Settings {
         spin: Duration::from_micros(200),
         stall_check: None,
         stall_shutdown: None,
+        meeting_timeout: None,
         nvtx: false,
         tune: None,
     }

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{Event, Stream};
-use farandole_engine::{Answer, Error, Observer, Request, Stack, StallReport};
+use farandole_engine::{Answer, Change, Error, Observer, Request, Stack, StallReport};
 use farandole_world::{Fault, ProcessSetId, Rank};
 
 use crate::cluster::{Cluster, LIMIT, call, call_sum, sum, values, wait};
@@ -113,7 +113,7 @@ fn those_who_are_missing_tell_what_they_wait_in_instead_and_where() {
             let report = report.take(9).find(|report| has(report, "his") && has(report, "theirs")).unwrap();
             let asked = report.absentees.iter().find(|asked| asked.rank == Rank(2)).unwrap();
             assert_eq!(&*asked.host, "host1");
-            assert_eq!(asked.waits.as_ref().unwrap()[0].tensor, "his");
+            assert_eq!(asked.waits.as_ref().unwrap()[0].what, "allreduce of his");
             assert_eq!(asked.stack, Stack::Text("in f\n".to_owned()));
             assert!(report.to_string().contains("\n2: [theirs"), "{report}");
         }
@@ -122,6 +122,107 @@ fn those_who_are_missing_tell_what_they_wait_in_instead_and_where() {
         assert_eq!(values(&engine, first), [4.0]);
         assert_eq!(values(&engine, second), [4.0]);
     });
+}
+
+/// Rank 0 waits in a barrier, the others in a change of process sets.
+fn one_of_two_meetings(rank: u32) -> Request {
+    match rank {
+        0 => Request::barrier("meet", ProcessSetId::GLOBAL),
+        _ => Request::change("set", Change::Add(vec![Rank(0)])),
+    }
+}
+
+#[test]
+fn ranks_that_wait_in_different_meetings_are_told_that_and_may_still_meet() {
+    for hosts in [&[2][..], &[1, 2], &[2, 2]] {
+        let (cluster, stalls) = heard(hosts);
+        let cluster = cluster.with(|settings| {
+            settings.stall_check = Some(Duration::from_millis(100));
+            settings.meeting_timeout = Some(LIMIT);
+        });
+        let stalls = parking_lot::Mutex::new(stalls);
+        cluster.run(|rank, engine| {
+            let first = engine.submit(one_of_two_meetings(rank)).unwrap();
+            if rank == 0 {
+                let reports = std::iter::repeat_with(|| stalls.lock().recv_timeout(LIMIT).unwrap());
+                let both = |report: &StallReport| report.parted.is_some() && report.stalls.len() == 2;
+                let report = reports.take(20).find(both).unwrap();
+                let whats: Vec<&str> = report.stalls.iter().map(|stall| &*stall.what).collect();
+                assert!(whats.contains(&"barrier of meet"), "{whats:?}");
+                assert!(whats.contains(&"an addition of process set [0]"), "{whats:?}");
+                assert!(!report.is_fatal() && report.to_string().contains("have parted ways"), "{report}");
+            }
+            let other = one_of_two_meetings(u32::from(rank == 0));
+            if rank == 0 {
+                call(&engine, other).unwrap();
+                wait(&engine, first).unwrap();
+            } else {
+                wait(&engine, first).unwrap();
+                call(&engine, other).unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn ranks_that_stay_in_different_meetings_all_hear_who_waits_where() {
+    for hosts in [&[3][..], &[1, 2], &[2, 1, 2]] {
+        let cluster = Cluster::new(hosts).with(|settings| {
+            settings.stall_check = Some(Duration::from_millis(50));
+            settings.meeting_timeout = Some(Duration::from_millis(300));
+        });
+        let last = hosts.iter().sum::<u32>() - 1;
+        cluster.run(|rank, engine| {
+            let error = call(&engine, one_of_two_meetings(rank)).unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains("have parted ways"), "{text}");
+            assert!(text.contains("rank 0 in barrier of meet"), "{text}");
+            assert!(text.contains(&format!("ranks 1-{last} in an addition of process set [0]")), "{text}");
+            assert_eq!(error.fault(), Fault::Usage);
+        });
+    }
+}
+
+#[test]
+fn a_meeting_that_some_are_late_for_or_compute_before_is_no_parting_of_ways() {
+    let (cluster, stalls) = heard(&[2]);
+    let cluster = cluster.with(|settings| {
+        settings.stall_check = Some(Duration::from_millis(50));
+        settings.meeting_timeout = Some(Duration::from_millis(100));
+    });
+    let stalls = parking_lot::Mutex::new(stalls);
+    cluster.run(|rank, engine| {
+        let early = (rank == 1).then(|| engine.submit(sum("early", &[1.0])).unwrap());
+        if rank == 1 {
+            for report in (0..4).map(|_| stalls.lock().recv_timeout(LIMIT).unwrap()) {
+                assert!(report.parted.is_none(), "{report}");
+            }
+        }
+        call(&engine, Request::barrier("meet", ProcessSetId::GLOBAL)).unwrap();
+        let early = early.unwrap_or_else(|| engine.submit(sum("early", &[1.0])).unwrap());
+        assert_eq!(values(&engine, early), [2.0]);
+    });
+}
+
+#[test]
+fn those_who_have_joined_wait_for_those_who_have_not_and_the_report_says_so() {
+    for hosts in [&[2][..], &[1, 2]] {
+        let (cluster, stalls) = heard(hosts);
+        let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(100)));
+        let stalls = parking_lot::Mutex::new(stalls);
+        cluster.run(|rank, engine| {
+            if rank == 0 {
+                let report = stalls.lock().recv_timeout(LIMIT).unwrap();
+                let [stall] = &*report.stalls else { panic!("{report:?}") };
+                assert_eq!((&*stall.what, &*stall.missing), ("join", &[Rank(0)][..]));
+                assert!(report.parted.is_none(), "{report}");
+                assert_eq!(call_sum(&engine, "meanwhile", &[1.0]), [1.0]);
+                stalls.lock().try_iter().for_each(drop);
+            }
+            call(&engine, Request::join("join.noname", false)).unwrap();
+            call(&engine, Request::barrier("over", ProcessSetId::GLOBAL)).unwrap();
+        });
+    }
 }
 
 /// Ready when the flag says so.

@@ -64,6 +64,8 @@ pub(crate) struct Chunk<'a> {
     pub(crate) spots: Option<&'a Spots>,
     /// What a null becomes, as bytes of a value.
     pub(crate) fill: &'a [u8],
+    /// Bytes that a page may take.
+    pub(crate) most: usize,
 }
 
 /// Memory that decoding uses again and again.
@@ -157,6 +159,10 @@ fn page(
     let most = chunk.total.saturating_mul(chunk.stored.plain_bytes(1).max(chunk.stored.width()) + 8) + SLACK;
     if header.entries > chunk.total || header.uncompressed > most {
         return Err(broken("a page claims more than its chunk can hold"));
+    }
+    // Levels take four bytes each.
+    if header.entries > chunk.most / 4 || header.uncompressed > chunk.most {
+        return Err(broken("a page claims more than the byte budget"));
     }
     let Bench { codec, page, dictionary, definitions, compact } = bench;
     let Some((_, codec)) = codec else { return Err(Trouble::Unsupported) };

@@ -7,6 +7,7 @@
 //! only, and memory is used again. Encodings that are rare are left to the library.
 
 mod chunk;
+mod claims;
 mod codec;
 mod hybrid;
 mod spots;
@@ -14,5 +15,6 @@ mod thrift;
 mod values;
 
 pub(crate) use chunk::{Bench, Chunk, Levels, Trouble, decode};
+pub(crate) use claims::claims;
 pub(crate) use spots::{Lost, Spots, find, ranges};
 pub(crate) use values::{Stored, room};

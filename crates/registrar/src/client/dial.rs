@@ -15,8 +15,9 @@ use crate::server::STREAM_WINDOW;
 use crate::ticket::Ticket;
 use crate::tls::{Pinned, SERVER_NAME};
 
-/// Head start of an address over the one after it.
-const STAGGER: Duration = Duration::from_millis(50);
+/// Head start of an address over the one after it (RFC 8305). Where all of a large job connect at once, answers take a
+/// while, and every connection more makes them take longer.
+const STAGGER: Duration = Duration::from_millis(250);
 /// The longest one address may take.
 const ONE_ADDRESS: Duration = Duration::from_secs(5);
 /// Rounds over all addresses that all end in a plain no before nobody is believed to be there.

@@ -9,6 +9,7 @@ mod crowd;
 mod dial;
 mod elastic;
 mod heartbeat;
+mod meet;
 mod outbox;
 mod relay;
 mod runtime;
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 use bytes::{Bytes, BytesMut};
 use farandole_config::Config;
 use farandole_telemetry::Stream;
-use farandole_world::{Generation, HostFacts, JobId, Rank, TaskId, World};
+use farandole_world::{Generation, HostFacts, JobId, TaskId, World};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -33,6 +34,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 pub use self::elastic::HostChange;
+pub use self::meet::Meet;
 use self::outbox::Outbox;
 pub use self::relay::Relay;
 use crate::convert;
@@ -41,7 +43,7 @@ use crate::exit::{Exit, How, Verdict};
 use crate::generated as wire;
 use crate::generated::registrar_client::RegistrarClient;
 use crate::ticket::Ticket;
-use crate::wire::{DISMISSED, ENDED, GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK, TOKEN, ended_key};
+use crate::wire::{DISMISSED, GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK, TOKEN};
 
 /// The longest a call waits at the registrar before it is made again.
 const POLL: Duration = Duration::from_secs(30);
@@ -352,29 +354,6 @@ impl Client {
         }
     }
 
-    /// A rank of this generation whose worker has ended well, and its host: of `ranks`, or of all.
-    ///
-    /// # Errors
-    /// As [`Client::get`].
-    pub fn ended(&self, ranks: Option<&[Rank]>) -> Result<Option<(Rank, String)>> {
-        let noted = |key: &str| match self.get(key, Instant::now()) {
-            Err(Error::Timeout { .. }) => Ok(None),
-            other => other.map(|note| {
-                let note = String::from_utf8_lossy(&note);
-                let (rank, host) = note.split_once(' ').unwrap_or((&note, ""));
-                Some((Rank(rank.parse().ok()?), host.to_owned()))
-            }),
-        };
-        let first = noted(ENDED)?;
-        let (Some(_), Some(ranks)) = (&first, ranks) else { return Ok(first) };
-        for rank in ranks {
-            if let Some(found) = noted(&ended_key(*rank))? {
-                return Ok(Some(found));
-            }
-        }
-        Ok(None)
-    }
-
     /// Sends a line of output. Blocks while too much waits to be sent.
     ///
     /// # Errors
@@ -530,31 +509,37 @@ impl Client {
         })
     }
 
-    /// Makes a call; makes it again while the connection is broken, for a while. Every call may be repeated.
+    /// Makes a call, at most until `deadline`.
     fn call<T, F>(&self, name: &'static str, deadline: Instant, make: impl Fn() -> F) -> Result<T>
     where
         F: Future<Output = std::result::Result<Response<T>, Status>>,
     {
         self.own_process()?;
         let started = Instant::now();
-        let repeated = async {
-            let mut pause = Duration::from_millis(50);
-            loop {
-                let error = match make().await {
-                    Ok(response) => return Ok(response.into_inner()),
-                    Err(status) => self.error(name, &status),
-                };
-                if !matches!(error, Error::Lost { .. }) || started.elapsed() + pause > PATIENCE {
-                    return Err(error);
-                }
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(Duration::from_secs(1));
-            }
-        };
-        self.block_on(deadline, repeated, || Error::Timeout {
+        self.block_on(deadline, self.repeated(name, make), || Error::Timeout {
             what: format!("the registrar's answer to {name}"),
             elapsed: started.elapsed(),
         })?
+    }
+
+    /// Makes a call; makes it again while the connection is broken, for a while. Every call may be repeated.
+    async fn repeated<T, F>(&self, name: &'static str, make: impl Fn() -> F) -> Result<T>
+    where
+        F: Future<Output = std::result::Result<Response<T>, Status>>,
+    {
+        let started = Instant::now();
+        let mut pause = Duration::from_millis(50);
+        loop {
+            let error = match make().await {
+                Ok(response) => return Ok(response.into_inner()),
+                Err(status) => self.error(name, &status),
+            };
+            if !matches!(error, Error::Lost { .. }) || started.elapsed() + pause > PATIENCE {
+                return Err(error);
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(Duration::from_secs(1));
+        }
     }
 
     fn error(&self, call: &'static str, status: &Status) -> Error {

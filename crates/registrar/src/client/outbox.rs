@@ -20,14 +20,22 @@ const BUDGET: usize = 4 << 20;
 const BATCH: usize = 256 << 10;
 /// The longest a line waits for room before it is dropped: output must not stop a worker for good.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Failed streams in a row after which records are dropped.
+/// Failed streams in a row after which nobody waits for a confirmation any more.
 const FAILURES: u32 = 5;
+/// How long a stream stays open before the driver confirms what came on it.
+const CONFIRM: Duration = Duration::from_secs(1);
+/// Bytes that are kept until they are confirmed, about.
+const KEPT: usize = 1 << 20;
 
 #[derive(Default)]
 struct State {
     lines: VecDeque<wire::LogLine>,
     metrics: VecDeque<wire::Metric>,
     bytes: usize,
+    /// Batches that were sent, or begun to be, and may have to be sent again; and their bytes.
+    unconfirmed: Vec<wire::RecordBatch>,
+    kept: usize,
+    number: u64,
     dropped: u64,
     flushes: u64,
     /// A line has waited in vain: until something leaves, no other one waits.
@@ -40,6 +48,7 @@ pub(super) struct Outbox {
     room: Condvar,
     wake: Notify,
     flushed: watch::Sender<u64>,
+    source: u64,
 }
 
 impl Outbox {
@@ -49,6 +58,7 @@ impl Outbox {
             room: Condvar::new(),
             wake: Notify::new(),
             flushed: watch::Sender::new(0),
+            source: rand::random(),
         }
     }
 
@@ -95,13 +105,19 @@ impl Outbox {
         (state.flushes, self.flushed.subscribe())
     }
 
+    /// The next batch, which is kept until it is confirmed.
     fn take(&self) -> Option<wire::RecordBatch> {
         let mut state = self.state.lock();
         if state.lines.is_empty() && state.metrics.is_empty() {
             return None;
         }
-        let mut batch =
-            wire::RecordBatch { dropped: std::mem::take(&mut state.dropped), ..Default::default() };
+        state.number += 1;
+        let mut batch = wire::RecordBatch {
+            dropped: std::mem::take(&mut state.dropped),
+            source: self.source,
+            number: state.number,
+            ..Default::default()
+        };
         let mut size = 0;
         while size < BATCH
             && let Some(line) = state.lines.pop_front()
@@ -116,19 +132,27 @@ impl Outbox {
             batch.metrics.push(metric);
         }
         state.bytes -= size;
+        state.kept += size;
+        state.unconfirmed.push(batch.clone());
         state.stuck = false;
         self.room.notify_all();
         Some(batch)
     }
 
-    /// Drops what waits: there has been nobody for it for a while. What comes later may find somebody.
-    fn give_up(&self) {
+    /// What has to be sent again.
+    fn unconfirmed(&self) -> Vec<wire::RecordBatch> {
+        self.state.lock().unconfirmed.clone()
+    }
+
+    /// Everything that was taken has arrived.
+    fn confirmed(&self) {
         let mut state = self.state.lock();
-        state.dropped += (state.lines.len() + state.metrics.len()) as u64;
-        state.lines.clear();
-        state.metrics.clear();
-        state.bytes = 0;
-        self.room.notify_all();
+        state.unconfirmed.clear();
+        state.kept = 0;
+    }
+
+    fn is_full(&self) -> bool {
+        self.state.lock().kept >= KEPT
     }
 
     fn is_empty(&self) -> bool {
@@ -153,52 +177,64 @@ pub(super) async fn pump(outbox: Arc<Outbox>, caller: Caller) {
             Ok(()) => failures = 0,
             Err(status) => {
                 failures += 1;
-                tracing::warn!(%status, "records were lost on their way to the driver");
+                tracing::debug!(%status, failures, "records did not reach the driver, and are sent again");
             }
         }
         if failures >= FAILURES {
-            outbox.give_up();
+            outbox.flushed.send_replace(outbox.wanted());
         }
         if failures > 0 {
-            outbox.flushed.send_replace(outbox.wanted());
             tokio::time::sleep(Duration::from_millis(100) * failures.min(10)).await;
         }
     }
 }
 
-/// One stream of batches: opened by the first record, closed by a flush.
+/// One stream of batches: opened by the first record, closed by a flush, or when it is time for a confirmation.
 async fn stream(outbox: &Outbox, caller: &Caller) -> Result<(), tonic::Status> {
-    let mut batch = loop {
+    let mut batches: VecDeque<wire::RecordBatch> = outbox.unconfirmed().into();
+    while batches.is_empty() {
         let wanted = outbox.wanted();
         if let Some(batch) = outbox.take() {
-            break batch;
+            batches.push_back(batch);
+        } else {
+            outbox.flushed.send_replace(wanted);
+            outbox.wake.notified().await;
         }
-        outbox.flushed.send_replace(wanted);
-        outbox.wake.notified().await;
-    };
+    }
+    let until = tokio::time::Instant::now() + CONFIRM;
     let (sender, receiver) = mpsc::channel(2);
     let request = caller.request(ReceiverStream::new(receiver));
     let mut stub = caller.stub();
     let mut call = tokio::spawn(async move { stub.records(request).await.map(drop) });
     loop {
-        tokio::select! {
-            sent = sender.send(batch) => if sent.is_err() { break },
-            ended = &mut call => return ended.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string()))),
+        while let Some(batch) = batches.pop_front() {
+            tokio::select! {
+                sent = sender.send(batch) => if sent.is_err() { return broken(call.await) },
+                ended = &mut call => return broken(ended),
+            }
+        }
+        if outbox.is_full() || tokio::time::Instant::now() >= until {
+            break;
         }
         let next = loop {
             let wanted = outbox.wanted();
             match outbox.take() {
                 Some(batch) => break Some(batch),
                 None if wanted > *outbox.flushed.borrow() => break None,
-                None => outbox.wake.notified().await,
+                None => {
+                    if tokio::time::timeout_at(until, outbox.wake.notified()).await.is_err() {
+                        break None;
+                    }
+                }
             }
         };
         let Some(next) = next else { break };
-        batch = next;
+        batches.push_back(next);
     }
     let wanted = outbox.wanted();
     drop(sender);
     call.await.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string())))?;
+    outbox.confirmed();
     // A record that came since is confirmed by a later flush, so only flushes asked for before count.
     outbox.flushed.send_if_modified(|flushed| {
         let newer = wanted > *flushed && outbox.is_empty();
@@ -208,4 +244,10 @@ async fn stream(outbox: &Outbox, caller: &Caller) -> Result<(), tonic::Status> {
         newer
     });
     Ok(())
+}
+
+/// Why a call has ended that should not have.
+fn broken(ended: Result<Result<(), tonic::Status>, tokio::task::JoinError>) -> Result<(), tonic::Status> {
+    ended.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string())))?;
+    Err(tonic::Status::aborted("the driver confirmed records before they were sent"))
 }

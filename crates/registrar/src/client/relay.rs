@@ -26,6 +26,7 @@ use tonic::{Status, Streaming};
 
 use super::caller::is_own;
 use super::{Caller, Client, dial};
+use crate::accepting::Failing;
 use crate::error::{Error, Result};
 use crate::generated as wire;
 use crate::generated::relay_piece::What;
@@ -75,7 +76,8 @@ impl Drop for Counted {
 }
 
 impl Client {
-    /// Links through the registrar for the `door`th world of this process, on a connection of their own.
+    /// Links through the registrar for the world of this process that `door` tells apart from its others, on a connection
+    /// of their own.
     ///
     /// # Errors
     /// `Unreachable`.
@@ -131,17 +133,19 @@ impl Relay {
         Ok(())
     }
 
-    /// An address of the loopback behind which `task` is, for this process's user alone.
+    /// An address of the loopback behind which `task` is, in its world of this door, for this process's user alone.
     ///
     /// # Errors
     /// `Runtime` where nothing can be listened on.
-    pub fn door(&self, task: TaskId) -> Result<SocketAddr> {
+    pub fn door(&self, task: TaskId, door: u64) -> Result<SocketAddr> {
         let failed = |error: io::Error| Error::Runtime { reason: error.to_string() };
         let listener = self.handle.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let (caller, links, door) = (self.caller.clone(), Arc::clone(&self.links), self.door);
+        let (caller, links) = (self.caller.clone(), Arc::clone(&self.links));
         let listening = self.handle.spawn(async move {
-            while let Ok((socket, from)) = listener.accept().await {
+            let mut failing = Failing::of("a door to another host");
+            loop {
+                let (socket, from) = failing.next(&listener).await;
                 let (caller, counted) = (caller.clone(), Counted::new(&links));
                 tokio::spawn(async move {
                     // The table may be long.

@@ -180,6 +180,78 @@ pub struct GetReply {
     #[prost(bytes = "bytes", optional, tag = "1")]
     pub value: ::core::option::Option<::prost::bytes::Bytes>,
 }
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct MeetRequest {
+    /// Random; a repeated request carries the same.
+    #[prost(fixed64, tag = "1")]
+    pub attempt: u64,
+    /// Tells the asking process from all others.
+    #[prost(string, tag = "2")]
+    pub holder: ::prost::alloc::string::String,
+    /// The ranks of the world, ascending, the caller's among them; none: all ranks.
+    #[prost(uint32, repeated, tag = "3")]
+    pub members: ::prost::alloc::vec::Vec<u32>,
+    /// Where the caller can be reached; the registrar does not look into it.
+    #[prost(bytes = "bytes", tag = "4")]
+    pub card: ::prost::bytes::Bytes,
+    #[prost(uint64, tag = "5")]
+    pub timeout_ms: u64,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct MeetReply {
+    #[prost(oneof = "meet_reply::What", tags = "1, 2, 3, 4, 5")]
+    pub what: ::core::option::Option<meet_reply::What>,
+}
+/// Nested message and enum types in `MeetReply`.
+pub mod meet_reply {
+    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
+    pub enum What {
+        /// A piece of `Cards`.
+        #[prost(bytes, tag = "1")]
+        Cards(::prost::bytes::Bytes),
+        /// Another process has the caller's rank.
+        #[prost(string, tag = "2")]
+        Taken(::prost::alloc::string::String),
+        /// A member asks for another world.
+        #[prost(message, tag = "3")]
+        Elsewhere(super::Elsewhere),
+        /// A member's worker has ended.
+        #[prost(message, tag = "4")]
+        Ended(super::Ended),
+        /// The time ran out first.
+        #[prost(message, tag = "5")]
+        Missing(super::Missing),
+    }
+}
+/// By the members' order.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Cards {
+    #[prost(bytes = "bytes", repeated, tag = "1")]
+    pub cards: ::prost::alloc::vec::Vec<::prost::bytes::Bytes>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Elsewhere {
+    #[prost(uint32, tag = "1")]
+    pub rank: u32,
+    /// None: all ranks.
+    #[prost(uint32, repeated, tag = "2")]
+    pub members: ::prost::alloc::vec::Vec<u32>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Ended {
+    #[prost(uint32, tag = "1")]
+    pub rank: u32,
+    #[prost(string, tag = "2")]
+    pub host: ::prost::alloc::string::String,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Missing {
+    /// The lowest few ranks that have not come.
+    #[prost(uint32, repeated, tag = "1")]
+    pub ranks: ::prost::alloc::vec::Vec<u32>,
+    #[prost(uint32, tag = "2")]
+    pub count: u32,
+}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RecordBatch {
     #[prost(message, repeated, tag = "1")]
@@ -189,6 +261,12 @@ pub struct RecordBatch {
     /// Records the sender had to drop before this batch.
     #[prost(uint64, tag = "3")]
     pub dropped: u64,
+    /// Random; tells apart what sends for one task.
+    #[prost(fixed64, tag = "4")]
+    pub source: u64,
+    /// From 1 on. A batch that was not confirmed before its connection broke is sent again and carries the same.
+    #[prost(uint64, tag = "5")]
+    pub number: u64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct LogLine {
@@ -255,7 +333,7 @@ pub struct ExitReply {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CallsRequest {
-    /// Tells apart the worlds that one process forms after each other.
+    /// Random; tells apart the worlds that one process forms after each other.
     #[prost(uint64, tag = "1")]
     pub door: u64,
 }
@@ -606,6 +684,31 @@ pub mod registrar_client {
                 .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Get"));
             self.inner.unary(req, path, codec).await
         }
+        /// A worker asks for a world with other ranks of its generation, and gets the cards of all of them when all have come.
+        pub async fn meet(
+            &mut self,
+            request: impl tonic::IntoRequest<super::MeetRequest>,
+        ) -> std::result::Result<
+            tonic::Response<tonic::codec::Streaming<super::MeetReply>>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Codec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/farandole.registrar.v1.Registrar/Meet",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Meet"));
+            self.inner.server_streaming(req, path, codec).await
+        }
         /// Log lines and metrics on their way to the driver. The reply confirms that all of them have arrived.
         pub async fn records(
             &mut self,
@@ -807,6 +910,17 @@ pub mod registrar_server {
             &self,
             request: tonic::Request<super::GetRequest>,
         ) -> std::result::Result<tonic::Response<super::GetReply>, tonic::Status>;
+        /// Server streaming response type for the Meet method.
+        type MeetStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::MeetReply, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// A worker asks for a world with other ranks of its generation, and gets the cards of all of them when all have come.
+        async fn meet(
+            &self,
+            request: tonic::Request<super::MeetRequest>,
+        ) -> std::result::Result<tonic::Response<Self::MeetStream>, tonic::Status>;
         /// Log lines and metrics on their way to the driver. The reply confirms that all of them have arrived.
         async fn records(
             &self,
@@ -1318,6 +1432,52 @@ pub mod registrar_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/farandole.registrar.v1.Registrar/Meet" => {
+                    #[allow(non_camel_case_types)]
+                    struct MeetSvc<T: Registrar>(pub Arc<T>);
+                    impl<
+                        T: Registrar,
+                    > tonic::server::ServerStreamingService<super::MeetRequest>
+                    for MeetSvc<T> {
+                        type Response = super::MeetReply;
+                        type ResponseStream = T::MeetStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::MeetRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Registrar>::meet(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = MeetSvc(inner);
+                        let codec = crate::codec::Codec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.server_streaming(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)

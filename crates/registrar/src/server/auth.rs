@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use farandole_world::{Generation, TaskId};
@@ -18,7 +19,7 @@ use super::incoming::Place;
 use crate::ticket::Token;
 use crate::wire::{GENERATION, TASK, TOKEN};
 
-/// Calls a task may make at once: enough to greet ten thousand peers.
+/// Calls a task may make at once.
 const BURST: f64 = 20_000.0;
 /// Calls a task may make per second in the long run.
 const RATE: f64 = 2_000.0;
@@ -37,6 +38,7 @@ pub(super) struct Gate {
     token: Token,
     tasks: u32,
     buckets: Arc<Mutex<HashMap<u32, Bucket>>>,
+    admitted: Arc<AtomicU64>,
 }
 
 struct Bucket {
@@ -46,7 +48,12 @@ struct Bucket {
 
 impl Gate {
     pub(super) fn new(token: Token, tasks: u32) -> Self {
-        Self { token, tasks, buckets: Arc::default() }
+        Self { token, tasks, buckets: Arc::default(), admitted: Arc::default() }
+    }
+
+    /// How many calls were let in.
+    pub(super) fn admitted(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.admitted)
     }
 
     fn admit(&self, metadata: &MetadataMap) -> Result<Caller, Status> {
@@ -64,6 +71,7 @@ impl Gate {
             let reason = format!("task {task} makes more than {RATE} calls a second");
             return Err(Status::resource_exhausted(reason));
         }
+        self.admitted.fetch_add(1, Ordering::Relaxed);
         Ok(Caller { task: TaskId(task), generation: Generation(number(metadata, GENERATION).unwrap_or(0)) })
     }
 

@@ -3,9 +3,9 @@
 
 //! The job's state behind its locks, and the effects of what `membership` decides.
 //!
-//! Lock order: membership, then the clock, then what was told, then board, then events, or key-values.
+//! Lock order: membership, then the clock, then what was told, then board, then events, or key-values, or meetings.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -23,9 +23,11 @@ use crate::convert;
 use crate::event::Event;
 use crate::exit::{Exit, Verdict};
 use crate::kv::KeyValues;
+use crate::meetings::Meetings;
 use crate::membership::{self, Decision, Input, Liveness, Membership, Refusal, elastic};
-use crate::wire::{ENDED, ended_key};
 
+/// Of what sends records for one task, how many are remembered: its agent, its worker, and those before them.
+const SOURCES: usize = 8;
 /// Bytes of events that wait for the driver.
 const EVENTS: usize = 64 << 20;
 /// Bytes of waiting events beyond which those who send records have to wait.
@@ -41,7 +43,7 @@ const LEEWAY: Duration = Duration::from_secs(1);
 /// Agents show that they live each second: a shorter silence says nothing.
 const SHORTEST: Duration = Duration::from_secs(3);
 /// How many missing tasks a message lists.
-const LISTED: usize = 16;
+pub(super) const LISTED: usize = 16;
 
 /// A world as published.
 pub(super) struct Published {
@@ -143,12 +145,15 @@ pub(super) struct Core {
     clock: Mutex<Clock>,
     board: watch::Sender<Board>,
     kv: Mutex<KeyValues>,
+    meetings: Mutex<Meetings>,
     events: Ring<Event>,
     /// The driver has been waited for in vain: until it takes something, nobody waits again.
     deaf: AtomicBool,
     told: Mutex<Told>,
     /// The latest connection of each task that carries signs of life.
     streams: Mutex<HashMap<TaskId, u64>>,
+    /// By task, the last batch of records of what has sent some for it lately.
+    batches: Mutex<HashMap<TaskId, VecDeque<(u64, u64)>>>,
     /// The last rank of each worker of an elastic job.
     last_ranks: Mutex<HashMap<TaskId, Rank>>,
 }
@@ -216,12 +221,30 @@ impl Core {
             clock: Mutex::default(),
             board: watch::Sender::new(Board::default()),
             kv: Mutex::new(KeyValues::default()),
+            meetings: Mutex::default(),
             events: Ring::new(EVENTS),
             deaf: AtomicBool::new(false),
             told: Mutex::default(),
             streams: Mutex::default(),
+            batches: Mutex::default(),
             last_ranks: Mutex::default(),
         }
+    }
+
+    /// Whether a batch of records is one that has not come before: one whose connection broke may be sent again.
+    pub(super) fn is_new_batch(&self, task: TaskId, source: u64, number: u64) -> bool {
+        let mut batches = self.batches.lock();
+        let known = batches.entry(task).or_default();
+        if let Some((_, last)) = known.iter_mut().find(|(known, _)| *known == source) {
+            let news = number > *last;
+            *last = number.max(*last);
+            return news;
+        }
+        if known.len() == SOURCES {
+            known.pop_front();
+        }
+        known.push_back((source, number));
+        true
     }
 
     /// Time since the job began, without that in which this process was stopped; membership is locked.
@@ -309,11 +332,7 @@ impl Core {
             return;
         }
         let host = self.assignment().and_then(|world| Some(world.seats.get(rank.index())?.host.0.clone()));
-        let note = Bytes::from(format!("{rank} {}", host.unwrap_or_default()));
-        let mut kv = self.kv.lock();
-        // Where there is no room for it, those who wait do so until their time is over.
-        drop(kv.put_if_absent(generation, ENDED.to_owned(), note.clone()));
-        drop(kv.put(generation, ended_key(rank), note));
+        self.meetings.lock().ended(generation, rank.0, host.unwrap_or_default());
     }
 
     /// Takes in what a worker of the present generation returned.
@@ -371,12 +390,23 @@ impl Core {
         self.board.borrow().rank(task)
     }
 
+    /// A task's rank in the present world, and the ranks there are.
+    pub(super) fn place(&self, task: TaskId) -> Option<(u32, u32)> {
+        let board = self.board.borrow();
+        let published = board.world.as_ref()?;
+        Some((published.ranks.get(&task)?.0, u32::try_from(published.world.size()).ok()?))
+    }
+
     pub(super) fn board(&self) -> watch::Receiver<Board> {
         self.board.subscribe()
     }
 
     pub(super) fn kv(&self) -> &Mutex<KeyValues> {
         &self.kv
+    }
+
+    pub(super) fn meetings(&self) -> &Mutex<Meetings> {
+        &self.meetings
     }
 
     /// The lowest tasks that have not registered, and how many there are.
@@ -460,8 +490,9 @@ impl Core {
                         ranks,
                         world: world.clone(),
                     });
-                    self.events.push(Event::Assigned { world });
+                    // The board first: whoever hears the event asks it at once.
                     self.board.send_modify(|board| board.world = Some(published));
+                    self.events.push(Event::Assigned { world });
                 }
                 Decision::Stop { generation, verdict } => {
                     let rank = verdict.cause.and_then(|task| self.board.borrow().rank(task));

@@ -12,13 +12,25 @@ use crate::{Error, Result};
 /// Descriptors that the process needs besides: files, pipes, and connections that are still strangers.
 const SPARE: u64 = 64;
 
-/// Raises the soft limit as far as the job may need it: `least` connections for certain, `most` at times.
+/// What of these no connection may take.
+const OWN: u64 = SPARE / 2;
+
+/// Raises the soft limit as far as the job may need it: `least` connections for certain, `most` at times, strangers
+/// included. How many connections there may be at a time: were there more, `accept` would fail, for honest callers as
+/// for strangers, until one of them ends.
 ///
 /// # Errors
 /// `Descriptors`, naming the number that is needed, where the hard limit is lower than for `least`.
-pub(super) fn allow(least: u32, most: u32) -> Result<()> {
-    let needed = |connections: u32| open() + u64::from(connections) + SPARE;
+pub(super) fn allow(least: u32, most: u32) -> Result<usize> {
+    let taken = open();
+    let needed = |connections: u32| taken + u64::from(connections) + SPARE;
     let (must, may) = (needed(least), needed(most));
+    raise(least, must, may)?;
+    let soft = getrlimit(Resource::Nofile).current.unwrap_or(may);
+    Ok(usize::try_from(soft.saturating_sub(taken + OWN).min(most.into())).unwrap_or(usize::MAX))
+}
+
+fn raise(least: u32, must: u64, may: u64) -> Result<()> {
     let limits = getrlimit(Resource::Nofile);
     if limits.current.is_none_or(|soft| soft >= may) {
         return Ok(());

@@ -25,15 +25,15 @@ use tokio_stream::wrappers::TcpListenerStream;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::transport::server::Connected;
 
+use crate::accepting::Failing;
+
 /// How long a connection may stay unproven.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The same, more for each task: when all of a large job connect at once, their handshakes take turns.
 const TURN: Duration = Duration::from_millis(1);
 
-/// Between two attempts to accept, after one that failed.
-const RETRY: Duration = Duration::from_millis(100);
-/// Between two messages about that.
-const AGAIN: Duration = Duration::from_secs(10);
+/// Connections that wait to be accepted, as far as the system lets them.
+const QUEUE: i32 = 4096;
 
 /// The places of a registrar.
 struct Places {
@@ -141,19 +141,26 @@ impl Counted {
     }
 }
 
-/// Connections to `listener`: an agent and a worker for each task, twice for restarts, and a few.
-/// What comes beyond that is closed at once, or takes the place of one that has not shown the token.
+/// The most connections that may be wanted: an agent and a worker for each task, twice for restarts, and a few.
+pub(super) fn places(tasks: u32) -> u32 {
+    tasks.saturating_mul(4).saturating_add(64)
+}
+
+/// Connections to `listener`, at most `most` at a time. What comes beyond that is closed at once, or takes the place of
+/// one that has not shown the token.
 pub(super) fn accept(
     listener: TcpListener,
+    most: usize,
     tasks: u32,
 ) -> io::Result<impl Stream<Item = io::Result<Counted>>> {
     listener.set_nonblocking(true)?;
+    // A crowd that finds the queue full would try again only after a second, and three, and seven.
+    rustix::net::listen(&listener, QUEUE)?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
-    let places = Places::new(4 * tasks as usize + 64);
+    let places = Places::new(most);
     let patience = PATIENCE + TURN * tasks;
-    let mut failing = Failing::default();
+    let mut failing = Failing::of("the registrar");
     let accepted = TcpListenerStream::new(listener).then(move |accepted| {
-        // Descriptors that ran out do not come back by asking: without the pause this loop would take a whole core.
         let pause = accepted.as_ref().err().map(|error| failing.met(error, Instant::now()));
         async move {
             if let Some(pause) = pause {
@@ -170,27 +177,6 @@ pub(super) fn accept(
         let trial = Trial { unseated, patience: Box::pin(tokio::time::sleep(patience)) };
         Some(Ok(Counted { stream, trial: Some(trial), place: Place(Arc::new(seat)) }))
     }))
-}
-
-/// Connections that could not be accepted.
-#[derive(Default)]
-struct Failing {
-    told: Option<Instant>,
-}
-
-impl Failing {
-    /// Says it, once in a while; how long to wait before the next attempt.
-    fn met(&mut self, error: &io::Error, now: Instant) -> Duration {
-        if matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset) {
-            // Only that caller is gone.
-            return Duration::ZERO;
-        }
-        if self.told.is_none_or(|told| now.saturating_duration_since(told) >= AGAIN) {
-            self.told = Some(now);
-            tracing::error!(%error, "the registrar cannot accept connections; it tries again");
-        }
-        RETRY
-    }
 }
 
 impl Connected for Counted {
@@ -249,21 +235,6 @@ mod tests {
     use tokio::sync::oneshot::error::TryRecvError;
 
     use super::*;
-
-    #[test]
-    fn a_failure_to_accept_is_told_once_in_a_while_and_never_retried_at_once() {
-        let (mut failing, start) = (Failing::default(), Instant::now());
-        let full = io::Error::from_raw_os_error(24);
-        assert_eq!(failing.met(&full, start), RETRY);
-        assert_eq!(failing.told, Some(start));
-        assert_eq!(failing.met(&full, start + AGAIN / 2), RETRY);
-        assert_eq!(failing.told, Some(start));
-        failing.met(&full, start + AGAIN);
-        assert_eq!(failing.told, Some(start + AGAIN));
-        let gone = io::ErrorKind::ConnectionAborted.into();
-        assert_eq!(failing.met(&gone, start + 3 * AGAIN), Duration::ZERO);
-        assert_eq!(failing.told, Some(start + AGAIN));
-    }
 
     #[test]
     fn the_oldest_unproven_makes_way_and_the_proven_never_do() {

@@ -8,12 +8,14 @@ mod clock;
 mod core;
 mod descriptors;
 mod incoming;
+mod meet;
 mod members;
 mod relay;
 mod service;
 
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use farandole_config::{Config, PortRange};
@@ -129,6 +131,7 @@ struct Running {
 pub struct Registrar {
     core: Arc<Core>,
     ticket: Ticket,
+    calls: Arc<AtomicU64>,
     running: Mutex<Option<Running>>,
     made_in: u32,
 }
@@ -210,7 +213,7 @@ impl Registrar {
         // A worker that is linked through here has a connection for that.
         let workers = |agents: u32| if options.relays { agents.saturating_mul(2) } else { agents };
         let both = |agents: u32| workers(agents).saturating_add(agents);
-        descriptors::allow(both(connected.least), both(connected.most))?;
+        let places = descriptors::allow(both(connected.least), incoming::places(workers(connected.most)))?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .thread_name("farandole-registrar")
@@ -222,6 +225,7 @@ impl Registrar {
         let ticket = Ticket::new(token.clone(), identity.fingerprint, job_id.clone(), addresses);
         let core = Arc::new(make(job_id, &options));
         let gate = Gate::new(token, options.tasks);
+        let calls = gate.admitted();
         let registrar = RegistrarServer::new(Service::new(Arc::clone(&core), options.relays))
             .max_decoding_message_size(MAX_MESSAGE)
             .max_encoding_message_size(usize::MAX);
@@ -246,7 +250,7 @@ impl Registrar {
         }
         let router = server.add_service(guarded);
         let context = runtime.enter();
-        let incoming = incoming::accept(listener, workers(connected.most))
+        let incoming = incoming::accept(listener, places, workers(connected.most))
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
         drop(context);
         let closed = Arc::clone(&core);
@@ -260,7 +264,7 @@ impl Registrar {
         let ticking = Arc::clone(&core);
         runtime.spawn(async move { ticking.tick().await });
         let running = Mutex::new(Some(Running { runtime, server }));
-        Ok(Self { core, ticket, running, made_in: std::process::id() })
+        Ok(Self { core, ticket, calls, running, made_in: std::process::id() })
     }
 
     /// What a task needs to be let in.
@@ -280,6 +284,11 @@ impl Registrar {
     pub fn events(&self, deadline: Instant) -> Result<Drained<Event>> {
         self.own_process()?;
         Ok(self.core.events(deadline))
+    }
+
+    /// How many calls were let in so far.
+    pub fn calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
     }
 
     /// Whether the registrar is closed and every event was taken.

@@ -14,6 +14,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::auth::Caller;
 use super::core::{Board, Change, Core};
+use super::meet::{self, Asked};
 use super::relay::{Exchange, Heard};
 use crate::convert;
 use crate::event::Event;
@@ -21,6 +22,7 @@ use crate::exit::{Exit, Verdict};
 use crate::generated as wire;
 use crate::generated::registrar_server::Registrar;
 use crate::kv::{Full, Lookup, MAX_KEY};
+use crate::meetings::Answer;
 use crate::membership::{Input, Refusal};
 use crate::wire::{DISMISSED, MAX_RESULT, PROTOCOL, PROTOCOL_VERSION, RETRY};
 
@@ -234,10 +236,43 @@ impl Registrar for Service {
         Ok(Response::new(wire::GetReply { value }))
     }
 
+    type MeetStream = tokio_stream::Iter<meet::Pieces>;
+
+    async fn meet(&self, request: Request<wire::MeetRequest>) -> Reply<Self::MeetStream> {
+        let caller = caller(&request)?;
+        let mut board = self.current(caller)?;
+        let generation = caller.generation;
+        let unseated = || Status::failed_precondition(format!("task {} has no rank", caller.task));
+        let (rank, size) = self.core.place(caller.task).ok_or_else(unseated)?;
+        let wait = Duration::from_millis(request.get_ref().timeout_ms).min(LONGEST_WAIT);
+        let ask = meet::question(rank, size, request.into_inner())?;
+        let mut asked = Asked { core: &self.core, generation, ask: &ask, answered: false };
+        let first =
+            self.core.meetings().lock().ask(generation, ask.clone()).map_err(|refused| full(&refused))?;
+        let known = match first {
+            Answer::Known(outcome) => outcome,
+            Answer::Wait(mut outcome) => tokio::select! {
+                told = timeout(wait, outcome.wait_for(Option::is_some)) => {
+                    match told.map(|told| told.ok().and_then(|outcome| outcome.clone())) {
+                        Ok(Some(outcome)) => outcome,
+                        Ok(None) => return Err(Status::aborted("the generation is over")),
+                        Err(_) => return Ok(Response::new(tokio_stream::iter(meet::late(&asked)))),
+                    }
+                }
+                verdict = verdict(&mut board, generation) => return Err(over(&verdict)),
+            },
+        };
+        asked.answered = true;
+        Ok(Response::new(tokio_stream::iter(meet::answer(&known, size))))
+    }
+
     async fn records(&self, request: Request<Streaming<wire::RecordBatch>>) -> Reply<wire::RecordsReply> {
         let caller = caller(&request)?;
         let mut batches = request.into_inner();
         while let Some(batch) = batches.message().await? {
+            if !self.core.is_new_batch(caller.task, batch.source, batch.number) {
+                continue;
+            }
             let rank = self.core.rank(caller.task).map(|rank| rank.0);
             if batch.dropped > 0 {
                 tracing::warn!(task = caller.task.0, dropped = batch.dropped, "a worker dropped records");

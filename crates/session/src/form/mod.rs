@@ -18,20 +18,19 @@ use crate::gateway::ByRegistrar;
 use crate::meeting::{Interrupted, Meeting, SLICE};
 use crate::rest::Rest;
 use crate::stalls::{Events, Stacks, contradiction};
-use crate::{Error, Result, Session, Told, Wishes, claim, devices, links, process, rejoin, started};
+use crate::{Error, Result, Session, Wishes, devices, links, rejoin, started};
 
 /// The longest one attempt to reach the registrar takes before `interrupted` is asked.
 const DIAL: Duration = Duration::from_secs(2);
 
-/// Forms the `number`th session of this process.
-pub(crate) fn form(number: u64, wishes: &Wishes, interrupted: &mut Interrupted<'_>) -> Result<Session> {
+/// Forms a session of this process.
+pub(crate) fn form(wishes: &Wishes, interrupted: &mut Interrupted<'_>) -> Result<Session> {
     let mut config = Config::from_env()?;
     config.dynamic_process_sets |= wishes.dynamic;
     let deadline = Instant::now() + config.start_timeout;
-    if let Some(Told { ticket, rank }) = &wishes.told {
-        let client = started::as_told(ticket, *rank, &config, deadline, interrupted)?;
-        // Each such world has a registrar of its own, and how many its ranks have formed before may differ.
-        return launched(&config, client, 0, wishes, deadline, interrupted);
+    if let Some(told) = &wishes.told {
+        let client = started::as_told(told, &config, deadline, interrupted)?;
+        return launched(&config, client, wishes, deadline, interrupted);
     }
     let client = match connect(&config, deadline, interrupted)? {
         None => started::client(&config, deadline, interrupted)?,
@@ -39,7 +38,7 @@ pub(crate) fn form(number: u64, wishes: &Wishes, interrupted: &mut Interrupted<'
     };
     match client {
         Some(client) if config.elastic => rejoin::form(&config, &client, wishes, interrupted),
-        Some(client) => launched(&config, client, number, wishes, deadline, interrupted),
+        Some(client) => launched(&config, client, wishes, deadline, interrupted),
         None => {
             let world = World::alone(host::facts().hash());
             wishes.part_of(&world)?;
@@ -52,39 +51,37 @@ pub(crate) fn form(number: u64, wishes: &Wishes, interrupted: &mut Interrupted<'
 fn launched(
     config: &Config,
     client: Client,
-    number: u64,
     wishes: &Wishes,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
     let whole = await_assignment(&client, deadline, interrupted)?;
-    linked(config, client, number, whole, wishes, deadline, interrupted)
+    linked(config, client, whole, wishes, deadline, interrupted)
 }
 
 /// Links this process up with the world that it has a place in.
 pub(crate) fn linked(
     config: &Config,
     client: Client,
-    number: u64,
     whole: World,
     wishes: &Wishes,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
     let part = wishes.part_of(&whole)?;
-    claim::take(&client, number, &whole, part.as_deref())?;
     let world = match &part {
         None => whole.clone(),
         Some(part) => {
-            claim::compare(&client, number, &whole, part, deadline, interrupted)?;
             whole.part(part).map_err(|_| Error::NotAmong { rank: whole.rank, ranks: part.clone() })?
         }
     };
+    let meeting = Meeting::new(&client, &whole, part.as_deref(), interrupted);
     if world.size() == 1 {
+        // No other process has this rank, and nobody waits for it.
+        meeting.ask(b"", deadline)?;
         return alone(config, world, Some(client), wishes, deadline, interrupted);
     }
-    let place = (whole.rank, part.as_deref());
-    let mesh = join(config, &client, &world, number, place, deadline, interrupted)?;
+    let mesh = join(config, &client, &world, meeting, deadline)?;
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
     let mut open =
         |channel, peers: &[Rank], capacity| mesh.open_until(channel, peers, capacity, deadline, interrupted);
@@ -121,9 +118,6 @@ fn begin(
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
-    if wishes.told.is_none() {
-        process::count();
-    }
     session.begin_sets(&wishes.process_sets, deadline, interrupted).inspect_err(|_| session.shutdown())?;
     Ok(session)
 }
@@ -152,15 +146,13 @@ fn join(
     config: &Config,
     client: &Client,
     world: &World,
-    number: u64,
-    place: (Rank, Option<&[Rank]>),
+    meeting: Meeting<'_, '_>,
     deadline: Instant,
-    interrupted: &mut Interrupted<'_>,
 ) -> Result<Mesh> {
     let size = u32::try_from(world.size()).unwrap_or(u32::MAX);
     let key = client.ticket().link_key();
     let gateway: Option<Arc<dyn Gateway>> =
-        if config.dial_out { Some(Arc::new(ByRegistrar::new(client, world, number)?)) } else { None };
+        if config.dial_out { Some(Arc::new(ByRegistrar::new(client, world)?)) } else { None };
     let options = MeshOptions {
         generation: world.generation,
         ports: config.port_range,
@@ -174,17 +166,10 @@ fn join(
         patience: deadline.saturating_duration_since(Instant::now()),
         ..MeshOptions::new(world.rank, size, world.seat().host.clone(), key)
     };
-    let mut given_up = false;
-    let mut ask = || {
-        given_up = interrupted();
-        given_up
-    };
-    let meeting = Meeting::new(client, number, place, &mut ask);
     let joined = Mesh::join(options, &meeting);
-    match (meeting.failure(), given_up) {
-        (_, true) => Err(Error::Interrupted),
-        (Some(failure), _) => Err(failure),
-        (None, false) => Ok(joined?),
+    match meeting.failure() {
+        Some(failure) => Err(failure),
+        None => Ok(joined?),
     }
 }
 

@@ -11,7 +11,7 @@ use farandole_collectives::{DataType, ReduceOp};
 use farandole_engine::{Kind, Request};
 use farandole_registrar::{Options, Registrar};
 use farandole_testkit::{contents, filled};
-use farandole_world::{Generation, HostFacts, HostHash, TaskId, TaskPlace, assign};
+use farandole_world::{HostFacts, TaskId};
 
 use super::*;
 
@@ -81,8 +81,7 @@ fn ranks_of_one_host_form_a_world_and_reduce() {
         3,
         |_| "a".to_owned(),
         |client, deadline| {
-            let session =
-                launched(&config(), client, 0, &Wishes::default(), deadline, &mut || false).unwrap();
+            let session = launched(&config(), client, &Wishes::default(), deadline, &mut || false).unwrap();
             sum(&session, &[session.world().rank.0 as f32, 1.0])
         },
     );
@@ -95,8 +94,7 @@ fn ranks_of_several_hosts_form_a_world_over_tcp() {
         4,
         |task| (task % 2).to_string(),
         |client, deadline| {
-            let session =
-                launched(&config(), client, 0, &Wishes::default(), deadline, &mut || false).unwrap();
+            let session = launched(&config(), client, &Wishes::default(), deadline, &mut || false).unwrap();
             assert_eq!((session.world().seat().local_size, session.world().seat().cross_size), (2, 2));
             sum(&session, &vec![1.0; 100_000]).iter().sum::<f32>()
         },
@@ -119,7 +117,7 @@ fn ranks_that_go_round_the_hosts_keep_their_numbers_and_reduce() {
             |client, deadline| {
                 let task = client.task().0;
                 let wishes = Wishes::default();
-                let session = launched(&config, client, 0, &wishes, deadline, &mut || false).unwrap();
+                let session = launched(&config, client, &wishes, deadline, &mut || false).unwrap();
                 let (world, seat) = (session.world(), session.world().seat());
                 assert_eq!((world.rank.0, seat.local_rank.0, seat.cross_rank.0), (task, task / 2, task % 2));
                 let bits = f32::from(1u8 << task);
@@ -138,16 +136,10 @@ fn a_world_can_form_again_after_all_have_left() {
         |_| "a".to_owned(),
         |client, deadline| {
             (0..3)
-                .map(|number| {
-                    let session = launched(
-                        &config(),
-                        client.clone(),
-                        number,
-                        &Wishes::default(),
-                        deadline,
-                        &mut || false,
-                    )
-                    .unwrap();
+                .map(|_| {
+                    let client = client.clone();
+                    let session =
+                        launched(&config(), client, &Wishes::default(), deadline, &mut || false).unwrap();
                     let sum = sum(&session, &[1.0])[0];
                     session.shutdown();
                     sum
@@ -166,7 +158,7 @@ fn whoever_waits_for_others_gives_up_when_asked_to() {
     let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
     client.register(0, &host::facts(), deadline).unwrap();
     let mut questions = 0;
-    let outcome = launched(&config(), client, 0, &Wishes::default(), deadline, &mut || {
+    let outcome = launched(&config(), client, &Wishes::default(), deadline, &mut || {
         questions += 1;
         questions == 2
     });
@@ -186,12 +178,14 @@ fn whoever_waits_for_the_links_of_a_living_peer_gives_up_when_asked_to() {
             let world = await_assignment(&client, deadline, &mut || false).unwrap();
             if world.rank == Rank(1) {
                 // Joins, and never opens its end of a link.
-                let mesh = join(&config(), &client, &world, 0, (world.rank, None), deadline, &mut || false);
+                let mut never = || false;
+                let meeting = Meeting::new(&client, &world, None, &mut never);
+                let mesh = join(&config(), &client, &world, meeting, deadline);
                 joined.store(true, Ordering::Release);
                 end.wait();
                 drop(mesh.unwrap());
             } else {
-                let outcome = launched(&config(), client, 0, &Wishes::default(), deadline, &mut || {
+                let outcome = launched(&config(), client, &Wishes::default(), deadline, &mut || {
                     joined.load(Ordering::Acquire)
                 });
                 end.wait();
@@ -206,7 +200,6 @@ fn session(client: Client, deadline: Instant, wishes: &Wishes) -> Result<Session
     launched(
         &Config { dynamic_process_sets: wishes.dynamic, ..config() },
         client,
-        0,
         wishes,
         deadline,
         &mut || false,
@@ -355,22 +348,38 @@ fn ranks_that_ask_for_different_worlds_are_told_at_once() {
 }
 
 #[test]
-fn a_world_that_was_asked_for_and_given_up_stands_against_nobody() {
-    let registrar = registrar(1);
-    let deadline = Instant::now() + LIMIT;
-    let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
-    client.register(0, &host::facts(), deadline).unwrap();
-    let place = |task| TaskPlace { task: TaskId(task), host: HostHash("a".to_owned()) };
-    let world = assign(Generation(0), &(0..3).map(place).collect::<Vec<_>>()).unwrap();
-    let take = |rank, part| claim::take(&client, 0, &world.seen_from(Rank(rank)).unwrap(), part).unwrap();
-    let part = [Rank(0), Rank(1)];
-    take(0, Some(&part[..]));
-    let against = || claim::hopeless(&client, 0, Rank(2), None).err().map(|error| error.to_string());
-    assert!(against().unwrap().contains("rank 0 asked for ranks 0, 1"));
-    take(0, None);
-    assert_eq!(against(), None);
-    take(1, Some(&part[..]));
-    assert!(against().unwrap().contains("rank 1 asked for ranks 0, 1"));
+fn ranks_whose_init_failed_on_one_of_them_meet_when_they_try_again() {
+    let sums = world(
+        2,
+        |_| "a".to_owned(),
+        |client, deadline| {
+            let try_with = |config: &Config| {
+                launched(config, client.clone(), &Wishes::default(), deadline, &mut || false)
+            };
+            let rank = await_assignment(&client, deadline, &mut || false).unwrap().rank;
+            let algorithm = if rank == Rank(1) { "none" } else { "auto" };
+            let first = try_with(&Config { allreduce_algorithm: algorithm.to_owned(), ..config() });
+            let error = first.err().unwrap().to_string();
+            assert!(rank == Rank(0) || error.contains("FARANDOLE_ALLREDUCE_ALGORITHM"), "{error}");
+            // Rank 1 fails once more before it meets rank 0 again.
+            if rank == Rank(1) {
+                let mut asked = false;
+                let given_up = launched(&config(), client.clone(), &Wishes::default(), deadline, &mut || {
+                    std::mem::replace(&mut asked, true)
+                });
+                drop(given_up);
+            }
+            let second = loop {
+                match try_with(&config()) {
+                    Ok(session) => break session,
+                    // Rank 0 may have met the attempt that was given up.
+                    Err(error) => assert!(Instant::now() < deadline, "{error}"),
+                }
+            };
+            sum(&second, &[1.0])[0]
+        },
+    );
+    assert_eq!(sums, [2.0, 2.0]);
 }
 
 /// SE-5.
@@ -380,7 +389,8 @@ fn a_second_process_cannot_take_a_rank() {
     let deadline = Instant::now() + LIMIT;
     let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
     client.register(0, &host::facts(), deadline).unwrap();
-    client.put_if_absent("session/0/rank/0", b"process 7 (00)\nall ranks").unwrap();
-    let error = launched(&config(), client, 0, &Wishes::default(), deadline, &mut || false).err().unwrap();
+    client.await_assignment(deadline).unwrap();
+    client.meet(None, "process 7 (00)", b"", deadline, &mut || false).unwrap();
+    let error = launched(&config(), client, &Wishes::default(), deadline, &mut || false).err().unwrap();
     assert!(error.to_string().starts_with("rank 0 is already process 7 (00): "), "{error}");
 }

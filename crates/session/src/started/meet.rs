@@ -15,8 +15,8 @@ use parking_lot::Mutex;
 
 use super::way::{Folders, Way, joined};
 use super::{Found, Started, detect, file, identity};
-use crate::meeting::{Interrupted, SLICE};
-use crate::{Error, Result, claim};
+use crate::meeting::{Interrupted, SLICE, identity as of_process};
+use crate::{Error, Result, Told};
 
 /// What a rank leaves in its environment for processes that it starts: the job, the rank, and who has it.
 const HOLDER: &str = "FARANDOLE_RANK_HOLDER";
@@ -44,6 +44,16 @@ struct Held {
 static HELD: Mutex<Option<Held>> = Mutex::new(None);
 /// The registrar of the latest world that was formed by a communicator of somebody else's.
 static TOLD: Mutex<Option<(u32, Registrar)>> = Mutex::new(None);
+
+/// A place in a world that a caller has told, kept as long as the caller tells the same one.
+struct Entered {
+    process: u32,
+    ticket: String,
+    rank: u32,
+    client: Client,
+}
+
+static ENTERED: Mutex<Option<Entered>> = Mutex::new(None);
 
 /// A search for the other ranks.
 struct Search<'a> {
@@ -115,9 +125,7 @@ fn held(started: &Started, job: &JobId) -> Result<Option<Client>> {
         return Ok(Some(held.client.clone()));
     }
     match environment(HOLDER).as_deref().and_then(|text| text.split_once('|')) {
-        Some((theirs, holder)) if theirs == job.0 && holder != claim::identity() => {
-            Err(taken(holder.to_owned()))
-        }
+        Some((theirs, holder)) if theirs == job.0 && holder != of_process() => Err(taken(holder.to_owned())),
         _ => Ok(None),
     }
 }
@@ -133,7 +141,7 @@ pub fn holder() -> Option<(&'static str, String)> {
     };
     let rendezvous = Config::from_env().ok()?.rendezvous;
     let job = identity::job(&started, &rendezvous, &identity::starter).ok()?;
-    Some((HOLDER, format!("{job}|{}", claim::identity())))
+    Some((HOLDER, format!("{job}|{}", of_process())))
 }
 
 /// Tells the registrar that this process ends well, where it is a rank that somebody else has started: no agent does it,
@@ -341,19 +349,34 @@ pub fn host(size: u32, one_host: bool) -> Result<String> {
 /// # Errors
 /// What keeps it out, `Interrupted`.
 pub(crate) fn as_told(
-    ticket: &str,
-    rank: u32,
+    told: &Told,
     config: &Config,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Client> {
-    let ticket: Ticket = ticket.parse()?;
-    loop {
-        match enter(&ticket, rank, config, deadline.min(Instant::now() + DIAL)) {
+    let Told { ticket: text, rank } = told;
+    if let Some(entered) = ENTERED.lock().as_ref().filter(|entered| entered.is(told)) {
+        return Ok(entered.client.clone());
+    }
+    let ticket: Ticket = text.parse()?;
+    let client = loop {
+        match enter(&ticket, *rank, config, deadline.min(Instant::now() + DIAL)) {
             Err(RegistrarError::Unreachable { .. }) if Instant::now() < deadline => {}
-            other => return Ok(other?),
+            other => break other?,
         }
         give_up_if(interrupted)?;
+    };
+    let entered =
+        Entered { process: process::id(), ticket: text.clone(), rank: *rank, client: client.clone() };
+    // Dropped behind the lock: the end of a connection may take a moment.
+    let earlier = ENTERED.lock().replace(entered);
+    drop(earlier.map(|entered| entered.client));
+    Ok(client)
+}
+
+impl Entered {
+    fn is(&self, told: &Told) -> bool {
+        self.process == process::id() && self.ticket == told.ticket && self.rank == told.rank
     }
 }
 

@@ -3,6 +3,7 @@
 
 //! Handovers of shared memory that break off: the dialer against a peer that holds the key and misbehaves.
 
+use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 
 use farandole_shm::handover;
@@ -12,7 +13,7 @@ use crate::beat::{Beats, Heard};
 use crate::contract::{meshes, open_pair};
 use crate::handshake::exchange::{Keys, Side, Suite};
 use crate::handshake::{HELLO, Hello, Offer, PROOF, Status, Transcript, VERSION};
-use crate::{MemoryRendezvous, frames};
+use crate::{MemoryRendezvous, Place, frames};
 
 const KEY: [u8; 32] = [7; 32];
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -30,8 +31,8 @@ fn open_to(serve: impl FnOnce(UnixStream) + Send) -> (Mesh, Error) {
     let listener = listener.unwrap();
     let meeting = MemoryRendezvous::default();
     let host = HostHash("here".to_owned());
-    let card = Card { host, pid: 1, local, addresses: Vec::new() };
-    meeting.put(&Card::key(Generation(0), Rank(0)), &card.encode()).unwrap();
+    let card = Card { host, pid: 1, door: 0, local, addresses: Vec::new() };
+    meeting.put("mesh/0/0", &card.encode());
     let mesh = Mesh::join(options(), &meeting).unwrap();
     let error = thread::scope(|scope| {
         scope.spawn(move || serve(listener.accept().unwrap().0));
@@ -108,6 +109,53 @@ fn a_peer_that_is_lost_on_one_connection_hears_last_words_on_another() {
     };
     assert_eq!(hear(), (1, b"before".to_vec()));
     assert_eq!(hear(), (3, b"why".to_vec()));
+}
+
+/// Adds an address that nobody answers at to the card of rank 0.
+struct Misled(MemoryRendezvous, SocketAddr);
+
+impl Rendezvous for Misled {
+    fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        let mut cards = self.0.meet(place, card, deadline)?;
+        let mut first = Card::decode(&cards[0]).unwrap();
+        first.addresses.insert(0, self.1);
+        cards[0] = first.encode();
+        Ok(cards)
+    }
+}
+
+#[test]
+fn a_dead_first_address_costs_a_moment_once_and_not_seconds_for_every_connection() {
+    let (dead, meeting) = (crate::race::tests::dead(), MemoryRendezvous::default());
+    let of = |rank| {
+        let mut options = MeshOptions::new(Rank(rank), 2, HostHash("here".to_owned()), KEY);
+        options.use_shared_memory = false;
+        options.bind = Some(IpAddr::V4(Ipv4Addr::LOCALHOST));
+        options.streams = 4;
+        options
+    };
+    let times: Vec<Duration> = thread::scope(|scope| {
+        let (meeting, channels) = (&meeting, 1..=3);
+        let near = channels.clone();
+        let far = scope.spawn(move || {
+            let mesh = Mesh::join(of(0), meeting).unwrap();
+            let links: Vec<_> =
+                channels.map(|channel| mesh.open(channel, &[Rank(1)], 4096).unwrap()).collect();
+            (mesh, links)
+        });
+        let mesh = Mesh::join(of(1), &Misled(meeting.clone(), dead.address)).unwrap();
+        let open = |channel| {
+            let began = Instant::now();
+            drop(mesh.open(channel, &[Rank(0)], 4096).unwrap());
+            began.elapsed()
+        };
+        let times = near.map(open).collect();
+        drop(far.join().unwrap());
+        times
+    });
+    assert!(times[0] >= Duration::from_millis(200), "the dead address was not tried: {times:?}");
+    assert!(times[0] < Duration::from_millis(1500), "{times:?}");
+    assert!(times[1..].iter().all(|time| *time < Duration::from_millis(200)), "{times:?}");
 }
 
 /// The keys of both ends of a connection of heartbeats.

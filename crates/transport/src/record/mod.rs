@@ -19,6 +19,20 @@
 
 use ring::aead::{Aad, LessSafeKey, Nonce, UnboundKey};
 
+/// Records of this process go in clear, for measurements of what sealing costs. Only the test harness has this.
+#[cfg(feature = "_test-harness")]
+pub(crate) static IN_CLEAR: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+
+#[cfg(feature = "_test-harness")]
+fn in_clear() -> bool {
+    IN_CLEAR.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+#[cfg(not(feature = "_test-harness"))]
+const fn in_clear() -> bool {
+    false
+}
+
 /// As long as a tag: the kernel copies bytes that follow a header of 4 bytes at half the speed.
 pub(crate) const HEADER: usize = 16;
 pub(crate) const TAG: usize = 16;
@@ -98,6 +112,9 @@ impl Seal {
     pub(crate) fn seal(&mut self, kind: Kind, payload: &mut [u8]) -> Option<(Header, [u8; TAG])> {
         let header = Header::new(kind, payload.len()).filter(|header| header.promises().is_some())?;
         let next = self.record.checked_add(1)?;
+        if in_clear() {
+            return Some((header, [0; TAG]));
+        }
         let aad = Aad::from(header.0);
         let tag = self.key.seal_in_place_separate_tag(nonce(self.record), aad, payload).ok()?;
         self.record = next;
@@ -113,6 +130,9 @@ impl Seal {
         tag: [u8; TAG],
     ) -> Result<(), Tampered> {
         let tampered = Tampered { record: self.record };
+        if in_clear() {
+            return Ok(());
+        }
         let next = self.record.checked_add(1).ok_or(tampered)?;
         self.key
             .open_in_place_separate_tag(nonce(self.record), Aad::from(header.0), tag.into(), payload, 0..)

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use farandole_transport::{MemoryRendezvous, Rendezvous, Result};
+use farandole_transport::{MemoryRendezvous, Place, Rendezvous, Result};
 
 /// The longest any wait lasts.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
@@ -140,7 +140,8 @@ impl Drop for Proxy {
 
 fn pump(shared: &Shared, mut from: TcpStream, number: usize, way: Way, plan: Option<&Plan>) {
     let mut plan = plan.filter(|plan| plan.connection == number && plan.way == way).cloned();
-    let mut out = shared.state.lock().unwrap().outs[number][way as usize].try_clone().unwrap();
+    let own = shared.state.lock().unwrap().outs[number][way as usize].try_clone().unwrap();
+    let mut out = own.try_clone().unwrap();
     let mut buffer = vec![0; 64 << 10];
     // What has come and was not forwarded: harm may need more of it.
     let mut held = Vec::new();
@@ -176,7 +177,8 @@ fn pump(shared: &Shared, mut from: TcpStream, number: usize, way: Way, plan: Opt
         gone += part.len();
         shared.state.lock().unwrap().heard[number][way as usize].extend_from_slice(&part);
         if out.write_all(&part).is_err() || received == 0 {
-            drop(out.shutdown(Shutdown::Write));
+            // Both, where they differ: an exchange takes the rest of the connection's own way, and its end would never come.
+            drop((out.shutdown(Shutdown::Write), own.shutdown(Shutdown::Write)));
             return;
         }
     }
@@ -225,20 +227,14 @@ pub(crate) struct Diverted {
 }
 
 impl Rendezvous for Diverted {
-    fn put(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.meeting.put(key, value)
-    }
-
-    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
-        let card = self.meeting.get(key, deadline)?;
-        if key != "mesh/0/0" {
-            return Ok(card);
-        }
-        let card = String::from_utf8(card).unwrap();
-        let facts = card.lines().filter(|line| !line.starts_with("address "));
-        let mut card: String = facts.flat_map(|line| [line, "\n"]).collect();
-        card.push_str(&format!("address {}\n", self.to));
-        Ok(card.into_bytes())
+    fn meet(&self, place: Place, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        let mut cards = self.meeting.meet(place, card, deadline)?;
+        let first = String::from_utf8(cards[0].clone()).unwrap();
+        let facts = first.lines().filter(|line| !line.starts_with("address "));
+        let mut diverted: String = facts.flat_map(|line| [line, "\n"]).collect();
+        diverted.push_str(&format!("address {}\n", self.to));
+        cards[0] = diverted.into_bytes();
+        Ok(cards)
     }
 }
 

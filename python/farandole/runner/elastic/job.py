@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from farandole.runner.rank_files import RankFiles
-from farandole.spark import outcome, runner
-from farandole.spark.agent import environment
+from farandole.runner import outcome
+from farandole.runner.agent import environment
+from farandole.runner.errors import FarandoleJobError
+from farandole.runner.gang import Output, payload
+from farandole.runner.limits import start_limit
+from farandole.runner.outcome import Ending
 from farandole.spark.common.backend import LocalBackend
-from farandole.spark.common.errors import FarandoleJobError
-from farandole.spark.gang import Output, payload
-from farandole.spark.outcome import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -159,12 +159,10 @@ class ElasticBackend(LocalBackend):
         changes: dict[str, str | None] = {**self._env, **(env or {})}
         if "OMP_NUM_THREADS" not in os.environ:
             changes.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // size)))
-        options = self._elastic.options() | {"start_timeout": str(runner.start_limit(self._start_timeout))}
+        options = self._elastic.options() | {"start_timeout": str(start_limit(self._start_timeout))}
         if self._bind is not None:
             options["bind_address"] = self._bind
-        output = Output(self._stdout or sys.stdout, self._stderr or sys.stderr, self._timestamp, self._verbose)
-        if self._folder is not None:
-            output.files = RankFiles(Path(self._folder), size)
+        output = self._streams.output(size)
         executable = self._executable or sys.executable
         job = ElasticJob(
             size,

@@ -6,34 +6,40 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from farandole.runner import environment, outcome
 from farandole.runner import warm as warm_workers
-from farandole.runner.rank_files import RankFiles
-from farandole.spark import outcome, runner
-from farandole.spark.agent import Work
-from farandole.spark.common import environment
+from farandole.runner.agent import Work
+from farandole.runner.elastic.conduct import conduct as conduct_elastic
+from farandole.runner.gang import Output, conduct, payload
+from farandole.runner.limits import elastic_limit, start_limit
+from farandole.runner.local import LocalAgents, LocalCrew
+from farandole.runner.streams import Streams
+from farandole.spark import runner, training
 from farandole.spark.common.check import at_least
-from farandole.spark.gang import Output, conduct, payload
-from farandole.spark.local import LocalAgents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from farandole._native.registrar import Registrar
+    from farandole.runner.gang import Agents
     from farandole.spark.common.store import Store
-    from farandole.spark.gang import Agents
 
     OnProgress = Callable[[int, dict[str, Any]], None]
 
-_OF_RUN = {
-    one.name
-    for one in inspect.signature(runner.run_with).parameters.values()
-    if one.kind is inspect.Parameter.KEYWORD_ONLY
-} - {"num_proc", "env"}
+
+def _keywords(function: Callable[..., Any], *own: str) -> set[str]:
+    """Keyword arguments of a function, but those that are a backend's own."""
+    keywords = inspect.signature(function).parameters.values()
+    return {one.name for one in keywords if one.kind is inspect.Parameter.KEYWORD_ONLY} - set(own)
+
+
+_OF_RUN = _keywords(runner.run_with, "num_proc", "env")
+_OF_RUN_ELASTIC = _keywords(runner.run_elastic_with, "num_proc", "min_num_proc", "max_num_proc", "env", "ends_on_error")
+_PLAIN = ("start_timeout", "verbose", "prefix_output_with_timestamp", "warm", "elastic_timeout", "reset_limit")
+"""Arguments of `farandole.spark.run` and `run_elastic` that are numbers."""
 _NOT_FOR_EXECUTORS = ("CUDA_VISIBLE_DEVICES", "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET", "SPARK_HOME")
 
 
@@ -107,14 +113,21 @@ class SparkBackend(Backend):
     """Workers in the tasks of the active Spark session.
 
     Unlike `farandole.spark.run` this hands variables of the driver to the workers: settings of Farandole, of frameworks
-    and of numerical libraries, as `farandole.spark.common.environment` lists them, and never
+    and of numerical libraries, as `farandole.runner.environment` lists them, and never
     `CUDA_VISIBLE_DEVICES` or what looks like a secret. `verbose=2` names what was left out.
 
+    With `min_num_proc` or `max_num_proc` the job is elastic, as that of `farandole.spark.run_elastic`: when a worker is
+    lost the others go on, and another one takes its place when Spark has a slot.
+
     Args:
-        num_proc: Number of processes; default: Spark's default parallelism.
+        num_proc: Number of processes, or of those that an elastic job begins with; default: Spark's default
+            parallelism.
         env: Environment of the workers instead of the driver's; all of it travels.
         pass_env: Names of further variables of the driver that travel, or patterns such as `"WANDB_*"`.
-        **kwargs: Further arguments of `farandole.spark.run`, such as `stdout`, `verbose` or `start_timeout`.
+        min_num_proc: Fewest processes that train; default: `num_proc`.
+        max_num_proc: Most processes that train; default: `num_proc`.
+        **kwargs: Further arguments of `farandole.spark.run`, such as `stdout`, `verbose` or `start_timeout`; of an
+            elastic job those of `farandole.spark.run_elastic`.
     """
 
     def __init__(
@@ -123,18 +136,22 @@ class SparkBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         *,
         pass_env: Sequence[str] = (),
+        min_num_proc: int | None = None,
+        max_num_proc: int | None = None,
         **kwargs: Any,
     ) -> None:
         self._num_proc = None if num_proc is None else at_least("num_proc", 1)(num_proc)
+        self._bounds = _bounds(num_proc, min_num_proc, max_num_proc)
         self._env = dict(env) if env is not None else None
         if isinstance(pass_env, str) or not all(isinstance(one, str) for one in pass_env):
             raise TypeError(f"pass_env is a list of names and patterns of variables: {pass_env!r}")
         self._pass_env = tuple(pass_env)
-        unknown = sorted(set(kwargs) - _OF_RUN)
+        name, known = ("run_elastic", _OF_RUN_ELASTIC) if self._bounds else ("run", _OF_RUN)
+        unknown = sorted(set(kwargs) - known)
         if unknown:
             raise TypeError(
-                f"SparkBackend takes what farandole.spark.run takes, and not {', '.join(unknown)}: "
-                f"{', '.join(sorted(_OF_RUN))}"
+                f"SparkBackend takes what farandole.spark.{name} takes, and not {', '.join(unknown)}: "
+                f"{', '.join(sorted(known))}"
             )
         self._kwargs = kwargs
 
@@ -153,7 +170,11 @@ class SparkBackend(Backend):
             base |= taken
             self._tell_of(left)
         merged = {name: value for name, value in (base | dict(env or {})).items() if name not in _NOT_FOR_EXECUTORS}
-        return runner.run_with(fn, args, kwargs, on_progress, num_proc=self.num_processes(), env=merged, **self._kwargs)
+        more: dict[str, Any] = {"env": merged, **self._bounds, **self._kwargs}
+        if self._bounds:
+            first = self._num_proc
+            return runner.run_elastic_with(fn, args, kwargs, on_progress, num_proc=first, ends_on_error=True, **more)
+        return runner.run_with(fn, args, kwargs, on_progress, num_proc=self.num_processes(), **more)
 
     def _tell_of(self, left: Sequence[str]) -> None:
         if left:
@@ -165,27 +186,34 @@ class SparkBackend(Backend):
                 f"variables of the driver that do not reach the workers (pass_env names those that must): {names}", 2
             )
 
+    def plain(self) -> dict[str, Any]:
+        """The arguments that make a backend of the same kind and numbers: no environment, no stream, no store."""
+        given = {name: self._kwargs[name] for name in _PLAIN if name in self._kwargs}
+        return {"num_proc": self._num_proc, **self._bounds, **given}
+
     def num_processes(self) -> int:
-        """Number of workers; needs an active Spark session when none was given."""
+        """Number of workers, or of those that the job begins with; without a number Spark is asked."""
         if self._num_proc is None:
             from farandole.spark.session import Cluster  # noqa: PLC0415 - LocalBackend does without
 
-            return Cluster.active().default_parallelism()
+            most = self._bounds.get("max_num_proc")
+            return Cluster.active().default_parallelism() if most is None else most
         return self._num_proc
 
     def check(self) -> None:
         """As `Backend.check`."""
         from farandole.spark.session import Cluster  # noqa: PLC0415 - as above
 
-        Cluster.active().check(self.num_processes())
-        runner.start_limit(self._kwargs.get("start_timeout"))
+        Cluster.active().check(self._bounds.get("min_num_proc") or self.num_processes())
+        start_limit(self._kwargs.get("start_timeout"))
         Output(self._kwargs.get("stdout"), self._kwargs.get("stderr"))
 
     def through(self, store: Store) -> Backend:
         """As `Backend.through`: Spark bounds what its rows bring back by `spark.driver.maxResultSize`."""
         if type(self) is not SparkBackend or self._kwargs.get("store") is not None:
             return self  # somebody else's class may keep something of its own, which a copy would not
-        return SparkBackend(self._num_proc, self._env, pass_env=self._pass_env, **self._kwargs | {"store": store})
+        more: dict[str, Any] = {**self._bounds, **self._kwargs, "store": store}
+        return SparkBackend(self._num_proc, self._env, pass_env=self._pass_env, **more)
 
 
 class LocalBackend(Backend):
@@ -194,8 +222,11 @@ class LocalBackend(Backend):
     They get this process's environment and modules, and listen on loopback alone, as this process does. Unless
     `OMP_NUM_THREADS` is set, each gets its fair share of the cores.
 
+    With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost the others go on, and another one
+    takes its place.
+
     Args:
-        num_proc: Number of processes; default: the number of cores.
+        num_proc: Number of processes, or of those that an elastic job begins with; default: the number of cores.
         env: Variables to set in the workers; `None` as a value removes one.
         start_timeout: Seconds all workers may take to start; default as in `farandole.spark.run`.
         stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
@@ -206,6 +237,11 @@ class LocalBackend(Backend):
         warm: Whether workers start warm, from a fork server of this process that has imported torch; by default they do
             where this process has imported it, unless `FARANDOLE_WARM_WORKERS` says `off`.
         output_folder: Where each rank's output is also written, to `rank.<N>/stdout` and `rank.<N>/stderr`.
+        min_num_proc: Fewest processes that train; default: `num_proc`.
+        max_num_proc: Most processes that train; default: `num_proc`.
+        elastic_timeout: Seconds an elastic job may wait for `min_num_proc` workers; default as in
+            `farandole.spark.run_elastic`.
+        reset_limit: Worlds after the first that an elastic job may form; default: any number.
     """
 
     def __init__(
@@ -221,17 +257,25 @@ class LocalBackend(Backend):
         executable: str | None = None,
         warm: bool | None = None,
         output_folder: str | os.PathLike[str] | None = None,
+        min_num_proc: int | None = None,
+        max_num_proc: int | None = None,
+        elastic_timeout: float | None = None,
+        reset_limit: int | None = None,
     ) -> None:
+        self._given = num_proc
+        self._bounds = _bounds(num_proc, min_num_proc, max_num_proc)
         self._num_proc = _cores() if num_proc is None else at_least("num_proc", 1)(num_proc)
+        if num_proc is None and self._bounds:
+            self._num_proc = runner.elastic_sizes(None, min_num_proc, max_num_proc, _cores)[0]
+        limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
+        self._limits = {name: value for name, value in limits.items() if value is not None}
+        if self._limits and not self._bounds:
+            raise ValueError(f"only elastic jobs take these, which min_num_proc makes a job: {', '.join(self._limits)}")
         self._env = dict(env or {})
         self._start_timeout = start_timeout
-        self._stdout = stdout
-        self._stderr = stderr
-        self._verbose = verbose
-        self._timestamp = prefix_output_with_timestamp
+        self._streams = Streams(stdout, stderr, prefix_output_with_timestamp, verbose, output_folder)
         self._executable = executable
         self._warm = warm
-        self._folder = output_folder
 
     def run(
         self,
@@ -243,20 +287,28 @@ class LocalBackend(Backend):
     ) -> list[Any]:
         """As `Backend.run`."""
         size = self._num_proc
-        limit = runner.start_limit(self._start_timeout)
+        limit = start_limit(self._start_timeout)
         changes: dict[str, str | None] = {**self._env, **(env or {})}
         if "OMP_NUM_THREADS" not in os.environ:
             changes.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
-        # The streams are looked up at the call: notebooks and progress bars put their own in place of sys.stdout.
-        output = Output(self._stdout or sys.stdout, self._stderr or sys.stderr, self._timestamp, self._verbose)
         packed = payload(fn, args, kwargs)
-        if self._folder is not None:
-            output.files = RankFiles(Path(self._folder), size)
-
-        registrar = self._registrar(size, limit)
+        output = self._streams.output(size)
+        under_way = training.current()
+        changes |= under_way.variables()
         warmth = warm_workers.wanted(self._warm, by_default=True)
+        if self._bounds:
+            registrar, most = self._elastic_registrar(limit)
+            work = Work(
+                registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth, elastic=True
+            )
+            return conduct_elastic(
+                registrar, LocalCrew(work, most), output, on_progress, watcher=under_way, ends_on_error=True
+            )
+        registrar = self._registrar(size, limit)
         work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth)
-        endings = conduct(registrar, self._agents(work, size), size, output, on_progress, limit, "workers to start")
+        endings = conduct(
+            registrar, self._agents(work, size), size, output, on_progress, limit, "workers to start", under_way
+        )
         return outcome.results(endings, size)
 
     def _registrar(self, size: int, limit: float) -> Registrar:
@@ -267,8 +319,41 @@ class LocalBackend(Backend):
         # Nobody elsewhere needs to reach it, whatever the variables say of other jobs.
         return Registrar(size, start_timeout=limit, host="127.0.0.1", bind="")
 
+    def _elastic_registrar(self, limit: float) -> tuple[Registrar, int]:
+        """A registrar whose workers come and go, and the largest number of them."""
+        from farandole._native.registrar import Registrar  # noqa: PLC0415 - as above
+        from farandole.common import logs  # noqa: PLC0415
+
+        logs.start()
+        least, most = self._bounds.get("min_num_proc"), self._bounds.get("max_num_proc")
+        first, least, most = runner.elastic_sizes(self._num_proc, least, most, _cores)
+        patience, resets = elastic_limit(self._limits.get("elastic_timeout")), self._limits.get("reset_limit")
+        registrar = Registrar.elastic(
+            first,
+            least,
+            most,
+            timeout=patience,
+            reset_limit=None if resets is None else int(resets),
+            start_timeout=limit,
+            host="127.0.0.1",
+            bind="",
+        )
+        return registrar, most
+
     def _agents(self, work: Work, size: int) -> Agents:
         return LocalAgents(work, range(size))
+
+    def plain(self) -> dict[str, Any]:
+        """The arguments that make a backend of the same kind and numbers: no environment, no stream, no path."""
+        return {
+            "num_proc": self._given,
+            "start_timeout": self._start_timeout,
+            "verbose": self._streams.verbose,
+            "prefix_output_with_timestamp": self._streams.timestamp,
+            "warm": self._warm,
+            **self._bounds,
+            **self._limits,
+        }
 
     def num_processes(self) -> int:
         """Number of workers."""
@@ -277,3 +362,18 @@ class LocalBackend(Backend):
 
 def _cores() -> int:
     return max(1, len(os.sched_getaffinity(0)))
+
+
+def _bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:
+    """Fewest and most processes of an elastic job, as they were given; nothing for a job of fixed size.
+
+    Raises:
+        ValueError: They contradict each other or the number of processes.
+    """
+    given = {"min_num_proc": least, "max_num_proc": most}
+    bounds = {name: value for name, value in given.items() if value is not None}
+    if bounds and (first is not None or most is not None):
+        runner.elastic_sizes(first, least, most, lambda: 1)
+    for name, value in bounds.items():
+        at_least(name, 1)(value)
+    return bounds

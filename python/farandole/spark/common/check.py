@@ -143,19 +143,6 @@ def choice(name: str, *options: str) -> Callable[[Any], str]:
     return convert
 
 
-def positive(name: str) -> Callable[[Any], float]:
-    """A number above zero."""
-
-    def convert(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name} must be a number: {value!r}")
-        if not float(value) > 0:
-            raise ValueError(f"{name} must be above 0: {value}")
-        return float(value)
-
-    return convert
-
-
 def function(name: str) -> Callable[[Any], Any]:
     """Something to call."""
 

@@ -9,6 +9,7 @@ Everything that can be known to be wrong is said before data is written, and eve
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import secrets
 import sys
@@ -18,19 +19,23 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Estimator, Model
 
+from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import Backend, SparkBackend
 from farandole.spark.common.columns import Roles, check_present, check_types
-from farandole.spark.common.errors import FarandoleJobError
+from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
+from farandole.spark.common.finite import NotFiniteError
 from farandole.spark.common.params import EstimatorParams, ModelParams
 from farandole.spark.common.prepare import find_data, prepare_data
 from farandole.spark.common.progress import Progress, progress
-from farandole.spark.common.runs import alone
+from farandole.spark.common.runs import alone, begin, mapped, name_of
 from farandole.spark.common.tracking import MlflowTracker, Tracker
 from farandole.spark.common.visibility import executor_hosts, told_local
 from farandole.spark.session import Cluster
+from farandole.spark.shim import Shim
+from farandole.spark.training import telling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import pandas as pd
     from pyspark.ml.param import Param
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.chart import Chart
+    from farandole.spark.common.fingerprint import Part
     from farandole.spark.common.history import Entry
     from farandole.spark.common.store import AbstractFilesystemStore
 
@@ -58,7 +64,8 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         Raises:
             ValueError: a parameter, a column or the data does not fit; the message names it.
         """
-        return super().fit(df, params)
+        with mapped(params is not None):
+            return super().fit(df, params)
 
     def fit_on_parquet(self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Trains on the Parquet data that is already in the store, without a DataFrame.
@@ -75,8 +82,10 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         Raises:
             ValueError: a parameter, a column or the data does not fit; the message names it.
             FarandoleJobError: a worker failed.
+            RunDiffersError: a `ValueError`: the run of `run_id` was begun with other data or parameters.
         """
-        return (self.copy(params) if params else self)._fit_prepared(dataset_idx)
+        with mapped(params is not None):
+            return (self.copy(params) if params else self)._fit_prepared(dataset_idx)
 
     def _fit(self, dataset: DataFrame) -> Any:
         if not hasattr(dataset, "mapInArrow"):
@@ -189,7 +198,6 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
 
         Raises:
             FarandoleJobError: a worker failed, and no restart is left.
-            RunInUseError: another fit trains the same run.
         """
 
         def report(_rank: int, record: dict[str, Any]) -> None:
@@ -205,36 +213,65 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         if any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told):
             more["on_progress"] = report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
-        base = getattr(job, "base", job)
-        with alone(base.store.run_path, base.run_id):
+        with telling(Shim.active(), job.run_id, type(self).__name__, self._plain()) as run:
             while True:
                 try:
                     return backend.run(train, args=(job,), **more)
                 except FarandoleJobError as error:
-                    if not left:
+                    if not left or (error.exception_type or "").endswith(
+                        NotFiniteError.__name__
+                    ):  # it would come again
                         raise
                     left -= 1
                     shown.message(f"{error.reason}; starting again from the last checkpoint, restarts left: {left}")
+                    run.restarted(error.reason)
                     backend = self._backend()
 
-    def _new_run(self, framework: str) -> str:
+    def _new_run(self, framework: str, fingerprint: Fingerprint) -> str:
         """The run's name: as the user set it, or one that no other run has.
 
         Args:
             framework: that the name begins with.
+            fingerprint: of the fit.
         """
-        return self.getRunId() or f"{framework}_{int(time.time())}_{secrets.token_hex(2)}"
+        given = self.getRunId()
+        return name_of(given, fingerprint) if given else f"{framework}_{int(time.time())}_{secrets.token_hex(2)}"
 
-    def _tell_of_checkpoint(self, job: Any, shown: Progress) -> None:
-        """Says that a run goes on, where there is a checkpoint of it.
+    def _fingerprint(self, prepared: Prepared) -> Fingerprint:
+        """What decides the result of a fit.
+
+        Args:
+            prepared: its data.
+        """
+        own = self._own_parts()
+        names = {one.name for one in own}
+        parts = (*of_data(prepared), *own, *parameters(self, names))
+        return Fingerprint(parts, tuple(parameters(self, (), LENGTH)))
+
+    def _own_parts(self) -> list[Part]:
+        """The parts of a fingerprint that are the framework's: model, optimizer, loss."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _held(self, job: Any, fingerprint: Fingerprint, shown: Progress) -> Iterator[None]:
+        """Holds a run for this fit alone, which goes on with what it was begun with, and says where it goes on.
 
         Args:
             job: the run.
-            shown: to whom.
+            fingerprint: of the fit.
+            shown: gets what there is to say.
+
+        Raises:
+            RunInUseError: another fit trains the same run.
+            RunDiffersError: the run was begun with something else.
         """
-        checkpoint = job.paths().get("checkpoint")
-        if checkpoint is not None and self._store().exists(checkpoint):
-            shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {self.getEpochs()}")
+        force, epochs = self.getResume() == "force", self.getEpochs()
+        with alone(job.store.run_path, job.run_id):
+            begin(job.store, job.run_id, fingerprint, epochs, force=force, tell=shown.message)
+            checkpoint = job.paths().get("checkpoint")
+            if checkpoint is not None and self._store().exists(checkpoint):
+                shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {epochs}")
+            yield
 
     def _tracked(self, run_id: str) -> Tracker:
         """What logs the run elsewhere: MLflow where that was asked for, or nothing.
@@ -244,12 +281,12 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         """
         if not self.getMlflow():
             return Tracker()
-        plain = {
-            name: value
-            for name in sorted(one.name for one in self.params)
-            if _is_plain(value := self.getOrDefault(name))
-        }
-        return MlflowTracker(run_id, plain)
+        return MlflowTracker(run_id, self._plain())
+
+    def _plain(self) -> dict[str, Any]:
+        """The parameters whose values are numbers, words, or lists of them."""
+        names = sorted(one.name for one in self.params)
+        return {name: value for name in names if _is_plain(value := self.getOrDefault(name))}
 
     def _backend(self) -> Backend:
         if self.getBackend() is not None:

@@ -96,6 +96,10 @@ class EstimatorParams(Params):
         "partitions_per_process", "most files of prepared data per process", check.at_least("partitions_per_process", 1)
     )
     run_id = declare("run_id", "name of the run; an existing run's checkpoint is resumed", check.run_id)
+    resume = declare(
+        "resume", "auto: a run goes on with what it was begun with alone; force: in any case",
+        check.choice("resume", "auto", "force"),
+    )  # fmt: skip
     train_steps_per_epoch = declare(
         "train_steps_per_epoch", "fewer training steps per epoch", check.at_least("train_steps_per_epoch", 1)
     )
@@ -162,6 +166,9 @@ class EstimatorParams(Params):
         check.choice("on_failure", "raise", "restart"),
     )  # fmt: skip
     max_restarts = declare("max_restarts", "most restarts of one fit", check.at_least("max_restarts", 1))
+    terminate_on_nan = declare(
+        "terminate_on_nan", "whether a loss that is NaN or infinite ends the run", check.flag("terminate_on_nan")
+    )
     mlflow = declare("mlflow", "whether the run is logged to MLflow", check.flag("mlflow"))
 
     setNumProc, getNumProc = accessors("num_proc")
@@ -184,6 +191,7 @@ class EstimatorParams(Params):
     setShuffle, getShuffle = accessors("shuffle")
     setPartitionsPerProcess, getPartitionsPerProcess = accessors("partitions_per_process")
     setRunId, getRunId = accessors("run_id")
+    setResume, getResume = accessors("resume")
     setTrainStepsPerEpoch, getTrainStepsPerEpoch = accessors("train_steps_per_epoch")
     setValidationStepsPerEpoch, getValidationStepsPerEpoch = accessors("validation_steps_per_epoch")
     setLabelShapes, getLabelShapes = accessors("label_shapes")
@@ -214,6 +222,7 @@ class EstimatorParams(Params):
     )
     setOnFailure, getOnFailure = accessors("on_failure")
     setMaxRestarts, getMaxRestarts = accessors("max_restarts")
+    setTerminateOnNan, getTerminateOnNan = accessors("terminate_on_nan")
     setMlflow, getMlflow = accessors("mlflow")
 
     def __init__(self) -> None:
@@ -247,7 +256,9 @@ class EstimatorParams(Params):
             inmemory_cache_all=False,
             tensorflow_dataset_prefetch_buffer_size=0,
             on_failure="raise",
+            resume="auto",
             max_restarts=3,
+            terminate_on_nan=True,
             mlflow=False,
         )  # fmt: skip
 

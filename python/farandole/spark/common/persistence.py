@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Saving and loading estimators and models with Spark ML's own `write()` and `read()`, alone or in a pipeline.
 
-The plain parameters are JSON; what is none is kept in named parts. `farandole.spark.common.saved` describes the files.
+The plain parameters are JSON, as the URLs of a store and the numbers of a backend are; what is none is kept in named
+parts. `farandole.spark.common.saved` describes the files.
 """
 
 # ruff: noqa: N802, SLF001 - Spark ML's names and its own helpers
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWriter
 
+from farandole.spark.common import places
 from farandole.spark.common.consent import check_load
 from farandole.spark.common.saved import Saved
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=MLReadable)
 
-_NEVER_SAVED = ("backend", "store")
+_PLACES = ("backend", "store")
+"""Saved by `places`, which leaves out secrets."""
 _log = logging.getLogger("farandole")
 
 
@@ -56,13 +59,14 @@ class ParamsWriter(MLWriter):
         """Writes the object to a path."""
         instance, session = self.instance, self.sparkSession
         values = {param.name: value for param, value in instance._paramMap.items() if value is not None}
-        plain, parts = self.parts({name: value for name, value in values.items() if name not in _NEVER_SAVED})
+        plain, parts = self.parts({name: value for name, value in values.items() if name not in _PLACES})
         metadata = {
             "class": f"{type(instance).__module__}.{type(instance).__name__}",
             "timestamp": round(time.time() * 1000),
             "sparkVersion": session.version,
             "uid": instance.uid,
             "paramMap": plain,
+            "places": places.told(values),
             "defaultParamMap": {param.name: value for param, value in instance._defaultParamMap.items()},
         }
         Saved(path, session).write(metadata, parts, overwrite=self.shouldOverwrite)
@@ -126,6 +130,7 @@ class ParamsReader(MLReader[T]):
         defaults = {name: value for name, value in metadata["defaultParamMap"].items() if loaded.hasParam(name)}
         DefaultParamsReader.getAndSetParams(loaded, metadata | {"paramMap": known, "defaultParamMap": defaults})
         self.restore(loaded, saved.parts(metadata), path)
+        places.put(loaded, metadata.get("places"), path)
         return loaded
 
 

@@ -21,12 +21,13 @@ import threading
 import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from farandole._native import prepare as native
 from farandole.data import places
 from farandole.data.datasets import linked, open_dataset
 from farandole.data.prepare import PreparedData as Prepared
-from farandole.data.prepare import described, spec_of
+from farandole.data.prepare import described, other_split, spec_of
 from farandole.spark.common import plan
 from farandole.spark.common.columns import Column, Roles, check_present
 from farandole.spark.session import Cluster
@@ -58,7 +59,34 @@ class _Cache:
     entries: list[_Entry] = field(default_factory=list)
 
 
+class _Turns:
+    """Threads that want the same data prepared: the first one does it, and the others wait for that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._locks: WeakValueDictionary[str, _Turn] = WeakValueDictionary()
+
+    def of(self, key: str) -> _Turn:
+        """What to hold while it is looked for, and prepared."""
+        with self._lock:
+            return self._locks.setdefault(key, _Turn())
+
+
+class _Turn:
+    """A lock that can be referred to weakly."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 _CACHE = _Cache()
+_TURNS = _Turns()
 
 
 def clear_training_cache() -> None:
@@ -116,22 +144,24 @@ def prepare_data(
     if words is not None:
         told = json.dumps([words, options], sort_keys=True)
         key = f"fit-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
-        place = places.find(store, key, validates=options["validation"] is not None)
-        if place is None:
-            prepared = _prepare(store, merged, names, options, key)
-        else:
-            prepared = described(place, validates=options["validation"] is not None, reused=True)
+        with _TURNS.of(f"{store.prefix_path}\n{key}"):
+            place = places.find(store, key, validates=options["validation"] is not None)
+            if place is None:
+                prepared = _prepare(store, merged, names, options, key)
+            else:
+                prepared = described(place, validates=options["validation"] is not None, reused=True)
         with prepared:
             yield prepared
         return
     source = plan.fingerprint(chosen)
     key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{json.dumps(options, sort_keys=True)}"
-    entry = None if source is None else _lookup(key, chosen)
-    if entry is None:
-        fingerprint = f"once-{uuid.uuid4().hex}"
-        entry = _Entry(key, chosen, fingerprint, _prepare(store, merged, names, options, fingerprint), users=1)
-        with _CACHE.lock:
-            _CACHE.entries.append(entry)
+    with _TURNS.of(key) if source is not None else contextlib.nullcontext():
+        entry = None if source is None else _lookup(key, chosen)
+        if entry is None:
+            fingerprint = f"once-{uuid.uuid4().hex}"
+            entry = _Entry(key, chosen, fingerprint, _prepare(store, merged, names, options, fingerprint), users=1)
+            with _CACHE.lock:
+                _CACHE.entries.append(entry)
     try:
         yield entry.prepared
     finally:
@@ -156,6 +186,10 @@ def _prepare(
             same = {number for number, source in enumerate(sources or []) if place.told.get(number) == source}
             done = {number: part for number, part in place.done.items() if number in same}
         parts = _write(df, names, store, spec, _Progress(place.train_url, done, sources))
+        other = other_split(parts, options)
+        if other is not None:
+            spec = json.dumps({**json.loads(spec), "validation": other})
+            parts = _write(df, names, store, spec, _Progress(place.train_url, {}, sources))
         committed = json.loads(native.commit(store.prefix_path, spec, parts))
         place.finish()
     except ValueError:

@@ -5,6 +5,9 @@
 Rank `r` of `n` has the rows `r, r + n, r + 2n, ...` of a pass, and every rank has the same number of steps. Its last
 batch may hold a row less than another's; where a step has fewer rows than there are processes, some have none and
 repeat rows that do not count. A pass sees each row once; an epoch of more steps than a pass has goes on with the next.
+
+In an elastic job an epoch goes on in the middle with another number of processes: at a `Place`, which is the same for
+all of them. The order of a pass does not depend on that number.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import numpy as np
 
 from farandole._native.reader import Dataset, Reader
 from farandole.data.arrays import TEXTS, objects
+from farandole.data.memory import directory_for
 from farandole.spark.common.visibility import seen
 
 if TYPE_CHECKING:
@@ -49,7 +53,24 @@ class Rows:
     """Rows that there are."""
     valid: int
     step: int = 0
-    """Its number in the pass."""
+    """Its number in the epoch."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far all processes together have come in an epoch.
+
+    Attributes:
+        steps: steps of the epoch that are done, whatever the number of processes was.
+        rows: rows of those.
+        number: of the pass under way; `None` is the epoch's first.
+        row: the first of this pass that is left.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    number: int | None = None
+    row: int = 0
 
 
 class Source:
@@ -65,10 +86,11 @@ class Source:
         shuffle: whether each pass has an order of its own.
         threads: reading threads.
         in_memory: whether the rows of this process stay in memory after the first pass; their order is then drawn
-            from them alone.
+            from them alone. With `moves` they stay in memory that processes of a host share, and keep their order.
         transformation: makes other columns of each batch.
         least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
         missing: what becomes of nulls, NaN and infinities.
+        moves: whether an epoch may go on with another number of processes.
 
     Raises:
         OSError: the data cannot be read, in the words of `seen`; while batches are read, too.
@@ -89,6 +111,7 @@ class Source:
         transformation: Callable[[Arrays], Arrays] | None = None,
         least: int = 1,
         missing: Missing | None = None,
+        moves: bool = False,
     ) -> None:
         missing = missing or Missing()
         with seen(url):
@@ -106,6 +129,7 @@ class Source:
                 cast={name: dtype for name, dtype in columns.items() if dtype is not None},
                 fill=dict(missing.fill) or None,
                 allow_nan=missing.allow_nan,
+                cache=directory_for(dataset, list(columns)) if in_memory and moves else None,
             )
         texts = [one.name for one in self._reader.columns if one.dtype in TEXTS]
         if texts and transformation is None:
@@ -120,10 +144,12 @@ class Source:
         self._names = list(columns)
         self._transformation = transformation
         self._least = min(least, batch_size)
+        self._rank = rank
         self._seed = (seed, rank)
         self._shuffle = shuffle
-        self._in_memory = in_memory
+        self._in_memory = in_memory and not moves
         self._kept: list[Rows] = []
+        self._begun = Place()
 
     @property
     def own_steps(self) -> int:
@@ -133,12 +159,47 @@ class Source:
     @property
     def is_even(self) -> bool:
         """Whether every process has as many rows as the others in every step."""
-        return self.total % self._size == 0
+        return self.total % self._size == 0 and (self.total - self._begun.row) % self._size == 0
 
     @property
     def leaves_out(self) -> bool:
-        """Whether there are processes without a row in the last step."""
-        return self.total - (self.steps - 1) * self._size * self._batch_size < self._size
+        """Whether there are processes without a row in the last step of a pass."""
+        ends = {self.total, self.total - self._begun.row}
+        return any((rows - 1) % (self._size * self._batch_size) + 1 < self._size for rows in ends)
+
+    def lacking(self, steps: int) -> list[int]:
+        """The steps of an epoch of so many in which this process has no row: ends of passes, if any."""
+        whole, left = self._size * self._batch_size, self.total - self._begun.row
+        first = self._begun.steps + max(1, -(-left // whole)) - 1
+        found = [first] if (left - 1) % whole < self._rank and first < steps else []
+        if (self.total - 1) % whole < self._rank:
+            found += range(first + self.steps, steps, self.steps)
+        return found
+
+    def begin_at(self, place: Place) -> None:
+        """Has epochs begin, or go on, at a place, until this is called again.
+
+        Args:
+            place: the beginning, or what `place_after` told with whatever number of processes.
+        """
+        self._begun = place
+
+    def steps_until_end(self) -> int:
+        """Steps of an epoch of one pass, those before the place where this one goes on included."""
+        whole = self._size * self._batch_size
+        return self._begun.steps + max(1, -(-(self.total - self._begun.row) // whole))
+
+    def place_after(self, number: int, steps: int) -> Place:
+        """How far all processes have come after some steps of an epoch.
+
+        Args:
+            number: of the epoch.
+            steps: that are done.
+        """
+        begun, done = self._begun, steps - self._begun.steps
+        rows = self._until(steps)
+        passes, row = divmod(begun.row + rows, self.total) if done else (0, begun.row)
+        return Place(steps, begun.rows + rows, self._first_pass(number, steps) + passes, row)
 
     def rows_in(self, first: int, last: int) -> int:
         """Rows of all processes in the steps from `first` up to, not including, `last` of an epoch."""
@@ -149,46 +210,57 @@ class Source:
         return rows.valid * self._size / self.rows_in(rows.step, rows.step + 1)
 
     def epoch(self, number: int, steps: int) -> Generator[Rows]:
-        """The batches of an epoch.
+        """The batches of an epoch, or of what is left of one.
 
         Args:
             number: of the epoch, which gives its order.
-            steps: how many batches.
+            steps: how many batches, those before the place where it goes on included.
         """
-        passes = max(1, math.ceil(steps / max(self.steps, 1)))
-        left = steps
-        for index in range(passes):
-            with closing(self._pass(number * passes + index)) as batches:
+        current, step, row = self._first_pass(number, steps), self._begun.steps, self._begun.row
+        while step < steps and self.total:
+            with closing(self._pass(current, row)) as batches:
                 for rows in batches:
-                    if left == 0:
+                    if step == steps:
                         return
-                    left -= 1
-                    yield rows
+                    yield replace(rows, step=step)
+                    step += 1
+            current, row = current + 1, 0
+
+    def _first_pass(self, number: int, steps: int) -> int:
+        """Number of the pass that an epoch of so many steps begins with, or goes on with."""
+        if self._begun.number is not None:
+            return self._begun.number
+        return number * max(1, math.ceil(steps / max(self.steps, 1)))
 
     def _until(self, steps: int) -> int:
-        passes, rest = divmod(steps, self.steps)
-        return passes * self.total + min(rest * self._size * self._batch_size, self.total)
+        """Rows of all processes in the steps from the place where the epoch goes on up to `steps`."""
+        whole, left = self._size * self._batch_size, self.total - self._begun.row
+        done, first = steps - self._begun.steps, -(-left // whole)
+        if done <= first:
+            return min(done * whole, left)
+        passes, rest = divmod(done - first, self.steps)
+        return left + passes * self.total + min(rest * whole, self.total)
 
-    def _pass(self, number: int) -> Generator[Rows]:
+    def _pass(self, number: int, row: int) -> Generator[Rows]:
         if len(self._kept) == self.steps:
             yield from self._from_memory(number)
             return
         self._kept = []
-        with closing(self._reader.epoch(number)) as batches:
-            for step in range(self.steps):
+        with closing(self._reader.epoch(number, row)) as batches:
+            for _ in range(self._reader.steps(row)):
                 with seen(self._url):
                     batch = next(batches)
-                rows = self._rows(batch, step)
+                rows = self._rows(batch)
                 if self._in_memory:
                     self._kept.append(rows)
                 yield rows
 
-    def _rows(self, batch: Batch, step: int) -> Rows:
+    def _rows(self, batch: Batch) -> Rows:
         count = max(self._least, batch.valid_rows)
         arrays = {name: array(batch, name)[:count] for name in self._names}
         if self._transformation is not None:
             arrays = self._transformation(arrays)
-        return Rows(arrays, count, batch.valid_rows, step)
+        return Rows(arrays, count, batch.valid_rows)
 
     def _from_memory(self, number: int) -> Generator[Rows]:
         if not self._shuffle:

@@ -7,6 +7,7 @@ A store is a URL and a layout below it:
     <prefix>/intermediate_train_data[.<idx>]    prepared rows; also ..._val_data and ..._test_data
     <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint; the one before is checkpoint.previous
     <prefix>/runs/<run_id>/_run.json            which contents of checkpoints the run's jobs have written
+    <prefix>/runs/<run_id>/_fingerprint.json    which data, model and parameters the run was begun with
     <prefix>/runs/<run_id>/logs/                history and logs
 
 The bytes go through the native store, so that the driver, Spark's executors and training processes agree on every path.
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _HADOOP_USER = "hadoop.user.name"
 _SECRET = re.compile(r"://[^/@]*:[^/@]*@|[?&](sig|X-Amz-Signature)=")
+_PATHS = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
 
 
@@ -64,6 +66,10 @@ class StorageOptions:
         """Restores and applies."""
         self.__dict__.update(state)
         self.apply()
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._options)
 
     def __eq__(self, other: object) -> bool:
         """Equal when places and options are."""
@@ -254,6 +260,16 @@ class AbstractFilesystemStore(Store):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by the constructor's arguments."""
         return _rebuild, (type(self), self._arguments)
+
+    def plain(self) -> dict[str, Any]:
+        """The arguments that make a store of the same places: no options, no user, no credentials."""
+        paths = {name: self._arguments[name] for name in _PATHS if self._arguments[name] is not None}
+        whole = {name: self.get_full_path(path) for name, path in paths.items()}
+        return whole | {"save_runs": self._save_runs, "checkpoint_filename": self._arguments["checkpoint_filename"]}
+
+    def has_options(self) -> bool:
+        """Whether there are options that `plain` leaves out."""
+        return bool(self._options)
 
     @property
     def storage_options(self) -> StorageOptions:

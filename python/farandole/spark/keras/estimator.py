@@ -25,6 +25,7 @@ from farandole.spark.keras.job import Job, Objects, Shape
 from farandole.spark.keras.model import KerasModel
 from farandole.spark.keras.objects import dumps, travelling
 from farandole.spark.keras.params import KerasParams
+from farandole.spark.keras.parts import parts_of
 from farandole.spark.keras.persistence import KerasEstimatorParamsReader, KerasEstimatorParamsWriter
 from farandole.spark.keras.remote import train
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.backend import Backend
+    from farandole.spark.common.fingerprint import Fingerprint, Part
     from farandole.spark.common.progress import Progress
     from farandole.spark.common.store import Store
     from farandole.spark.keras.compiled import Compiled
@@ -45,7 +47,7 @@ class KerasEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> KerasEstimatorParamsWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there. Backend and store are not saved."""
+        """The writer; `write().overwrite().save(path)` replaces what is there, see `places`."""
         return KerasEstimatorParamsWriter(cast("Any", self))
 
 
@@ -79,7 +81,8 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
     Keras on each rank are seeded; dropout differs between ranks.
 
     A `run_id` whose checkpoint is in the store is resumed: the run goes on after its last complete epoch, up to
-    `epochs` of them all together.
+    `epochs` of them all together. It goes on with the data, model, loss, optimizer and parameters that it was begun
+    with, else `fit` says what differs; fits of a tuner, and those with a map of parameters, have runs of their own.
 
     Args:
         num_proc: Training processes; default: Spark's default parallelism.
@@ -107,6 +110,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         shuffle: Whether each epoch has its own order; default True.
         partitions_per_process: Most files of prepared data per process; default 10.
         run_id: Name of the run; default `keras_<time>`.
+        resume: `"force"` goes on with a run that was begun with something else, too; default `"auto"`.
         train_steps_per_epoch: Training steps per epoch, fewer or more than one pass over the rows takes.
         validation_steps_per_epoch: Fewer validation steps per epoch.
         transformation_fn: Makes other values of each row, a dict by column, in the training processes; marked by
@@ -134,6 +138,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         allow_nan: Whether NaN and infinities are values like any others; default False.
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.
+        terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
         max_restarts: Most restarts of one fit; default 3.
@@ -167,6 +172,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         shuffle: bool | None = None,
         partitions_per_process: int | None = None,
         run_id: str | None = None,
+        resume: str | None = None,
         train_steps_per_epoch: int | None = None,
         validation_steps_per_epoch: int | None = None,
         transformation_fn: Callable[..., Any] | None = None,
@@ -189,6 +195,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         allow_nan: bool | None = None,
         continuous_cols: Sequence[str] | None = None,
         categorical_cols: Sequence[str] | None = None,
+        terminate_on_nan: bool | None = None,
         mlflow: bool | None = None,
         on_failure: str | None = None,
         max_restarts: int | None = None,
@@ -236,10 +243,9 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         return inputs, outputs
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> KerasModel:
-        job, copy, outputs = self._job(prepared)
+        job, copy, outputs, fingerprint = self._job(prepared)
         shown.message(told_mapping(job.shape, job.labels, outputs))
-        self._tell_of_checkpoint(job, shown)
-        with self._tracked(job.run_id) as tracker:
+        with self._held(job, fingerprint, shown), self._tracked(job.run_id) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             payload.load_state(copy.model, trained.model)
             tracker.model(copy.model, "keras")
@@ -258,8 +264,11 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             ],
         )
 
-    def _job(self, prepared: Prepared) -> tuple[Job, Compiled, list[tuple[int, ...]]]:
-        """The run's description, a copy of the model that nobody else holds, and the shapes of its outputs' rows."""
+    def _own_parts(self) -> list[Part]:
+        return parts_of(self.getModel(), self.getOptimizer(), self.getLoss())
+
+    def _job(self, prepared: Prepared) -> tuple[Job, Compiled, list[tuple[int, ...]], Fingerprint]:
+        """The run's description, a copy of the model that nobody else holds, its outputs' rows, and a fingerprint."""
         groups, labels = self._inputs(), self.getLabelCols()
         raw = self._roles().kept
         transformation = transformation_of(self)
@@ -286,7 +295,8 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         weight = self.getSampleWeightCol()
         label_columns = [columns[name] for name in labels]
         shape, arrays, outputs = compiled.try_out(copy, shape, label_columns, self.getLabelShapes(), weight is not None)
-        run_id = self._new_run("keras")
+        fingerprint = self._fingerprint(prepared)  # of a model that is built by now
+        run_id = self._new_run("keras", fingerprint)
         objects = Objects(
             custom_objects=copy.custom_objects,
             loss=copy.loss,
@@ -312,9 +322,10 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             floatx=keras.config.floatx(),
             policy=keras.config.dtype_policy().name,
             verbose=self.getVerbose(),
+            terminate_on_nan=self.getTerminateOnNan(),
             prefetch=self.getTensorflowDatasetPrefetchBufferSize(),
         )
-        return job, copy, outputs
+        return job, copy, outputs, fingerprint
 
 
 def _size(shape: Sequence[int]) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
+from farandole.spark.common.source import Place
 from farandole.spark.keras.arrays import model_inputs, model_labels
 
 if TYPE_CHECKING:
@@ -34,23 +35,35 @@ class Feed:
         job: the run.
         steps: batches of an epoch; more than a pass has go on with the next pass.
         trains: whether they are for training, where each brings its share if these differ.
+        moves: whether the world may change: then each batch for training brings its share.
     """
 
-    def __init__(self, source: Source, job: Job, steps: int, *, trains: bool) -> None:
+    def __init__(self, source: Source, job: Job, steps: int, *, trains: bool, moves: bool = False) -> None:
         self.source = source
         self.steps = steps
-        self.rows = source.rows_in(0, steps)
+        self.rows = source.place_after(0, steps).rows
         """Of all processes, in an epoch."""
         self.validates = source.own > 0
         """Whether this process has rows, and not one that only fills its place."""
-        ends = trains and steps >= source.steps
-        self.shares = ends and not source.is_even
+        ends = trains and steps >= source.steps_until_end()
+        self.shares = trains and (moves or (ends and not source.is_even))
         self.leaves_out = ends and source.leaves_out
         """Whether some processes have no row in some steps."""
-        lacks = self.leaves_out and source.own <= (source.steps - 1) * job.data.batch_size
-        self.uncounted = range(source.steps - 1, steps, source.steps) if lacks else range(0)
+        self.uncounted = source.lacking(steps) if self.leaves_out else []
         """The steps in which this process has none."""
         self._job = job
+
+    keeps_place = True
+    """Whether an epoch can go on in the middle, in another process."""
+
+    def place_after(self, epoch: int, steps: int) -> Place:
+        """How far all processes have come.
+
+        Args:
+            epoch: its number.
+            steps: that are done.
+        """
+        return self.source.place_after(epoch, steps)
 
     def validation(self) -> Validation:
         """The batches of an epoch, again and again."""
@@ -131,13 +144,23 @@ class ModuleFeed:
         rows: of all processes in an epoch.
     """
 
+    keeps_place = False
+
     def __init__(self, data: Callable[[], Any], steps: int, rows: int) -> None:
         self.steps = steps
         self.rows = rows
         self.validates = True
         self.shares = self.leaves_out = False
-        self.uncounted = range(0)
+        self.uncounted: list[int] = []
         self._data = data
+
+    def place_after(self, _epoch: int, steps: int) -> Place:
+        """How many steps are done: no more is known.
+
+        Args:
+            steps: that are done.
+        """
+        return Place(steps)
 
     def epochs(self, first: int, last: int) -> Any:
         """The batches of all epochs; the module keeps their order."""

@@ -74,6 +74,7 @@ class Job:
     policy: str
     """Keras's dtype policy, by which it decides about loss scales."""
     verbose: int
+    terminate_on_nan: bool
     prefetch: int
     """Batches that `tf.data` prepares ahead; 0 leaves it to Keras."""
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-import cloudpickle
 import keras
 from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
+from farandole.common import pickling
 from farandole.spark.ahead import sent
 from farandole.spark.common import check
 from farandole.spark.common.columns import Roles, check_present, check_types
@@ -128,7 +128,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
             raise ValueError(f"output_cols needs one name per label column {len(labels)}: {names}")
         predictor = Predictor(
             model=sent(dataset.sparkSession, payload.pack(self.getModel())),
-            custom_objects=cloudpickle.dumps(custom_objects(self.getModel(), self.getCustomObjects())),
+            custom_objects=pickling.dumps(custom_objects(self.getModel(), self.getCustomObjects())),
             backend=keras.backend.backend(),
             columns=tuple(dataset.columns),
             groups=groups,

@@ -14,8 +14,9 @@ import inspect
 import io
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import keras
+
+from farandole.common import pickling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +54,7 @@ def dumps(value: Any) -> bytes:
     return file.getvalue()
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(pickling.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, keras.losses.Loss):
             return copyreg.__newobj__, (type(obj),), vars(obj)  # pyright: ignore[reportAttributeAccessIssue]
@@ -88,8 +89,14 @@ def _add(value: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
         _note(value, found)
     elif _is_made_of(value):
         _note(type(value), found)
-        for one in list(vars(value).values()):
-            _add(one, found, seen, depth + 1)
+        for name, one in list(vars(value).items()):
+            if not _is_own_method(value, name, one):
+                _add(one, found, seen, depth + 1)
+
+
+def _is_own_method(value: Any, name: str, one: Any) -> bool:
+    """Whether an attribute is what Keras wraps around a method, as around `build`: it holds the layer, not a part."""
+    return inspect.isfunction(one) and hasattr(type(value), name)
 
 
 def _is_made_of(value: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import cloudpickle
 
+from farandole.common import pickling
 from farandole.spark.common.outputs import describe
 from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain
 from farandole.spark.keras import payload
@@ -37,7 +38,7 @@ class KerasModelWriter(ParamsWriter):
         parts = {"model": payload.pack(model)}
         objects = custom_objects(model, given)
         if objects:
-            parts["custom_objects"] = cloudpickle.dumps(objects)
+            parts["custom_objects"] = pickling.dumps(objects)
         return values, parts
 
 
@@ -92,7 +93,7 @@ class KerasModelReader(ParamsReader["KerasModel"]):
 
 
 class KerasEstimatorParamsWriter(ParamsWriter):
-    """Writes a `KerasEstimator`; its backend and store are not saved."""
+    """Writes a `KerasEstimator`."""
 
     def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """As `ParamsWriter.parts`."""
@@ -112,7 +113,7 @@ class KerasEstimatorParamsWriter(ParamsWriter):
 
 
 class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):
-    """Reads a `KerasEstimator`; its backend and store are unset."""
+    """Reads a `KerasEstimator`."""
 
     def restore(self, loaded: KerasEstimator, parts: dict[str, bytes], path: str) -> None:
         """As `ParamsReader.restore`."""

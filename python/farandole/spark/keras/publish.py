@@ -21,6 +21,7 @@ from farandole._keras.callbacks import in_step
 from farandole.spark import task
 from farandole.spark.common.events import scalars
 from farandole.spark.common.history import entries
+from farandole.spark.common.meter import Meter
 from farandole.spark.keras import payload
 
 if TYPE_CHECKING:
@@ -31,6 +32,36 @@ if TYPE_CHECKING:
 
 _REPORT_SECONDS = 0.2
 _SECONDS, _ROWS = "seconds", "rows"
+
+
+class Metered(keras.callbacks.Callback):
+    """Measures where this rank's time goes; what the reduction takes is part of Keras's own step."""
+
+    async_safe = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._meter = Meter()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts the clock."""
+        del epoch, logs
+        self._meter.epoch_begins()
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """The rows are there."""
+        del batch, logs
+        self._meter.batch_begins()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """A step is done."""
+        del batch, logs
+        self._meter.batch_ends()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Says what was measured."""
+        del epoch, logs
+        self._meter.tell()
 
 
 class Kept(keras.callbacks.Callback):
@@ -90,6 +121,7 @@ class Publisher(keras.callbacks.Callback):
         kept: the user's checkpoint callback.
         board: local directory of the user's TensorBoard callback.
         model: that is trained.
+        writes: whether this process writes and tells, and does not only keep what it needs to do so later.
     """
 
     async_safe = True
@@ -104,8 +136,11 @@ class Publisher(keras.callbacks.Callback):
         kept: Kept | None,
         board: Path | None,
         model: Any,
+        *,
+        writes: bool = True,
     ) -> None:
         super().__init__()
+        self._writes = writes
         self.set_model(model)
         self._job = job
         self._rate = rate
@@ -121,6 +156,15 @@ class Publisher(keras.callbacks.Callback):
         self._started = self._reported = 0.0
         self._trained: float | None = None
 
+    def follow(self, steps: int, rows: int) -> None:
+        """Takes note of another world.
+
+        Args:
+            steps: batches of an epoch.
+            rows: of all processes in an epoch.
+        """
+        self._steps, self._rows = steps, rows
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the clock."""
         del logs
@@ -129,7 +173,7 @@ class Publisher(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Reports now and then."""
         now = time.monotonic()
-        if now - self._reported < _REPORT_SECONDS:
+        if not self._writes or now - self._reported < _REPORT_SECONDS:
             return
         self._reported = now
         done = batch + 1
@@ -151,6 +195,8 @@ class Publisher(keras.callbacks.Callback):
             self.history.setdefault(name, []).append(np.asarray(value).tolist())
         self.timing.append({_SECONDS: seconds, _ROWS: self._rows})
         self.last = None
+        if not self._writes:
+            return
         if self._job.store.saving_runs:
             self._write(self.checkpoint())
         entry = entries(self.history, self.timing)[-1]
@@ -170,17 +216,20 @@ class Publisher(keras.callbacks.Callback):
         del logs
         if self.timing:
             self.last = None
-            if self._job.store.saving_runs:
+            if self._writes and self._job.store.saving_runs:
                 self._write(self.checkpoint())
 
     def checkpoint(self) -> bytes:
         """The model as it is now, with the history of the run."""
         if self.last is None:
-            best = None if self.kept is None else getattr(self.kept.inner, "best", None)
-            note = {"history": self.history, "timing": self.timing, "best": None if best is None else float(best)}
             with self._rate.of_one_process():
-                self.last = payload.annotate(payload.pack(self.model), note)
+                self.last = payload.annotate(payload.pack(self.model), self.note())
         return self.last
+
+    def note(self) -> dict[str, Any]:
+        """What a checkpoint says of the epochs so far."""
+        best = None if self.kept is None else getattr(self.kept.inner, "best", None)
+        return {"history": self.history, "timing": self.timing, "best": None if best is None else float(best)}
 
     def result(self) -> bytes:
         """What `fit` returns: the model that the user's callback kept, else the last."""

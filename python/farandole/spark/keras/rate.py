@@ -57,9 +57,19 @@ class Rate:
         """The rate as it is now; `None` for a schedule."""
         return None if self._schedule is not None else float(as_array(self._own))
 
-    def scale(self) -> None:
-        """Multiplies the rate by the number of processes."""
-        self._set(float(self._size))
+    def follow(self, before: int, size: int) -> None:
+        """Takes the rate from one number of processes to another.
+
+        Args:
+            before: the number that the optimizer's rate is multiplied by; a schedule's factor is set anew.
+            size: the number of processes now.
+        """
+        self._size = size
+        if self._schedule is None:
+            if before != size:
+                self._own.assign(as_array(self._own) * (size / before))
+        else:
+            self._optimizer._learning_rate = _Scaled(self._schedule, float(size)) if size > 1 else self._schedule  # noqa: SLF001
 
     @contextlib.contextmanager
     def of_one_process(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ import numpy as np
 
 import farandole.numpy as arrays
 from farandole.common import basics
+from farandole.common.notices import is_elastic
 from farandole.spark import task
 
 if TYPE_CHECKING:
@@ -100,6 +101,10 @@ def _jax(wanted: bool) -> None:
 
 def _chosen(count: int) -> int | None:
     """Number of this process's GPU among those it sees, where every process sees one."""
+    if is_elastic():
+        # Each for itself: a process that joins later finds nobody who asks the same.
+        choice = task.device(count, basics.local_rank(), basics.local_size())
+        return None if choice is None else choice.index
     ranks = int(arrays.allreduce(np.array([int(count > 0)], np.int32), op=arrays.Sum, name="farandole.keras.gpus")[0])
     if ranks not in (0, basics.size()):
         raise RuntimeError(

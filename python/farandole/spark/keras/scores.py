@@ -17,6 +17,7 @@ import farandole.numpy as arrays
 from farandole._keras.callbacks import in_step
 from farandole._keras.values import as_array
 from farandole.common import basics
+from farandole.spark.common.finite import check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,18 +72,41 @@ class GlobalScores(keras.callbacks.Callback):
 
     def _everywhere(self, stage: str, *, counts: bool) -> dict[str, Any]:
         model: Any = self.model
-        in_step(model)
-        variables = list(model.metrics_variables)
-        parts = [as_array(variable) for variable in variables]
-        vectors = [_contribution(part, variable, counts) for part, variable in zip(parts, variables, strict=True)]
-        if vectors:
-            total = arrays.allreduce(np.concatenate(vectors), op=arrays.Sum, name=f"farandole.keras.{stage}")
-            start = 0
-            for part, variable in zip(parts, variables, strict=True):
-                values = total[start : start + part.size].reshape(part.shape)
-                start += part.size
-                _put(variable, values, part.dtype)
+        put_metrics(model, summed_metrics(model, stage, counts=counts))
         return {name: _plain(value) for name, value in model.get_metrics_result().items()}
+
+
+def summed_metrics(model: Any, stage: str, *, counts: bool) -> Any:
+    """What the metrics of all processes have come to, as one array; a collective call.
+
+    Args:
+        model: compiled.
+        stage: what the call is named after.
+        counts: whether this process has rows, and not one that only fills its place.
+    """
+    in_step(model)
+    vectors = [_contribution(as_array(variable), variable, counts) for variable in model.metrics_variables]
+    if not vectors:
+        return np.zeros(0)
+    return arrays.allreduce(np.concatenate(vectors), op=arrays.Sum, name=f"farandole.keras.{stage}")
+
+
+def put_metrics(model: Any, total: Any, *, once: bool = False) -> None:
+    """Gives metrics values that `summed_metrics` returned.
+
+    Args:
+        model: compiled.
+        total: the values.
+        once: whether only rank 0 takes sums, so that they count once when they are summed again.
+    """
+    start = 0
+    for variable in model.metrics_variables:
+        part = as_array(variable)
+        values = total[start : start + part.size].reshape(part.shape)
+        start += part.size
+        is_sum = getattr(variable, "aggregation", "sum") not in ("mean", "only_first_replica")
+        if not (once and is_sum and basics.rank() != 0):
+            _put(variable, values, part.dtype)
 
 
 def _contribution(part: Any, variable: Any, counts: bool) -> Any:
@@ -164,6 +188,38 @@ class UncountedSteps(keras.callbacks.Callback):
             for variable, value in self._kept:
                 variable.assign(value)
             self._kept = []
+
+
+class FiniteLoss(keras.callbacks.Callback):
+    """Ends training at a loss that is NaN or infinite.
+
+    Keras reads the loss for its callbacks anyway, where a backend runs ahead in a thread of its own.
+
+    Args:
+        rank: of this process.
+    """
+
+    async_safe = True
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch."""
+        del logs
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Looks at the mean loss of the epoch so far, which one bad step spoils.
+
+        Raises:
+            NotFiniteError: it is not finite.
+        """
+        loss = (logs or {}).get("loss")
+        if loss is not None and np.ndim(loss) == 0:
+            check(float(loss), self._epoch, batch, self._rank)
 
 
 class OneEnd(keras.callbacks.Callback):

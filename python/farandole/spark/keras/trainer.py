@@ -8,8 +8,10 @@ A run whose checkpoint exists goes on after the last complete epoch, up to `epoc
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -21,16 +23,19 @@ import farandole.numpy as arrays
 from farandole._keras.callbacks import LearningRateScheduleCallback
 from farandole._keras.values import as_array, broadcast_variables
 from farandole.common import basics
+from farandole.common.notices import is_elastic
 from farandole.runner import scratch
-from farandole.spark.common.source import Source
+from farandole.spark import task
+from farandole.spark.common.source import Place, Source
 from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import reader_casts, zeros
 from farandole.spark.keras.compiled import put_loss
+from farandole.spark.keras.elastic import Commits, Course, Moments, Told
 from farandole.spark.keras.feed import Feed, ModuleFeed, Validation, prefetched, take_shares
 from farandole.spark.keras.job import Trained
-from farandole.spark.keras.publish import Kept, Publisher
+from farandole.spark.keras.publish import Kept, Metered, Publisher
 from farandole.spark.keras.rate import Rate
-from farandole.spark.keras.scores import GlobalScores, OneEnd, UncountedSteps
+from farandole.spark.keras.scores import FiniteLoss, GlobalScores, OneEnd, UncountedSteps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,36 +61,95 @@ class Trainer:
         if job.random_seed is not None:
             _seed((job.random_seed + self.rank) % 2**32)
         self.objects: Objects = cloudpickle.loads(job.objects)
+        self.moves = is_elastic()
+        """Whether the world may change."""
         self.module: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        self.train, self.val = self._feeds() if self.objects.data_module is None else self._feeds_of_module()
+        self.train, self.val = self._feeds()
         self.note: dict[str, Any] = {}
         self.best: bytes | None = None
+        self.done = 0
+        self.told = Told(self.objects.callbacks)
+        self.has_entered = False
+        self.first_best = getattr(self.objects.checkpoint_callback, "best", None)
         self.model = self._model()
 
     def run(self) -> Trained | None:
         """Trains up to the last epoch."""
-        with scratch.directory() as folder, self.module:
-            publisher = self._publisher(folder)
-            done = self.done
-            if done < self.job.epochs:
-                self._fit(publisher, done)
+        with scratch.directory() as folder:
+            if self.moves:
+                self.course = Course(self.model)
+                self.course.through(lambda: self._go_on(folder))
+            else:
+                self._resume()
+                self._scale(1)
+                self._part_seeds()
+                self.publisher = self._publisher(folder)
+                with self.module:
+                    if self.done < self.job.epochs:
+                        self._fit(self.done, self.job.epochs)
+            publisher = self.publisher
             return Trained(publisher.result(), publisher.history) if self.rank == 0 else None
 
-    def _fit(self, publisher: Publisher, done: int) -> None:
+    def _go_on(self, folder: Path) -> None:
+        """Trains from what was reached up to the last epoch, in one world of an elastic job."""
+        self.size, self.rank = basics.size(), basics.rank()
+        course, model = self.course, self.model
+        # What was compiled for another world may hold its numbers.
+        model.train_function = model.test_function = None
+        if course.reached.begun:
+            self.note, self.best = copy.deepcopy(course.reached.note), course.reached.best
+            self._scale(course.reached.size)
+        else:
+            self._resume()
+            self._scale(1)
+            course.reached = replace(course.reached, epoch=self.done, note=copy.deepcopy(self.note), best=self.best)
+        if not self.has_entered:
+            self.has_entered = True
+            self._part_seeds()
+        self.publisher = self._publisher(folder)
+        course.reaches(begun=True, size=self.size)
+        if course.reached.place.steps:
+            self._fit_part(course.reached.epoch + 1)
+        if not course.reached.stopped and course.reached.epoch < self.job.epochs:
+            self._fit_part(self.job.epochs)
+
+    def _fit_part(self, last: int) -> None:
+        """Trains from what was reached up to an epoch."""
+        reached = self.course.reached
+        self.train, self.val = self._feeds(reached.place)
+        self.publisher.follow(self.train.steps, self.train.rows)
+        with self.module:
+            self._fit(reached.epoch, last, reached.place)
+
+    def _fit(self, first: int, last: int, place: Place | None = None) -> None:
         model, train, val = self.model, self.train, self.val
-        batches = train.epochs(done, self.job.epochs)
+        batches = train.epochs(first, last)
         validation = None if val is None else val.validation()
+        verbose = 2 if self.job.verbose > 1 and self.rank == 0 else 0
+        callbacks: Any = self._callbacks(self.publisher)
+        if place is not None:
+            callbacks = Moments(
+                [*callbacks, Commits(self.course, train, self.publisher)],
+                self.told,
+                place.steps,
+                self.job.epochs,
+                add_progbar=verbose != 0,
+                verbose=verbose,
+                epochs=self.job.epochs,
+                steps=train.steps,
+                model=model,
+            )
         try:
             model.fit(
                 prefetched(batches, self.job.prefetch),
-                steps_per_epoch=train.steps,
-                epochs=self.job.epochs,
-                initial_epoch=done,
+                steps_per_epoch=train.steps - (0 if place is None else place.steps),
+                epochs=last,
+                initial_epoch=first,
                 shuffle=False,  # the reader does
                 validation_data=validation,
                 validation_steps=None if val is None else val.steps,
-                verbose=2 if self.job.verbose > 1 and self.rank == 0 else 0,
-                callbacks=self._callbacks(publisher),
+                verbose=verbose,
+                callbacks=callbacks,
             )
         finally:
             for source in (batches, validation):
@@ -101,26 +165,20 @@ class Trainer:
         x, y = zeros(job.shape, job.labels, job.data.batch_size)
         weights = None if job.weight is None else np.ones(job.data.batch_size, np.float32)
         _build(model, (x, y) if weights is None else (x, y, weights))
-        first = Rate(model.optimizer, self.size).initial()
-        self._resume(model)
+        self.first_rate = Rate(model.optimizer, 1).initial()
         compression = objects.compression or hvd.Compression.none
         model.optimizer = hvd.DistributedOptimizer(model.optimizer, compression=compression)
         model.jit_compile = model.jit_compile  # asked again, now that the optimizer is another one
-        broadcast_variables([*model.weights, *model.optimizer.variables], 0)
-        self._part_seeds(model)
-        self.rate = Rate(model.optimizer, self.size)
-        self.rate.scale()
-        for callback in objects.callbacks:
-            if isinstance(callback, LearningRateScheduleCallback) and first is not None:
-                callback.initial_lr = first * self.size
+        self.rate = Rate(model.optimizer, 1)
         if self.train.shares:
             take_shares(model)
-        if self.train.leaves_out:
+        if self.train.leaves_out or self.moves:
             model.steps_per_execution = 1
         return model
 
-    def _resume(self, model: Any) -> None:
-        store = self.job.store
+    def _resume(self) -> None:
+        """Takes the run's checkpoint into the model, everywhere alike; a collective call."""
+        model, store = self.model, self.job.store
         done = np.zeros(1, np.int64)
         if self.rank == 0:
             found = store.resume()
@@ -136,10 +194,20 @@ class Trainer:
                 self.best = store.read_checkpoint(f"{store.checkpoint_filename}.best")
                 done[0] = len(self.note.get("timing", []))
         self.done = int(arrays.broadcast(done, 0, name="farandole.keras.done")[0])
+        if self.moves:
+            self.note, self.best = arrays.broadcast_object((self.note, self.best), 0)
+        broadcast_variables([*model.weights, *model.optimizer.variables], 0)
 
-    def _part_seeds(self, model: Any) -> None:
+    def _scale(self, before: int) -> None:
+        """Takes the learning rate from one number of processes to this world's."""
+        self.rate.follow(before, self.size)
+        for callback in self.objects.callbacks:
+            if isinstance(callback, LearningRateScheduleCallback) and self.first_rate is not None:
+                callback.initial_lr = self.first_rate * self.size
+
+    def _part_seeds(self) -> None:
         """Random layers draw other numbers on every rank, and the same ones in every run of one seed."""
-        for index, variable in enumerate(one for one in model.non_trainable_variables if _SEEDS in one.name):
+        for index, variable in enumerate(one for one in self.model.non_trainable_variables if _SEEDS in one.name):
             state = np.array(as_array(variable))
             if self.job.random_seed is not None and self.done == 0:
                 state[0] = (self.job.random_seed + index) % 2**31
@@ -148,18 +216,26 @@ class Trainer:
 
     def _callbacks(self, publisher: Publisher) -> list[Any]:
         callbacks: list[Any] = [GlobalScores(validates=self.val is None or self.val.validates)]
+        if self.job.terminate_on_nan and not any(_ends_on_nan(one) for one in self.objects.callbacks):
+            callbacks.append(FiniteLoss(self.rank))
         if self.train.uncounted:
             callbacks.append(UncountedSteps(self.train.uncounted))
+        if task.is_told():
+            callbacks.append(Metered())
         boards = [one for one in self.objects.callbacks if isinstance(one, keras.callbacks.TensorBoard)]
         callbacks += [one for one in self.objects.callbacks if one not in boards]
         if self.rank == 0:
-            callbacks += [*boards, *([] if publisher.kept is None else [publisher.kept]), publisher]
+            callbacks += boards
+        if self.rank == 0 or self.moves:
+            callbacks += [*([] if publisher.kept is None else [publisher.kept]), publisher]
         return [*callbacks, OneEnd()]
 
     def _publisher(self, directory: Path) -> Publisher:
         kept = None
         if self.objects.checkpoint_callback is not None:
             kept = Kept(self.objects.checkpoint_callback, directory / "best.keras", self.rate)
+            kept.inner.best = self.first_best
+            kept.path.unlink(missing_ok=True)
             if self.best is not None:
                 kept.path.write_bytes(self.best)
                 kept.inner.best = self.note.get("best", kept.inner.best)
@@ -168,9 +244,13 @@ class Trainer:
             if isinstance(callback, keras.callbacks.TensorBoard):
                 board = directory / "logs"
                 callback.log_dir = str(board)
-        return Publisher(self.job, self.rate, self.note, self.train.steps, self.train.rows, kept, board, self.model)
+        arguments = (self.job, self.rate, self.note, self.train.steps, self.train.rows, kept, board, self.model)
+        return Publisher(*arguments, writes=self.rank == 0)
 
-    def _feeds(self) -> tuple[Feed, Feed | None]:
+    def _feeds(self, place: Place | None = None) -> tuple[Feed | ModuleFeed, Feed | ModuleFeed | None]:
+        """Training, from a place in an epoch on, and validation."""
+        if self.objects.data_module is not None:
+            return self._feeds_of_module()
         job, data = self.job, self.job.data
         train = self._source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)
         val = None
@@ -178,7 +258,8 @@ class Trainer:
             # In whatever order: sums over rows are the same, and each byte is read once.
             source = self._source(data.val_url, data.val_batch_size, data.val_threads, shuffle=True)
             val = Feed(source, job, min(source.own_steps, data.val_steps or source.own_steps), trains=False)
-        return Feed(train, job, data.train_steps or train.steps, trains=True), val
+        train.begin_at(place or Place())
+        return Feed(train, job, data.train_steps or train.steps_until_end(), trains=True, moves=self.moves), val
 
     def _feeds_of_module(self) -> tuple[ModuleFeed, ModuleFeed | None]:
         job, data, size = self.job, self.job.data, self.size
@@ -215,7 +296,12 @@ class Trainer:
             in_memory=job.data.in_memory,
             transformation=objects.transformation,
             missing=job.data.missing,
+            moves=self.moves,
         )
+
+
+def _ends_on_nan(callback: Any) -> bool:
+    return isinstance(callback, keras.callbacks.TerminateOnNaN)
 
 
 def _seed(seed: int) -> None:

@@ -16,7 +16,9 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
+from farandole.spark.common.digests import class_name
 from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.fingerprint import Part
 from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
 from farandole.spark.lightning.job import LightningJob, LightningObjects
@@ -27,6 +29,7 @@ from farandole.spark.lightning.wrapped import wrap
 from farandole.spark.torch import mapping, payload
 from farandole.spark.torch.job import Job, Label, Loop
 from farandole.spark.torch.losses import constructed
+from farandole.spark.torch.parts import parts_of
 from farandole.spark.torch.tensors import inputs_of
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.backend import Backend
+    from farandole.spark.common.fingerprint import Fingerprint
     from farandole.spark.common.persistence import ParamsReader, ParamsWriter
     from farandole.spark.common.progress import Progress
     from farandole.spark.common.store import Store
@@ -50,7 +54,7 @@ class TorchEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> ParamsWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there. Backend and store are not saved."""
+        """The writer; `write().overwrite().save(path)` replaces what is there, see `places`."""
         from farandole.spark.torch.persistence import TorchParamsWriter
 
         return TorchParamsWriter(cast("Any", self))
@@ -78,7 +82,7 @@ class LightningEstimator(
 
     The learning rate is the module's own business and is not scaled. What the module logs becomes the history, as a
     mean over rows of all processes. A `run_id` whose checkpoint is in the store is resumed after its last complete
-    epoch, optimizers and schedulers included.
+    epoch, optimizers and schedulers included, with the data, model and parameters that it was begun with.
 
     Args:
         num_proc: Training processes; default: Spark's default parallelism.
@@ -106,6 +110,7 @@ class LightningEstimator(
         fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
         allow_nan: Whether NaN and infinities are values like any others; default False.
         run_id: Name of the run; default `pytorch_<time>`.
+        resume: `"force"` goes on with a run that was begun with something else, too; default `"auto"`.
         train_steps_per_epoch: Training steps per epoch.
         validation_steps_per_epoch: The same for validation.
         input_shapes: Shape of each input's tensor, -1 for its rows.
@@ -128,7 +133,7 @@ class LightningEstimator(
         logger: Lightning's logger, or a list of them; files go to the run's logs in the store.
         log_every_n_steps: Steps between rows of a log; default 50.
         profiler: Lightning's profiler.
-        terminate_on_nan: Whether a loss that is no number ends the run; default False.
+        terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
         trainer_args: Arguments of Lightning's `Trainer` that win over all others.
         debug_data_loader: Accepted for Horovod's sake.
         train_async_data_loader_queue_size: Accepted for Horovod's sake: batches are read ahead.
@@ -179,6 +184,7 @@ class LightningEstimator(
         fill: Any = None,
         allow_nan: bool | None = None,
         run_id: str | None = None,
+        resume: str | None = None,
         train_steps_per_epoch: int | None = None,
         validation_steps_per_epoch: int | None = None,
         input_shapes: Sequence[Sequence[int]] | None = None,
@@ -264,10 +270,10 @@ class LightningEstimator(
         return TorchModel
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
-        job, objects, sizes = self._job(prepared)
+        fingerprint = self._fingerprint(prepared)
+        job, objects, sizes = self._job(prepared, fingerprint)
         base = job.base
-        self._tell_of_checkpoint(base, shown)
-        with self._tracked(base.run_id) as tracker:
+        with self._held(base, fingerprint, shown), self._tracked(base.run_id) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             objects.module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
             module = objects.module.model if self._package() is None else objects.module
@@ -293,7 +299,20 @@ class LightningEstimator(
             outputs=outputs,
         )
 
-    def _job(self, prepared: Prepared) -> tuple[LightningJob, LightningObjects, list[int] | None]:
+    def _own_parts(self) -> list[Part]:
+        model = self.getModel()
+        parts = parts_of(model, self.getOptimizer())
+        if self._package() is not None:
+            parts += [
+                Part.of(name, [function, dict(model.hparams)], f"{class_name(model)}.{name}")
+                for name in ("training_step", "configure_optimizers")
+                if (function := getattr(type(model), name, None)) is not None
+            ]
+        return parts
+
+    def _job(
+        self, prepared: Prepared, fingerprint: Fingerprint
+    ) -> tuple[LightningJob, LightningObjects, list[int] | None]:
         """The run's description, a copy of the user's objects, and the size of each output where it can be tried."""
         transformation = transformation_of(self)
         raw = self._roles().kept
@@ -334,7 +353,7 @@ class LightningEstimator(
         packed = payload.pack_objects(
             objects, module="model", compression="gradient_compression", transformation="transformation_fn"
         )
-        run_id = self._new_run("pytorch")
+        run_id = self._new_run("pytorch", fingerprint)
         base = Job(
             objects=packed,
             store=self._store().to_remote(run_id, prepared.index),
@@ -352,7 +371,6 @@ class LightningEstimator(
             package=package or next(one for one in _PACKAGES if find_spec(one.partition(".")[0]) is not None),
             batches=package is not None,
             log_every=self.getLogEveryNSteps(),
-            terminate_on_nan=self.getTerminateOnNan(),
             gpus=self.getNumGpus(),
         )
         sizes = None

@@ -22,8 +22,12 @@ class LightningJob:
     batches: bool
     """Whether batches are dicts by column, as a user's module takes them."""
     log_every: int
-    terminate_on_nan: bool
     gpus: int | None
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run."""
+        return self.base.run_id
 
 
 @dataclass

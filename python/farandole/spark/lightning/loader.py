@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from farandole.spark.common.source import Place
 from farandole.spark.torch.tensors import check_inputs, input_tensor, label_tensor
 
 if TYPE_CHECKING:
@@ -28,25 +29,45 @@ class Loader:
         job: says what columns become.
         steps: of one epoch; `None` takes one pass.
         epoch: the first.
+        place: where the first goes on.
     """
 
-    def __init__(self, source: Batched, job: Job, steps: int | None, epoch: int) -> None:
+    def __init__(self, source: Batched, job: Job, steps: int | None, epoch: int, place: Place | None = None) -> None:
         self._source = source
         self._job = job
-        self._steps = source.steps if steps is None else steps
+        self._steps = steps
         self._epoch = epoch
+        self._place = place or Place()
+        source.begin_at(self._place)
         self.checked = False
 
     def __len__(self) -> int:
-        """Steps of one epoch."""
-        return self._steps
+        """Steps that are left of the next epoch, or of the one under way were it to begin again."""
+        return self._until_end() - self._place.steps
+
+    def place_after(self, epoch: int, steps: int) -> Place:
+        """How far all processes have come.
+
+        Args:
+            epoch: that is under way.
+            steps: of it that this loader has given.
+        """
+        return self._source.place_after(epoch, self._place.steps + steps)
+
+    def ends(self) -> None:
+        """Has the next epoch begin at its beginning."""
+        self._place = Place()
+        self._source.begin_at(self._place)
+
+    def _until_end(self) -> int:
+        return self._source.steps_until_end() if self._steps is None else self._steps
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """The next epoch."""
         epoch = self._epoch
         self._epoch += 1
         host, allow_nan = torch.device("cpu"), self._job.data.missing.allow_nan
-        for rows in self._source.epoch(epoch, self._steps):
+        for rows in self._source.epoch(epoch, self._until_end()):
             count = rows.valid or 1
             if not (self.checked or allow_nan):
                 for one in self._job.inputs:

@@ -40,9 +40,6 @@ class LightningParams(TorchParams):
     loader_num_epochs = declare(
         "loader_num_epochs", "not used: an epoch is one pass", check.at_least("loader_num_epochs", 1)
     )
-    terminate_on_nan = declare(
-        "terminate_on_nan", "whether a loss that is no number ends the run", check.flag("terminate_on_nan")
-    )
     profiler = declare("profiler", "Lightning's profiler", check.anything)
     trainer_args = declare("trainer_args", "arguments of Lightning's Trainer that win over all others", _arguments)
     debug_data_loader = declare("debug_data_loader", "not used", check.flag("debug_data_loader"))
@@ -62,7 +59,6 @@ class LightningParams(TorchParams):
     setLogger, getLogger = accessors("logger")
     setLogEveryNSteps, getLogEveryNSteps = accessors("log_every_n_steps")
     setLoaderNumEpochs, getLoaderNumEpochs = accessors("loader_num_epochs")
-    setTerminateOnNan, getTerminateOnNan = accessors("terminate_on_nan")
     setProfiler, getProfiler = accessors("profiler")
     setTrainerArgs, getTrainerArgs = accessors("trainer_args")
     setDebugDataLoader, getDebugDataLoader = accessors("debug_data_loader")
@@ -76,4 +72,4 @@ class LightningParams(TorchParams):
             "num_gpus", "logger", "loader_num_epochs", "profiler", "trainer_args",
             "train_async_data_loader_queue_size", "val_async_data_loader_queue_size",
         )  # fmt: skip
-        self._setDefault(**dict.fromkeys(unset), log_every_n_steps=50, terminate_on_nan=False, debug_data_loader=False)
+        self._setDefault(**dict.fromkeys(unset), log_every_n_steps=50, debug_data_loader=False)

@@ -10,19 +10,22 @@ from __future__ import annotations
 import logging
 import pickle
 import warnings
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import farandole.torch as hvd
+from farandole.common.notices import is_elastic
 from farandole.runner import scratch
 from farandole.spark.common.consent import VARIABLE, PickleNotAllowedError, given
+from farandole.spark.lightning.elastic import Reached, RunState
 from farandole.spark.lightning.loader import Loader
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch import payload
 from farandole.spark.torch.job import Trained
-from farandole.spark.torch.setup import device_of, module_steps, prepare_process, sources
+from farandole.spark.torch.setup import agree_on_device, device_of, module_steps, prepare_process, sources
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,29 +60,53 @@ def train(job: LightningJob) -> Trained | None:
 
 
 def _train(job: LightningJob, folder: Path) -> Trained | None:
-    base, rank, size = job.base, hvd.rank(), hvd.size()
-    prepare_process(base.loop, rank)
+    base = job.base
+    prepare_process(base.loop, hvd.rank())
     device = device_of(base.loop.use_gpu and job.gpus != 0)
     objects: LightningObjects = payload.unpack(base.objects)
-    # One read for all: a rank 0 of a lost gang may not have ended yet, and write another in between.
-    found = hvd.broadcast_object(base.store.resume() if rank == 0 else None, root_rank=0)
-    resume, history = None, []
-    if found is not None:
-        resume = folder / "resume.ckpt"
-        resume.write_bytes(found)
-        history = _checked(job, found).get("farandole_history", [])
-    watch = Watch(job, folder, history, rank, size)
+    if not is_elastic():
+        return _train_in_world(job, objects, device, folder, None)
+    from farandole.lightning import elastic  # noqa: PLC0415 - needs one of Lightning's packages
+
+    return elastic.run(lambda state: _train_in_world(job, objects, device, folder, state))(RunState(Reached()))
+
+
+def _train_in_world(
+    job: LightningJob, objects: LightningObjects, device: torch.device, folder: Path, state: RunState | None
+) -> Trained | None:
+    """Trains from the beginning, or from what was reached, to the end."""
+    agree_on_device(device)
+    base, rank, size = job.base, hvd.rank(), hvd.size()
+    reached = Reached() if state is None else state.reached
+    resume, history = None, list(reached.history)
+    if not reached.begun:
+        # One read for all: a rank 0 of a lost gang may not have ended yet, and write another in between.
+        found = hvd.broadcast_object(base.store.resume() if rank == 0 else None, root_rank=0)
+        if found is not None:
+            resume = folder / "resume.ckpt"
+            resume.write_bytes(found)
+            history = _checked(job, found).get("farandole_history", [])
+    moves = state is not None
+    watch = Watch(job, folder, history, rank, size, (reached.place.rows, reached.total), moves=moves)
+    watch.best = reached.best
     trainer = _trainer(job, objects, watch, folder, device)
+    loader = None
     if objects.data_module is not None:
         data: dict[str, Any] = {"datamodule": _data_module(job, objects, rank, size)}
     else:
-        train_source, val_source, _ = sources(base, objects.transformation, None, rank, size)
-        data = {"train_dataloaders": Loader(train_source, base, base.data.train_steps, len(history))}
+        train_source, val_source, _ = sources(base, objects.transformation, None, rank, size, moves=moves)
+        loader = Loader(train_source, base, base.data.train_steps, len(history), reached.place)
+        data = {"train_dataloaders": loader}
         if val_source is not None:
             data["val_dataloaders"] = Loader(val_source, base, base.data.val_steps, len(history))
     module: Any = torch.compile(objects.module) if base.loop.compile else objects.module
-    trainer.fit(module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
-    if rank != 0:
+    if state is None:
+        trainer.fit(module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
+    else:
+        state.reached = replace(reached, begun=True, history=history)
+        state.begin(loader, watch)
+        state.fit(trainer, module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
+    if hvd.rank() != 0:
         return None
     return Trained(payload.pack_state({"model": watch.best_state(trainer, objects.module)}), watch.history)
 

@@ -19,6 +19,8 @@ import farandole.torch as hvd
 from farandole.spark import task
 from farandole.spark.common.consent import given
 from farandole.spark.common.events import scalars
+from farandole.spark.common.finite import check
+from farandole.spark.common.meter import Meter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,9 +40,23 @@ class Watch:
         history: of epochs before.
         rank: of this process.
         size: processes.
+        begun: rows of the epoch under way that were counted in other worlds, and the sum of their losses.
+        moves: whether another process may become rank 0: then all keep the best.
     """
 
-    def __init__(self, job: LightningJob, scratch: Path, history: list[dict[str, Any]], rank: int, size: int) -> None:
+    def __init__(
+        self,
+        job: LightningJob,
+        scratch: Path,
+        history: list[dict[str, Any]],
+        rank: int,
+        size: int,
+        begun: tuple[int, float] = (0, 0.0),
+        *,
+        moves: bool = False,
+    ) -> None:
+        self._begun = begun
+        self._moves = moves
         self.job, self.store = job, job.base.store
         self.scratch = scratch
         self.history = history
@@ -50,6 +66,7 @@ class Watch:
         self.rows = 0
         self.val_rows = 0
         self.total = 0.0
+        self.meter = Meter()
 
     def callback(self, base: type[Any]) -> Any:
         """A callback of Lightning's that tells this.
@@ -63,19 +80,21 @@ class Watch:
         """Forgets what was counted."""
         self.started = time.monotonic()
         self.rows, self.val_rows, self.total = 0, 0, 0.0
+        self.meter.epoch_begins()
 
     def batch_ends(self, trainer: Any, outputs: Any, rows: int, index: int) -> None:
         """Counts a batch, and tells the driver now and then.
 
         Raises:
-            ValueError: the loss is no number, where that is to end the run.
+            NotFiniteError: the loss is NaN or infinite, where that is to end the run.
         """
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         self.rows += rows
+        self.meter.batch_ends(rows)
         if isinstance(loss, torch.Tensor):
             value = float(loss.detach())
-            if self.job.terminate_on_nan and not value - value == 0.0:
-                raise ValueError(f"the loss is {value} in batch {index} of epoch {trainer.current_epoch}")
+            if self.job.base.loop.terminate_on_nan:
+                check(value, trainer.current_epoch, index, self.rank)
             self.total += value * rows
         now = time.monotonic()
         if self.rank != 0 or now - self.reported < _REPORT_SECONDS:
@@ -90,10 +109,13 @@ class Watch:
 
     def epoch_ends(self, trainer: Any) -> None:
         """Writes the history's entry and the checkpoint; a collective call."""
+        self.meter.tell()
         seconds = time.monotonic() - self.started
         logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         told = hvd.allgather_object((logged, self.rows, self.val_rows, self.total))
         rows = sum(one[1] for one in told)
+        before, loss_before = self._begun
+        self._begun = (0, 0.0)
         parts: dict[str, dict[str, float]] = {"train": {}, "validation": {}}
         for name in logged:
             is_val = name.startswith("val_")
@@ -102,7 +124,8 @@ class Watch:
             parts["validation" if is_val else "train"][name.removeprefix("val_").removeprefix("train_")] = total / max(
                 sum(weights), 1
             )
-        parts["train"].setdefault("loss", sum(one[3] for one in told) / max(rows, 1))
+        rows += before
+        parts["train"].setdefault("loss", (loss_before + sum(one[3] for one in told)) / max(rows, 1))
         entry: dict[str, Any] = {"epoch": len(self.history)}
         for part, numbers in parts.items():
             if numbers:
@@ -118,10 +141,15 @@ class Watch:
         if stopping is not None and stopping.is_over(self.history):
             trainer.should_stop = True
 
+    def total_everywhere(self) -> float:
+        """The sum of the losses of the epoch so far, over the rows of all processes; a collective call."""
+        total = hvd.allreduce(torch.tensor([self.total], dtype=torch.float64), op=hvd.Sum, name="farandole.total")
+        return self._begun[1] + float(total)
+
     def _publish(self, trainer: Any) -> None:
         best, every = self.job.base.loop.best, self.job.base.loop.checkpoint_every
         is_best = best is not None and best.best(self.history) == len(self.history) - 1
-        if is_best and self.rank == 0:
+        if is_best and (self._moves or self.rank == 0):
             self.best = {
                 name: value.detach().cpu().clone() for name, value in trainer.lightning_module.state_dict().items()
             }
@@ -181,6 +209,9 @@ class _Moments:
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self.watch.epoch_begins()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.watch.meter.batch_begins()
 
     def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, batch: Any, index: int) -> None:
         self.watch.batch_ends(trainer, outputs, _rows(batch), index)

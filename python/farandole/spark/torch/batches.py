@@ -150,17 +150,17 @@ class UserMinibatch:
     Args:
         function: the user's.
         batches: what turns rows into tensors.
-        stepper: whose optimizer it steps.
+        optimizer: that it steps.
     """
 
-    def __init__(self, function: Callable[..., Any], batches: Batches, stepper: Stepper) -> None:
+    def __init__(self, function: Callable[..., Any], batches: Batches, optimizer: Any) -> None:
         self._function = function
         self._takes = _positional(function)
         self._batches = batches
-        self._stepper = stepper
+        self._stepper: Stepper
         self._pending = False
         self._passes = 1
-        stepper.optimizer.register_step_post_hook(self._stepped)
+        optimizer.register_step_post_hook(self._stepped)
 
     def __call__(self, rows: Rows, step: int, passes: int, everywhere: int | None) -> Scored:
         """Trains on one batch.
@@ -203,6 +203,19 @@ class UserMinibatch:
         outputs, labels = batches.shaped(returned[0], batches.labels(rows, count))
         loss = told[-1] if told else torch.as_tensor(returned[1]).detach()
         return [one[:valid] for one in outputs], [one[:valid] for one in labels], loss
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradients wait for the optimizer's step."""
+        return not self._pending
+
+    def enter(self, stepper: Stepper) -> None:
+        """Begins in a world, without gradients of the one before.
+
+        Args:
+            stepper: that counts the optimizer's steps.
+        """
+        self._stepper, self._pending = stepper, False
 
     def end(self) -> None:
         """Takes the step of the epoch's last batches, where the function steps before a batch as Horovod's does."""

@@ -34,13 +34,19 @@ class Checkpoints:
     Args:
         job: the run.
         rank: of this process.
+        moves: whether another process may become rank 0: then all keep the best.
+
+    Attributes:
+        rank: of this process.
+        best: the best so far, where that is kept.
     """
 
-    def __init__(self, job: Job, rank: int) -> None:
+    def __init__(self, job: Job, rank: int, *, moves: bool = False) -> None:
         self._job = job
         self._store = job.store
-        self._rank = rank
-        self._best: bytes | None = None
+        self._moves = moves
+        self.rank = rank
+        self.best: bytes | None = None
 
     def resume(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Takes the run's checkpoint into model and optimizer, everywhere alike; a collective call.
@@ -55,7 +61,7 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is of another model or optimizer.
         """
-        found = self._store.resume() if self._rank == 0 else None
+        found = self._store.resume() if self.rank == 0 else None
         rest: dict[str, Any] = {}
         if hvd.broadcast_object(found is not None, root_rank=0):
             if found is not None:
@@ -93,12 +99,14 @@ class Checkpoints:
         """
         best = self._job.loop.best
         is_best = best is not None and best.best(history) == len(history) - 1
-        if self._rank != 0 or not (self._store.saving_runs or is_best):
+        keeps = is_best and (self._moves or self.rank == 0)
+        writes = self._store.saving_runs and self.rank == 0
+        if not (keeps or writes):
             return
         packed = payload.pack_state(state())
-        if is_best:
-            self._best = packed
-        if not self._store.saving_runs:
+        if keeps:
+            self.best = packed
+        if not writes:
             return
         name, every = self._store.checkpoint_filename, self._job.loop.checkpoint_every
         if is_best:
@@ -117,11 +125,11 @@ class Checkpoints:
             state: makes a checkpoint.
             history: of all epochs.
         """
-        if self._rank != 0:
+        if self.rank != 0:
             return None
         if self._job.loop.best is not None and self._job.loop.best.best(history) is not None:
             # A resumed run whose best epoch came before has it in the store alone.
-            best = self._best or self._store.read_checkpoint(f"{self._store.checkpoint_filename}.best")
+            best = self.best or self._store.read_checkpoint(f"{self._store.checkpoint_filename}.best")
             if best is not None:
                 return Trained(best, history)
         return Trained(payload.pack_state(state()), history)

@@ -15,6 +15,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.fingerprint import Part
 from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
 from farandole.spark.torch import callbacks, mapping, payload
@@ -22,6 +23,7 @@ from farandole.spark.torch.job import Job, Label, Loop, Objects, Trained
 from farandole.spark.torch.losses import constructed, weighted
 from farandole.spark.torch.model import TorchModel
 from farandole.spark.torch.params import TorchParams
+from farandole.spark.torch.parts import parts_of
 from farandole.spark.torch.remote import train
 from farandole.spark.torch.tensors import inputs_of, told_mapping
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.backend import Backend
+    from farandole.spark.common.fingerprint import Fingerprint
     from farandole.spark.common.persistence import ParamsReader, ParamsWriter
     from farandole.spark.common.progress import Progress
     from farandole.spark.common.store import Store
@@ -39,7 +42,7 @@ class TorchEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> ParamsWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there. Backend and store are not saved."""
+        """The writer; `write().overwrite().save(path)` replaces what is there, see `places`."""
         from farandole.spark.torch.persistence import TorchParamsWriter
 
         return TorchParamsWriter(cast("Any", self))
@@ -70,7 +73,8 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
     each row is seen once per epoch. With `random_seed`, the split, the order, and torch on each rank are seeded.
 
     A `run_id` whose checkpoint is in the store is resumed: the run goes on after its last complete epoch, up to
-    `epochs` of them all together.
+    `epochs` of them all together. It goes on with the data, model, loss, optimizer and parameters that it was begun
+    with, else `fit` says what differs; fits of a tuner, and those with a map of parameters, have runs of their own.
 
     Args:
         num_proc: Training processes; default: Spark's default parallelism.
@@ -98,6 +102,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         shuffle: Whether each epoch has its own order; default True.
         partitions_per_process: Most files of prepared data per process; default 10.
         run_id: Name of the run; default `pytorch_<time>`.
+        resume: `"force"` goes on with a run that was begun with something else, too; default `"auto"`.
         train_steps_per_epoch: Training steps per epoch, fewer or more than one pass over the rows takes.
         validation_steps_per_epoch: The same for validation.
         input_shapes: Shape of each input's tensor, -1 for its rows.
@@ -139,6 +144,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         deterministic: Whether equal seeds and sizes give equal bits; default False.
         max_steps: Steps of the optimizer after which the run ends.
         max_time: Seconds of training after which the run ends, within an epoch too.
+        terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
         max_restarts: Most restarts of one fit; default 3.
@@ -171,6 +177,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         shuffle_buffer_size: int | None = None,
         partitions_per_process: int | None = None,
         run_id: str | None = None,
+        resume: str | None = None,
         train_steps_per_epoch: int | None = None,
         validation_steps_per_epoch: int | None = None,
         input_shapes: Sequence[Sequence[int]] | None = None,
@@ -205,6 +212,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         deterministic: bool | None = None,
         max_steps: int | None = None,
         max_time: float | None = None,
+        terminate_on_nan: bool | None = None,
         mlflow: bool | None = None,
         on_failure: str | None = None,
         max_restarts: int | None = None,
@@ -252,11 +260,11 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         return TorchModel
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
-        job, objects, losses, tensors = self._job(prepared)
+        fingerprint = self._fingerprint(prepared)
+        job, objects, losses, tensors = self._job(prepared, fingerprint)
         outputs = mapping.try_out(job, objects, losses, tensors)
         shown.message(told_mapping(job.inputs, job.labels, outputs, losses))
-        self._tell_of_checkpoint(job, shown)
-        with self._tracked(job.run_id) as tracker:
+        with self._held(job, fingerprint, shown), self._tracked(job.run_id) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             state = payload.unpack_state(trained.checkpoint)
             objects.model.load_state_dict(state["model"])
@@ -281,7 +289,14 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             ],
         )
 
-    def _job(self, prepared: Prepared) -> tuple[Job, Objects, list[Any], dict[str, torch.Tensor]]:
+    def _own_parts(self) -> list[Part]:
+        losses = self._losses()
+        what = "loss" if self.getLoss() is not None else "loss_constructors"
+        return [*parts_of(self.getModel(), self.getOptimizer()), Part.of(what, losses)]
+
+    def _job(
+        self, prepared: Prepared, fingerprint: Fingerprint
+    ) -> tuple[Job, Objects, list[Any], dict[str, torch.Tensor]]:
         """The run's description, a copy of the user's objects that nobody else holds, its losses, and some rows."""
         transformation = transformation_of(self)
         raw = self._roles().kept
@@ -313,7 +328,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         )
         mine = payload.unpack(packed)
         losses = constructed(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
-        run_id = self._new_run("pytorch")
+        run_id = self._new_run("pytorch", fingerprint)
         shapes = self.getLabelShapes()
         job = Job(
             objects=packed,

@@ -64,6 +64,7 @@ class Loop:
     deterministic: bool
     max_steps: int | None
     max_time: float | None
+    terminate_on_nan: bool
 
     @classmethod
     def of(cls, estimator: TorchParams) -> Self:
@@ -88,6 +89,7 @@ class Loop:
             deterministic=estimator.getDeterministic(),
             max_steps=estimator.getMaxSteps(),
             max_time=estimator.getMaxTime(),
+            terminate_on_nan=estimator.getTerminateOnNan(),
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from farandole.runner.limits import positive
 from farandole.spark.common import check
 from farandole.spark.common.params import EstimatorParams, accessors, declare
 from farandole.spark.common.stopping import EarlyStopping, Monitor
@@ -48,7 +49,7 @@ class TorchParams(EstimatorParams):
     data_module = declare("data_module", "class that gives batches, instead of the native reader", check.anything)
     precision = declare("precision", "fp32, bf16 or fp16: what the model computes in", _precision)
     gradient_clip_norm = declare(
-        "gradient_clip_norm", "most norm of all gradients together", check.positive("gradient_clip_norm")
+        "gradient_clip_norm", "most norm of all gradients together", positive("gradient_clip_norm")
     )
     lr_scheduler = declare("lr_scheduler", "scheduler of learning rates over the optimizer", _scheduler)
     lr_scheduler_interval = declare(
@@ -70,7 +71,7 @@ class TorchParams(EstimatorParams):
         "deterministic", "whether equal seeds and sizes give equal bits", check.flag("deterministic")
     )
     max_steps = declare("max_steps", "steps of the optimizer after which the run ends", check.at_least("max_steps", 1))
-    max_time = declare("max_time", "seconds of training after which the run ends", check.positive("max_time"))
+    max_time = declare("max_time", "seconds of training after which the run ends", positive("max_time"))
 
     setInputShapes, getInputShapes = accessors("input_shapes")
     setInputDtypes, getInputDtypes = accessors("input_dtypes")

@@ -12,10 +12,10 @@ import io
 from dataclasses import fields
 from typing import Any
 
-import cloudpickle
 import torch
 
-from farandole.spark.common.pickles import culprit
+from farandole.common import pickling
+from farandole.runner.pickles import culprit
 
 
 def pack(value: Any) -> bytes:
@@ -25,7 +25,7 @@ def pack(value: Any) -> bytes:
         value: objects that share tensors go in one call.
     """
     buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=cloudpickle)
+    torch.save(value, buffer, pickle_module=pickling)
     return buffer.getvalue()
 
 

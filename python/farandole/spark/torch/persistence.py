@@ -15,9 +15,9 @@ import io
 import pickle
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import torch
 
+from farandole.common import pickling
 from farandole.spark.common.outputs import describe
 from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain
 from farandole.spark.torch import payload, tensorfile
@@ -29,7 +29,7 @@ _OBJECTS = ("model", "optimizer", "loss", "loss_constructors")
 _ZIP = b"PK"
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(pickling.Pickler):
     """Pickles objects with references in place of the weights of one module."""
 
     def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
@@ -117,7 +117,7 @@ class TorchParamsWriter(ParamsWriter):
 
 
 class TorchParamsReader(ParamsReader[Any]):
-    """Reads an estimator; its backend and store are unset."""
+    """Reads an estimator."""
 
     def restore(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
         """As `ParamsReader.restore`."""

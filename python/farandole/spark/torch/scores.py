@@ -5,6 +5,9 @@
 A metric is called with the output and the label of one batch and its value counts once per row, so that a short last
 batch, or a process with fewer rows, weighs what it holds. Sums stay on the device until somebody asks. A metric of
 torchmetrics gathers what it needs by itself; its states of all processes are put together at the end of the pass.
+
+In an elastic job the sums go on when the world changes. The states of torchmetrics begin anew: they are of the rows
+since then.
 """
 
 from __future__ import annotations
@@ -27,15 +30,19 @@ class Scores:
     Args:
         metrics: one group per metric: a function for every label, or one per label.
         labels: which labels there are.
+        before: sums of all processes that the pass has come to already, as `totals` told.
     """
 
-    def __init__(self, metrics: list[list[Any]], labels: Sequence[Label]) -> None:
+    def __init__(
+        self, metrics: list[list[Any]], labels: Sequence[Label], before: Sequence[float] | None = None
+    ) -> None:
         names = [one.column.name for one in labels]
         self._groups = [
             [(name, index, function) for index, (name, function) in enumerate(zip(*_spread(group, names), strict=True))]
             for group in _distinct(metrics)
         ]
         self._flat = [one for group in self._groups for one in group]
+        self._before = before
         self._rows = 0
         self._sums: list[Any] = [0.0] * (1 + len(self._flat))
         for _, _, function in self._flat:
@@ -67,14 +74,19 @@ class Scores:
         """Mean loss so far, of this process alone."""
         return float(self._sums[0]) / max(self._rows, 1)
 
+    def totals(self) -> list[float]:
+        """Rows, and the sums over them, of all processes; a collective call."""
+        mine = torch.tensor([float(self._rows), *(float(total) for total in self._sums)], dtype=torch.float64)
+        found = hvd.allreduce(mine, op=hvd.Sum, name="farandole.scores").tolist()
+        return found if self._before is None else [one + more for one, more in zip(self._before, found, strict=True)]
+
     def everywhere(self) -> dict[str, Any]:
         """The means over all processes; a collective call.
 
         Returns:
             `{"loss": ..., "all_metrics": [{name: value}, ...]}`, one dict per metric.
         """
-        mine = torch.tensor([float(self._rows), *(float(total) for total in self._sums)], dtype=torch.float64)
-        rows, *sums = hvd.allreduce(mine, op=hvd.Sum, name="farandole.scores").tolist()
+        rows, *sums = self.totals()
         means = iter([total / max(rows, 1.0) for total in sums])
         return {
             "loss": next(means),

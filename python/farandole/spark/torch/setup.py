@@ -49,19 +49,31 @@ def prepare_process(loop: Loop, rank: int) -> None:
 
 
 def device_of(wanted: bool) -> torch.device:
-    """The device of this rank; every rank must come to the same kind.
+    """The device of this rank.
 
     Args:
         wanted: whether GPUs may be used.
     """
     here = wanted and torch.cuda.is_available()
-    ranks = int(hvd.allreduce(torch.tensor([int(here)]), op=hvd.Sum, name="farandole.devices"))
+    choice = task.device(torch.cuda.device_count() if here else 0, hvd.local_rank(), hvd.local_size())
+    return torch.device("cpu") if choice is None else torch.device("cuda", choice.index)
+
+
+def agree_on_device(device: torch.device) -> None:
+    """Sees that every rank has come to the same kind of device; a collective call.
+
+    Args:
+        device: of this rank.
+
+    Raises:
+        RuntimeError: some ranks have a GPU and some do not.
+    """
+    has_gpu = int(device.type == "cuda")
+    ranks = int(hvd.allreduce(torch.tensor([has_gpu]), op=hvd.Sum, name="farandole.devices"))
     if ranks not in (0, hvd.size()):
         raise RuntimeError(
             f"ranks do not all have a GPU: {ranks} of {hvd.size()} have; set use_gpu=False to train on CPUs"
         )
-    choice = task.device(torch.cuda.device_count() if here else 0, hvd.local_rank(), hvd.local_size())
-    return torch.device("cpu") if choice is None else torch.device("cuda", choice.index)
 
 
 def on_device(loss: Any, device: torch.device) -> Any:
@@ -70,7 +82,7 @@ def on_device(loss: Any, device: torch.device) -> Any:
 
 
 def sources(
-    job: Job, transformation: Any, data_module: Any, rank: int, size: int
+    job: Job, transformation: Any, data_module: Any, rank: int, size: int, *, moves: bool = False
 ) -> tuple[Batched, Batched | None, contextlib.AbstractContextManager[Any]]:
     """Training and validation batches, and the context that they are read in.
 
@@ -80,6 +92,7 @@ def sources(
         data_module: class of the user's; `None` is the native reader.
         rank: of this process.
         size: processes.
+        moves: whether an epoch may go on with another number of processes.
     """
     data = job.data
     if data_module is not None:
@@ -112,6 +125,7 @@ def sources(
             transformation=transformation,
             least=_FOR_A_NORM,
             missing=data.missing,
+            moves=moves,
         )
 
     train = source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)

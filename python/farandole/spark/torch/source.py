@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from farandole.spark.common.source import Rows, Source
+from farandole.spark.common.source import Place, Rows, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 class TensorSource(Source):
     """Prepared data, or anybody's Parquet, through the native reader."""
+
+    keeps_place = True
+    """Whether an epoch can go on in the middle, in another process."""
 
     def epoch(self, number: int, steps: int) -> Generator[Rows]:
         """As `Source.epoch`."""
@@ -35,6 +38,8 @@ class ModuleSource:
         steps: of one epoch.
     """
 
+    keeps_place = False
+
     def __init__(self, loader: Callable[[], Iterable[Any]], steps: int) -> None:
         self.steps = max(steps, 1)
         self._loader = loader
@@ -43,6 +48,22 @@ class ModuleSource:
     def rows_in(self, _first: int, _last: int) -> None:
         """Rows of all processes in some steps: nobody knows."""
         return
+
+    def begin_at(self, place: Place) -> None:
+        """Has epochs begin at their beginning, as they do."""
+        del place
+
+    def steps_until_end(self) -> int:
+        """Steps of an epoch."""
+        return self.steps
+
+    def place_after(self, _number: int, steps: int) -> Place:
+        """How many steps are done: no more is known.
+
+        Args:
+            steps: that are done.
+        """
+        return Place(steps)
 
     def epoch(self, _number: int, steps: int) -> Generator[Rows]:
         """The batches of an epoch: an infinite loader goes on where it was, a finite one starts again.

@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from farandole.spark.common.meter import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +26,9 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Stepper:
     """Takes the optimizer's steps.
 
+    Attributes:
+        meter: Of where their time goes.
+
     Args:
         optimizer: distributed.
         scheduler: of learning rates, or a function that makes one of an optimizer; or `None`.
@@ -33,6 +39,7 @@ class Stepper:
 
     def __init__(self, optimizer: Any, scheduler: Any, loop: Loop, device: torch.device, size: int) -> None:
         self.optimizer = optimizer
+        self.meter = Meter()
         self.taken = 0
         self._size = size
         self._clip = loop.clip_norm
@@ -66,10 +73,11 @@ class Stepper:
     def step(self) -> None:
         """Reduces gradients over processes and takes the optimizer's step."""
         self.taken += 1
-        if self._scaler is None and self._clip is None:
+        if self._scaler is None and self._clip is None and not self.meter.on:
             self.optimizer.step()
             return
-        self.optimizer.synchronize()
+        with self.meter.reducing():
+            self.optimizer.synchronize()
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         if self._clip is not None:
@@ -121,6 +129,26 @@ class Stepper:
                 group.update(kept)
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
+
+    def go_on(self, state: dict[str, Any], size: int) -> None:
+        """Goes back to a state of this run, with the optimizer's as it was then, in a world of another size.
+
+        Args:
+            state: as `state` told.
+            size: by which learning rates are to be multiplied.
+        """
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        if size != state["size"]:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] * size / state["size"]
+        self._size = size
+
+    def kept(self) -> dict[str, Any]:
+        """What `go_on` goes back to."""
+        return copy.deepcopy(self.state()) | {"size": self._size}
 
     @contextlib.contextmanager
     def _unscaled(self) -> Iterator[None]:

@@ -9,8 +9,9 @@ the bytes after it.
 from __future__ import annotations
 
 import json
+import math
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -76,18 +77,19 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     try:
         (length,) = struct.unpack_from("<Q", data)
         header = json.loads(data[8 : 8 + length])
-        header.pop("__metadata__", None)
-        return {name: _tensor(data, 8 + length, one) for name, one in header.items()}
-    except (struct.error, KeyError, RuntimeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        return {
+            name: _tensor(memoryview(data)[8 + length :], one) for name, one in header.items() if name != "__metadata__"
+        }
+    except (struct.error, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ValueError) as error:
         raise ValueError(f"not a whole file of tensors: {error}") from error
 
 
-def _tensor(data: bytes, base: int, one: dict[str, list[int]]) -> torch.Tensor:
-    start, end = one["data_offsets"]
-    raw = bytearray(data[base + start : base + end])
-    if len(raw) != end - start:
-        raise ValueError(f"not a whole file of tensors: {len(data)} bytes")
-    dtype = _TYPES[str(one["dtype"])]
-    if not raw:
-        return torch.empty(one["shape"], dtype=dtype)
-    return torch.frombuffer(raw, dtype=dtype).reshape(one["shape"])
+def _tensor(data: memoryview, one: dict[str, Any]) -> torch.Tensor:
+    dtype, shape, (start, end) = _TYPES[str(one["dtype"])], one["shape"], one["data_offsets"]
+    size = math.prod(shape) * dtype.itemsize
+    # Before anything is taken: a shape may claim terabytes.
+    if min(shape, default=0) < 0 or end - start != size or not 0 <= start <= end <= len(data):
+        raise ValueError(f"shape {shape} at {start} to {end} of {len(data)} bytes")
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data[start:end]), dtype=dtype).reshape(shape)

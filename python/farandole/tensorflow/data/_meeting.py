@@ -2,34 +2,42 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Where dispatchers, workers and trainers of tf.data find each other: a small server, and its client.
 
-A request is one connection: both sides prove that they know the key, one message of JSON goes each way. Nothing that
-comes in is unpickled. The server answers when what is asked for has happened, or says that it has not in time.
+A request is one connection. Numbers are 4 bytes, big endian; `HMAC` is HMAC-SHA256 under the service's key:
+
+    server: 32 random bytes
+    client: length, 32 random bytes, HMAC("request" | both random parts | JSON), JSON
+    server: length, HMAC("answer" | HMAC of the request | JSON), JSON
+
+So each side proves the key, and nobody on the way can change what is said. It can be read: it holds addresses alone.
+Nothing that comes in is unpickled. The server answers when what is asked for has happened, or says that it has not in
+time. A client that does not prove the key in time is put out, and is the first to go when all places are taken.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
-import os
+import resource
 import secrets
 import socket
 import struct
 import threading
 import time
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 SLICE = 30.0
 """Seconds that one request waits at most; a longer wait asks again."""
 REACH = 5.0
-"""Seconds for connecting to one address, and for the proofs."""
+"""Seconds for connecting to one address, and for all of a request."""
 PAUSE = 0.1
 """Seconds before the next try to accept."""
 CROWD = 1024
-"""Requests that wait at the same time."""
+"""Requests that wait at the same time, at most; a process that may open few files has fewer."""
 LARGEST = 1 << 16
 """Bytes of one message."""
+_RANDOM = 32
+_PROOF = 32
 
 
 def addresses_of_this_host() -> list[str]:
@@ -44,16 +52,16 @@ def addresses_of_this_host() -> list[str]:
     return list(dict.fromkeys([*found, "127.0.0.1"]))
 
 
-def _listen() -> tuple[Listener, str | None]:
+def _listen() -> tuple[socket.socket, str | None]:
     """What accepts, where the job's settings allow it; and the address that they name, if they do."""
     from farandole._native import hosts  # noqa: PLC0415 - clients do without
 
     address, first, last = hosts.listening()
-    family = "AF_INET6" if address is not None and ":" in address else "AF_INET"
+    family = socket.AF_INET6 if address is not None and ":" in address else socket.AF_INET
     failure: OSError | None = None
     for port in range(first, last + 1):
         try:
-            return Listener((address or "", port), family, backlog=64), address
+            return socket.create_server((address or "", port), family=family, backlog=64), address
         except OSError as error:
             failure = error
     raise OSError(f"no port from {first} to {last} of FARANDOLE_PORT_RANGE can be listened on: {failure}")
@@ -77,14 +85,16 @@ class MeetingServer:
         self._changed = threading.Condition()
         self._listener, self._address = _listen()
         self._closed = False
-        self._places = threading.BoundedSemaphore(CROWD)
+        self._places = min(CROWD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._unproven: dict[socket.socket, None] = {}
+        self._proven = 0
         self._thread = threading.Thread(target=self._serve, name="farandole-data-meeting", daemon=True)
         self._thread.start()
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """Where it listens."""
-        port = int(self._listener.address[1])
+        port = int(self._listener.getsockname()[1])
         return [(host, port) for host in ([self._address] if self._address else addresses_of_this_host())]
 
     def close(self) -> None:
@@ -94,38 +104,66 @@ class MeetingServer:
             self._changed.notify_all()
         # Wakes the thread that accepts.
         with contextlib.suppress(OSError):
-            socket.create_connection((self._address or "127.0.0.1", int(self._listener.address[1])), REACH).close()
+            socket.create_connection((self._address or "127.0.0.1", self._listener.getsockname()[1]), REACH).close()
         self._thread.join(REACH)
         self._listener.close()
 
     def _serve(self) -> None:
         while not self._closed:
             try:
-                connection = self._listener.accept()
-            except (OSError, EOFError):
+                line, _ = self._listener.accept()
+            except OSError:
                 # A stranger that went away, or no descriptor is left: the next try may come too early.
+                self._make_way()
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, PAUSE)
                 continue
-            if not self._places.acquire(blocking=False):
-                connection.close()
+            with self._changed:
+                full = len(self._unproven) + self._proven >= self._places
+            if full and not self._make_way():
+                line.close()
                 continue
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-
-    def _answer(self, connection: Connection[Any, Any]) -> None:
-        with connection:
+            with self._changed:
+                self._unproven[line] = None
             try:
-                _limit(connection, REACH)
-                deliver_challenge(connection, self.key)
-                answer_challenge(connection, self.key)
-                _limit(connection, SLICE + REACH)
-                request = json.loads(connection.recv_bytes(LARGEST))
-                connection.send_bytes(json.dumps(self._result(request)).encode())
-            except (AuthenticationError, OSError, EOFError, ValueError, KeyError, TypeError):
-                # Whoever it was gets no answer, which is one.
-                return
-            finally:
-                self._places.release()
+                threading.Thread(target=self._answer, args=(line,), daemon=True).start()
+            except RuntimeError:  # no thread is left
+                self._forget(line)
+                line.close()
+
+    def _make_way(self) -> bool:
+        """Puts out who has waited longest for a proof of the key; whether there was anybody."""
+        with self._changed:
+            oldest = next(iter(self._unproven), None)
+            if oldest is None:
+                return False
+            del self._unproven[oldest]
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _forget(self, line: socket.socket) -> None:
+        with self._changed:
+            self._unproven.pop(line, None)
+
+    def _answer(self, line: socket.socket) -> None:
+        proven = False
+        try:
+            with line:
+                request, proof = _heard(line, self.key)
+                with self._changed:
+                    self._unproven.pop(line, None)
+                    self._proven += 1
+                    proven = True
+                answer = json.dumps(self._result(json.loads(request))).encode()
+                _say(line, _proof(self.key, b"answer", proof, answer) + answer, time.monotonic() + REACH)
+        except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
+            # Whoever it was gets no answer, which is one.
+            return
+        finally:
+            self._forget(line)
+            with self._changed:
+                self._proven -= proven
 
     def _result(self, request: dict[str, Any]) -> dict[str, Any]:
         call, number = request["call"], request.get("dispatcher")
@@ -212,8 +250,8 @@ class MeetingClient:
 
     def here(self) -> str:
         """This host's address on the way to the server."""
-        with self._connect() as connection, socket.socket(fileno=os.dup(connection.fileno())) as used:
-            return used.getsockname()[0]
+        with self._connect() as line:
+            return line.getsockname()[0]
 
     def _wait(self, request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
         timeout = self._timeout if timeout is None else timeout
@@ -229,38 +267,82 @@ class MeetingClient:
                 raise TimeoutError(f"the data service waited {timeout:g} s in vain: {request}")
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        with self._connect() as connection:
-            answer_challenge(connection, self._key)
-            deliver_challenge(connection, self._key)
-            connection.send_bytes(json.dumps(request).encode())
+        with self._connect() as line:
+            until, message = time.monotonic() + REACH, json.dumps(request).encode()
             try:
-                answer = json.loads(connection.recv_bytes(LARGEST))
-            except (EOFError, BlockingIOError) as error:
-                raise ConnectionError(f"the data service at {self._addresses[0]} gave no answer: {request}") from error
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        return answer
+                randoms = _exactly(line, _RANDOM, until) + secrets.token_bytes(_RANDOM)
+                proof = _proof(self._key, b"request", randoms, message)
+                _say(line, randoms[_RANDOM:] + proof + message, until)
+                answer = _whole(line, _PROOF, time.monotonic() + SLICE + REACH)
+            except (EOFError, OSError) as error:
+                reason = f"{self._addresses[0]} gave no answer, as to a client with another key: {request}"
+                raise ConnectionError(f"the data service at {reason}") from error
+        if not hmac.compare_digest(answer[:_PROOF], _proof(self._key, b"answer", proof, answer[_PROOF:])):
+            raise ConnectionError(f"what answers at {self._addresses[0]} does not know the key of the data service")
+        told = json.loads(answer[_PROOF:])
+        if "error" in told:
+            raise ValueError(told["error"])
+        return told
 
-    def _connect(self) -> Connection[Any, Any]:
+    def _connect(self) -> socket.socket:
         """A connection to the first address that takes one; that is tried first from then on."""
         failure: Exception | None = None
         for index, (host, port) in enumerate(self._addresses):
             try:
-                with socket.create_connection((host, port), REACH) as reached:
-                    reached.setblocking(True)
-                    connection = Connection(reached.detach())
+                line = socket.create_connection((host, port), REACH)
             except OSError as error:
                 failure = error
                 continue
             self._addresses.insert(0, self._addresses.pop(index))
-            _limit(connection, SLICE + REACH)
-            return connection
+            return line
         raise ConnectionError(f"the data service cannot be reached at any of {self._addresses}: {failure}")
 
 
-def _limit(connection: Connection[Any, Any], seconds: float) -> None:
-    """Gives the other side so long for every message, and no longer."""
-    packed = struct.pack("@ll", int(seconds), 0)
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+def _proof(key: bytes, role: bytes, context: bytes, message: bytes) -> bytes:
+    return hmac.digest(key, role + context + message, "sha256")
+
+
+def _heard(line: socket.socket, key: bytes) -> tuple[bytes, bytes]:
+    """A request of somebody who knows the key, and its proof.
+
+    Raises:
+        ValueError: They do not know it.
+        OSError: They say nothing, or not enough, in time.
+    """
+    until, random = time.monotonic() + REACH, secrets.token_bytes(_RANDOM)
+    _send(line, random, until)
+    said = _whole(line, _RANDOM + _PROOF, until)
+    theirs, proof, request = said[:_RANDOM], said[_RANDOM : _RANDOM + _PROOF], said[_RANDOM + _PROOF :]
+    if not hmac.compare_digest(proof, _proof(key, b"request", random + theirs, request)):
+        raise ValueError("somebody with another key")
+    return request, proof
+
+
+def _send(line: socket.socket, message: bytes, until: float) -> None:
+    line.settimeout(max(until - time.monotonic(), 1e-3))
+    line.sendall(message)
+
+
+def _say(line: socket.socket, message: bytes, until: float) -> None:
+    """Sends a message with its length."""
+    _send(line, struct.pack("!I", len(message)) + message, until)
+
+
+def _whole(line: socket.socket, least: int, until: float) -> bytes:
+    """A message with its length, of at least so many bytes."""
+    (length,) = struct.unpack("!I", _exactly(line, 4, until))
+    if not least <= length <= LARGEST:
+        raise OSError(f"a message of {length} bytes")
+    return _exactly(line, length, until)
+
+
+def _exactly(line: socket.socket, count: int, until: float) -> bytes:
+    """So many bytes: all of them until then, however they come."""
+    found = bytearray()
+    while len(found) < count:
+        line.settimeout(max(until - time.monotonic(), 1e-3))
+        piece = line.recv(count - len(found))
+        if not piece:
+            raise ConnectionError("the other side is gone")
+        found += piece
+    return bytes(found)

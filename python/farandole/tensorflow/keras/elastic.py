@@ -9,7 +9,7 @@ from farandole._keras.elastic import (
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
-from farandole.tensorflow.elastic import run
+from farandole.tensorflow.elastic import leave, run
 
 __all__ = [
     "CommitStateCallback",
@@ -17,5 +17,6 @@ __all__ = [
     "TensorFlowKerasState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
+    "leave",
     "run",
 ]

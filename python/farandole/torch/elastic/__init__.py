@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from farandole.common.basics import init, shutdown
-from farandole.common.elastic import HostUpdateResult, ObjectState, State, leave_and_join, run_fn
+from farandole.common.elastic import HostUpdateResult, ObjectState, State, leave, leave_and_join, run_fn
 from farandole.torch.elastic.sampler import ElasticSampler
 from farandole.torch.elastic.state import TorchState
 
@@ -26,7 +26,17 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-__all__ = ["ElasticSampler", "HostUpdateResult", "ObjectState", "State", "TorchState", "init", "run", "shutdown"]
+__all__ = [
+    "ElasticSampler",
+    "HostUpdateResult",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "init",
+    "leave",
+    "run",
+    "shutdown",
+]
 
 
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:

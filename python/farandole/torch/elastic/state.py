@@ -55,15 +55,15 @@ class _DictHandler(StateHandler):
 
     def save(self) -> None:
         """Keeps a copy of the state. One that is interrupted changes nothing."""
-        copied = _copied(self.value.state_dict(), self._spare)
-        self._saved, self._spare = copied, self._saved
+        taken = copied(self.value.state_dict(), self._spare)
+        self._saved, self._spare = taken, self._saved
 
     def restore(self) -> None:
         """Loads a copy of the state that was kept last, which stays as it is."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
 
-def _copied(value: Any, room: Any) -> Any:
+def copied(value: Any, room: Any) -> Any:
     """A copy of nested mappings, lists and tuples of tensors and other values.
 
     Args:
@@ -80,13 +80,13 @@ def _copied(value: Any, room: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         rooms = room if isinstance(room, dict) else {}
-        copied = copy.copy(value)  # of its own class, with what a module notes beside its tensors
+        taken = copy.copy(value)  # of its own class, with what a module notes beside its tensors
         for key, entry in value.items():
-            copied[key] = _copied(entry, rooms.get(key))
-        return copied
+            taken[key] = copied(entry, rooms.get(key))
+        return taken
     if type(value) in (list, tuple):
         rooms = room if isinstance(room, list | tuple) and len(room) == len(value) else [None] * len(value)
-        return type(value)(_copied(entry, place) for entry, place in zip(value, rooms, strict=True))
+        return type(value)(copied(entry, place) for entry, place in zip(value, rooms, strict=True))
     return copy.deepcopy(value)
 
 

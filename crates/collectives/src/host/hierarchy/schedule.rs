@@ -13,6 +13,8 @@ use super::super::message::Message;
 const LOOKAHEAD: usize = 3;
 /// Chunks stay in the second-level cache.
 const LARGEST_CHUNK: usize = 256 << 10;
+/// Chunks grow with the hosts, so that what goes to each of them stays worth a message.
+const SMALLEST_PART: usize = 16 << 10;
 /// Below, a chunk costs more in messages than it gains in overlap.
 const SMALLEST_CHUNK: usize = 16 << 10;
 /// Chunks of each member's share that even a small tensor is cut into.
@@ -26,11 +28,59 @@ pub(super) struct Position {
     pub(super) message: Message,
 }
 
-/// The two ends of one direction of a link.
+/// Every so many chunks, from a first one on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Turns {
+    first: usize,
+    step: usize,
+}
+
+impl Turns {
+    /// The chunks that are `one` modulo `several` and `other` modulo `many`; none where there is no such chunk.
+    fn both((one, several): (usize, usize), (other, many): (usize, usize)) -> Option<Self> {
+        // The first is before the least common multiple.
+        let first = (0..many).map(|k| one + k * several).find(|chunk| chunk % many == other)?;
+        let step = (1..=many).map(|k| k * several).find(|step| step.is_multiple_of(many))?;
+        Some(Self { first, step })
+    }
+
+    /// The first of them that is not before `chunk`.
+    fn from(self, chunk: usize) -> usize {
+        self.first + chunk.saturating_sub(self.first).div_ceil(self.step) * self.step
+    }
+}
+
+/// One direction of a link: whose part of which chunks goes over it. It depends on nothing but who is where.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Ends {
-    pub(super) from: usize,
-    pub(super) to: usize,
+pub(super) struct Course {
+    early: Option<Turns>,
+    late: Option<Turns>,
+    from: usize,
+    to: usize,
+}
+
+impl Course {
+    pub(super) fn new(hosts: &Hosts, from: usize, to: usize) -> Self {
+        let place = |member: usize| {
+            let host = hosts.of(member);
+            let members = hosts.members(host);
+            (host, (member - members.start, members.len()))
+        };
+        let ((here, sender), (there, receiver)) = (place(from), place(to));
+        let turns = |(first, step)| Some(Turns { first, step });
+        let (early, late) = if here == there {
+            (turns(receiver), turns(sender))
+        } else {
+            let both = Turns::both(sender, receiver);
+            (both, both)
+        };
+        Self { early, late, from: here, to: there }
+    }
+
+    /// Whether nothing ever goes over it.
+    pub(super) fn is_empty(&self) -> bool {
+        self.early.is_none() && self.late.is_none()
+    }
 }
 
 /// Elements are cut in chunks; a chunk is carried, in every host, by members in turn, and cut in one part for each host.
@@ -72,10 +122,17 @@ impl Schedule {
 
     /// The host that owns what is at `at` of a chunk, and where its part begins and ends.
     pub(super) fn owner(&self, chunk: usize, at: usize) -> Option<(usize, Range<usize>)> {
-        (0..self.hosts.count()).find_map(|host| {
-            let (start, len) = self.part(chunk, host);
-            (start..start + len).contains(&at).then_some((host, start..start + len))
-        })
+        let bytes = self.chunk(chunk).1;
+        let (units, hosts) = (bytes.div_ceil(UNIT), self.hosts.count());
+        let (each, longer) = (units / hosts, units % hosts);
+        let unit = at / UNIT;
+        let host = if unit < longer * (each + 1) {
+            unit / (each + 1)
+        } else {
+            longer + (unit - longer * (each + 1)).checked_div(each)?
+        };
+        let (start, len) = if at < bytes { self.part(chunk, host) } else { return None };
+        Some((host, start..start + len))
     }
 
     /// Where a chunk begins, and its length.
@@ -95,24 +152,31 @@ impl Schedule {
     }
 
     /// The first position from `slot` on whose message is not empty. Past the last slot the message is finished.
-    pub(super) fn seek(&self, mut slot: usize, ends: Ends) -> Position {
-        while slot < self.slots() {
-            let bytes = match (self.early(slot), self.late(slot)) {
-                (Some(chunk), _) => self.early_bytes(chunk, ends),
-                (_, Some(chunk)) => self.late_bytes(chunk, ends),
-                _ => 0,
-            };
-            if bytes > 0 {
-                return Position { slot, message: Message::new(bytes) };
-            }
-            slot += 1;
+    pub(super) fn seek(&self, slot: usize, course: &Course) -> Position {
+        let early = course.early.and_then(|turns| {
+            let chunk = self.present(turns.from(slot.div_ceil(2)))?;
+            Some((2 * chunk, self.early_bytes(chunk, course)))
+        });
+        let late = course.late.and_then(|turns| {
+            let least = (slot / 2).saturating_sub(self.ahead);
+            let chunk = self.present(turns.from(least))?;
+            Some((2 * (chunk + self.ahead) + 1, self.late_bytes(chunk, course)))
+        });
+        // Chunks get no longer: where a message is empty, those that follow it in its turns are, too.
+        let next = [early, late].into_iter().flatten().filter(|(_, bytes)| *bytes > 0).min();
+        match next {
+            Some((slot, bytes)) => Position { slot, message: Message::new(bytes) },
+            None => Position { slot: self.slots(), message: Message::default() },
         }
-        Position { slot: self.slots(), message: Message::default() }
+    }
+
+    fn present(&self, chunk: usize) -> Option<usize> {
+        (chunk < self.chunks).then_some(chunk)
     }
 
     /// The position after this one.
-    pub(super) fn next(&self, position: Position, ends: Ends) -> Position {
-        self.seek(position.slot + 1, ends)
+    pub(super) fn next(&self, position: Position, course: &Course) -> Position {
+        self.seek(position.slot + 1, course)
     }
 
     pub(super) fn is_over(&self, position: Position) -> bool {
@@ -147,26 +211,12 @@ impl Schedule {
         (slot % 2 == 1).then_some(chunk)
     }
 
-    fn carries(&self, member: usize, chunk: usize) -> bool {
-        self.hosts.carrier(self.hosts.of(member), chunk) == member
+    fn early_bytes(&self, chunk: usize, Course { from, to, .. }: &Course) -> usize {
+        if from == to { self.chunk(chunk).1 } else { self.part(chunk, *to).1 * self.expansion }
     }
 
-    fn early_bytes(&self, chunk: usize, Ends { from, to }: Ends) -> usize {
-        let (ours, theirs) = (self.hosts.of(from), self.hosts.of(to));
-        if ours == theirs {
-            return if self.carries(to, chunk) { self.chunk(chunk).1 } else { 0 };
-        }
-        let both = self.carries(from, chunk) && self.carries(to, chunk);
-        if both { self.part(chunk, theirs).1 * self.expansion } else { 0 }
-    }
-
-    fn late_bytes(&self, chunk: usize, Ends { from, to }: Ends) -> usize {
-        let (ours, theirs) = (self.hosts.of(from), self.hosts.of(to));
-        if ours == theirs {
-            return if self.carries(from, chunk) { self.chunk(chunk).1 } else { 0 };
-        }
-        let both = self.carries(from, chunk) && self.carries(to, chunk);
-        if both { self.part(chunk, ours).1 } else { 0 }
+    fn late_bytes(&self, chunk: usize, Course { from, to, .. }: &Course) -> usize {
+        if from == to { self.chunk(chunk).1 } else { self.part(chunk, *from).1 }
     }
 }
 
@@ -187,11 +237,13 @@ fn chunk_for(bytes: usize, hosts: &Hosts, expansion: usize, capacity: usize) -> 
             && between * part_for(chunk, sizes.len()) * expansion <= capacity
     };
     let share = (bytes / hosts.largest() / OVERLAP).next_multiple_of(UNIT);
-    let mut chunk = share.clamp(SMALLEST_CHUNK, LARGEST_CHUNK);
-    while chunk > 0 && !fits(chunk) {
-        chunk = chunk / 2 / UNIT * UNIT;
-    }
-    (chunk > 0).then_some(chunk)
+    let largest = LARGEST_CHUNK.max(sizes.len() * SMALLEST_PART);
+    let wanted = share.clamp(SMALLEST_CHUNK, largest);
+    // The longest that fits: part by part, as a part is rounded up to units.
+    let longest = within.map_or(wanted, |messages| wanted.min(capacity / messages / UNIT * UNIT));
+    let part = capacity / expansion / between.max(1) / UNIT * UNIT;
+    let chunk = longest.min(part * sizes.len());
+    (chunk > 0 && fits(chunk)).then_some(chunk)
 }
 
 #[cfg(test)]
@@ -200,6 +252,77 @@ mod tests {
 
     const WORLDS: [&[u32]; 5] =
         [&[0, 0, 1, 1], &[0, 0, 1], &[0, 1, 2], &[0, 0, 0, 1, 1, 2], &[0, 0, 0, 0, 0, 1]];
+
+    /// Slots and bytes of all messages of one direction of a link, as the module above says them.
+    fn messages(schedule: &Schedule, from: usize, to: usize) -> Vec<(usize, usize)> {
+        let hosts = schedule.hosts();
+        let (here, there) = (hosts.of(from), hosts.of(to));
+        let carries = |member: usize, chunk| hosts.carrier(hosts.of(member), chunk) == member;
+        let bytes = |slot: usize| {
+            if let Some(chunk) = schedule.early(slot) {
+                return match (here == there, carries(from, chunk), carries(to, chunk)) {
+                    (true, _, true) => schedule.chunk(chunk).1,
+                    (false, true, true) => schedule.part(chunk, there).1 * schedule.expansion,
+                    _ => 0,
+                };
+            }
+            let Some(chunk) = schedule.late(slot) else { return 0 };
+            match (here == there, carries(from, chunk), carries(to, chunk)) {
+                (true, true, _) => schedule.chunk(chunk).1,
+                (false, true, true) => schedule.part(chunk, here).1,
+                _ => 0,
+            }
+        };
+        (0..schedule.slots()).map(|slot| (slot, bytes(slot))).filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
+    #[test]
+    fn the_next_message_is_found_without_a_look_at_those_between() {
+        for numbers in WORLDS {
+            let hosts = Hosts::new(numbers, 0);
+            for (bytes, expansion) in [(1, 1), (65, 2), (100_003, 1), (1 << 20, 2), ((3 << 20) + 70, 1)] {
+                let schedule = Schedule::new(bytes, &hosts, expansion, 1 << 20).unwrap();
+                for (from, to) in
+                    (0..numbers.len()).flat_map(|one| (0..numbers.len()).map(move |two| (one, two)))
+                {
+                    let course = Course::new(&hosts, from, to);
+                    let mut found = Vec::new();
+                    let mut position = schedule.seek(0, &course);
+                    while !schedule.is_over(position) {
+                        found.push((position.slot, position.message.left()));
+                        position = schedule.next(position, &course);
+                    }
+                    let expected: Vec<(usize, usize)> = messages(&schedule, from, to)
+                        .into_iter()
+                        .map(|(slot, bytes)| (slot, Message::new(bytes).left()))
+                        .collect();
+                    assert!(
+                        from == to || found == expected,
+                        "{numbers:?}, {bytes} bytes from {from} to {to}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_at_a_place_of_a_chunk_has_one_owner() {
+        for numbers in WORLDS {
+            let hosts = Hosts::new(numbers, 0);
+            for bytes in [1, 64, 65, 129, 100_003] {
+                let schedule = Schedule::new(bytes, &hosts, 1, 1 << 20).unwrap();
+                for chunk in 0..schedule.chunks() {
+                    for host in 0..hosts.count() {
+                        let (start, len) = schedule.part(chunk, host);
+                        for at in start..start + len {
+                            assert_eq!(schedule.owner(chunk, at), Some((host, start..start + len)));
+                        }
+                    }
+                    assert_eq!(schedule.owner(chunk, schedule.chunk(chunk).1), None);
+                }
+            }
+        }
+    }
 
     #[test]
     fn parts_cover_every_chunk_in_units() {
@@ -234,11 +357,9 @@ mod tests {
             let (mut early, mut late) = (0, 0);
             for from in 0..numbers.len() {
                 for to in (0..numbers.len()).filter(|to| hosts.of(*to) != hosts.of(from)) {
-                    let ends = Ends { from, to };
-                    early +=
-                        (0..schedule.chunks()).map(|chunk| schedule.early_bytes(chunk, ends)).sum::<usize>();
-                    late +=
-                        (0..schedule.chunks()).map(|chunk| schedule.late_bytes(chunk, ends)).sum::<usize>();
+                    for (slot, bytes) in messages(&schedule, from, to) {
+                        *if slot % 2 == 0 { &mut early } else { &mut late } += bytes;
+                    }
                 }
             }
             assert_eq!((early, late), ((hosts.count() - 1) * 1_000_000, (hosts.count() - 1) * 1_000_000));

@@ -82,6 +82,15 @@ impl Hosts {
         host.cool_at = Some(now + doubled.saturating_add(spread).min(most));
     }
 
+    /// Notes that a worker there leaves by itself, as one does whose host is about to be taken away: no failure, but no
+    /// place for a new worker either, for the shortest cooldown.
+    pub(super) fn rests(&mut self, now: Duration, name: &str) {
+        let until = now + self.cooldown.0;
+        if let Some(host) = self.all.iter_mut().find(|host| host.name == name) {
+            host.cool_at = host.cool_at.max(Some(until));
+        }
+    }
+
     /// Workers for whom there is no slot, and why. `living` has those first that stay longest.
     pub(super) fn surplus(&self, living: &[(TaskId, String)]) -> Vec<(TaskId, String)> {
         let mut seated: BTreeMap<&str, u32> = BTreeMap::new();
@@ -124,12 +133,7 @@ impl Hosts {
             .filter(|host| host.listed)
             .map(|host| match host.cool_at.filter(|until| now < *until) {
                 Some(until) => {
-                    format!(
-                        "{}:{} (no new worker for {:.1?} after a failure)",
-                        host.name,
-                        host.slots,
-                        until - now
-                    )
+                    format!("{}:{} (no new worker for {:.1?})", host.name, host.slots, until - now)
                 }
                 None => format!("{}:{}", host.name, host.slots),
             })
@@ -174,6 +178,21 @@ mod tests {
         assert!(waits.is_sorted() && waits[6] == 20 * SECOND, "{waits:?}");
         hosts.failed(now + 100 * SECOND, "a");
         assert!(hosts.all[0].cool_at.unwrap() <= now + 102 * SECOND);
+    }
+
+    #[test]
+    fn a_host_that_a_worker_leaves_rests_and_has_not_failed() {
+        let mut hosts = Hosts::new((SECOND, 20 * SECOND));
+        hosts.discovered(vec![("a".to_owned(), 1)]);
+        for turn in 0..5 {
+            hosts.rests(10 * turn * SECOND, "a");
+            assert!(hosts.vacancies(10 * turn * SECOND, &[]).is_empty());
+            assert_eq!(hosts.vacancies((10 * turn + 1) * SECOND, &[]), ["a"], "not longer each time");
+        }
+        hosts.failed(100 * SECOND, "a");
+        let cooled = hosts.all[0].cool_at;
+        hosts.rests(100 * SECOND, "a");
+        assert_eq!(hosts.all[0].cool_at, cooled, "a failure counts for longer");
     }
 
     #[test]

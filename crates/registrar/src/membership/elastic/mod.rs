@@ -19,7 +19,7 @@
 //! - `EL-3`: rank 0 is a member of the world before, where one of them is left; members keep their ranks where they can.
 //! - `EL-4`: the job finishes when the function has returned on every rank of the present world, and only then.
 //! - `EL-5`: a worker that was dismissed, or leaves, is no failure; a host whose worker failed gets no new one until it
-//!   has cooled down.
+//!   has cooled down, nor does one whose worker has said by itself that it leaves, for the shortest cooldown.
 //! - `EL-6`: a job that cannot go on ends within `timeout`, with a reason that says what was missing.
 
 mod hosts;
@@ -233,7 +233,12 @@ impl Elastic {
             Input::Exited { task, exit, .. } => self.exited(now, task, &exit, &mut decisions),
             Input::Hosts(hosts) => self.hosts.discovered(hosts),
             Input::NotStarted { task, reason } => self.lose(now, task, Why::Lost(reason), &mut decisions),
-            Input::Leaves { task, reason } => self.dismiss(now, task, reason),
+            Input::Leaves { task, reason } => {
+                if let Some(worker) = self.workers.get(&task) {
+                    self.hosts.rests(now, &worker.host);
+                }
+                self.dismiss(now, task, reason);
+            }
             Input::Abort { reason } => {
                 self.abort(reason, None, &mut decisions);
                 return decisions;
@@ -289,9 +294,12 @@ impl Elastic {
         }
     }
 
-    /// A worker is gone, and its host is to blame.
+    /// A worker is gone, and its host is to blame, unless the worker was to go anyway.
     fn lose(&mut self, now: Duration, task: TaskId, why: Why, decisions: &mut Vec<Decision>) {
         let Some(worker) = self.workers.get(&task) else { return };
+        if worker.dismissed.is_some() {
+            return self.leave(now, task);
+        }
         let reason = why.sentence().to_owned();
         let began = worker.stage != Stage::Starting && worker.stage != Stage::Importing;
         let rank = self.present.as_ref().and_then(|present| present.rank(task));
@@ -370,12 +378,7 @@ impl Elastic {
         for (task, reason) in gone {
             // Whatever it still is: it must not come back.
             decisions.push(Decision::End { task, reason: reason.clone() });
-            let going = self.workers.get(&task).is_some_and(|worker| worker.dismissed.is_some());
-            if going {
-                self.leave(now, task);
-            } else {
-                self.lose(now, task, Why::Lost(reason), decisions);
-            }
+            self.lose(now, task, Why::Lost(reason), decisions);
         }
     }
 

@@ -131,6 +131,21 @@ impl Job {
 }
 
 #[test]
+fn el_5_a_worker_that_leaves_is_no_failure_and_is_not_replaced_on_its_host_at_once() {
+    let mut job = Job::new(RULES, &[("a", 1), ("b", 1)]);
+    job.all_ready();
+    job.pass(4.0);
+    assert_eq!(job.world(), [0, 1]);
+    job.say(Input::Leaves { task: TaskId(1), reason: "it got SIGTERM".to_owned() });
+    // Its notice is over before it was ready to go.
+    job.exit(1, How::Signal(9));
+    assert!(!job.decisions.iter().any(|decision| matches!(decision, Decision::Lost { .. })));
+    assert_eq!(job.started(), []);
+    job.pass(1.1);
+    assert_eq!(job.started(), [(2, "b".to_owned())]);
+}
+
+#[test]
 fn survivors_go_on_without_the_dead_and_take_its_successor_in_at_their_next_chance() {
     let mut job = Job::new(RULES, &[("a", 4)]);
     job.all_ready();

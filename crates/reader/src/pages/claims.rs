@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What the headers of pages claim, looked at before the library takes memory for it.
+
+use crate::pages::thrift::{PageKind, page_header};
+
+/// Checks the pages of `chunk` until all of its `values` have come: no page may take more than `most` bytes. Returns how
+/// many bytes a dictionary has, which is what every value may take.
+///
+/// # Errors
+/// What is wrong with a page.
+pub(crate) fn claims(chunk: &[u8], values: usize, most: usize) -> Result<usize, String> {
+    let (mut at, mut seen, mut dictionary) = (0_usize, 0_usize, 0_usize);
+    while seen < values {
+        let rest = chunk.get(at..).filter(|rest| !rest.is_empty());
+        let rest = rest.ok_or_else(|| "there are fewer values than announced".to_owned())?;
+        let (header, length) =
+            page_header(rest).map_err(|_| "there is no page header where one should be".to_owned())?;
+        if header.compressed > rest.len() - length {
+            return Err("a page leaves its chunk".to_owned());
+        }
+        if header.uncompressed > most {
+            return Err(format!("a page claims {} bytes, the byte budget is {most}", header.uncompressed));
+        }
+        match header.kind {
+            // Each takes a byte at least, or has a length.
+            PageKind::Dictionary if header.entries > header.uncompressed => {
+                return Err(format!("a dictionary claims {} values", header.entries));
+            }
+            PageKind::Dictionary => dictionary = dictionary.max(header.uncompressed),
+            PageKind::Data | PageKind::DataV2 { .. } => {
+                seen = seen.saturating_add(header.entries);
+                if seen > values {
+                    return Err(format!("pages claim more than the {values} values of their chunk"));
+                }
+            }
+            PageKind::Other => {}
+        }
+        at += length + header.compressed;
+    }
+    Ok(dictionary)
+}

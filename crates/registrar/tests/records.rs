@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Records whose connections break on their way: each reaches the driver once, in order.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use farandole_config::Config;
+use farandole_registrar::{Client, Event, Options, Registrar};
+use farandole_telemetry::{Record, Stream};
+use farandole_world::TaskId;
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+/// Between a task and its registrar: forwards, until its connections are cut; one way is cut before the other.
+struct Cable {
+    address: SocketAddr,
+    connections: Arc<Mutex<Vec<TcpStream>>>,
+    is_cut: Arc<AtomicBool>,
+    over: Arc<AtomicBool>,
+}
+
+impl Cable {
+    fn new(target: String) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let cable = Self {
+            address: listener.local_addr().unwrap(),
+            connections: Arc::default(),
+            is_cut: Arc::default(),
+            over: Arc::default(),
+        };
+        let (connections, is_cut, over) =
+            (Arc::clone(&cable.connections), Arc::clone(&cable.is_cut), Arc::clone(&cable.over));
+        thread::spawn(move || {
+            while let Ok((near, _)) = listener.accept() {
+                if over.load(Ordering::Acquire) {
+                    return;
+                }
+                if is_cut.load(Ordering::Acquire) {
+                    continue;
+                }
+                let far = TcpStream::connect(&target).unwrap();
+                for (from, to) in [(&near, &far), (&far, &near)] {
+                    let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                    thread::spawn(move || io::copy(&mut from, &mut to).map(|_| to.shutdown(Shutdown::Write)));
+                }
+                connections.lock().unwrap().extend([near, far]);
+            }
+        });
+        cable
+    }
+
+    /// What the driver says is lost first, so that what it has heard is not confirmed.
+    fn cut(&self) {
+        self.is_cut.store(true, Ordering::Release);
+        for connection in self.connections.lock().unwrap().drain(..) {
+            drop(connection.shutdown(Shutdown::Both));
+        }
+    }
+
+    fn mend(&self) {
+        self.is_cut.store(false, Ordering::Release);
+    }
+}
+
+impl Drop for Cable {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Release);
+        self.cut();
+        drop(TcpStream::connect(self.address));
+    }
+}
+
+#[test]
+fn what_a_task_says_while_its_connection_breaks_again_and_again_arrives_once_and_in_order() {
+    let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
+    let registrar = Registrar::start(Options::from_config(1, &config)).unwrap();
+    let target = registrar.ticket().addresses().iter().find(|one| one.starts_with("127.")).unwrap().clone();
+    let cable = Cable::new(target);
+    let ticket = registrar.ticket().readdressed(&[cable.address.to_string()]);
+    let client = Client::connect(&ticket, TaskId(0), None, soon()).unwrap();
+    let mut said = Vec::new();
+    for round in 0..6 {
+        for line in 0..200 {
+            let text = format!("round {round} line {line}");
+            client.log(Stream::Stdout, &text).unwrap();
+            said.push(text);
+            if line == 20 * round {
+                cable.cut();
+            }
+        }
+        client.metric("round", round.to_string().as_bytes()).unwrap();
+        cable.mend();
+        if round % 2 == 1 {
+            client.flush(soon()).unwrap();
+        }
+    }
+    client.flush(soon()).unwrap();
+    let (mut lines, mut metrics) = (Vec::new(), Vec::new());
+    while lines.len() < said.len() || metrics.len() < 6 {
+        for event in registrar.events(soon()).unwrap().records {
+            match event {
+                Event::Record(Record::Log(line)) => lines.push(line.text),
+                Event::Record(Record::Metric(metric)) => {
+                    metrics.push(String::from_utf8(metric.data.to_vec()).unwrap())
+                }
+                _ => {}
+            }
+        }
+    }
+    assert_eq!(lines, said);
+    assert_eq!(metrics, ["0", "1", "2", "3", "4", "5"]);
+}

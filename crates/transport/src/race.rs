@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Connections to the addresses of one peer (RFC 8305): an address that does not answer gives the next one a chance
+//! after a quarter of a second and goes on trying beside it, and one that refuses does at once.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, sockopt};
+
+use crate::dial::{Attempt, Failure, LATE};
+
+/// Head start of an address over the one after it.
+const STAGGER: Duration = Duration::from_millis(250);
+
+/// An address that has not answered yet.
+struct Runner {
+    address: SocketAddr,
+    socket: OwnedFd,
+    began: Instant,
+    deadline: Instant,
+}
+
+/// What became of an address.
+pub(crate) struct Outcome {
+    pub(crate) address: SocketAddr,
+    pub(crate) began: Instant,
+    /// A blocking socket.
+    pub(crate) socket: Attempt<OwnedFd>,
+}
+
+/// Gives outcomes as they come, each address once.
+pub(crate) struct Race {
+    waiting: VecDeque<SocketAddr>,
+    running: Vec<Runner>,
+    /// When the next address begins at the latest.
+    next: Instant,
+    deadline: Instant,
+    /// The longest one address may take.
+    patience: Duration,
+}
+
+impl Race {
+    pub(crate) fn new(addresses: &[SocketAddr], deadline: Instant, patience: Duration) -> Self {
+        let waiting = addresses.iter().copied().collect();
+        Self { waiting, running: Vec::new(), next: Instant::now(), deadline, patience }
+    }
+
+    /// Begins with an address; its outcome where that is known at once.
+    fn begin(&mut self, address: SocketAddr, now: Instant) -> Option<Outcome> {
+        self.next = now + STAGGER;
+        let outcome = |socket| Some(Outcome { address, began: now, socket });
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let begun = socket_with(family, SocketType::STREAM, flags, None).and_then(|socket| {
+            match connect(&socket, &address) {
+                Ok(()) => Ok((socket, true)),
+                Err(Errno::INPROGRESS | Errno::INTR) => Ok((socket, false)),
+                Err(errno) => Err(errno),
+            }
+        });
+        match begun {
+            Ok((socket, true)) => outcome(ready(socket)),
+            Ok((socket, false)) => {
+                let deadline = self.deadline.min(now + self.patience);
+                self.running.push(Runner { address, socket, began: now, deadline });
+                None
+            }
+            Err(errno) => outcome(Err(failed(address, errno))),
+        }
+    }
+
+    /// Waits until one that runs is done, or until something else is due.
+    fn wait(&mut self, now: Instant) -> Option<Outcome> {
+        let over = self.running.iter().position(|runner| runner.deadline <= now);
+        if let Some(over) = over {
+            let Runner { address, began, .. } = self.running.remove(over);
+            let late = Failure::Unanswered(format!("{address}: {LATE}"));
+            return Some(Outcome { address, began, socket: Err(late) });
+        }
+        let next = (!self.waiting.is_empty()).then_some(self.next);
+        let until = self.running.iter().map(|runner| runner.deadline).chain(next).min()?;
+        // One microsecond more than that, so that the look afterwards is not too early.
+        let limit = until.saturating_duration_since(now) + Duration::from_micros(1);
+        let mut polled: Vec<PollFd<'_>> =
+            self.running.iter().map(|runner| PollFd::new(&runner.socket, PollFlags::OUT)).collect();
+        poll(&mut polled, Timespec::try_from(limit).ok().as_ref()).ok()?;
+        let done = polled.iter().position(|polled| !polled.revents().is_empty())?;
+        let Runner { address, socket, began, .. } = self.running.remove(done);
+        let connected = sockopt::socket_error(&socket).and_then(|result| result);
+        let socket = connected.map_err(|errno| failed(address, errno)).and_then(|()| ready(socket));
+        Some(Outcome { address, began, socket })
+    }
+}
+
+impl Iterator for Race {
+    type Item = Outcome;
+
+    fn next(&mut self) -> Option<Outcome> {
+        loop {
+            let now = Instant::now();
+            let due = self.running.is_empty() || now >= self.next;
+            let outcome = match due.then(|| self.waiting.pop_front()).flatten() {
+                Some(address) => self.begin(address, now),
+                None if self.running.is_empty() => return None,
+                None => self.wait(now),
+            };
+            if let Some(outcome) = outcome {
+                if outcome.socket.is_err() {
+                    self.next = now;
+                }
+                return Some(outcome);
+            }
+        }
+    }
+}
+
+fn failed(address: SocketAddr, errno: Errno) -> Failure {
+    Failure::call("socket", Some(errno), format!("{address}: {}", io::Error::from(errno)))
+}
+
+fn ready(socket: OwnedFd) -> Attempt<OwnedFd> {
+    let stream = TcpStream::from(socket);
+    stream
+        .set_nonblocking(false)
+        .and_then(|()| stream.set_nodelay(true))
+        .map_err(|error| Failure::Unanswered(error.to_string()))?;
+    Ok(stream.into())
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::net::{Ipv4Addr, TcpListener};
+
+    use super::*;
+
+    /// An address that answers nobody, as that of a host that is down: its queue is full, so the kernel drops calls.
+    pub(crate) struct Dead {
+        pub(crate) address: SocketAddr,
+        _held: (TcpListener, Vec<TcpStream>),
+    }
+
+    pub(crate) fn dead() -> Dead {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        let address = listener.local_addr().unwrap();
+        let call = || TcpStream::connect_timeout(&address, Duration::from_millis(200)).ok();
+        let calls: Vec<TcpStream> = std::iter::from_fn(call).take(64).collect();
+        assert!(calls.len() < 64, "its queue is never full");
+        Dead { address, _held: (listener, calls) }
+    }
+
+    fn race(addresses: &[SocketAddr]) -> (Vec<(SocketAddr, bool)>, Duration) {
+        let began = Instant::now();
+        let patience = Duration::from_millis(1500);
+        let outcomes = Race::new(addresses, began + Duration::from_secs(20), patience);
+        let all = outcomes.map(|outcome| (outcome.address, outcome.socket.is_ok())).collect();
+        (all, began.elapsed())
+    }
+
+    #[test]
+    fn an_address_that_answers_is_not_kept_waiting_by_those_that_do_not() {
+        let (dead, listener) = ([dead(), dead()], TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+        let alive = listener.local_addr().unwrap();
+        let began = Instant::now();
+        let addresses = [dead[0].address, dead[1].address, alive];
+        let first =
+            Race::new(&addresses, began + Duration::from_secs(20), Duration::from_secs(10)).next().unwrap();
+        assert!(first.address == alive && first.socket.is_ok());
+        let took = began.elapsed();
+        assert!(took >= 2 * STAGGER && took < Duration::from_millis(1500), "{took:?}");
+    }
+
+    #[test]
+    fn an_address_that_refuses_gives_way_at_once() {
+        let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let alive = listener.local_addr().unwrap();
+        let (outcomes, took) = race(&[gone, alive]);
+        assert_eq!(outcomes, [(gone, false), (alive, true)]);
+        assert!(took < STAGGER, "{took:?}");
+    }
+
+    #[test]
+    fn every_address_has_its_own_time_and_is_told_once() {
+        let dead = [dead(), dead()];
+        let (outcomes, took) = race(&[dead[0].address, dead[1].address]);
+        assert_eq!(outcomes, [(dead[0].address, false), (dead[1].address, false)]);
+        assert!(took < Duration::from_millis(2500), "{took:?}");
+        assert_eq!(race(&[]).0, []);
+    }
+}

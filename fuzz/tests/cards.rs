@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Cards at the meeting point and tickets that are damaged or made up: who reads them goes on or says what is wrong.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use farandole_config::Config;
+use farandole_fuzz::{Random, cases};
+use farandole_registrar::{Options, Registrar, Ticket};
+use farandole_transport::{Error, MemoryRendezvous, Mesh, MeshOptions};
+use farandole_world::{HostHash, Rank};
+
+const PATIENCE: Duration = Duration::from_secs(5);
+
+fn options(rank: u32, size: u32) -> MeshOptions {
+    MeshOptions {
+        patience: PATIENCE,
+        bind: Some("127.0.0.1".parse().unwrap()),
+        ..MeshOptions::new(Rank(rank), size, HostHash("here".to_owned()), [5; 32])
+    }
+}
+
+/// The card that a rank alone in its world leaves.
+fn sound() -> Vec<u8> {
+    let meeting = MemoryRendezvous::default();
+    drop(Mesh::join(options(0, 1), &meeting).unwrap());
+    meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap()
+}
+
+fn hostile(sound: &[u8], random: &mut Random) -> Vec<u8> {
+    let lines: Vec<&[u8]> = sound.split_inclusive(|byte| *byte == b'\n').collect();
+    match random.below(4) {
+        0 => random.mutated(sound),
+        1 => random.bytes(400),
+        // Its lines in another order, some of them many times.
+        2 => (0..random.below(600)).flat_map(|_| lines[random.below(lines.len())].to_vec()).collect(),
+        _ => {
+            let mut bytes = lines[0].to_vec();
+            for _ in 0..random.below(8) {
+                let names = ["host", "pid", "local", "address", "", "more"];
+                bytes.extend(names[random.below(names.len())].as_bytes());
+                bytes.push(b' ');
+                bytes.extend(random.bytes(60));
+                bytes.push(b'\n');
+            }
+            bytes
+        }
+    }
+}
+
+#[test]
+fn a_damaged_card_is_an_error_that_names_it() {
+    let sound = sound();
+    let (mut joined, mut refused) = (0, 0);
+    cases(|random| {
+        let meeting = MemoryRendezvous::default();
+        let card = if random.below(8) == 0 { sound.clone() } else { hostile(&sound, random) };
+        meeting.put("mesh/0/1", &card);
+        let start = Instant::now();
+        match Mesh::join(options(0, 2), &meeting) {
+            Ok(mesh) => {
+                joined += 1;
+                drop(mesh);
+            }
+            Err(Error::Rendezvous { what, .. }) => {
+                assert_eq!(what, "the card of rank 1");
+                refused += 1;
+            }
+            Err(other) => unreachable!("{other}"),
+        }
+        assert!(start.elapsed() < PATIENCE, "took {:?}", start.elapsed());
+    });
+    assert!(joined > 0 && refused > 0, "{joined} joined, {refused} were refused");
+}
+
+#[test]
+fn a_damaged_ticket_is_an_error() {
+    let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+    let registrar = Registrar::start(Options::from_config(1, &config)).unwrap();
+    let sound = registrar.ticket().encode();
+    assert_eq!(sound.parse::<Ticket>().unwrap().encode(), sound);
+    cases(|random| {
+        let damaged = random.mutated(sound.as_bytes());
+        let text = String::from_utf8_lossy(&damaged);
+        if let Ok(ticket) = text.parse::<Ticket>() {
+            assert_eq!(ticket.encode(), sound, "blanks around it are allowed");
+        }
+    });
+}

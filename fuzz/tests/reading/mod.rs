@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Reads what others wrote, with little memory.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use farandole_fuzz::Random;
+use farandole_reader::{Dataset, Error, Next, Options, Reader};
+
+/// No case may take longer: the files have a few kilobytes.
+const LONGEST: Duration = Duration::from_secs(20);
+/// What the reader may hold of decoded rows.
+pub(crate) const BUDGET: u64 = 64 << 20;
+/// Batches of a case at most: a file may say that it has rows without end, each of them the same.
+const BATCHES: usize = 200;
+
+/// Reads a data set, or `BATCHES` of it; how many rows there were.
+pub(crate) fn read(url: &str, columns: &[&str], random: &mut Random) -> Result<usize, Error> {
+    let start = Instant::now();
+    let found = rows(url, columns, random);
+    assert!(start.elapsed() < LONGEST, "took {:?}", start.elapsed());
+    found
+}
+
+fn rows(url: &str, columns: &[&str], random: &mut Random) -> Result<usize, Error> {
+    let dataset = Arc::new(Dataset::open(url)?);
+    let options = Options {
+        columns: (random.below(2) == 0).then(|| columns.iter().map(|name| (*name).to_owned()).collect()),
+        batch_size: 64,
+        threads: 1 + random.below(2),
+        shuffle: random.below(2) > 0,
+        byte_budget: BUDGET,
+        fill: HashMap::from([("*".to_owned(), 0.0)]),
+        ..Options::default()
+    };
+    let epoch = Reader::new(dataset, options)?.epoch(0, 0)?;
+    let mut rows = 0;
+    for _ in 0..BATCHES {
+        match epoch.next(LONGEST)? {
+            Next::Batch(batch) => rows += batch.valid_rows(),
+            Next::End => break,
+            Next::Pending => unreachable!("nothing within {LONGEST:?}"),
+        }
+    }
+    Ok(rows)
+}
+
+/// The library panics on some files; the reader makes that an error, and its words are of no interest here.
+pub(crate) fn hush() {
+    std::panic::set_hook(Box::new(|info| {
+        if std::thread::current().name().is_some_and(|name| !name.starts_with("fd-")) {
+            eprintln!("{info}");
+        }
+    }));
+}

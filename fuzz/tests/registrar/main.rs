@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Garbage for a registrar, on real sockets: from strangers, who have no token, and from a task of the job, which has
+//! one. The job goes on, strangers learn nothing, and nothing panics.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod rogue;
+
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, TcpListener};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use farandole_config::{Config, PortRange};
+use farandole_fuzz::{Random, cases};
+use farandole_registrar::{Client, Options, Registrar, Relay, host};
+use farandole_world::TaskId;
+use rogue::{METHODS, Rogue};
+use tonic::Code;
+
+const DOOR: u64 = 3;
+/// Honest tasks; the one after them is nobody's, or the rogue's.
+const HONEST: u32 = 2;
+
+/// Whether any thread has panicked: those of the registrar are the runtime's, which survives.
+static PANICKED: AtomicBool = AtomicBool::new(false);
+/// Tests take turns: the hook is the process's.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+fn watch_panics() {
+    let before = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        PANICKED.store(true, Ordering::Release);
+        before(info);
+    }));
+}
+
+fn registrar(tasks: u32) -> Registrar {
+    let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
+    let port_range = PortRange { first: 0, last: 0 };
+    Registrar::start(Options { relays: true, port_range, ..Options::from_config(tasks, &config) }).unwrap()
+}
+
+fn connect(registrar: &Registrar, task: u32) -> Client {
+    Client::connect(registrar.ticket(), TaskId(task), None, soon()).unwrap()
+}
+
+/// A job at work, which nobody may disturb.
+struct Job {
+    registrar: Registrar,
+    agents: Vec<Client>,
+    relays: (Relay, Relay),
+    listener: TcpListener,
+    rounds: u64,
+}
+
+impl Job {
+    fn start() -> Self {
+        let registrar = registrar(HONEST);
+        let agents: Vec<Client> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
+        for agent in &agents {
+            agent.register(0, &host::facts(), soon()).unwrap();
+        }
+        for agent in &agents {
+            agent.await_assignment(soon()).unwrap();
+            agent.watch(Duration::from_secs(60), |_| ());
+        }
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let relays = (agents[0].relay(DOOR).unwrap(), agents[1].relay(DOOR).unwrap());
+        relays.0.answer(listener.local_addr().unwrap().port()).unwrap();
+        Self { registrar, agents, relays, listener, rounds: 0 }
+    }
+
+    /// What a job does: keys, and now and then a link.
+    fn works(&mut self) {
+        self.rounds += 1;
+        let key = format!("round/{}", self.rounds % 100);
+        let value = self.rounds.to_le_bytes();
+        self.agents[0].put(&key, &value).unwrap();
+        assert_eq!(self.agents[1].get(&key, soon()).unwrap(), value);
+        if self.rounds % 16 == 1 {
+            let mut near =
+                std::net::TcpStream::connect(self.relays.1.door(TaskId(0), DOOR).unwrap()).unwrap();
+            near.write_all(&value).unwrap();
+            let mut heard = [0; 8];
+            // Calls of others may have come before it.
+            let mut far = self.listener.accept().unwrap().0;
+            far.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+            far.read_exact(&mut heard).unwrap();
+            assert_eq!(heard, value);
+        }
+    }
+}
+
+#[test]
+fn strangers_learn_nothing_and_disturb_nobody() {
+    let _alone = ALONE.lock();
+    watch_panics();
+    let mut job = Job::start();
+    let rogue = Rogue::new(&job.registrar.ticket().forged_token());
+    cases(|random| {
+        match random.below(3) {
+            0 => rogue.mutter(random),
+            1 => rogue.mutter_inside(random),
+            _ => {
+                let method = METHODS[random.below(METHODS.len())];
+                let status = rogue.call(method, random.below(4), random);
+                let code = status.unwrap_or(Code::Ok);
+                let turned_away = matches!(
+                    code,
+                    Code::Unauthenticated
+                        | Code::Unavailable
+                        | Code::Unknown
+                        | Code::Cancelled
+                        | Code::Internal
+                );
+                assert!(turned_away, "{method}: {code:?}");
+            }
+        }
+        job.works();
+        assert!(!PANICKED.load(Ordering::Acquire));
+    });
+}
+
+#[test]
+fn a_task_of_the_job_that_sends_garbage_stops_no_registrar() {
+    let _alone = ALONE.lock();
+    watch_panics();
+    cases(|random: &mut Random| {
+        // Such a task may end its job, which is its right; so each case has a job of its own.
+        let registrar = registrar(HONEST + 1);
+        let agents: Vec<Client> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
+        for agent in &agents {
+            agent.register(0, &host::facts(), soon()).unwrap();
+        }
+        let rogue = Rogue::new(registrar.ticket());
+        for _ in 0..40 {
+            let method = METHODS[random.below(METHODS.len())];
+            // As its own task, as another one's, or as one that is not there.
+            rogue.call(method, random.below(5), random);
+        }
+        assert!(!PANICKED.load(Ordering::Acquire));
+        let started = Instant::now();
+        drop(connect(&registrar, 1));
+        assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    });
+}

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+package io.farandole.spark;
+
+import java.io.IOException;
+import jakarta.servlet.http.HttpServlet;
+import jakarta.servlet.http.HttpServletRequest;
+import jakarta.servlet.http.HttpServletResponse;
+
+/** {@link Page} as a servlet of {@code jakarta}; no other class of the jar names it. */
+public final class JakartaServlet extends HttpServlet {
+  private static final long serialVersionUID = 1L;
+
+  private final transient Page page;
+
+  JakartaServlet(Page page) {
+    this.page = page;
+  }
+
+  @Override
+  protected void doGet(HttpServletRequest request, HttpServletResponse response) throws IOException {
+    Page.Answer answer = page.answer(request.getPathInfo(), request.getParameter("since"));
+    response.setStatus(answer.status);
+    Page.HEADERS.forEach(response::setHeader);
+    response.setContentType(answer.type);
+    response.getOutputStream().write(answer.body);
+  }
+}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+package io.farandole.spark;
+
+import java.io.ByteArrayOutputStream;
+import java.io.IOException;
+import java.io.InputStream;
+import java.nio.charset.StandardCharsets;
+import java.util.Collections;
+import java.util.HashMap;
+import java.util.List;
+import java.util.Map;
+import org.apache.spark.ui.SparkUI;
+import org.apache.spark.ui.WebUITab;
+import scala.collection.Iterator;
+import scala.collection.Seq;
+
+/**
+ * What the Training tab answers: three files that never change, and rows as JSON. No value is ever put into HTML here;
+ * the script writes each as text, and the policy lets the browser run no script but that file.
+ */
+final class Page {
+  static final int MOST_ROWS = 5000;
+
+  /** Of every answer. */
+  static final Map<String, String> HEADERS = headers();
+
+  private static final String NOT_FOUND = "not found";
+  private static final String JSON = "application/json; charset=utf-8";
+  private static final String TEXT = "text/plain; charset=utf-8";
+
+  private final SparkUI ui;
+
+  Page(SparkUI ui) {
+    this.ui = ui;
+  }
+
+  /** A status, a type and bytes. */
+  static final class Answer {
+    final int status;
+    final String type;
+    final byte[] body;
+
+    Answer(int status, String type, byte[] body) {
+      this.status = status;
+      this.type = type;
+      this.body = body;
+    }
+
+    static Answer text(int status, String type, String text) {
+      return new Answer(status, type, text.getBytes(StandardCharsets.UTF_8));
+    }
+  }
+
+  /** The answer to a path below the tab's; never throws. */
+  Answer answer(String path, String since) {
+    try {
+      switch (path == null ? "/" : path) {
+        case "/":
+          return file("training.html", "text/html; charset=utf-8");
+        case "/training.js":
+          return file("training.js", "text/javascript; charset=utf-8");
+        case "/training.css":
+          return file("training.css", "text/css; charset=utf-8");
+        case "/rows":
+          return Answer.text(200, JSON, rows(number(since)));
+        default:
+          return Answer.text(404, TEXT, NOT_FOUND);
+      }
+    } catch (Throwable error) {
+      Guard.warn("the Training tab cannot answer " + Json.quote(String.valueOf(path)) + ": " + error);
+      return Answer.text(500, TEXT, "the Training tab cannot answer; the log says why");
+    }
+  }
+
+  private String rows(long since) throws Exception {
+    List<Row> rows = Rows.since(ui.store().store(), since, MOST_ROWS);
+    StringBuilder out = new StringBuilder("{\"live\":").append(ui.sc().isDefined());
+    out.append(",\"more\":").append(rows.size() == MOST_ROWS);
+    out.append(",\"seq\":").append(rows.isEmpty() ? since : rows.get(rows.size() - 1).seq);
+    out.append(",\"application\":").append(Json.quote(ui.getAppName()));
+    out.append(",\"tabs\":[").append(since == 0 ? tabs() : "").append("],\"rows\":[");
+    for (int at = 0; at < rows.size(); at++) {
+      Row row = rows.get(at);
+      out.append(at > 0 ? ",[" : "[").append(Json.quote(row.run)).append(',').append(Json.quote(row.key));
+      // As a string, which the page reads by itself: one that is no JSON is only lost, and spoils no other.
+      out.append(',').append(Json.quote(row.body)).append(']');
+    }
+    return out.append("]}").toString();
+  }
+
+  /** Names and paths of Spark's tabs. Reflection: the type of a list differs between Scala 2.12 and 2.13. */
+  private String tabs() throws ReflectiveOperationException {
+    Seq<?> tabs = (Seq<?>) ui.getClass().getMethod("getTabs").invoke(ui);
+    StringBuilder out = new StringBuilder();
+    for (Iterator<?> each = tabs.iterator(); each.hasNext(); ) {
+      WebUITab tab = (WebUITab) each.next();
+      out.append(out.length() > 0 ? ",[" : "[");
+      out.append(Json.quote(tab.name())).append(',').append(Json.quote(tab.prefix())).append(']');
+    }
+    return out.toString();
+  }
+
+  private static long number(String text) {
+    try {
+      return text == null ? 0 : Math.max(0, Long.parseLong(text));
+    } catch (NumberFormatException error) {
+      return 0;
+    }
+  }
+
+  private static Answer file(String name, String type) throws IOException {
+    ByteArrayOutputStream bytes = new ByteArrayOutputStream();
+    try (InputStream in = Page.class.getResourceAsStream(name)) {
+      if (in == null) {
+        return Answer.text(404, TEXT, NOT_FOUND);
+      }
+      byte[] some = new byte[8192];
+      for (int count = in.read(some); count >= 0; count = in.read(some)) {
+        bytes.write(some, 0, count);
+      }
+    }
+    return new Answer(200, type, bytes.toByteArray());
+  }
+
+  private static Map<String, String> headers() {
+    Map<String, String> headers = new HashMap<>();
+    headers.put(
+        "Content-Security-Policy",
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+            + "base-uri 'none'; form-action 'none'");
+    headers.put("X-Content-Type-Options", "nosniff");
+    headers.put("Referrer-Policy", "no-referrer");
+    headers.put("Cache-Control", "no-cache, no-store");
+    return Collections.unmodifiableMap(headers);
+  }
+}

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+package io.farandole.spark;
+
+import org.apache.spark.scheduler.SparkListener;
+import org.apache.spark.scheduler.SparkListenerEvent;
+import org.apache.spark.scheduler.SparkListenerExecutorAdded;
+import org.apache.spark.scheduler.SparkListenerExecutorRemoved;
+import org.apache.spark.scheduler.SparkListenerStageCompleted;
+import org.apache.spark.scheduler.SparkListenerStageSubmitted;
+
+/** Makes rows of events: the same in a live application and from its log in the History Server. */
+public final class TrainingListener extends SparkListener {
+  private final Rows rows;
+  private final Gangs gangs = new Gangs();
+
+  TrainingListener(Rows rows) {
+    this.rows = rows;
+  }
+
+  @Override
+  public void onOtherEvent(SparkListenerEvent event) {
+    if (event instanceof TrainingEvent) {
+      TrainingEvent told = (TrainingEvent) event;
+      put(told.run, told.key, told.body);
+    }
+  }
+
+  @Override
+  public void onExecutorAdded(SparkListenerExecutorAdded event) {
+    String body =
+        Json.object("state", "added", "host", event.executorInfo().executorHost(), "time", "" + event.time());
+    put("", "executor/" + event.executorId(), body);
+  }
+
+  @Override
+  public void onExecutorRemoved(SparkListenerExecutorRemoved event) {
+    String body = Json.object("state", "removed", "reason", event.reason(), "time", "" + event.time());
+    put("", "removed/" + event.executorId(), body);
+  }
+
+  @Override
+  public void onStageSubmitted(SparkListenerStageSubmitted event) {
+    Guard.attempt(
+        "a stage's tags were not read",
+        () -> {
+          String tag = gangs.submitted(event);
+          if (tag != null) {
+            String attempt = "" + event.stageInfo().attemptNumber();
+            String stage = "" + event.stageInfo().stageId();
+            put("", "stage/" + stage + "." + attempt, Json.object("tag", tag, "stage", stage, "attempt", attempt));
+          }
+        });
+  }
+
+  @Override
+  public void onStageCompleted(SparkListenerStageCompleted event) {
+    gangs.completed(event);
+  }
+
+  private void put(String run, String key, String body) {
+    Guard.attempt("an event was not kept for the Training tab", () -> rows.put(run, key, body));
+  }
+}

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+package io.farandole.spark;
+
+import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertTrue;
+
+import java.io.IOException;
+import java.nio.file.Files;
+import java.nio.file.Path;
+import java.util.List;
+import org.apache.spark.util.kvstore.InMemoryStore;
+import org.junit.jupiter.api.Test;
+import org.junit.jupiter.api.io.TempDir;
+
+/** What needs no Spark that runs. */
+class PartsTest {
+  @Test
+  void textAsJsonHasNothingThatHtmlOrAScriptCouldTakeForItsOwn() {
+    String hostile = "</script>&'\"\\\n\u2028\u00e9";
+    String quoted = Json.quote(hostile);
+    assertEquals("\"\\u003c/script\\u003e\\u0026\\u0027\\\"\\\\\\u000a\\u2028\\u00e9\"", quoted);
+    assertEquals("{\"a\":\"1\",\"c\":\"3\"}", Json.object("a", "1", "b", null, "c", "3"));
+  }
+
+  @Test
+  void newsAreToldOnceAndTheOldestAreForgotten() {
+    News news = new News();
+    assertEquals("{\"next\":1,\"news\":[]}", news.since(0));
+    news.add("{}");
+    news.add("[]");
+    assertEquals("{\"next\":3,\"news\":[{},[]]}", news.since(0));
+    assertEquals("{\"next\":3,\"news\":[[]]}", news.since(2));
+    for (int count = 0; count < News.MOST; count++) {
+      news.add("1");
+    }
+    assertEquals("{\"next\":20003,\"news\":[1]}", news.since(News.MOST + 2));
+    assertTrue(news.since(0).length() < 2 * News.MOST + 100);
+  }
+
+  @Test
+  void rowsAreReplacedAndThoseOfTheOldestRunsForgotten() throws Exception {
+    InMemoryStore store = new InMemoryStore();
+    Rows rows = new Rows(store);
+    rows.put("", "host/1", "{}");
+    rows.put("run-0", "run", "1");
+    rows.put("run-0", "run", "2");
+    List<Row> found = Rows.since(store, 0, 10);
+    assertEquals(2, found.size());
+    assertEquals("2", found.get(1).body);
+    assertEquals(1, Rows.since(store, found.get(0).seq, 10).size());
+    rows.put("run-0", "large", new String(new char[Rows.MOST_BODY + 1]));
+    assertEquals(2, store.count(Row.class));
+    for (int run = 1; run < Rows.MOST_RUNS; run++) {
+      rows.put("run-" + run, "run", "{}");
+    }
+    found = Rows.since(store, 0, 1000);
+    assertEquals("host/1", found.get(0).key, "what is of the application stays");
+    assertEquals("run-1", found.get(1).run);
+    assertEquals(Rows.MOST_RUNS, found.size());
+  }
+
+  @Test
+  void onlyWorkersBelowAProcessAreLeftOver(@TempDir Path proc) throws Exception {
+    process(proc, "10", "1", "java");
+    process(proc, "11", "10", "python\0-m\0pyspark.daemon");
+    process(proc, "12", "11", "python\0-m\0farandole.runner.worker");
+    process(proc, "13", "1", "python\0-m\0farandole.runner.worker");
+    process(proc, "14", "12", "python\0train.py");
+    assertEquals(List.of("12"), Orphans.workers("10", proc));
+  }
+
+  @Test
+  void modelsOfGpusAreRead(@TempDir Path driver) throws Exception {
+    assertEquals(List.of(), ExecutorHalf.gpus(driver.resolve("absent")));
+    Path gpu = Files.createDirectories(driver.resolve("0000:3b:00.0"));
+    Files.writeString(gpu.resolve("information"), "Model: \t\t NVIDIA H200\nIRQ:   \t\t 86\n");
+    assertEquals(List.of("NVIDIA H200"), ExecutorHalf.gpus(driver));
+  }
+
+  private static void process(Path proc, String number, String parent, String command) throws IOException {
+    Path folder = Files.createDirectories(proc.resolve(number));
+    Files.writeString(folder.resolve("stat"), number + " (a ) b) S " + parent + " 1 1");
+    Files.writeString(folder.resolve("cmdline"), command);
+  }
+}

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Gives back memory of the C library's heap that stays unused.
+
+Workers keep what a training step frees, because the next step needs it again (`launcher.ALLOCATOR`). But blocks of
+another size may not fit into the holes, and one small block that lives on keeps everything below it: a program whose
+tensors change their sizes would grow for ever. So a thread looks at the heap now and then, and what nobody has used for
+some seconds goes back to the system, where it is more than half of what is in use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+from farandole._native.launcher import ALLOCATOR
+
+_INTERVAL = 1.0
+"""Seconds between two looks."""
+
+_LOOKS = 4
+"""Looks in a row that must find the memory unused: a training step frees and takes it again many times meanwhile."""
+
+_LEAST = 256 << 20
+"""Bytes that are not worth the work."""
+
+_of_process: int | None = None
+
+
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+        )
+    )  # fmt: skip
+
+
+class Heap:
+    """The heap of this process, if its C library tells of it."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        self._info = library.mallinfo2
+        self._info.restype = _Mallinfo
+        self._trim = library.malloc_trim
+        self._trim.argtypes = [ctypes.c_size_t]
+
+    def used(self) -> int:
+        """Bytes that the program has and has not freed."""
+        info = self._info()
+        return info.uordblks + info.hblkhd
+
+    def resident(self) -> int:
+        """Bytes of memory that are no pages of files."""
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+        raise OSError("the kernel does not tell")
+
+    def trim(self) -> None:
+        """Gives back what is unused."""
+        self._trim(0)
+
+
+class Watch:
+    """Decides when to trim."""
+
+    def __init__(self, heap: Heap) -> None:
+        self._heap = heap
+        self._looks: deque[int] = deque(maxlen=_LOOKS)
+        self._rest = 0
+        """What a trim could not give back: memory of others than the heap."""
+
+    def look(self) -> bool:
+        """One look; whether it trimmed."""
+        used = self._heap.used()
+        self._looks.append(self._heap.resident() - used)
+        if len(self._looks) < _LOOKS or min(self._looks) - self._rest <= max(_LEAST, used // 2):
+            return False
+        self._heap.trim()
+        self._looks.clear()
+        self._rest = max(self._heap.resident() - self._heap.used(), 0)
+        return True
+
+
+def start() -> None:
+    """Starts the thread, once in a process, where the C library keeps freed memory because a launcher told it to."""
+    global _of_process  # noqa: PLW0603 - as the heap is
+    # As it was when the C library read it; a warm worker was forked from a process that has it.
+    with suppress(OSError, AttributeError):
+        given = Path("/proc/self/environ").read_bytes().split(b"\0")
+        name = "MALLOC_TRIM_THRESHOLD_"
+        if _of_process == os.getpid() or f"{name}={ALLOCATOR[name]}".encode() not in given:
+            return
+        watch = Watch(Heap())
+        _of_process = os.getpid()
+        threading.Thread(target=_run, args=(watch,), name="farandole-heap", daemon=True).start()
+
+
+def _run(watch: Watch) -> None:
+    pause = threading.Event()
+    with suppress(OSError):
+        while not pause.wait(_INTERVAL):
+            watch.look()

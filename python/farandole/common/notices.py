@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Leaving in time: a worker of an elastic job that hears of its end leaves at the end of the step under way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+from farandole._native import engine
+from farandole.common.exceptions import FarandoleInternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LEAVES_WITHIN = 2.0
+"""Seconds that telling the registrar of a leave may take."""
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGPWR") if hasattr(signal, name))
+"""The notices: SIGTERM of clouds, Slurm's `--signal` and Kubernetes; SIGPWR of a power supply that fails."""
+
+
+def is_elastic() -> bool:
+    """Whether this process is a worker of an elastic job."""
+    told = (os.environ.get(name, "").lower() for name in ("FARANDOLE_ELASTIC", "HOROVOD_ELASTIC"))
+    return any(value in ("1", "true", "on", "yes") for value in told)
+
+
+def leave(reason: str = "its script has said so") -> bool:
+    """Has this worker leave at its next commit or step, without counting as a failure; the others go on.
+
+    For notices that come otherwise than by a signal, such as the metadata of a spot instance. Any thread may call it.
+
+    Args:
+        reason: What the launcher says about it.
+
+    Returns:
+        False where the job is not elastic: then nothing has happened.
+
+    Raises:
+        FarandoleInternalError: The job is over.
+    """
+    return engine.resign(reason, _LEAVES_WITHIN)
+
+
+@contextlib.contextmanager
+def heeded() -> Iterator[None]:
+    """Has `SIGNALS` mean to leave in time, in the main thread of a worker of an elastic job, and puts back what was."""
+    before = heed()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def heed() -> dict[int, Any]:
+    """Has `SIGNALS` mean to leave in time, where they mean nothing else yet.
+
+    The second of them ends the process as it would have without.
+
+    Returns:
+        What each has meant so far; nothing outside of the main thread of a worker of an elastic job.
+    """
+    if threading.current_thread() is not threading.main_thread() or not is_elastic():
+        return {}
+    # A script's own handler knows better what to do.
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    taken = {number: handler for number, handler in before.items() if handler in (signal.SIG_DFL, None)}
+
+    def on_notice(number: int, frame: Any) -> None:
+        del frame
+        for one in taken:
+            signal.signal(one, signal.SIG_DFL)
+        try:
+            leave(f"it got {signal.Signals(number).name}")
+        except (FarandoleInternalError, OSError, RuntimeError):
+            # The job is over, or its registrar gone.
+            signal.raise_signal(number)
+
+    for number in taken:
+        signal.signal(number, on_notice)
+    return dict.fromkeys(taken, signal.SIG_DFL)

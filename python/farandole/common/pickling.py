@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Pickling of functions and objects by value, which keeps where their code came from.
+
+Since its release 3.1.3 cloudpickle writes `<dynamic-code>` for the file of each function, so that equal functions have
+equal bytes. Then tracebacks of workers have no source lines, and TensorFlow cannot read the source that `tf.function`
+compiles. What is pickled here keeps its file.
+"""
+
+import io
+import types
+from typing import Any
+
+import cloudpickle
+
+# What cloudpickle writes for a file; versions before 3.1.3 write the file.
+_NOWHERE = "<dynamic-code>"
+_TABLE: Any = cloudpickle.Pickler.dispatch_table
+
+
+def _reduce(code: types.CodeType) -> tuple[Any, ...]:
+    make, arguments = _TABLE[types.CodeType](code)
+    return make, tuple(code.co_filename if argument == _NOWHERE else argument for argument in arguments)
+
+
+class Pickler(cloudpickle.Pickler):
+    """A cloudpickle pickler that keeps the files of functions."""
+
+    dispatch_table = _TABLE.new_child({types.CodeType: _reduce})
+
+
+def dumps(value: Any) -> bytes:
+    """Pickles a value; `cloudpickle.loads` and `pickle.loads` read it.
+
+    Args:
+        value: Anything that cloudpickle takes.
+
+    Raises:
+        pickle.PicklingError: When it cannot be pickled; `TypeError` and others for what refuses it.
+    """
+    with io.BytesIO() as file:
+        Pickler(file).dump(value)
+        return file.getvalue()

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Elastic training with Lightning: a `Trainer.fit` that goes on in another world.
+
+A `Trainer` has no way to change its world, so each world has a trainer of its own, which begins with what Lightning
+would write into a checkpoint, kept in memory. What is left of an epoch is an epoch of fewer batches to it.
+
+Example:
+    @elastic.run
+    def train(state):
+        trainer = Trainer(strategy="farandole", max_epochs=20)
+        state.fit(trainer, model, loader)
+
+    train(elastic.LightningState(sampler=sampler))
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from farandole.common import basics
+from farandole.common.elastic import leave, run_fn
+from farandole.common.exceptions import FarandoleInternalError
+from farandole.runner import scratch
+from farandole.torch.elastic.state import ElasticSampler, TorchState, copied
+from farandole.torch.functions import broadcast_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Result = TypeVar("_Result")
+
+__all__ = ["LightningState", "leave", "run"]
+
+
+def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Wraps a training function: after a failure the state goes back to the last commit, in a new world.
+
+    Args:
+        func: The training function; takes a `LightningState` first, makes a trainer, and has the state fit with it.
+
+    Returns:
+        A function of the same arguments and result.
+    """
+
+    @functools.wraps(func)
+    def translated(*args: Any, **kwargs: Any) -> _Result:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            # What fails in DistributedDataParallel's C++ comes back with its text alone.
+            if isinstance(error, FarandoleInternalError) or FarandoleInternalError.__name__ not in str(error):
+                raise
+            raise FarandoleInternalError(str(error)) from error
+
+    return run_fn(translated, _change_worlds)
+
+
+def _change_worlds() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    basics.shutdown()
+    basics.init(process_sets="dynamic")
+
+
+class LightningState(TorchState):
+    """State of a fit: all that Lightning's checkpoint has, and each keyword as an attribute.
+
+    Args:
+        every: Steps from one commit to the next. A commit copies what a checkpoint has and asks all ranks.
+        **kwargs: Further attributes and their first values. An `ElasticSampler`, or a loader of `farandole.data`, is
+            kept with the model, so that the samples of an epoch count as there.
+    """
+
+    every: int
+    _trainer: Any
+    _checkpoint: dict[str, Any] | None
+    _spare: dict[str, Any] | None
+
+    def __init__(self, every: int = 10, **kwargs: Any) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1: {every}")
+        # Past __setattr__, which wants to know first what is handled.
+        vars(self).update(every=every, _trainer=None, _checkpoint=None, _spare=None)
+        super().__init__(**kwargs)
+
+    def fit(self, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Has a trainer go on from the last commit, and commits while it trains.
+
+        Args:
+            trainer: Of this world, with the strategy `"farandole"`; made in the training function.
+            module: That is trained.
+            *args: As for `Trainer.fit`.
+            **kwargs: As for `Trainer.fit`; a `ckpt_path` is what the first world begins with.
+
+        Raises:
+            ValueError: The trainer has `max_steps`, by which Lightning counts otherwise.
+        """
+        if trainer.max_steps != -1:
+            raise ValueError(f"an elastic fit ends by max_epochs, and not by max_steps: {trainer.max_steps}")
+        trainer.callbacks.append(_commits(type(trainer).__module__.partition(".trainer")[0], self))
+        # What is left of an epoch has fewer batches than the next one: Lightning counts them when it loads.
+        trainer.reload_dataloaders_every_n_epochs = 1
+        with scratch.directory() as folder:
+            if self._checkpoint is not None:
+                path = folder / "state.ckpt"
+                torch.save(self._checkpoint, path)
+                kwargs["ckpt_path"] = str(path)
+                if "weights_only" in inspect.signature(trainer.fit).parameters:
+                    kwargs["weights_only"] = False  # this process has written it
+            self._trainer = trainer
+            try:
+                trainer.fit(module, *args, **kwargs)
+            finally:
+                self._trainer = None
+
+    def save(self) -> None:
+        """Keeps everything as it is, while a trainer trains; else what it kept last stays."""
+        if self._trainer is not None:
+            taken = copied(_at_the_start(_dumped(self._trainer)), self._spare)
+            self._checkpoint, self._spare = taken, self._checkpoint
+        super().save()
+
+    def sync(self) -> None:
+        """Spreads everything of rank 0, and keeps it."""
+        self._checkpoint = broadcast_object(self._checkpoint, root_rank=0)
+        super().sync()
+
+    def samplers(self) -> list[ElasticSampler]:
+        """The samplers among the attributes."""
+        return [value for value in vars(self).values() if isinstance(value, ElasticSampler)]
+
+    def has_done(self, trainer: Any, batches: int) -> None:
+        """Takes note of a batch that was trained on, before a commit.
+
+        Args:
+            trainer: That trains.
+            batches: How many of the epoch this trainer has done.
+        """
+        for sampler in self.samplers():
+            sampler.record_batch(batches - 1, trainer.train_dataloader.batch_size)
+
+    def is_due(self, trainer: Any, batches: int) -> bool:
+        """Whether a commit follows: where no gradients wait, and not after an epoch's last batch.
+
+        That epoch is not over before its validation is.
+
+        Args:
+            trainer: That trains.
+            batches: How many of the epoch this trainer has done.
+        """
+        due = batches % (self.every * trainer.accumulate_grad_batches) == 0
+        return due and batches < trainer.num_training_batches
+
+    def has_ended(self, trainer: Any) -> None:
+        """Takes note of the end of an epoch.
+
+        Args:
+            trainer: That trains.
+        """
+        for sampler in self.samplers():
+            sampler.set_epoch(trainer.current_epoch + 1)
+
+
+def _dumped(trainer: Any) -> dict[str, Any]:
+    """What a checkpoint has; `Trainer.save_checkpoint` would write it."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001 - no public door
+
+
+def _at_the_start(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint as if the epoch under way were to begin: its data begins where the state says."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    for kind in ("total", "current"):
+        done = progress[kind]["completed"]
+        progress[kind].update(ready=done, started=done, processed=done)
+    return checkpoint
+
+
+class _Moments:
+    """When a fit commits."""
+
+    def __init__(self, state: LightningState) -> None:
+        self._state = state
+        self._places: list[dict[str, Any]] | None = [sampler.state_dict() for sampler in state.samplers()]
+
+    @property
+    def state_key(self) -> str:
+        """What a checkpoint knows it by."""
+        return "farandole.elastic"
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        """Commits: the epoch before is over with all that follows it."""
+        del trainer, module
+        if self._places is not None:
+            # Lightning has just had them begin the epoch that they were in the middle of.
+            for sampler, place in zip(self._state.samplers(), self._places, strict=True):
+                sampler.load_state_dict(place)
+            self._places = None
+        self._state.commit()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Commits where it is time."""
+        del module, outputs, batch
+        done = batch_idx + 1
+        self._state.has_done(trainer, done)
+        if self._state.is_due(trainer, done):
+            self._state.commit()
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Has samplers begin the next epoch."""
+        del module
+        self._state.has_ended(trainer)
+
+
+def _commits(package: str, state: LightningState) -> Any:
+    """The callback, for one of Lightning's packages."""
+    base = import_module(package).Callback
+    return type("FarandoleCommits", (_Moments, base), {"__module__": __name__})(state)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Ray as the place where estimators train."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, TextIO
+
+from farandole.ray.adapter import gpus
+from farandole.ray.crew import NOT_FOR_WORKERS, AgentHolder
+from farandole.ray.results import headline
+from farandole.ray.strategy import create_placement_group, current_placement_group
+from farandole.ray.utils import needed
+from farandole.runner import environment, outcome
+from farandole.runner import warm as warm_workers
+from farandole.runner.agent import Work
+from farandole.runner.gang import Agents, conduct, payload
+from farandole.runner.limits import start_limit
+from farandole.runner.outcome import Ending
+from farandole.runner.streams import Streams
+from farandole.spark.common.backend import Backend
+from farandole.spark.common.check import at_least
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+class RayBackend(Backend):
+    """Workers beside Ray actors, one for each, which Ray places and gives GPUs to.
+
+    `TorchEstimator(backend=RayBackend(num_workers=4), ...).fit(frame)` trains there. The store has to be one that all
+    nodes reach. `ray.init` has been called, or is called with its defaults.
+
+    Args:
+        num_workers: Number of ranks.
+        use_gpu: Whether each gets GPUs.
+        gpus_per_worker: GPUs of a rank; 1 by default with `use_gpu`.
+        cpus_per_worker: CPUs that Ray reserves for a rank.
+        env: Variables to set in the workers; `None` as a value removes one.
+        pass_env: Names of further variables of the driver that travel, or patterns such as `"WANDB_*"`.
+        placement_group_timeout: Seconds that Ray may take to reserve resources.
+        start_timeout: Seconds that all workers may take to start after that; default as in `farandole.spark.run`.
+        stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
+        stderr: The same for stderr; default: `sys.stderr`.
+        verbose: 0 is silent but for the workers, 1 says what is waited for, 2 also says where each rank runs.
+        warm: Whether workers start warm, from a fork server of their node that has imported torch; by default they do
+            where this process has imported it, unless `FARANDOLE_WARM_WORKERS` says `off`.
+
+    Raises:
+        ValueError: A number is out of range, or `gpus_per_worker` contradicts `use_gpu`.
+        ImportError: Ray is not installed.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        use_gpu: bool = False,
+        *,
+        gpus_per_worker: int | None = None,
+        cpus_per_worker: float = 1,
+        env: Mapping[str, str | None] | None = None,
+        pass_env: Sequence[str] = (),
+        placement_group_timeout: float = 100,
+        start_timeout: float | None = None,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        verbose: int = 1,
+        warm: bool | None = None,
+    ) -> None:
+        needed()
+        self._num_workers = at_least("num_workers", 1)(num_workers)
+        self._gpus = gpus(gpus_per_worker, use_gpu, "gpus_per_worker")
+        self._cpus = cpus_per_worker
+        self._env = dict(env or {})
+        self._pass_env = tuple(pass_env)
+        self._placed_within = placement_group_timeout
+        self._start_timeout = start_timeout
+        self._streams = Streams(stdout, stderr, verbose=verbose)
+        self._warm = warm
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str | None] | None = None,
+        on_progress: Callable[[int, dict[str, Any]], None] | None = None,
+    ) -> list[Any]:
+        """As `Backend.run`; also raises `TimeoutError` where Ray does not reserve the resources in time."""
+        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+        from farandole.common import logs  # noqa: PLC0415 - as above
+
+        size, limit = self._num_workers, start_limit(self._start_timeout)
+        packed = payload(fn, args, kwargs)
+        output = self._streams.output(size)
+        taken, _ = environment.chosen(os.environ, self._pass_env, NOT_FOR_WORKERS)
+        changes: dict[str, str | None] = {**taken, **self._env, **(env or {})}
+        ray = needed()
+        if not ray.is_initialized():
+            ray.init()
+        with _Room(size, self._cpus, self._gpus, self._placed_within) as group:
+            logs.start()
+            registrar = Registrar(size, start_timeout=limit)
+            warmth = warm_workers.wanted(self._warm, by_default=True)
+            work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth)
+            agents = RayAgents(work, size, self._cpus, self._gpus, group)
+            endings = conduct(registrar, agents, size, output, on_progress, limit, "Ray actors to start")
+        return outcome.results(endings, size)
+
+    def num_processes(self) -> int:
+        """Number of ranks."""
+        return self._num_workers
+
+
+class _Room:
+    """Resources for all workers at once: two jobs never hold half of what each needs."""
+
+    def __init__(self, size: int, cpus: float, gpus: float, limit: float) -> None:
+        self._wanted = ({"CPU": cpus, "GPU": gpus}, size, limit, "PACK")
+        self._made: Any = None
+
+    def __enter__(self) -> Any:
+        group = current_placement_group()
+        if group is None:
+            group, _ = create_placement_group(*self._wanted)
+            self._made = group
+        return group
+
+    def __exit__(self, *_: object) -> None:
+        if self._made is not None:
+            from ray.util.placement_group import remove_placement_group  # noqa: PLC0415 - Ray may be absent
+
+            remove_placement_group(self._made)
+
+
+class RayAgents(Agents):
+    """One actor for each worker, which holds its agent."""
+
+    def __init__(self, work: Work, size: int, cpus: float, gpus: float, group: Any) -> None:
+        self._work = work
+        self._size = size
+        self._needs = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0}
+        self._group = group
+        self._actors: list[Any] = []
+        self._served: list[Any] = []
+
+    def start(self) -> None:
+        """Asks Ray for the actors."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 - Ray may be absent
+
+        remote = needed().remote(AgentHolder)
+        placed = PlacementGroupSchedulingStrategy(self._group, placement_group_capture_child_tasks=False)
+        self._actors = [remote.options(scheduling_strategy=placed, **self._needs).remote() for _ in range(self._size)]
+        self._served = [actor.serve.remote(self._work, task) for task, actor in enumerate(self._actors)]
+
+    def done(self) -> bool:
+        """Whether all agents have returned, or died."""
+        return not self._served or len(self._ready()) == self._size
+
+    def gave_up(self) -> bool:
+        """Whether an agent has ended; asked for while the gang forms."""
+        return bool(self._ready())
+
+    def cancel(self) -> None:
+        """Kills the actors."""
+        for actor in self._actors:
+            needed().kill(actor)
+
+    def endings(self) -> list[Ending]:
+        """How every task ended; an actor that died is an ending, too."""
+        found = []
+        for task, reference in enumerate(self._served):
+            try:
+                found.append(needed().get(reference))
+            except Exception as error:  # noqa: BLE001 - Ray's, for an actor or a node that died
+                found.append(Ending(task, "", refused=f"its Ray actor died: {headline(error)}"))
+        self.cancel()
+        return found
+
+    def _ready(self) -> list[Any]:
+        ready, _ = needed().wait(self._served, num_returns=self._size, timeout=0)
+        return ready

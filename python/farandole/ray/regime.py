@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""An elastic job under Ray Train, in the process of Ray's controller.
+
+Ray decides which workers there are and replaces those that fail; the registrar decides who is in the world. This hands
+each worker its ticket, has workers leave whose nodes Ray is about to lose, and frees those that wait in
+`ray.train.report` for a worker that waits for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from farandole.ray import membership
+from farandole.ray.utils import needed
+
+if TYPE_CHECKING:
+    from farandole._native.registrar import Event
+
+logger = logging.getLogger(__name__)
+
+_WAIT = 0.25
+_LOOK_EVERY = 1.0
+_END_WITHIN = 5.0
+
+
+class Regime:
+    """One attempt of a trainer.
+
+    Args:
+        worker_group: Ray's.
+        least: Fewest ranks that train; `None` for all.
+        timeout: Seconds for which there may be fewer.
+        reset_limit: How often the world may change.
+
+    Raises:
+        ValueError: The numbers contradict each other.
+    """
+
+    def __init__(self, worker_group: Any, *, least: int | None, timeout: float, reset_limit: int | None) -> None:
+        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+
+        size = len(worker_group)
+        if least is not None and least > size:
+            raise ValueError(f"min_workers must not be above the number of workers: {least} is above {size}")
+        self._barrier = worker_group.get_worker_group_state().sync_actor
+        self._registrar = Registrar.elastic(size, least or size, size, timeout=timeout, reset_limit=reset_limit)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._nodes: dict[int, str] = {}
+        self._waiting: set[int] = set()
+        self._worlds = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="farandole-ray-train", daemon=True)
+        self._thread.start()
+
+    def take_in(self, group: Any) -> None:
+        """Makes workers that Ray has started members of the job; raises what Ray raises for one that died."""
+        asked = []
+        for worker in group.get_workers():
+            with self._lock:
+                task = next(self._numbers)
+                self._nodes[task] = worker.metadata.node_id
+                self._waiting.add(task)
+            asked.append(worker.execute_async(membership.enlist, self._registrar.ticket, task))
+        needed().get(asked)
+
+    def close(self) -> None:
+        """Ends the job."""
+        self._over.set()
+        self._registrar.close()
+        self._thread.join(_END_WITHIN)
+
+    def _watch(self) -> None:
+        look_at = time.monotonic()
+        while not self._over.is_set():
+            for event in self._registrar.events(_WAIT):
+                self._take(event)
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + _LOOK_EVERY
+                self._free()
+                self._dismiss(draining())
+
+    def _take(self, event: Event) -> None:
+        with self._lock:
+            if event.kind == "assigned":
+                seats = self._registrar.assignment() or []
+                self._worlds += 1
+                self._waiting -= {seat["task"] for seat in seats}
+                logger.info("a world of %d ranks has formed", len(seats))
+            elif event.kind in ("exit", "lost", "dismissed") and event.task is not None:
+                self._waiting.discard(event.task)
+                self._nodes.pop(event.task, None)
+                logger.info("worker %d: %s", event.task, event.text or event.kind)
+            elif event.kind == "aborted":
+                logger.warning("the job has ended: %s", event.text)
+
+    def _free(self) -> None:
+        """Lets workers go on that wait in a report while a new one waits for the next world, which takes them all."""
+        with self._lock:
+            waits = self._worlds > 0 and bool(self._waiting)
+        if waits:
+            self._barrier.reset.remote()
+
+    def _dismiss(self, nodes: dict[str, str]) -> None:
+        with self._lock:
+            leaving = [(task, nodes[node]) for task, node in self._nodes.items() if node in nodes]
+            for task, _ in leaving:
+                del self._nodes[task]
+        for task, reason in leaving:
+            self._registrar.dismiss(task, reason)
+
+
+def draining() -> dict[str, str]:
+    """Why workers have to leave, by the id of the node that Ray is about to lose."""
+    from ray._private.state import state  # noqa: PLC0415 - Ray Train's own watcher has no other door
+
+    return {node: f"Ray drains its node {node}" for node in state.get_draining_nodes() or {}}

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The driver waits for a function that runs on all workers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+from farandole.common.exceptions import FarandoleInternalError
+from farandole.ray.utils import needed
+from farandole.runner.errors import FarandoleJobError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+_POLL = 0.1
+_OTHERS_WITHIN = 5.0
+"""Seconds after the first failure in which another one, which may be its cause, is waited for."""
+_RECORDS_WITHIN = 60.0
+_LEAVE_WITHIN = 10.0
+
+
+class Waiting:
+    """Hands records of workers to callbacks while it waits for results.
+
+    Args:
+        workers: The actors, by rank.
+        nodes: Where each runs, for messages.
+        callbacks: Called with each record.
+    """
+
+    def __init__(
+        self, workers: Sequence[Any], nodes: Sequence[str], callbacks: Sequence[Callable[..., Any]] | None
+    ) -> None:
+        self._workers = workers
+        self._nodes = nodes
+        self._callbacks = list(callbacks or ())
+        self._queue: Any = None
+
+    def __enter__(self) -> Self:
+        """Has the workers send their records here, where somebody wants them."""
+        if self._callbacks:
+            from ray.util.queue import Queue  # noqa: PLC0415 - Ray may be absent
+
+            self._queue = Queue(actor_options={"num_cpus": 0})
+            needed().get([worker.set_queue.remote(self._queue) for worker in self._workers])
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends the queue."""
+        if self._queue is not None:
+            for worker in self._workers:
+                worker.set_queue.remote(None)
+            self._queue.shutdown()
+
+    def results(self, references: Sequence[Any]) -> list[Any]:
+        """What the workers returned, by rank.
+
+        Raises:
+            FarandoleJobError: A worker died.
+            RayTaskError: The function raised on a worker; the failure that is a cause and no consequence.
+        """
+        ray = needed()
+        left, failures = list(references), {}
+        limit = float("inf")
+        while left and time.monotonic() < limit:
+            ready, left = ray.wait(left, timeout=_POLL)
+            self._hand_over()
+            for reference in ready:
+                try:
+                    ray.get(reference)
+                except Exception as error:  # noqa: BLE001 - which one is raised is chosen below
+                    failures[references.index(reference)] = error
+                    limit = min(limit, time.monotonic() + _OTHERS_WITHIN)
+                    if _is_cause(error):
+                        limit = 0.0
+        self._hand_over()
+        if failures:
+            self._leave(left)
+            raise self._failure(failures)
+        return ray.get(list(references))
+
+    def _hand_over(self) -> None:
+        if self._queue is not None:
+            hand_over(self._queue, self._callbacks)
+
+    def _leave(self, left: Sequence[Any]) -> None:
+        """Has those that live leave the broken world, so that the next function forms another one.
+
+        The failures of `left` are consequences: they are read, for Ray prints what nobody has read.
+        """
+        ray = needed()
+        asked = [*(worker.leave.remote() for worker in self._workers), *left]
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_LEAVE_WITHIN)
+        for reference in ready:
+            with contextlib.suppress(Exception):
+                ray.get(reference)
+
+    def _failure(self, failures: dict[int, Exception]) -> Exception:
+        rank, error = min(failures.items(), key=lambda one: (not _is_death(one[1]), not _is_cause(one[1]), one[0]))
+        if not _is_death(error):
+            return error
+        where = self._nodes[rank] if rank < len(self._nodes) else "an unknown node"
+        failure = FarandoleJobError(f"the process of rank {rank} on {where} died: {headline(error)}", rank=rank)
+        failure.__cause__ = error
+        return failure
+
+
+def hand_over(queue: Any, callbacks: Sequence[Callable[..., Any]]) -> None:
+    """Hands the records that wait in a queue to callbacks.
+
+    Args:
+        queue: A `ray.util.queue.Queue`.
+        callbacks: Called with each record.
+    """
+    deadline = time.monotonic() + _RECORDS_WITHIN
+    while not queue.empty() and time.monotonic() < deadline:
+        record = queue.get()
+        for callback in callbacks:
+            callback(record)
+
+
+def headline(error: BaseException) -> str:
+    """What Ray says of a death, without its advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines[1:] if "died" in line or "killed" in line][:1] or lines[:1]
+    return told[0].partition(" Some common causes")[0] if told else type(error).__name__
+
+
+def _is_death(error: BaseException) -> bool:
+    from ray.exceptions import ActorUnavailableError, RayActorError  # noqa: PLC0415 - Ray may be absent
+
+    return isinstance(error, RayActorError | ActorUnavailableError)
+
+
+def _is_cause(error: BaseException) -> bool:
+    """Whether a failure is no mere consequence of another rank's."""
+    return not isinstance(error, FarandoleInternalError)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Where the actors of a static job run: placement groups."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from farandole.ray.utils import map_blocking, needed
+from farandole.ray.worker import BaseHorovodWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+
+def create_placement_group(
+    resources_per_bundle: Mapping[str, float], num_bundles: int, pg_timeout: float, pg_strategy: str
+) -> tuple[Any, list[Any]]:
+    """Reserves resources of the cluster.
+
+    Args:
+        resources_per_bundle: Such as `{"CPU": 1, "GPU": 1}`.
+        num_bundles: Number of bundles.
+        pg_timeout: Seconds that Ray may take to reserve them.
+        pg_strategy: Ray's name of how bundles are spread, such as `"PACK"`.
+
+    Returns:
+        The placement group and its bundles.
+
+    Raises:
+        TimeoutError: Not all of it could be reserved in time; the message says what there is and what was asked for.
+    """
+    ray = needed()
+    from ray.util.placement_group import placement_group, remove_placement_group  # noqa: PLC0415 - as Ray itself
+
+    wanted = {name: number for name, number in resources_per_bundle.items() if number}
+    group = placement_group([dict(wanted) for _ in range(num_bundles)], strategy=pg_strategy)
+    ready, _ = ray.wait([group.ready()], timeout=pg_timeout)
+    if not ready:
+        available = ray.available_resources()
+        remove_placement_group(group)
+        raise TimeoutError(
+            f"Ray did not reserve {num_bundles} bundles of {wanted} ({pg_strategy}) within {pg_timeout:g} s. Resources "
+            f"that were free: {available}; of the cluster: {ray.cluster_resources()}"
+        )
+    return group, group.bundle_specs
+
+
+class BaseStrategy(ABC):
+    """Makes the actors of a job, rank 0 first."""
+
+    placement_group: Any = None
+    """What the actors were placed in."""
+    workers: list[Any]
+    """The actors, by rank."""
+
+    def __init__(self) -> None:
+        self.workers = []
+        self._owned = False
+        self.env_vars: dict[str, str] = {}
+
+    @property
+    @abstractmethod
+    def num_workers(self) -> int:
+        """Number of ranks."""
+
+    @abstractmethod
+    def create_workers(self) -> tuple[list[Any], list[Any]]:
+        """Starts the actors.
+
+        Returns:
+            The actors by rank, and one of each node.
+        """
+
+    def get_node_workers(self, workers: list[Any]) -> list[Any]:
+        """One actor of each node, in the order of ranks."""
+        nodes = map_blocking(lambda worker: worker.node_id.remote(), workers)
+        return [worker for place, worker in enumerate(workers) if nodes[place] not in nodes[:place]]
+
+    def shutdown(self) -> None:
+        """Gives the placement group back, where this made it."""
+        if self._owned and self.placement_group is not None:
+            from ray.util.placement_group import remove_placement_group  # noqa: PLC0415 - as Ray itself
+
+            remove_placement_group(self.placement_group)
+        self.workers = []
+        self.placement_group = None
+
+    def _actor(self, rank: int, bundle: int, cpus: float, gpus: float) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 - as Ray itself
+
+        remote = needed().remote(BaseHorovodWorker)
+        placed = PlacementGroupSchedulingStrategy(
+            self.placement_group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+        )
+        environment = {"runtime_env": {"env_vars": dict(self.env_vars)}} if self.env_vars else {}
+        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": placed, "max_restarts": 0, **environment}
+        return remote.options(**options).remote(rank, self.num_workers)
+
+
+class ColocatedStrategy(BaseStrategy):
+    """The same number of ranks on each of several nodes; ranks of a node follow each other.
+
+    Args:
+        settings: `RayExecutor.create_settings`.
+        num_hosts: Number of nodes.
+        num_workers_per_host: Ranks of each.
+        use_gpu: Whether ranks get GPUs.
+        cpus_per_worker: CPUs of a rank.
+        gpus_per_worker: GPUs of a rank, with `use_gpu`.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Any,
+        num_hosts: int,
+        num_workers_per_host: int,
+        use_gpu: bool,
+        cpus_per_worker: int,
+        gpus_per_worker: int | None,
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self.num_hosts = num_hosts
+        self.num_workers_per_host = num_workers_per_host
+        self.cpus_per_worker = cpus_per_worker
+        self.gpus_per_worker = (gpus_per_worker or 1) if use_gpu else 0
+
+    @property
+    def num_workers(self) -> int:
+        """Number of ranks."""
+        return self.num_hosts * self.num_workers_per_host
+
+    def create_workers(self) -> tuple[list[Any], list[Any]]:
+        """As `BaseStrategy.create_workers`; one bundle holds all ranks of a node."""
+        each = self.num_workers_per_host
+        bundle = {"CPU": self.cpus_per_worker * each, "GPU": self.gpus_per_worker * each}
+        limit = self.settings.placement_group_timeout_s
+        self.placement_group, _ = create_placement_group(bundle, self.num_hosts, limit, "STRICT_SPREAD")
+        self._owned = True
+        self.workers = [
+            self._actor(rank, rank // each, self.cpus_per_worker, self.gpus_per_worker)
+            for rank in range(self.num_workers)
+        ]
+        return self.workers, self.get_node_workers(self.workers)
+
+
+class PGStrategy(BaseStrategy):
+    """As many ranks as asked for, wherever Ray finds room, in the current placement group if there is one.
+
+    Args:
+        settings: `RayExecutor.create_settings`.
+        num_workers: Number of ranks.
+        use_gpu: Whether ranks get GPUs.
+        cpus_per_worker: CPUs of a rank.
+        gpus_per_worker: GPUs of a rank, with `use_gpu`.
+        placement_group: Where to place the actors; default: the current one, else a new one.
+        force_create_placement_group: Whether a new one is made even inside of one.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Any,
+        num_workers: int,
+        use_gpu: bool,
+        cpus_per_worker: int,
+        gpus_per_worker: int | None,
+        placement_group: Any = None,
+        force_create_placement_group: bool = False,
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self._num_workers = num_workers
+        self.cpus_per_worker = cpus_per_worker
+        self.gpus_per_worker = (gpus_per_worker or 1) if use_gpu else 0
+        self._given = None if force_create_placement_group else placement_group or current_placement_group()
+
+    @property
+    def num_workers(self) -> int:
+        """Number of ranks."""
+        return self._num_workers
+
+    def resources_per_worker(self) -> dict[str, float]:
+        """What Ray reserves for a rank."""
+        return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
+
+    def create_workers(self) -> tuple[list[Any], list[Any]]:
+        """As `BaseStrategy.create_workers`.."""
+        if self._given is not None:
+            self.placement_group = self._given
+        else:
+            limit = self.settings.placement_group_timeout_s
+            self.placement_group, _ = create_placement_group(
+                self.resources_per_worker(), self.num_workers, limit, "PACK"
+            )
+            self._owned = True
+        self.workers = [
+            self._actor(rank, -1, self.cpus_per_worker, self.gpus_per_worker) for rank in range(self.num_workers)
+        ]
+        return self.workers, self.get_node_workers(self.workers)
+
+
+def current_placement_group() -> Any:
+    """The placement group that the caller runs in; `None` outside of one."""
+    from ray.util.placement_group import get_current_placement_group  # noqa: PLC0415 - as Ray itself
+
+    return get_current_placement_group()

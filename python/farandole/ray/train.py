@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Ray Train: trainers whose workers are ranks of one world.
+
+`FarandoleConfig` is the backend of any data-parallel trainer of Ray Train V2, and `HorovodTrainer` is the trainer that
+Ray had for Horovod. With `elastic=True` Ray replaces only a worker that failed, and the world takes it in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from farandole.ray.utils import needed
+
+needed()
+
+from ray.train.backend import Backend, BackendConfig  # noqa: E402 - after the check that names the extra to install
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # noqa: E402
+
+from farandole.ray import membership  # noqa: E402
+from farandole.ray.regime import Regime  # noqa: E402
+from farandole.ray.runner import places  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ray.train import DataConfig, RunConfig, ScalingConfig
+
+__all__ = ["FarandoleConfig", "HorovodConfig", "HorovodTrainer"]
+
+
+@dataclass(eq=False)
+class FarandoleConfig(BackendConfig):
+    """Has the workers of a trainer form a world, which `init` in the training function joins.
+
+    Attributes:
+        elastic: Whether a worker that fails is replaced while the others keep their state: the training function is
+            then one for elastic jobs, with a `State`. Otherwise Ray starts all workers again, from their last
+            checkpoint. Both count as failures for `ray.train.FailureConfig(max_failures=...)`.
+        min_workers: Elastic: fewest ranks that train; default: all. `ray.train.report` waits for all in any case.
+        reset_limit: Elastic: how often the world may change.
+        elastic_timeout: Elastic: seconds for which there may be too few ranks.
+
+    Raises:
+        ValueError: A number is out of range, or this version of Ray always restarts all workers.
+    """
+
+    elastic: bool = False
+    min_workers: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: float = 600
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be, before anything starts."""
+        if not self.elastic and (self.min_workers is not None or self.reset_limit is not None):
+            raise ValueError(
+                f"min_workers and reset_limit are for elastic=True: {self.min_workers=}, {self.reset_limit=}"
+            )
+        if self.min_workers is not None and self.min_workers < 1:
+            raise ValueError(f"min_workers must be at least 1: {self.min_workers}")
+        if self.elastic and not hasattr(Backend, "has_replica_groups"):
+            raise ValueError(f"elastic=True needs a Ray that replaces single workers, this is {needed().__version__}")
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What sets the workers up."""
+        return _ElasticBackend if self.elastic else _Backend
+
+    @property
+    def train_func_context(self) -> Any:
+        """What is around the training function of a worker."""
+        return membership.member if self.elastic else membership.session
+
+    @property
+    def framework(self) -> None:
+        """None of those that Ray counts."""
+        return
+
+    def to_dict(self) -> dict[str, Any]:
+        """What Ray shows of this configuration."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}
+
+
+@dataclass(eq=False)
+class HorovodConfig(FarandoleConfig):
+    """`FarandoleConfig` with the names that Ray's configuration for Horovod had, which are accepted for its sake.
+
+    Attributes:
+        nics: Not used: addresses are found without them.
+        verbose: Not used.
+        key: Not used: each world has a token of its own.
+        ssh_port: Not used: there is no ssh.
+        ssh_identity_file: Not used.
+        ssh_str: Not used, and written nowhere.
+        timeout_s: Not used: `FARANDOLE_START_TIMEOUT` bounds how long ranks wait for each other.
+        placement_group_timeout_s: Not used: Ray Train reserves resources.
+    """
+
+    nics: set[str] | None = None
+    verbose: int = 1
+    key: str | None = field(default=None, repr=False)
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    ssh_str: str | None = field(default=None, repr=False)
+    timeout_s: int = 300
+    placement_group_timeout_s: int = 100
+
+
+class _Backend(Backend):
+    """Workers of one attempt; Ray starts all of them again where one fails."""
+
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Tells the workers their world; rank 0 holds its registrar."""
+        del backend_config
+        hosts = worker_group.execute(membership.where)
+        ticket = worker_group.execute_single(0, membership.host, len(hosts), len(set(hosts)) == 1)
+        started = [
+            worker_group.execute_single_async(rank, membership.take_place, ticket, rank, variables)
+            for rank, variables in enumerate(places(hosts, [[] for _ in hosts]))
+        ]
+        needed().get(started)
+
+
+class _ElasticBackend(Backend):
+    """Workers that are replaced one by one."""
+
+    share_cuda_visible_devices = True
+    has_replica_groups = True
+    _regimes: ClassVar[WeakKeyDictionary[BackendConfig, Regime]] = WeakKeyDictionary()
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Begins the job with all workers, or takes in the one that Ray has started in another's place."""
+        if hasattr(worker_group, "get_replica_groups"):
+            self.on_shutdown(worker_group, backend_config)
+            assert isinstance(backend_config, FarandoleConfig)  # noqa: S101 - which names this class
+            self._regimes[backend_config] = Regime(
+                worker_group,
+                least=backend_config.min_workers,
+                timeout=backend_config.elastic_timeout,
+                reset_limit=backend_config.reset_limit,
+            )
+        self._regimes[backend_config].take_in(worker_group)
+
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Ends the job, where it is not just one worker that ends."""
+        if hasattr(worker_group, "get_replica_groups"):
+            regime = self._regimes.pop(backend_config, None)
+            if regime is not None:
+                regime.close()
+
+
+class HorovodTrainer(DataParallelTrainer):
+    """The trainer that Ray had for Horovod, for Ray Train V2.
+
+    Args:
+        train_loop_per_worker: Runs on every worker; it calls `init` of the framework it uses.
+        train_loop_config: Handed to it, if it takes an argument.
+        horovod_config: How the world is formed; default: `HorovodConfig()`.
+        scaling_config: Number and resources of the workers.
+        dataset_config: How data sets are split.
+        run_config: Where results go, and how failures are borne.
+        datasets: Ray data sets by name, for `ray.train.get_dataset_shard`.
+        metadata: Refused by Ray Train V2.
+        resume_from_checkpoint: Refused by Ray Train V2: hand a path over in `train_loop_config`.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        horovod_config: FarandoleConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        dataset_config: DataConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: Mapping[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
+        resume_from_checkpoint: Any = None,
+    ) -> None:
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=horovod_config or HorovodConfig(),
+            scaling_config=scaling_config,  # pyright: ignore[reportArgumentType] - Ray exports the one of this version
+            dataset_config=dataset_config,
+            run_config=run_config,  # pyright: ignore[reportArgumentType] - as above
+            datasets=dict(datasets or {}),
+            metadata=metadata,
+            resume_from_checkpoint=resume_from_checkpoint,
+        )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Ray Tune: trials that are whole jobs of several ranks.
+
+Each trial reserves what its ranks need in one placement group, so that two trials never hold half of what each needs.
+Where Tune stops a trial its ranks end with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from farandole.ray.adapter import gpus
+from farandole.ray.backend import RayBackend
+from farandole.ray.utils import needed
+from farandole.spark.common.check import at_least
+from farandole.tuning.records import told
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["DistributedTrainableCreator", "trainable"]
+
+
+def trainable(
+    train: Callable[[dict[str, Any]], Any],
+    num_workers: int = 1,
+    *,
+    use_gpu: bool = False,
+    gpus_per_worker: int | None = None,
+    cpus_per_worker: float = 1,
+    env: Mapping[str, str | None] | None = None,
+    pass_env: Sequence[str] = (),
+    start_timeout: float | None = None,
+    warm: bool | None = None,
+) -> Any:
+    """What `ray.tune.Tuner` takes: each trial runs a function on ranks of its own.
+
+    What `farandole.tuning.report` tells on rank 0 is reported to Tune, which may stop the trial; so is what rank 0
+    returns, where that is a dict.
+
+    Args:
+        train: Runs on every rank of a trial with the trial's configuration.
+        num_workers: Ranks of a trial.
+        use_gpu: Whether each gets GPUs.
+        gpus_per_worker: GPUs of a rank; 1 by default with `use_gpu`.
+        cpus_per_worker: CPUs that Ray reserves for a rank.
+        env: Variables to set in the ranks.
+        pass_env: As `RayBackend`.
+        start_timeout: Seconds that the ranks of a trial may take to start.
+        warm: As `RayBackend`: by default ranks start warm where the process of the search has imported torch.
+
+    Returns:
+        A trainable function with its resources.
+
+    Raises:
+        ValueError: A number is out of range, or `gpus_per_worker` contradicts `use_gpu`.
+        ImportError: Ray is not installed.
+    """
+    needed()
+    from farandole.runner import warm as warm_workers  # noqa: PLC0415 - as above
+    from ray import tune  # noqa: PLC0415 - Ray may be absent
+
+    size = at_least("num_workers", 1)(num_workers)
+    bundle = {"CPU": cpus_per_worker, "GPU": gpus(gpus_per_worker, use_gpu, "gpus_per_worker")}
+    # The process of a trial imports nothing of the user's, so it cannot tell.
+    settings = {
+        "use_gpu": use_gpu,
+        "gpus_per_worker": gpus_per_worker,
+        "cpus_per_worker": cpus_per_worker,
+        "env": env,
+        "pass_env": tuple(pass_env),
+        "start_timeout": start_timeout,
+        "warm": warm_workers.wanted(warm, by_default=True) is not None,
+        "verbose": 0,
+    }
+
+    def trial(config: dict[str, Any]) -> None:
+        def heard(rank: int, record: dict[str, Any]) -> None:
+            found = told(rank, record)
+            if found is not None:
+                step, metrics = found
+                tune.report({**metrics, "step": step})
+
+        returned = RayBackend(size, **settings).run(train, (config,), on_progress=heard)[0]
+        if isinstance(returned, Mapping):
+            tune.report(dict(returned))
+
+    wanted = {name: number for name, number in bundle.items() if number}
+    return tune.with_resources(trial, tune.PlacementGroupFactory([{}, *(dict(wanted) for _ in range(size))]))
+
+
+def DistributedTrainableCreator(  # noqa: N802 - the name that Ray had
+    func: Callable[[dict[str, Any]], Any],
+    use_gpu: bool = False,
+    num_hosts: int = 1,
+    num_workers: int = 1,
+    num_cpus_per_worker: int = 1,
+    num_gpus_per_worker: int | None = None,
+    timeout_s: float = 30,
+    replicate_pem: bool = False,
+) -> Any:
+    """As `trainable`, with the arguments of the function that Ray had for Horovod.
+
+    Args:
+        func: Runs on every rank of a trial.
+        use_gpu: As `trainable`.
+        num_hosts: Times `num_workers`, it is the number of ranks; Ray places them.
+        num_workers: Ranks for each of them.
+        num_cpus_per_worker: As `trainable`.
+        num_gpus_per_worker: As `trainable`.
+        timeout_s: Seconds that the ranks of a trial may take to start.
+        replicate_pem: Not used: there is no ssh.
+
+    Returns:
+        A trainable function with its resources.
+    """
+    del replicate_pem
+    return trainable(
+        func,
+        at_least("num_hosts", 1)(num_hosts) * at_least("num_workers", 1)(num_workers),
+        use_gpu=use_gpu,
+        gpus_per_worker=num_gpus_per_worker,
+        cpus_per_worker=num_cpus_per_worker,
+        start_timeout=max(timeout_s, 30),
+    )

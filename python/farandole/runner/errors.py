@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a driver raises when a job failed in one of its workers."""
+
+from __future__ import annotations
+
+import signal as signals
+
+_HINTS = {
+    "SIGKILL": "nothing in the process can cause this signal: the kernel's out-of-memory killer and cluster managers "
+    "send it, so look at the memory of that host or container first",
+    "SIGSEGV": "native code crashed: a library, a driver or an extension of the training function",
+    "SIGABRT": "native code gave up on itself; its last words are usually on stderr",
+    "SIGBUS": "memory that a file or a shared segment should have backed was gone: a full disk or /dev/shm",
+    "SIGTERM": "something asked the process to stop: a cluster manager, a shut-down, a person",
+}
+
+
+class FarandoleJobError(RuntimeError):
+    """A worker failed and took the job with it.
+
+    When the worker raised a Python exception that could be brought to the driver, that exception is this one's
+    `__cause__`.
+
+    Attributes:
+        rank: The rank that failed first; `None` when no rank can be blamed.
+        host: The host it ran on, where known.
+        exit_code: Its exit code; `None` when a signal ended it, or when it never started.
+        signal_name: The signal that ended it, such as `"SIGKILL"`.
+        exception_type: Qualified name of the exception it raised.
+        remote_traceback: That exception's traceback, as text.
+        stderr_tail: The last lines it wrote to stderr.
+        reason: The failure in a sentence.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        exit_code: int | None = None,
+        signal_name: str | None = None,
+        exception_type: str | None = None,
+        remote_traceback: str | None = None,
+        stderr_tail: str = "",
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.rank = rank
+        self.host = host
+        self.exit_code = exit_code
+        self.signal_name = signal_name
+        self.exception_type = exception_type
+        self.remote_traceback = remote_traceback
+        self.stderr_tail = stderr_tail
+
+    def add_reason(self, reason: str) -> None:
+        """Adds what somebody else knows of the failure.
+
+        Args:
+            reason: In a sentence.
+        """
+        self.reason = f"{self.reason}; {reason}"
+        self.args = (self.reason,)
+
+    def __str__(self) -> str:
+        """The failure, then what the worker left behind."""
+        parts = [self.reason]
+        if self.signal_name in _HINTS:
+            parts.append(f"({_HINTS[self.signal_name]})")
+        if self.remote_traceback:
+            parts.append(f"\n--- traceback of rank {self.rank} ---\n{self.remote_traceback.rstrip()}")
+        # A traceback that nobody caught is on stderr as well: once is enough.
+        tail = self.stderr_tail.replace((self.remote_traceback or "").strip(), "").rstrip()
+        if tail:
+            parts.append(f"\n--- last lines of stderr of rank {self.rank} ---\n{tail}")
+        return "\n".join(parts)
+
+    def __reduce__(self) -> tuple[type[FarandoleJobError], tuple[str], dict[str, object]]:
+        """Pickles, fields included."""
+        return type(self), (self.reason,), self.__dict__
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal's number, such as `"SIGKILL"`."""
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

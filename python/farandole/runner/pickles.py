@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Which of several things cannot be pickled: pickle itself names a type that its user may never have heard of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from farandole.common import pickling
+
+_DEPTH = 6
+
+
+def culprit(things: Mapping[str, Any]) -> str:
+    """The first of several things that cannot be pickled, what inside of it is to blame, and what pickle says.
+
+    Args:
+        things: by the names that their user knows them by.
+
+    Returns:
+        Such as `loss: variable 'spark' of <lambda>: cannot pickle ...`; empty when each can be pickled by itself.
+    """
+    for name, value in things.items():
+        found = _refusal(value)
+        if found is not None:
+            return f"{name}{_path(value, found, _DEPTH)}: {found}"
+    return ""
+
+
+def _path(value: Any, why: str, depth: int) -> str:
+    """Where inside of an object the same reason is met last: it may have further parts that it does not pickle."""
+    for step, inner in _inside(value) if depth else ():
+        if _refusal(inner) == why:
+            return f"{step}{_path(inner, why, depth - 1)}"
+    return ""
+
+
+def _refusal(value: Any) -> str | None:
+    try:
+        pickling.dumps(value)
+    except Exception as error:  # noqa: BLE001 - whatever an object's own code raises
+        return str(error) or type(error).__name__
+    return None
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object is made of, each with the step that leads there."""
+    if inspect.ismethod(value):
+        yield "'s object", value.__self__
+    elif inspect.isfunction(value):
+        used = inspect.getclosurevars(value)
+        for name, inner in {**used.nonlocals, **used.globals}.items():
+            yield f": variable {name!r} of {value.__name__}", inner
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield f"[{key!r}]", inner
+    elif isinstance(value, list | tuple | set | frozenset):
+        for index, inner in enumerate(value):
+            yield f"[{index}]", inner
+    else:
+        for name, inner in getattr(value, "__dict__", {}).items():
+            yield f".{name}", inner

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A queue of jobs for a number of slots.
+
+A job gets all of its slots at once or waits, first come, first served: two jobs never hold half of what each needs, and
+a large one is not passed by small ones for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_LOOK_EVERY = 0.25
+_NEWS_EVERY = 15.0
+
+
+class Slots:
+    """The slots of a cluster or a host.
+
+    Args:
+        total: How many there are; asked again and again, as executors come and go.
+        awaited: What a job waits for, as messages say it.
+    """
+
+    def __init__(self, total: Callable[[], int], awaited: str = "slots") -> None:
+        self._total = total
+        self._awaited = awaited
+        self._changed = threading.Condition()
+        self._queue: deque[object] = deque()
+        self._jobs: dict[object, int] = {}
+
+    @contextlib.contextmanager
+    def taken(self, number: int, say: Callable[[str], None], patience: float | None = None) -> Iterator[None]:
+        """Holds slots for one job.
+
+        Without `patience` it waits for as long as the jobs before it run, which have limits of their own. A job that
+        needs more slots than there are runs when no other does: whatever runs it says what is missing.
+
+        Args:
+            number: Slots of the job.
+            say: Gets what is waited for, at once and every 15 s.
+            patience: The longest wait, in seconds.
+
+        Raises:
+            TimeoutError: The slots did not become free in time; the message says who holds them.
+        """
+        job, news_at, began = object(), 0.0, time.monotonic()
+        with self._changed:
+            self._queue.append(job)
+            try:
+                while not self._may_run(job, number):
+                    if time.monotonic() >= news_at:
+                        news_at = time.monotonic() + _NEWS_EVERY
+                        say(self._waiting(job, number))
+                    if patience is not None and time.monotonic() - began >= patience:
+                        late = f"Timed out waiting for {self._awaited}: 0 of {number} after {patience:g} s"
+                        raise TimeoutError(f"{late}; {self._waiting(job, number)}")
+                    self._changed.wait(_LOOK_EVERY)
+                self._jobs[job] = number
+            finally:
+                self._queue.remove(job)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._jobs[job]
+                self._changed.notify_all()
+
+    def _may_run(self, job: object, number: int) -> bool:
+        if self._queue[0] is not job:
+            return False
+        return not self._jobs or sum(self._jobs.values()) + number <= self._total()
+
+    def _waiting(self, job: object, number: int) -> str:
+        return (
+            f"a job of {number} processes waits for slots: {len(self._jobs)} jobs hold {sum(self._jobs.values())} of "
+            f"{self._total()}, {self._queue.index(job)} wait before it"
+        )

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Where a backend's workers and the backend itself write."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from farandole.runner.gang import Output
+from farandole.runner.rank_files import RankFiles
+
+if TYPE_CHECKING:
+    import os
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What every backend takes about output.
+
+    Attributes:
+        stdout: Where the workers' stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
+        stderr: The same for stderr; default: `sys.stderr`.
+        timestamp: Whether those lines also start with the time.
+        verbose: 0 is silent but for the workers, 1 says what is waited for, 2 also says where each rank runs.
+        folder: Where each rank's output is also written, to `rank.<N>/stdout` and `rank.<N>/stderr`.
+    """
+
+    stdout: TextIO | None = None
+    stderr: TextIO | None = None
+    timestamp: bool = False
+    verbose: int = 1
+    folder: str | os.PathLike[str] | None = None
+
+    def output(self, size: int) -> Output:
+        """The output of one job. The streams are looked up now: notebooks put their own in place of `sys.stdout`.
+
+        Args:
+            size: Number of ranks.
+        """
+        made = Output(self.stdout or sys.stdout, self.stderr or sys.stderr, self.timestamp, self.verbose)
+        if self.folder is not None:
+            made.files = RankFiles(Path(self.folder), size)
+        return made

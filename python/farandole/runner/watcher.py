@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What is told of a job while it runs: who takes part, where their time goes, what happens to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from farandole._native.registrar import Seat
+
+RANK: Final = "rank"
+"""Kind of the records in which a worker says what it is and where its time goes."""
+
+
+class Watcher:
+    """Shows nothing; what shows a job derives from it. Its methods are called on the job's thread, and never raise."""
+
+    def look(self) -> None:
+        """Is called a few times a second."""
+
+    def seats(self, seats: Iterable[Seat]) -> None:
+        """Who sits where, once that is known or has changed.
+
+        Args:
+            seats: One for each rank.
+        """
+
+    def located(self, task: int, where: str) -> None:
+        """In which executor, or the like, a task is.
+
+        Args:
+            task: Its number.
+            where: As its worker or its host's manager calls it.
+        """
+
+    def said(self, task: int, record: Mapping[str, Any]) -> None:
+        """What a worker says of itself, maybe before it has a rank.
+
+        Args:
+            task: Number of its task.
+            record: Its process, GPU, and where its time goes.
+        """
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """A report of a training function.
+
+        Args:
+            record: What `farandole.spark.task.report` was given.
+        """
+
+    def event(self, what: str, reason: str | None) -> None:
+        """Something that happened: a rank was lost, an executor removed, the job started again.
+
+        Args:
+            what: In a few words.
+            reason: Why, where known.
+        """
+
+    def restarted(self, reason: str) -> None:
+        """The job starts again after a failure.
+
+        Args:
+            reason: Of the failure.
+        """
+
+
+NOBODY: Final = Watcher()
+"""For where nobody watches."""

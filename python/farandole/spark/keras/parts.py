@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What of a Keras model, its optimizer and its loss decides the result of a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import keras
+import numpy as np
+
+from farandole.spark.common.digests import arrays, class_name, digest, short
+from farandole.spark.common.fingerprint import INITIAL, Part
+from farandole.spark.keras.compiled import compile_arguments
+
+_ASIDE = frozenset({"build_config", "compile_config", "keras_version", "module", "registered_name", "shared_object_id"})
+
+
+def parts_of(model: Any, optimizer: Any, loss: Any) -> list[Part]:
+    """The parts of a fingerprint: architecture, initial weights, optimizer, loss.
+
+    Args:
+        model: the user's, built.
+        optimizer: the estimator's; `None` takes the compiled model's.
+        loss: the estimator's; `None` takes the compiled model's.
+    """
+    known = compile_arguments(model)
+    weights = {str(index): np.asarray(keras.ops.convert_to_numpy(one)) for index, one in enumerate(model.weights)}
+    numbers = sum(value.size for value in weights.values())
+    shapes = [[list(value.shape), str(value.dtype)] for value in weights.values()]
+    words = arrays(weights)
+    used: Any = keras.optimizers.get(optimizer) if optimizer is not None else model.optimizer
+    told = {name: one for name, one in used.get_config().items() if name != "name"}
+    rate = told.get("learning_rate")
+    rate = f"{rate:.6g}" if isinstance(rate, int | float) else short(rate)
+    parts = [
+        Part("model", digest([_architecture(model), shapes]), f"{class_name(model)} of {numbers:,} numbers"),
+        Part(INITIAL, words, words[:8]),
+        Part("optimizer", digest([type(used).__qualname__, told]), f"{class_name(used)}(learning_rate={rate})"),
+    ]
+    lost = known.get("loss") if loss is None else loss
+    return parts if lost is None else [*parts, Part.of("loss", lost)]
+
+
+def _architecture(model: Any) -> Any:
+    """The configuration, without the names that Keras counts up in every process."""
+    try:
+        config = json.loads(model.to_json())
+    except Exception:  # noqa: BLE001 - a class of the user's that cannot tell: then its layers do
+        return [type(one).__qualname__ for one in model._flatten_layers()]  # noqa: SLF001 - no public door
+    layers = list(model._flatten_layers())  # noqa: SLF001 - as above
+    names = {one.name: f"#{index}" for index, one in reversed(list(enumerate(layers)))}
+    return _unnamed(config, names)
+
+
+def _unnamed(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        named = {key: one for key, one in value.items() if key not in _ASIDE and (key != "name" or one in names)}
+        return {str(key): _unnamed(one, names) for key, one in named.items()}
+    if isinstance(value, list):
+        return [_unnamed(one, names) for one in value]
+    return names.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The Spark plugin, which is a jar, and the way to it from a driver in Python.
+
+Everything works without it: it adds a Training tab to Spark's UI and to the History Server, numbers to Spark's metrics
+and Spark's own reason to a worker's death. A Connect client has no JVM of its own, and so no way to it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+CLASS: Final = "io.farandole.spark.FarandolePlugin"
+"""What `spark.plugins` names."""
+
+JAR: Final = Path(__file__).with_name("farandole-spark.jar")
+"""The jar that travels in the wheel."""
+
+_LOG = logging.getLogger("farandole.spark")
+
+
+def plugin(builder: SparkSession.Builder) -> SparkSession.Builder:
+    """Switches the Spark plugin on for a session that is to be made.
+
+    Jars and plugins that the builder was given stay. Those of `spark-defaults.conf` do not, as with any setting that a
+    builder is given: where that file has `spark.jars` or `spark.plugins`, add to them there instead.
+
+    Args:
+        builder: `SparkSession.builder`, of a session that does not exist yet.
+
+    Returns:
+        The builder.
+
+    Raises:
+        FileNotFoundError: This installation has no jar: it is a checkout in which `make install` has not run.
+    """
+    if not JAR.is_file():
+        raise FileNotFoundError(f"the jar of the Spark plugin is not installed: {JAR}; in a checkout run: make shim")
+    given: dict[str, Any] = getattr(builder, "_options", {})
+    for name, value in (("spark.jars", str(JAR)), ("spark.plugins", CLASS)):
+        before = [one.strip() for one in str(given.get(name) or "").split(",") if one.strip()]
+        builder.config(name, ",".join([*before, *([] if value in before else [value])]))
+    return builder
+
+
+class Shim:
+    """The plugin of the driver's SparkContext. Nothing here raises: after the first error it is left alone.
+
+    Args:
+        door: The Java class.
+    """
+
+    def __init__(self, door: Any) -> None:
+        self._door: Any = door
+        self._next = 0
+
+    @classmethod
+    def of(cls, context: Any) -> Shim | None:
+        """The plugin of a context; `None` where it has none, as on Connect.
+
+        Args:
+            context: A `SparkContext`, or `None`.
+        """
+        if context is None:
+            return None
+        try:
+            door = context._jvm.io.farandole.spark.Trainings  # noqa: SLF001 - pyspark has no other way to a class
+            return cls(door) if door.isOn() is True else None
+        except Exception:  # noqa: BLE001 - a name that is no class cannot be called
+            return None
+
+    @classmethod
+    def active(cls) -> Shim | None:
+        """The plugin of the context that runs in this process, if there is one; loads no pyspark."""
+        context = getattr(sys.modules.get("pyspark"), "SparkContext", None)
+        return cls.of(getattr(context, "_active_spark_context", None))
+
+    def put(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
+        """Writes a row of a run, in place of the one of that name.
+
+        Args:
+            run: The run; empty for the application.
+            key: The row's name within it.
+            body: What it holds.
+            logged: Whether the event log keeps it.
+        """
+        self._call("put", run, key, json.dumps(body, allow_nan=False, default=str), logged)
+
+    def gauge(self, name: str, value: float) -> None:
+        """Sets a number in Spark's metrics system.
+
+        Args:
+            name: One of those that the plugin registers.
+            value: The number.
+        """
+        self._call("gauge", name, float(value))
+
+    def news(self) -> list[dict[str, str]]:
+        """What Spark said of executors, and of the stages and tasks of gangs, since the last call of this object."""
+        told = self._call("news", self._next)
+        if told is None:
+            return []
+        answer = json.loads(told)
+        self._next = answer["next"]
+        return answer["news"]
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if self._door is None:
+            return None
+        try:
+            return getattr(self._door, name)(*arguments)
+        except Exception as error:  # noqa: BLE001 - a context that has stopped; a training goes on without its tab
+            _LOG.debug("the Spark plugin no longer answers: %s", error)
+            self._door = None
+            return None

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What of a torch model and its optimizer decides the result of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from farandole.spark.common.digests import arrays, class_name, digest, module, optimizer
+from farandole.spark.common.fingerprint import INITIAL, Part
+
+if TYPE_CHECKING:
+    import torch
+
+
+def parts_of(model: torch.nn.Module, optimized: torch.optim.Optimizer | None) -> list[Part]:
+    """The parts of a fingerprint: architecture, initial weights, optimizer.
+
+    Args:
+        model: the user's.
+        optimized: the user's optimizer; `None` where the model makes its own.
+    """
+    state = model.state_dict()
+    numbers = sum(value.numel() for value in state.values() if hasattr(value, "numel"))
+    words = arrays(state)
+    parts = [
+        Part("model", digest(module(model)), f"{class_name(model)} of {numbers:,} numbers"),
+        Part(INITIAL, words, words[:8]),
+    ]
+    if optimized is not None:
+        parts.append(Part("optimizer", digest([type(optimized).__qualname__, optimizer(optimized)]), _told(optimized)))
+    return parts
+
+
+def _told(optimized: torch.optim.Optimizer) -> str:
+    """The optimizer's class, and of its options those that are not the class's own."""
+    import inspect  # noqa: PLC0415 - asked for in messages alone
+
+    usual = {name: one.default for name, one in inspect.signature(type(optimized)).parameters.items()}
+    groups: list[Any] = []
+    for group in optimized.param_groups:
+        options = {name: one for name, one in group.items() if name not in ("params", "initial_lr")}
+        own = {name: one for name, one in options.items() if name == "lr" or one != usual.get(name)}
+        groups.append(", ".join(f"{name}={one}" for name, one in own.items()))
+    return f"{class_name(optimized)}({'; '.join(groups)})"

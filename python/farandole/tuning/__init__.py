@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Searches over hyperparameters whose trials are jobs of several processes.
+
+`optimize` runs an Optuna study, `farandole.ray.tune` makes trials of Ray Tune, and the estimators work in Spark's
+`CrossValidator` and `TrainValidationSplit`. `report` is how a training function tells the search how it goes, wherever
+it runs.
+"""
+
+from farandole.tuning.records import report
+from farandole.tuning.study import TrialBackend, optimize
+
+__all__ = ["TrialBackend", "optimize", "report"]

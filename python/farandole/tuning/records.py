@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a trial's ranks tell the search."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+KIND: Final = "tuning"
+
+
+def report(step: int, **metrics: float) -> bool:
+    """Tells the search how the trial goes; only what rank 0 reports counts, so every rank may call it.
+
+    A trial that the search gives up ends on all of its ranks: nothing comes back from here.
+
+    Args:
+        step: Number of the step or epoch, from 0.
+        **metrics: Numbers by name, such as `loss=0.3`.
+
+    Returns:
+        Whether somebody listens.
+
+    Raises:
+        TypeError: A metric is no number.
+    """
+    from farandole.spark import task  # noqa: PLC0415 - only workers need it
+
+    told = {}
+    for name, value in metrics.items():
+        try:
+            told[name] = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"a metric is a number: {name}={value!r}") from None
+    return task.report({"kind": KIND, "step": int(step), "metrics": told})
+
+
+def told(rank: int, record: dict[str, Any]) -> tuple[int, dict[str, float]] | None:
+    """Step and metrics of a record that a search takes: a report, or an epoch of an estimator.
+
+    Args:
+        rank: Who sent it.
+        record: What `farandole.spark.task.report` was given.
+
+    Returns:
+        `None` for other records, and those of other ranks than 0.
+    """
+    if rank != 0:
+        return None
+    if record.get("kind") == KIND:
+        return record["step"], record["metrics"]
+    if record.get("kind") == "epoch" and "entry" in record:
+        from farandole.spark.common.history import flat  # noqa: PLC0415 - a search without estimators needs none
+
+        row = flat(record["entry"])
+        numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+        return int(record["entry"]["epoch"]), numbers
+    return None

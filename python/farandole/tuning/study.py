@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Optuna studies whose trials are jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from farandole.runner.slots import Slots
+from farandole.spark.common.backend import Backend, LocalBackend
+from farandole.tuning.records import told
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from optuna import Study
+    from optuna.trial import FrozenTrial, Trial
+
+    from farandole.spark.common.store import Store
+
+
+def optimize(
+    study: Study,
+    train: Callable[[dict[str, Any]], Any],
+    space: Callable[[Trial], dict[str, Any]],
+    *,
+    backend: Backend | None = None,
+    n_trials: int = 100,
+    metric: str | None = None,
+    slots: int | None = None,
+    timeout: float | None = None,
+    catch: Sequence[type[Exception]] = (),
+    callbacks: Sequence[Callable[[Study, FrozenTrial], None]] = (),
+) -> None:
+    """Searches with trials that are jobs of several processes, as many at a time as there is room for.
+
+    What `report` tells on rank 0 goes to the study's pruner; a trial that is pruned ends on all ranks at once. A study
+    in a database or a file (`optuna.create_study(storage=..., load_if_exists=True)`) goes on where it was left: trials
+    that it has finished count.
+
+    Args:
+        study: The study.
+        train: Runs on every rank of a trial with its parameters; what rank 0 returns is the trial's value, or a dict
+            with it under `metric`.
+        space: Draws the parameters of a trial, such as `lambda trial: {"lr": trial.suggest_float("lr", 1e-4, 1)}`.
+        backend: Where trials run; default: `LocalBackend()`.
+        n_trials: Trials that the study has in the end, finished or pruned.
+        metric: Which of the reported metrics the pruner gets; needed where more than one is reported.
+        slots: Processes that may run at once; default: one trial at a time.
+        timeout: Seconds after which no further trial begins.
+        catch: Exceptions that fail a trial and not the search.
+        callbacks: Called after each trial, as Optuna has it.
+
+    Raises:
+        ValueError: There are fewer slots than a trial has processes.
+        FarandoleJobError: A trial failed with what is not in `catch`.
+        ImportError: Optuna is not installed.
+    """
+    optuna = _optuna()
+    where = backend or LocalBackend()
+    size = where.num_processes()
+    slots = size if slots is None else slots
+    if slots < size:
+        raise ValueError(f"a trial has {size} processes, so slots must be at least that: {slots}")
+    done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+    left = n_trials - len(study.get_trials(deepcopy=False, states=done))
+    if left <= 0:
+        return
+    room = Slots(lambda: slots)
+
+    def objective(trial: Trial) -> Any:
+        with room.taken(size, lambda _: None):
+            found = TrialBackend(where, trial, metric).run(train, (space(trial),))[0]
+        return found[metric] if isinstance(found, Mapping) and metric is not None else found
+
+    study.optimize(
+        objective,
+        n_trials=left,
+        n_jobs=min(left, slots // size),
+        timeout=timeout,
+        catch=tuple(catch),
+        callbacks=list(callbacks),
+    )
+
+
+class TrialBackend(Backend):
+    """A backend whose jobs belong to an Optuna trial: what rank 0 reports may prune it.
+
+    For estimators, whose epochs count as reports:
+    `estimator.setBackend(TrialBackend(LocalBackend(2), trial, "val_loss")).fit(frame)`.
+
+    Args:
+        backend: Where the jobs run.
+        trial: The trial.
+        metric: Which metric its pruner gets; may be left out where there is only one.
+
+    Raises:
+        optuna.TrialPruned: From `run`, when the trial's pruner gives it up; its ranks have ended then.
+        ValueError: From `run`: there is no such metric, or several and none was named.
+    """
+
+    def __init__(self, backend: Backend, trial: Trial, metric: str | None = None) -> None:
+        self._backend = backend
+        self._trial = trial
+        self._metric = metric
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str | None] | None = None,
+        on_progress: Callable[[int, dict[str, Any]], None] | None = None,
+    ) -> list[Any]:
+        """As `Backend.run`."""
+
+        def heard(rank: int, record: dict[str, Any]) -> None:
+            if on_progress is not None:
+                on_progress(rank, record)
+            found = told(rank, record)
+            if found is not None:
+                self._tell(*found)
+
+        return self._backend.run(fn, args, kwargs, env, heard)
+
+    def _tell(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._metric is None and len(metrics) != 1:
+            raise ValueError(f"name the metric that the trial is judged by, of {', '.join(metrics) or 'none'}")
+        name = self._metric or next(iter(metrics))
+        if name not in metrics:
+            raise ValueError(f"the trial reported no {name!r}, but {', '.join(metrics)}")
+        self._trial.report(metrics[name], step)
+        if self._trial.should_prune():
+            raise _optuna().TrialPruned(f"{name} was {metrics[name]:g} at step {step}")
+
+    def num_processes(self) -> int:
+        """Number of workers."""
+        return self._backend.num_processes()
+
+    def check(self) -> None:
+        """As `Backend.check`."""
+        self._backend.check()
+
+    def through(self, store: Store) -> Backend:
+        """As `Backend.through`."""
+        return TrialBackend(self._backend.through(store), self._trial, self._metric)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna  # noqa: PLC0415 - the package imports without it
+    except ImportError as error:
+        raise ImportError('this search needs Optuna: pip install "farandole[tuning]"') from error
+    return optuna

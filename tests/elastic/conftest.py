@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What tests of elastic training share: started launchers that end with their test."""
+
+from tests.launcher.conftest import launch
+
+__all__ = ["launch"]

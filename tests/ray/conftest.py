@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""One real Ray for the directory, with four CPUs, whatever the machine has."""
+
+import os
+import time
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+CPUS = 4
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves where other tests run beside these
+
+
+@pytest.fixture(scope="package")
+def cluster():
+    """Ray on this host. Its dashboard is another service, which nothing here asks."""
+    ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture
+def resources(cluster):
+    """Sees that a test gives back what it took of Ray."""
+    yield cluster
+    deadline = time.monotonic() + 20
+    while cluster.available_resources().get("CPU", 0) < CPUS:
+        assert time.monotonic() < deadline, cluster.available_resources()
+        time.sleep(0.1)
+
+
+def gone(pid, limit=20):
+    """Waits until a process has ended."""
+    deadline = time.monotonic() + limit
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < deadline, f"process {pid} lives"
+        time.sleep(0.1)

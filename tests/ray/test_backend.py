@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Estimators that train on Ray."""
+
+import os
+import sys
+
+import cloudpickle
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from farandole.data.sources import is_frame
+from farandole.ray import RayBackend
+from farandole.runner.errors import FarandoleJobError
+from farandole.spark.common.store import LocalStore
+from farandole.spark.torch import TorchEstimator
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def place():
+    """Where a rank is."""
+    import farandole.numpy as hvd
+
+    hvd.init()
+    return hvd.rank(), hvd.size(), os.environ.get("MINE")
+
+
+def test_a_function_runs_on_ray(resources):
+    backend = RayBackend(2, env={"MINE": "1"})
+    assert backend.num_processes() == 2
+    assert backend.run(place) == [(0, 2, "1"), (1, 2, "1")]
+
+
+def test_a_worker_that_fails_is_named_and_ray_gets_its_resources_back(resources):
+    def fails():
+        if place()[0] == 1:
+            raise ValueError("of rank 1")
+
+    with pytest.raises(FarandoleJobError, match="of rank 1"):
+        RayBackend(2, verbose=0).run(fails)
+
+
+def test_what_does_not_fit_is_refused_in_time(resources):
+    with pytest.raises(TimeoutError, match="64 bundles"):
+        RayBackend(64, placement_group_timeout=2).run(place)
+
+
+def test_two_jobs_that_do_not_fit_at_once_wait_for_each_other(resources):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: RayBackend(3, verbose=0).run(place), range(2)))
+    assert [len(one) for one in found] == [3, 3]
+
+
+def test_an_estimator_fits_a_frame_there(resources, tmp_path):
+    random = np.random.default_rng(0)
+    frame = pd.DataFrame({"x": random.normal(size=400).astype("float32")})
+    frame["y"] = 2 * frame["x"] + 1
+    network = torch.nn.Linear(1, 1)
+    estimator = TorchEstimator(
+        backend=RayBackend(2, verbose=0),
+        store=LocalStore(str(tmp_path)),
+        model=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        input_shapes=[[-1, 1]],
+        batch_size=16,
+        epochs=8,
+        verbose=0,
+    )
+    model = estimator.fit(frame)
+    assert abs(model.getModel().weight.item() - 2) < 0.1
+
+
+@pytest.mark.slow
+def test_an_estimator_fits_a_ray_data_set(resources, tmp_path):
+    data = pytest.importorskip("ray.data")
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(400, 2)).astype("float32")
+    frame = data.from_items([{"x": row, "y": float(row @ [2, -1])} for row in rows], override_num_blocks=2)
+    assert is_frame(frame)
+    network = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0))
+    estimator = TorchEstimator(
+        backend=RayBackend(2, verbose=0),
+        store=LocalStore(str(tmp_path)),
+        model=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=16,
+        epochs=8,
+        verbose=0,
+    )
+    model = estimator.fit(frame)
+    assert np.allclose(model.getModel()[0].weight.detach().numpy(), [[2, -1]], atol=0.1)
+
+
+def test_workers_of_the_next_job_are_warm(resources):
+    def parent():
+        return os.getppid()
+
+    backend = RayBackend(2, verbose=0, warm=True)
+    first, second = set(backend.run(parent)), set(backend.run(parent))
+    assert first == second, "the fork server that has imported torch"
+    assert len(first) == 1

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Trainers of Ray Train V2 whose workers are ranks of one world."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import ray.data
+import ray.train
+
+import ray
+
+train = pytest.importorskip("farandole.ray.train")
+
+# Workers import no test: what they run comes with its module.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+STEPS = 30
+ROWS = [{"x": x / 32, "y": 2 * x / 32} for x in range(64)]
+
+
+def loop(config):
+    """A regression over a shard of a data set; checkpoints each epoch, and goes on from the last one."""
+    import tempfile
+
+    import torch
+
+    import farandole.torch as hvd
+
+    hvd.init()
+    context = ray.train.get_context()
+    assert (hvd.rank(), hvd.size()) == (context.get_world_rank(), context.get_world_size())
+    Path(config["folder"], f"{os.getpid()}").touch()
+    torch.manual_seed(1)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    first = 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            told = torch.load(Path(folder, "model.pt"))
+        model.load_state_dict(told["model"])
+        first = told["epoch"] + 1
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    shard = ray.train.get_dataset_shard("train")
+    for epoch in range(first, 3):
+        if epoch == 2 and config.get("fails") and checkpoint is None and hvd.rank() == 1:
+            raise RuntimeError("of rank 1")
+        rows = 0
+        for batch in shard.iter_torch_batches(batch_size=8, dtypes=torch.float):
+            rows += len(batch["x"])
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(batch["x"][:, None])[:, 0], batch["y"])
+            loss.backward()
+            optimizer.step()
+        total = hvd.allreduce(torch.tensor(float(rows)), op=hvd.Sum).item()
+        with tempfile.TemporaryDirectory() as folder:
+            if hvd.rank() == 0:
+                torch.save({"model": model.state_dict(), "epoch": epoch}, Path(folder, "model.pt"))
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+            told = {"loss": loss.item(), "rows": total, "first": first, "weight": model.weight.item()}
+            ray.train.report(told, checkpoint=checkpoint if hvd.rank() == 0 else None)
+
+
+def trainer(tmp_path, *, failures=0, **config):
+    folder = tmp_path / "pids"
+    folder.mkdir(exist_ok=True)
+    return train.HorovodTrainer(
+        loop,
+        train_loop_config={"folder": str(folder), **config},
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(
+            storage_path=str(tmp_path / "results"), failure_config=ray.train.FailureConfig(max_failures=failures)
+        ),
+        datasets={
+            "train": ray.data.from_items([{"x": x / 32, "y": 2 * x / 32} for x in range(64)], override_num_blocks=2)
+        },
+    )
+
+
+@pytest.mark.slow
+def test_horovods_trainer_trains_on_shards_reports_and_keeps_a_checkpoint(resources, tmp_path):
+    result = trainer(tmp_path).fit()
+    assert result.metrics["rows"] == 64
+    losses = list(result.metrics_dataframe["loss"])
+    assert losses[-1] < losses[0] / 2
+    with result.checkpoint.as_directory() as folder:
+        assert Path(folder, "model.pt").exists()
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_has_ray_start_all_again_from_the_last_checkpoint(resources, tmp_path):
+    result = trainer(tmp_path, failures=1, fails=True).fit()
+    assert result.metrics["first"] == 2
+    assert len(list((tmp_path / "pids").iterdir())) == 4, "two workers, twice"
+
+
+def elastic_loop(config):
+    """Steps whose state is committed; tells who does which step in which process."""
+    import time
+
+    import torch
+
+    import farandole.torch as hvd
+
+    hvd.init()
+    state = hvd.elastic.TorchState(weight=torch.zeros(1), step=0)
+
+    @hvd.elastic.run
+    def steps(state):
+        while state.step < STEPS:
+            Path(config["folder"], f"{state.step:03}.{hvd.rank()}.{hvd.size()}.{os.getpid()}.{time.time_ns()}").touch()
+            state.weight = state.weight + hvd.allreduce(torch.ones(1), name="one", op=hvd.Average)
+            state.step += 1
+            time.sleep(0.05)
+            state.commit()
+            if state.step % 10 == 0:
+                ray.train.report({"step": state.step, "weight": state.weight.item()})
+
+    steps(state)
+    if hvd.rank() == 0:
+        Path(config["folder"]).with_name("weight").write_text(f"{state.step} {state.weight.item():g}")
+
+
+@pytest.mark.parametrize("how", ["killed", pytest.param("raises", marks=pytest.mark.slow)])
+def test_only_the_worker_that_failed_is_replaced_and_the_others_lose_a_step(resources, tmp_path, how):
+    folder = tmp_path / "steps"
+    folder.mkdir()
+
+    def failing(config):
+        import threading
+        import time
+
+        def watch():
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline and not any(folder.glob("012.1.*")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        first = not any(folder.iterdir())
+        if how == "killed" and first and ray.train.get_context().get_world_rank() == 1:
+            threading.Thread(target=watch, daemon=True).start()
+        if how == "raises" and first and ray.train.get_context().get_world_rank() == 1:
+            import farandole.torch as hvd
+
+            hvd.init()
+            raise KeyError("of one worker")
+        elastic_loop(config)
+
+    train.DataParallelTrainer(
+        failing,
+        train_loop_config={"folder": str(folder)},
+        backend_config=train.FarandoleConfig(elastic=True),
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(
+            storage_path=str(tmp_path / "results"), failure_config=ray.train.FailureConfig(max_failures=1)
+        ),
+    ).fit()
+    assert (tmp_path / "weight").read_text() == f"{STEPS} {STEPS}"
+    done = [one.name.split(".") for one in folder.iterdir()]
+    workers = {pid: [step for step, _, _, one, _ in done if one == pid] for pid in {one[3] for one in done}}
+    assert len(workers) == (3 if how == "killed" else 2), "the survivor stays, and one worker comes for the other"
+    survivor = max(workers.values(), key=len)
+    assert {int(step) for step in survivor} == set(range(STEPS))
+    assert len(survivor) - STEPS <= 1, "the steps that it did twice"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_workers": 1}, "elastic=True"),
+        ({"elastic": True, "min_workers": 0}, "at least 1: 0"),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        train.FarandoleConfig(**arguments)

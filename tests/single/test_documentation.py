@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Readers find every page of the documentation from the front page, and messages of the pages exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FRONT = DOCS / "index.md"
+
+
+def links(page: Path) -> set[Path]:
+    """The pages that a page links to in its text, which is what a reader can click."""
+    targets = re.findall(r"\]\(([^)#\s:]+\.md)(?:#[^)]*)?\)", page.read_text())
+    return {(page.parent / target).resolve() for target in targets}
+
+
+def clicks() -> dict[Path, int]:
+    """How many clicks each page is away from the front page."""
+    away = {FRONT: 0}
+    queue = [FRONT]
+    for page in queue:
+        for target in sorted(links(page) - away.keys()):
+            assert target.is_file(), f"{page.relative_to(ROOT)} links to {target}, which does not exist"
+            away[target] = away[page] + 1
+            queue.append(target)
+    return away
+
+
+def test_every_page_is_reachable_from_the_front_page():
+    missing = set(DOCS.rglob("*.md")) - clicks().keys()
+    assert not missing, sorted(str(page.relative_to(ROOT)) for page in missing)
+
+
+def test_twenty_everyday_questions_are_answered_within_two_clicks():
+    page = DOCS / "developer-guide" / "questions.md"
+    rows = re.findall(r"^\| (.+\?) \| \[.+?\]\((.+?)\) \|$", page.read_text(), re.MULTILINE)
+    away = clicks()
+    far = {question: target for question, target in rows if away[(page.parent / target).resolve()] > 2}
+    assert len(rows) == 20
+    assert not far
+
+
+def test_messages_of_the_troubleshooting_page_stand_in_the_sources():
+    section = (DOCS / "troubleshooting.md").read_text().split("## By symptom")[0]
+    messages = re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
+    files = [*ROOT.glob("crates/*/src/**/*.rs"), *ROOT.glob("python/farandole/**/*.py")]
+    # A literal may go on in the next line, after a backslash.
+    sources = "\n".join(re.sub(r"\\\n\s*", "", file.read_text()) for file in files)
+    sources = re.sub(r"\{[^{}\n]*\}", "...", sources)
+    missing = [message for message in messages if message not in sources]
+    assert messages
+    assert not missing

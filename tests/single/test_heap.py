@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""When freed memory goes back to the system although workers keep it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from farandole._native.launcher import ALLOCATOR
+from farandole.common.heap import Heap, Watch
+
+MIB = 1 << 20
+
+
+class Fake:
+    """A heap of which a test says what is in it."""
+
+    def __init__(self):
+        self.alive, self.unused, self.others, self.trims = 100 * MIB, 0, 300 * MIB, 0
+
+    def used(self):
+        return self.alive
+
+    def resident(self):
+        return self.alive + self.unused + self.others
+
+    def trim(self):
+        self.unused = 0
+        self.trims += 1
+
+
+@pytest.fixture
+def heap():
+    return Fake()
+
+
+def looks(watch, count):
+    return [watch.look() for _ in range(count)]
+
+
+def test_what_stays_unused_goes_back_and_what_others_have_is_learned_to_be_theirs(heap):
+    watch = Watch(heap)
+    assert looks(watch, 4) == [False, False, False, True]
+    # Nothing could be given back: that is no reason to try again.
+    assert not any(looks(watch, 20))
+    heap.unused = 250 * MIB
+    assert not any(looks(watch, 20))
+    heap.unused = 300 * MIB
+    assert looks(watch, 4) == [False, False, False, True]
+    assert heap.unused == 0
+    assert heap.trims == 2
+
+
+def test_what_a_step_frees_and_takes_again_is_kept(heap):
+    watch = Watch(heap)
+    looks(watch, 4)
+    trims = heap.trims
+    for step in range(40):
+        heap.alive, heap.unused = (100 * MIB, 900 * MIB) if step % 3 else (1000 * MIB, 0)
+        watch.look()
+    assert heap.trims == trims
+
+
+def test_a_large_program_may_keep_more(heap):
+    heap.alive, heap.others = 4000 * MIB, 0
+    watch = Watch(heap)
+    heap.unused = 1900 * MIB
+    assert not any(looks(watch, 10))
+    heap.unused = 2100 * MIB
+    assert any(looks(watch, 4))
+
+
+def test_the_heap_of_this_process_tells_what_is_used_and_gives_back_what_is_not():
+    heap = Heap()
+    used = heap.used()
+    block = bytearray(8 * MIB)
+    assert heap.used() - used >= len(block)
+    assert heap.resident() > 8 * MIB
+    heap.trim()
+
+
+THREADS = """
+import threading
+import farandole.torch as hvd
+hvd.init()
+print([thread.name for thread in threading.enumerate() if thread.name == "farandole-heap"])
+"""
+
+
+@pytest.mark.parametrize(("threshold", "watched"), [(None, 0), ("131072", 0), (ALLOCATOR["MALLOC_TRIM_THRESHOLD_"], 1)])
+def test_only_a_heap_that_a_launcher_told_to_keep_memory_is_looked_after(threshold, watched):
+    name = "MALLOC_TRIM_THRESHOLD_"
+    env = {key: value for key, value in os.environ.items() if key != name}
+    env |= {name: threshold} if threshold else {}
+    done = subprocess.run([sys.executable, "-c", THREADS], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.count("farandole-heap") == watched

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A run goes on with the data, model and parameters that it was begun with, and says what differs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tests.single.training import Here, estimator, line, linear, weights, write
+
+from farandole.spark.common import LocalStore
+from farandole.spark.common.digests import digest, short
+from farandole.spark.common.fingerprint import INITIAL, Fingerprint, Part
+from farandole.spark.common.runs import RunDiffersError
+from farandole.spark.lightning import LightningEstimator
+from farandole.spark.torch.parts import parts_of
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def data(tmp_path):
+    x, y = line()
+    write(tmp_path / "intermediate_train_data", x=x, y=y)
+    return tmp_path
+
+
+def fit(data, model=None, **params):
+    return estimator(data, model or linear(), **{"run_id": "r", "epochs": 1} | params).fit_on_parquet()
+
+
+def sgd(model, **options):
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), **options)}
+
+
+def test_another_learning_rate_is_refused_with_both_values(data):
+    model = linear()
+    fit(data, **sgd(model, lr=0.05))
+    before = (data / "runs/r/checkpoint").read_bytes()
+    with pytest.raises(RunDiffersError, match=r"optimizer was SGD\(lr=0\.05\) and is SGD\(lr=0\.1\)") as refused:
+        fit(data, **sgd(model, lr=0.1), epochs=2)
+    assert isinstance(refused.value, ValueError)
+    assert "Choose another run_id" in str(refused.value)
+    assert 'resume="force"' in str(refused.value)
+    assert (data / "runs/r/checkpoint").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"batch_size": 16}, "batch_size was 8 and is 16"),
+        ({"random_seed": 2}, "random_seed was 1 and is 2"),
+        ({"loss": torch.nn.L1Loss()}, r"loss was \[MSELoss\] and is \[L1Loss\]"),
+        ({"shuffle": False}, "shuffle was True and is False"),
+        ({"gradient_clip_norm": 1.0}, "gradient_clip_norm was None and is 1.0"),
+        ({"model": torch.nn.Sequential(linear())}, "model was Linear of 3 numbers and is Sequential of 3 numbers"),
+    ],
+)
+def test_what_decides_the_result_is_refused(data, changed, told):
+    fit(data)
+    model = changed.get("model") or linear()
+    with pytest.raises(RunDiffersError, match=told):
+        fit(data, **{"optimizer": torch.optim.SGD(model.parameters(), lr=0.05)} | {"model": model} | changed)
+
+
+def test_other_rows_are_refused_though_their_number_is_the_same(data):
+    fit(data)
+    x, y = line(seed=1)
+    write(data / "intermediate_train_data", x=x, y=y)
+    with pytest.raises(RunDiffersError, match="training data was 96 rows of 2 columns with digest"):
+        fit(data, epochs=2)
+
+
+def test_rows_of_a_frame_are_told_apart_by_their_values(tmp_path):
+    frame = pd.DataFrame({"a": np.linspace(0, 1, 64, dtype=np.float32), "y": np.linspace(0, 1, 64, dtype=np.float32)})
+    columns = {"feature_cols": [["a", "a2"]], "label_cols": ["y"], "run_id": "r", "epochs": 1}
+    frame["a2"] = frame["a"]
+    estimator(tmp_path, linear(), **columns).fit(frame)
+    estimator(tmp_path, linear(), **columns | {"epochs": 2}).fit(frame.copy())
+    other = frame.assign(a=frame["a"][::-1].to_numpy())  # the same least and largest value
+    with pytest.raises(RunDiffersError, match="training data"):
+        estimator(tmp_path, linear(), **columns | {"epochs": 3}).fit(other)
+
+
+def test_more_epochs_and_what_only_says_how_go_on(data):
+    fit(data)
+    again = fit(
+        data, epochs=3, verbose=1, partitions_per_process=2, train_reader_num_workers=1, metrics=[torch.nn.L1Loss()],
+        early_stopping=5,
+    )  # fmt: skip
+    assert len(again.getHistory()) == 3
+
+
+def test_fewer_epochs_than_are_done_are_said(data):
+    three = fit(data, epochs=3)
+    with pytest.warns(
+        UserWarning, match=r"run 'r' has trained 3 epochs already, more than epochs=2: nothing is trained"
+    ):
+        two = fit(data, epochs=2)
+    assert torch.equal(weights(two), weights(three))
+
+
+def test_force_goes_on_and_says_so_and_the_next_fit_needs_it_no_more(data, capsys):
+    model = linear()
+    fit(data, **sgd(model, lr=0.05))
+    forced = fit(data, **sgd(model, lr=0.1), epochs=2, resume="force", verbose=1)
+    assert len(forced.getHistory()) == 2
+    assert "run r goes on although it was begun with something else: optimizer was" in capsys.readouterr().err
+    assert len(fit(data, **sgd(model, lr=0.1), epochs=3).getHistory()) == 3
+
+
+def test_other_initial_weights_do_not_count_and_are_said(data, capsys):
+    fit(data)
+    fit(data, linear(seed=5), epochs=2, verbose=1)
+    assert "the model of run r had other initial weights; those of its checkpoint count" in capsys.readouterr().err
+
+
+def test_a_run_that_never_ended_an_epoch_may_be_begun_with_something_else(data):
+    model = linear()
+
+    def falls(_state):
+        raise RuntimeError("falls")
+
+    with pytest.raises(RuntimeError, match="falls"):
+        fit(data, **sgd(model, lr=0.05), train_minibatch_fn=lambda *_: falls(None))
+    assert len(fit(data, **sgd(model, lr=0.1)).getHistory()) == 1
+
+
+def test_a_run_of_an_older_version_goes_on_and_has_a_fingerprint_then(data, capsys):
+    fit(data)
+    file = data / "runs/r/_fingerprint.json"
+    file.unlink()
+    fit(data, epochs=2, verbose=1)
+    assert "run r does not say which data and parameters it was begun with" in capsys.readouterr().err
+    assert {one["name"] for one in json.loads(file.read_text())["parts"]} >= {"model", "optimizer", "loss"}
+
+
+def test_maps_of_parameters_have_runs_of_their_own(data):
+    made = estimator(data, linear(), run_id="r", epochs=1)
+    rates = []
+    for rate in (0.05, 0.2):
+        model = linear()
+        rates.append({made.model: model, made.optimizer: torch.optim.SGD(model.parameters(), lr=rate)})
+    first, second = (made.fit_on_parquet(each) for each in rates)
+    assert not torch.equal(weights(first), weights(second))
+    names = [one.getRunId() for one in (first, second)]
+    assert names[0] != names[1]
+    assert all(name.startswith("r-") for name in names)
+    assert made.fit_on_parquet(rates[0]).getRunId() == names[0]
+    assert made.fit_on_parquet().getRunId() == "r"
+    longer = made.fit_on_parquet(rates[0] | {made.epochs: 2})
+    assert longer.getRunId() not in names
+
+
+def test_a_lightning_module_counts_by_its_own_steps_and_numbers(data):
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Line(lightning.LightningModule):
+        def __init__(self, rate):
+            super().__init__()
+            self.rate = rate
+            self.layer = linear()
+
+        def forward(self, x):
+            return self.layer(x)
+
+        def training_step(self, batch, _index):
+            return torch.nn.functional.mse_loss(self(batch["x"]).squeeze(1), batch["y"])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+    def train(module, epochs):
+        known = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "verbose": 0, "random_seed": 1}
+        store = LocalStore(str(data))
+        made = LightningEstimator(model=module, run_id="r", epochs=epochs, store=store, backend=Here(), **known)
+        return made.fit_on_parquet()
+
+    train(Line(0.05), 1)
+    assert len(train(Line(0.05), 2).getHistory()) == 2
+    with pytest.raises(RunDiffersError, match="model is another Line of 3 numbers"):
+        train(Line(0.1), 3)
+
+
+SCRIPT = """
+import functools, numpy as np, torch
+from farandole.spark.common.digests import digest
+SCALE = 3
+def helper(x): return x * SCALE
+def loss(output, label, weight=0.5):  # a comment
+    return ((output - helper(label)) ** 2).mean() * weight
+torch.manual_seed(0)
+print(digest([loss, functools.partial(loss, weight=2), lambda x: {"a", "b", x}, {"a": np.arange(3), "b": (1, None)},
+    torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.5)), {"x", "y", "z"}]))
+"""
+
+
+def test_a_digest_is_the_same_in_another_process():
+    texts = (SCRIPT, SCRIPT, SCRIPT.replace("# a comment", "\n\n"), SCRIPT.replace("SCALE = 3", "SCALE = 4"))
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=120,
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+        ).stdout
+        for seed, text in enumerate(texts)
+    ]  # fmt: skip
+    assert len(told[0]) == 17
+    assert told[0] == told[1] == told[2] != told[3]
+
+
+def test_what_functions_hold_counts():
+    def scaled(by):
+        return lambda value: value * by
+
+    assert digest(scaled(2)) == digest(scaled(2)) != digest(scaled(3))
+    assert digest(functools.partial(max, 1)) != digest(functools.partial(max, 2))
+    assert digest(torch.nn.CrossEntropyLoss()) != digest(torch.nn.CrossEntropyLoss(label_smoothing=0.1))
+    assert short(scaled(2)) == "<lambda>"
+    assert short([torch.nn.MSELoss(), max, 1]) == "[MSELoss, max, 1]"
+
+
+def test_an_architecture_counts_by_what_its_parts_say():
+    class Scaled(torch.nn.Linear):
+        def __init__(self, by):
+            super().__init__(2, 1)
+            self.by = by
+
+    one, same, other = (Fingerprint(tuple(parts_of(Scaled(by), None))) for by in (1.0, 1.0, 2.0))
+    assert not one.compare(same)
+    assert [part.name for part in one.compare(other)] == ["model"]
+
+
+def test_fingerprints_read_back_and_damaged_ones_do_not():
+    mine = Fingerprint((Part.of("loss", "mse"), Part("x", "00", "words"), Part(INITIAL, "11", "11")))
+    assert Fingerprint.of_json(mine.to_json()) == mine
+    assert Fingerprint.of_json(b"{") is None
+    assert Fingerprint.of_json(b'{"parts": [3]}') is None
+    less = Fingerprint(mine.parts[1:])
+    assert [str(one) for one in mine.compare(less)] == ["loss was 'mse' and is None"]
+    assert [str(one) for one in less.compare(mine)] == ["loss was None and is 'mse'"]
+
+
+def test_a_function_whose_closure_holds_a_module_of_python_has_a_digest():
+    def loss(module):
+        return lambda output, label: module.abs(output - label)
+
+    assert digest(loss(torch)) == digest(loss(torch)) != digest(loss(np))

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The queue of jobs for a number of slots."""
+
+import threading
+import time
+
+import pytest
+
+from farandole.runner.slots import Slots
+
+
+class Jobs:
+    """Jobs in threads, each of which runs until it is let go."""
+
+    def __init__(self, total):
+        self.slots = Slots(lambda: total)
+        self.began, self.said, self.doors, self.threads = [], [], {}, {}
+
+    def start(self, name, number):
+        said = threading.Event()
+
+        def hear(text):
+            self.said.append(text)
+            said.set()
+
+        def run():
+            with self.slots.taken(number, hear):
+                self.began.append(name)
+                said.set()
+                assert self.doors[name].wait(20)
+
+        self.doors[name] = threading.Event()
+        self.threads[name] = threading.Thread(target=run)
+        self.threads[name].start()
+        assert said.wait(20), "a job runs, or says what it waits for"
+
+    def end(self, name):
+        self.doors[name].set()
+        self.threads[name].join(20)
+
+    def has(self, began):
+        deadline = time.monotonic() + 20
+        while self.began != began:
+            assert time.monotonic() < deadline, self.began
+            time.sleep(0.01)
+
+
+def test_a_job_gets_all_of_its_slots_or_waits_and_says_so():
+    jobs = Jobs(4)
+    jobs.start("first", 3)
+    jobs.start("second", 3)
+    jobs.has(["first"])
+    assert jobs.said == ["a job of 3 processes waits for slots: 1 jobs hold 3 of 4, 0 wait before it"]
+    jobs.end("first")
+    jobs.has(["first", "second"])
+    jobs.end("second")
+
+
+def test_a_large_job_is_not_passed_by_small_ones():
+    jobs = Jobs(4)
+    jobs.start("first", 3)
+    jobs.start("large", 4)
+    jobs.start("small", 1)
+    jobs.has(["first"])
+    jobs.end("first")
+    jobs.has(["first", "large"])
+    jobs.end("large")
+    jobs.has(["first", "large", "small"])
+    jobs.end("small")
+
+
+def test_a_job_larger_than_all_slots_runs_alone():
+    jobs = Jobs(2)
+    jobs.start("small", 1)
+    jobs.start("large", 5)
+    jobs.has(["small"])
+    jobs.end("small")
+    jobs.has(["small", "large"])
+    jobs.end("large")
+
+
+def test_a_job_with_a_limit_waits_no_longer_and_leaves_the_queue():
+    jobs = Jobs(2)
+    jobs.start("first", 2)
+    late = pytest.raises(TimeoutError, match=r"Timed out waiting for slots: 0 of 1 after 0.1 s; .*1 jobs hold 2 of 2")
+    with late, jobs.slots.taken(1, jobs.said.append, patience=0.1):
+        pass
+    jobs.end("first")
+    jobs.start("second", 2)
+    jobs.has(["first", "second"])
+    jobs.end("second")

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The Spark plugin in real Sparks: the Training tab live and in the History Server, metrics, what Spark knows."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import json
+import re
+import shutil
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.spark.deployments import KILLS, PATIENCE, STARTS, Service, drive
+
+from farandole.spark.shim import CLASS, JAR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+
+BEGIN = """
+import json, time, urllib.request
+from farandole.spark import task
+
+def plugged(master="local[2]", **settings):
+    builder = SparkSession.builder.master(master).appName("plugged").config("spark.ui.port", "0")
+    builder = builder.config("spark.ui.showConsoleProgress", "false").config("spark.local.dir", os.getcwd())
+    builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1")
+    builder = builder.config("spark.executor.memory", "512m").config("spark.sql.shuffle.partitions", "2")
+    builder = builder.config("spark.eventLog.enabled", "true").config("spark.eventLog.dir", f"file://{os.getcwd()}/events")
+    builder = builder.config("spark.eventLog.compress", "false").config("spark.eventLog.rolling.enabled", "false")
+    for name, value in settings.items():
+        builder = builder.config("spark." + name.replace("_", "."), value)
+    os.makedirs("events", exist_ok=True)
+    spark = farandole.spark.plugin(builder).getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    return spark
+
+def ui(spark):
+    return "http://127.0.0.1:" + spark.sparkContext.uiWebUrl.rpartition(":")[2]
+
+def rows(spark):
+    told = json.loads(urllib.request.urlopen(ui(spark) + "/training/rows").read())
+    return [(run, key, json.loads(body)) for run, key, body in told["rows"]]
+
+def until_rows(spark, fits, limit=20):
+    deadline = time.monotonic() + limit
+    while True:
+        found = rows(spark)
+        if any(fits(*row) for row in found):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+"""
+
+TRAIN = """
+def train(epochs):
+    import os
+    if os.environ["RANK"] == "0":
+        for epoch in range(epochs):
+            scores = {"loss": 1.0 / (epoch + 1), "all_metrics": [{"accuracy": float("nan") if epoch else 0.5}]}
+            entry = {"epoch": epoch, "train": scores, "seconds": 0.1, "rows": 100}
+            task.report({"kind": "epoch", "entry": entry, "epochs": epochs, "steps": 10, "rows_per_second": 1000.0})
+    task.say({"step_seconds": 0.25, "data_seconds": 0.1, "reduce_seconds": 0.05})
+    return os.getpid()
+"""
+
+
+def get(url: str) -> tuple[int, str, Any]:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return answer.status, answer.read().decode(), answer.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers
+
+
+def rows(base: str) -> list[tuple[str, str, Any]]:
+    told = json.loads(get(f"{base}/training/rows")[1])
+    return [(run, key, json.loads(body)) for run, key, body in told["rows"]]
+
+
+@contextlib.contextmanager
+def history_server(directory: Path) -> Iterator[str]:
+    """Spark's History Server over the events of a test's driver, with the plugin's jar on its class path."""
+    options = f"-Dspark.history.fs.logDirectory=file://{directory / 'events'} -Dspark.history.ui.port=0"
+    env = {"SPARK_DAEMON_CLASSPATH": str(JAR), "SPARK_HISTORY_OPTS": options, "SPARK_LOCAL_IP": "127.0.0.1"}
+    server = Service(["spark-class", "org.apache.spark.deploy.history.HistoryServer"], directory / "history", env)
+    try:
+        yield f"http://127.0.0.1:{server.until(r'HistoryServer.* at https?://[^:]+:([0-9]+)')[1]}"
+    finally:
+        server.end()
+
+
+def application(base: str) -> str:
+    """The path of the only application that a History Server has, once it has read its log."""
+    deadline = time.monotonic() + STARTS
+    while True:
+        listed = json.loads(get(f"{base}/api/v1/applications")[1])
+        if listed:
+            return f"{base}/history/{listed[0]['id']}"
+        assert time.monotonic() < deadline, "the History Server lists no application"
+        time.sleep(0.1)
+
+
+def test_a_run_is_in_the_live_tab_in_the_metrics_and_in_the_history_server(tmp_path):
+    body = f"""
+spark = plugged()
+assert not [row for row in rows(spark) if row[0]], rows(spark)
+train.__qualname__ = {HOSTILE!r}
+pids = farandole.spark.run(train, args=(3,), num_proc=2)
+def fail():
+    raise KeyError("no such layer")
+try:
+    farandole.spark.run(fail, num_proc=2)
+except farandole.spark.FarandoleJobError:
+    pass
+found = until_rows(spark, lambda run, key, body: key == "run" and body["state"] == "failed")
+page = urllib.request.urlopen(ui(spark) + "/training/")
+print(json.dumps([
+    pids, found, page.read().decode(), dict(page.headers),
+    urllib.request.urlopen(ui(spark) + "/jobs/").read().decode(),
+    urllib.request.urlopen(ui(spark) + "/training/rows").read().decode(),
+    json.loads(urllib.request.urlopen(ui(spark) + "/metrics/json/").read())["gauges"],
+]))
+spark.stop()
+"""
+    told = drive(BEGIN + TRAIN + body, tmp_path, 120).stdout.splitlines()[-1]
+    pids, live, page, headers, jobs, raw, gauges = json.loads(told)
+    assert 'href="/training/"' in re.sub(r"http://[^/\"]*", "", jobs), "no tab in Spark's own pages"
+    assert "script-src 'self'" in headers["Content-Security-Policy"]
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert HOSTILE not in page
+    assert "<" not in raw, "values must not look like HTML wherever they end up"
+
+    live = [(run, key, row) for run, key, row in live]
+    by_name = {row["name"]: (run, row) for run, key, row in live if key == "run"}
+    run, row = by_name[HOSTILE]
+    assert (row["what"], row["state"], row["size"]) == ("run", "ended", 2)
+    epochs = [one for of, key, one in live if of == run and key.startswith("epoch/")]
+    assert [one["values"]["loss"] for one in epochs] == [1.0, 0.5, 1.0 / 3]
+    assert [one["values"]["accuracy"] for one in epochs] == [0.5, "nan", "nan"]
+    (ranks,) = [one["ranks"] for of, key, one in live if of == run and key == "ranks"]
+    assert [one["pid"] for one in ranks] == pids
+    assert all((one["step_seconds"], one["executor"]) == (0.25, "driver") and one["host"] for one in ranks), ranks
+    assert any(key.startswith("stage/") and one["tag"] in row["tags"] for _, key, one in live)
+    failed = next(row for name, (_, row) in by_name.items() if name.endswith("fail"))
+    assert "no such layer" in failed["reason"]
+    assert int(next(one["memory"].split()[0] for _, key, one in live if key == "host/driver")) > 0
+    numbers = {name.rpartition(".")[2]: one["value"] for name, one in gauges.items() if CLASS in name}
+    wanted = {"rowsPerSecond": 1000.0, "stepSeconds": 0.25, "waitSeconds": 0.1, "reduceSeconds": 0.05, "restarts": 0.0}
+    assert numbers == wanted
+
+    with history_server(tmp_path) as server:
+        base = application(server)
+        status, page, headers = get(f"{base}/training/")
+        assert status == 200, page
+        assert "script-src 'self'" in headers["Content-Security-Policy"]
+        assert f"{base.removeprefix(server)}/training/" in get(f"{base}/jobs/")[1]
+        past = rows(base)
+        assert get(f"{base}/training/training.js")[0] == 200
+        assert get(f"{base}/training/other")[0] == 404
+        status, raw, _ = get(f"{base}/training/rows?since=many")
+        assert status == 200
+        assert json.loads(raw)["live"] is False
+    kept = {(run, key): row for run, key, row in past}
+    # What changes several times a second is shown live alone.
+    assert kept == {(run, key): row for run, key, row in live if key != "step"}
+
+
+@pytest.mark.slow
+def test_a_death_has_sparks_reason_and_the_tab_shows_it(tmp_path):
+    body = """
+spark = plugged("local-cluster[2,1,1024]", stage_maxConsecutiveAttempts="1")
+def wait(folder):
+    import os, time
+    open(os.path.join(folder, "at-work-" + os.environ["RANK"]), "w").close()
+    time.sleep(60)
+def kill():
+    deadline = time.monotonic() + 60
+    while not all(os.path.exists(f"at-work-{rank}") for rank in "01") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    kill_one()
+threading.Thread(target=kill, daemon=True).start()
+try:
+    farandole.spark.run(wait, args=(os.getcwd(),), num_proc=2)
+except farandole.spark.FarandoleJobError as error:
+    reason = error.reason
+found = until_rows(spark, lambda run, key, body: key.startswith("event/") and "removed executor" in body["what"])
+print(json.dumps([reason, [body for run, key, body in found if key.startswith(("event/", "removed/"))]]))
+"""
+    reason, events = json.loads(drive(BEGIN + KILLS + body, tmp_path, 180).stdout.splitlines()[-1])
+    assert "137" in reason or "exited" in reason or "lost" in reason, reason
+    assert any("137" in (one.get("reason") or "") for one in events), events
+
+
+@pytest.mark.slow
+def test_a_decommissioned_executor_is_told_within_two_seconds(tmp_path):
+    body = """
+spark = plugged("local-cluster[2,1,1024]", decommission_enabled="true")
+def wait(folder):
+    import os, time
+    open(os.path.join(folder, "at-work-" + os.environ["RANK"]), "w").close()
+    while not os.path.exists(os.path.join(folder, "over")):
+        time.sleep(0.05)
+when = []
+def retire():
+    deadline = time.monotonic() + 60
+    while not all(os.path.exists(f"at-work-{rank}") for rank in "01") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    scala = spark.sparkContext._jsc.sc()
+    jvm = spark.sparkContext._jvm
+    info = jvm.org.apache.spark.scheduler.ExecutorDecommissionInfo("a test says so", jvm.scala.Option.apply(None))
+    when.append(time.monotonic())
+    scala.schedulerBackend().decommissionExecutor("0", info, False, False)
+    until_rows(spark, lambda run, key, body: key == "decommissioning/0")
+    until_rows(spark, lambda run, key, body: key.startswith("event/") and "decommissions executor 0" in body["what"])
+    when.append(time.monotonic())
+    open("over", "w").close()
+thread = threading.Thread(target=retire, daemon=True)
+thread.start()
+farandole.spark.run(wait, args=(os.getcwd(),), num_proc=2)
+thread.join(30)
+print("took", when[1] - when[0])
+"""
+    out = drive(BEGIN + KILLS + body, tmp_path, 180).stdout
+    assert float(re.search(r"took ([0-9.]+)", out)[1]) < 2 * PATIENCE, out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="without a browser (Debian: apt-get install chromium)")
+def test_a_browser_shows_runs_and_takes_no_name_for_html(tmp_path):
+    body = f"""
+spark = plugged()
+train.__qualname__ = {HOSTILE!r}
+farandole.spark.run(train, args=(3,), num_proc=2)
+until_rows(spark, lambda run, key, body: key == "run" and body["state"] == "ended")
+import subprocess
+shown = subprocess.run(
+    ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={{os.getcwd()}}/browser",
+    "--virtual-time-budget=5000", "--dump-dom", ui(spark) + "/training/"],
+    check=True, capture_output=True, text=True, timeout=60)
+print(json.dumps(shown.stdout))
+"""
+    dom = json.loads(drive(BEGIN + TRAIN + body, tmp_path, 180).stdout.splitlines()[-1])
+    assert html.escape(HOSTILE, quote=False) in dom
+    assert "<img" not in dom
+    assert len(re.findall("<script", dom)) == 1
+    losses = re.search(r'<strong>Loss</strong>.*?<polyline class="line c0" points="([^"]*)"', dom, re.DOTALL)
+    assert len(losses[1].split()) == 3, losses[1]
+    assert re.search(
+        r'<td class="number">250.0 ms</td><td class="number">40 %</td><td class="number">20 %</td>', dom
+    ), dom
+
+
+@pytest.mark.slow
+def test_an_elastic_run_shows_its_worlds_and_where_its_workers_are(tmp_path):
+    body = """
+spark = plugged("local-cluster[2,1,1024]")
+def work():
+    import farandole.numpy as hvd
+    hvd.init()
+    return hvd.size()
+print(farandole.spark.run_elastic(work, num_proc=2))
+print(json.dumps(until_rows(spark, lambda run, key, body: key == "run" and body["state"] == "ended")))
+"""
+    lines = drive(BEGIN + body, tmp_path, 120).stdout.splitlines()
+    assert lines[-2] == "[2, 2]"
+    found = {key: row for run, key, row in json.loads(lines[-1]) if run}
+    assert (found["run"]["what"], found["run"]["size"], found["run"]["restarts"]) == ("run_elastic", 2, 0)
+    ranks = found["ranks"]["ranks"]
+    assert sorted(one["executor"] for one in ranks) == ["0", "1"]
+    assert all(one["pid"] > 0 for one in ranks)
+
+
+FITS = {
+    "torch": """
+    import torch
+    from farandole.spark.torch import TorchEstimator
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    more = {"optimizer": optimizer, "loss": torch.nn.MSELoss(), "input_shapes": [[-1, 1]]}
+    kind = TorchEstimator
+""",
+    "keras": """
+    import keras
+    from farandole.spark.keras import KerasEstimator
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    more = {"optimizer": keras.optimizers.SGD(0.001), "loss": "mse"}
+    kind = KerasEstimator
+""",
+    "lightning": """
+    import lightning.pytorch as pl, torch
+    from farandole.spark.lightning import LightningEstimator
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+        def forward(self, x):
+            return self.layer(x)
+        def training_step(self, batch, index):
+            x, y = (batch[name].float().reshape(-1, 1) for name in "xy")
+            return torch.nn.functional.mse_loss(self(x), y)
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.001)
+    model, more, kind = Net(), {"input_shapes": [[-1, 1]]}, LightningEstimator
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FITS)
+def test_a_fit_shows_its_epochs_and_where_each_ranks_time_goes(framework, tmp_path):
+    body = f"""
+def fit(spark):
+    from farandole.spark.common import LocalStore
+{FITS[framework]}
+    frame = spark.createDataFrame([(float(i % 7), float(i % 7) * 2 + 1) for i in range(800)], ["x", "y"])
+    estimator = kind(num_proc=2, model=model, feature_cols=["x"], label_cols=["y"], batch_size=10, epochs=3, verbose=0,
+        run_id="the run", store=LocalStore(os.getcwd() + "/store"), **more)
+    estimator.fit(frame)
+spark = plugged()
+fit(spark)
+print(json.dumps(until_rows(spark, lambda run, key, body: key == "run" and body["state"] == "ended")))
+"""
+    found = json.loads(drive(BEGIN + body, tmp_path, 180).stdout.splitlines()[-1])
+    (run,) = {of for of, _, _ in found if of}
+    of_run = {key: row for of, key, row in found if of == run}
+    assert of_run["run"]["name"] == "the run"
+    assert of_run["run"]["what"].lower() == f"{framework}estimator"
+    assert of_run["run"]["parameters"]["batch_size"] == 10
+    assert len([key for key in of_run if key.startswith("epoch/")]) == 3
+    ranks = of_run["ranks"]["ranks"]
+    assert [one["rank"] for one in ranks] == [0, 1]
+    for one in ranks:
+        assert 0 < one["data_seconds"] < one["step_seconds"] < 10, one
+        assert one["pid"] > 0
+        assert one["host"]
+        assert one["executor"] == "driver"

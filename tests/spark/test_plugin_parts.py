@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What the driver tells the Spark plugin, and what it makes of Spark's word; without Spark."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from farandole.runner.errors import FarandoleJobError
+from farandole.runner.gang import Output
+from farandole.spark import shim as shims
+from farandole.spark import training
+from farandole.spark.common.meter import Meter
+from farandole.spark.shim import Shim
+from farandole.spark.word import Word
+
+
+class Door:
+    """The plugin's class in Java."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str], Any] = {}
+        self.logged: list[str] = []
+        self.gauges: dict[str, float] = {}
+        self.told: list[dict[str, str]] = []
+        self.broken = False
+        self.calls = 0
+
+    def put(self, run: str, key: str, body: str, logged: bool) -> None:
+        self.calls += 1
+        if self.broken:
+            raise ConnectionError("the JVM has ended")
+        self.rows[run, key] = json.loads(body)
+        if logged:
+            self.logged.append(key)
+
+    def gauge(self, name: str, value: float) -> None:
+        self.gauges[name] = value
+
+    def news(self, since: int) -> str:
+        return json.dumps({"next": len(self.told), "news": self.told[since:]})
+
+    def row(self, key: str) -> Any:
+        (found,) = [body for (_, name), body in self.rows.items() if name == key]
+        return found
+
+
+class Builder:
+    def __init__(self, **options: str) -> None:
+        self._options = {f"spark.{name}": value for name, value in options.items()}
+
+    def config(self, name: str, value: str) -> Builder:
+        self._options[name] = value
+        return self
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+def seats(size: int) -> list[Any]:
+    return [{"rank": rank, "task": size - 1 - rank, "host": f"host-{rank}"} for rank in range(size)]
+
+
+def test_the_plugin_is_added_to_the_jars_and_plugins_that_a_builder_has(tmp_path, monkeypatch):
+    jar = tmp_path / "farandole-spark.jar"
+    monkeypatch.setattr(shims, "JAR", jar)
+    with pytest.raises(FileNotFoundError, match="make shim"):
+        shims.plugin(Builder())
+    jar.touch()
+    assert shims.plugin(Builder())._options == {"spark.jars": str(jar), "spark.plugins": shims.CLASS}
+    builder = shims.plugin(shims.plugin(Builder(jars="/a.jar, /b.jar", plugins="com.example.Other")))
+    assert builder._options == {
+        "spark.jars": f"/a.jar,/b.jar,{jar}",
+        "spark.plugins": f"com.example.Other,{shims.CLASS}",
+    }
+
+
+def test_a_run_is_told_from_its_start_to_its_end(door):
+    with training.telling(Shim(door), "mine", "TorchEstimator", {"epochs": 2, "lr": float("inf")}) as run:
+        assert training.current() is run
+        with training.telling(Shim(door), "inner", "run") as inner:
+            assert inner is run, "what a fit starts is a part of the fit"
+        run.tagged("farandole-1", 2)
+        run.said(0, {"pid": 7})  # which is rank 1, as it turns out
+        run.seats(seats(2))
+        run.located(0, "3")
+        run.said(1, {"pid": 6, "step_seconds": 0.2, "data_seconds": float("nan")})
+        run.record(
+            {"kind": "step", "epoch": 0, "epochs": 2, "step": 1, "steps": 9, "rows_per_second": 5.0, "loss": 1.0}
+        )
+        entry = {"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}, "seconds": 1.0, "rows": 10}
+        run.record({"kind": "epoch", "entry": entry, "epochs": 2, "steps": 9, "rows_per_second": 10.0})
+        run.restarted("a host was lost")
+        assert door.row("run")["state"] == "running"
+    assert training.current() is training.SILENT
+    told = door.row("run")
+    assert told | {"started": 0, "ended": 0, "user": ""} == {
+        "name": "mine",
+        "what": "TorchEstimator",
+        "state": "ended",
+        "started": 0,
+        "ended": 0,
+        "user": "",
+        "restarts": 1,
+        "tags": ["farandole-1"],
+        "size": 2,
+        "parameters": {"epochs": 2, "lr": "inf"},
+    }
+    assert told["started"] <= told["ended"]
+    assert door.row("ranks")["ranks"] == [
+        {
+            "rank": 0,
+            "task": 1,
+            "host": "host-0",
+            "executor": None,
+            "pid": 6,
+            "step_seconds": 0.2,
+            "data_seconds": "nan",
+        },
+        {"rank": 1, "task": 0, "host": "host-1", "executor": "3", "pid": 7},
+    ]
+    assert door.row("epoch/00000000")["values"] == {"loss": 0.5}
+    assert door.row("event/000001")["reason"] == "a host was lost"
+    assert "step" not in door.logged
+    assert door.gauges == {"rowsPerSecond": 10.0, "stepSeconds": 0.2, "restarts": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(FarandoleJobError("rank 1 failed"), "failed"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_a_failed_run_says_why(door, error, state):
+    with pytest.raises(type(error)), training.telling(Shim(door), "mine", "run"):
+        raise error
+    assert door.row("run")["state"] == state
+    assert door.row("run")["reason"] == (str(error) or "KeyboardInterrupt")
+
+
+def test_a_plugin_that_fails_is_left_alone_and_the_run_goes_on(door):
+    door.broken = True
+    with training.telling(Shim(door), "mine", "run") as run:
+        run.seats(seats(2))
+        run.event("something", "else")
+    assert door.calls == 1
+
+
+def test_without_the_plugin_nothing_is_kept():
+    with training.telling(None, "mine", "run") as run:
+        assert run is training.SILENT
+        run.seats(seats(2))
+        run.located(0, "1")
+        run.said(0, {"pid": 1})
+        assert run.variables() == {}
+        assert not run._said
+        assert not run._places
+
+
+def died(rank: int, **how: Any) -> FarandoleJobError:
+    return FarandoleJobError(f"rank {rank} on a was lost", rank=rank, **how)
+
+
+@pytest.fixture
+def word(door):
+    run = training.Training(Shim(door), "mine", "run")
+    door.told.append({"kind": "removed", "executor": "1", "reason": "of a job before"})
+    made = Word(Shim(door), "farandole-1", run, Output(verbose=0))
+    run.seats(seats(2))
+    door.told += [
+        {"kind": "started", "tag": "farandole-0", "task": "0", "executor": "9"},
+        {"kind": "started", "tag": "farandole-1", "task": "0", "executor": "1"},
+        {"kind": "started", "tag": "farandole-1", "task": "1", "executor": "2"},
+    ]
+    made.look()
+    return made
+
+
+def test_a_death_gets_the_reason_for_which_spark_has_removed_its_executor(door, word):
+    door.told.append({"kind": "removed", "executor": "1", "reason": "Container killed by YARN for exceeding memory"})
+    error = died(1, signal_name="SIGKILL")
+    word.explain(error)
+    assert "removed executor 1, which it was in: Container killed by YARN" in str(error)
+    assert door.row("event/000001") | {"time": 0} == {
+        "time": 0,
+        "what": "Spark has removed executor 1",
+        "reason": "Container killed by YARN for exceeding memory",
+    }
+
+
+@pytest.mark.parametrize("error", [died(0, exception_type="KeyError"), died(0, exit_code=3), FarandoleJobError("all")])
+def test_a_failure_that_is_its_own_reason_gets_no_other(door, word, error):
+    before = str(error)
+    word.explain(error)
+    assert str(error) == before
+
+
+def test_decommissioning_and_failed_stages_of_this_job_are_events(door, word):
+    door.told += [
+        {"kind": "decommissioning", "executor": "2"},
+        {"kind": "decommissioning", "executor": "9"},
+        {"kind": "stage", "tag": "farandole-0", "reason": "of another job"},
+        {"kind": "stage", "tag": "farandole-1", "reason": "a task failed"},
+    ]
+    word._next = 0.0
+    word.look()
+    events = [body["what"] for (_, key), body in door.rows.items() if key.startswith("event/")]
+    assert events == ["Spark decommissions executor 2", "stage failed"]
+
+
+def test_a_meter_says_where_the_time_of_steps_goes():
+    now, said = [0.0], []
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    meter = Meter(True, said.append, lambda: now[0])
+    passes(100.0)  # a validation
+    meter.epoch_begins()
+    for _ in range(4):
+        passes(0.1)
+        meter.batch_begins()
+        passes(0.3)
+        with meter.reducing():
+            passes(0.2)
+        meter.batch_ends(10)
+    meter.tell()
+    measured = [{name: round(value, 6) for name, value in one.items()} for one in said]
+    # The first step comes more than two seconds after the meter was made.
+    assert measured == [
+        {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, "rows": 10},
+        {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, "rows": 40},
+    ]
+    off = Meter(False, said.append, lambda: now[0])
+    off.batch_begins()
+    off.batch_ends(10)
+    off.tell()
+    assert len(said) == 2

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Garbage for what Python reads of others: an error that says so, and what goes on goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tests.trust.garbage import altered, cases, mutated, seconds
+
+import farandole
+from farandole.data import ParquetLoader
+from farandole.runner import warm
+from farandole.spark.torch import tensorfile
+
+pytestmark = pytest.mark.timeout(120 + 4 * seconds())
+
+
+def raised(kind, call, *arguments):
+    """The error of this kind that a call raises, if it does."""
+    try:
+        call(*arguments)
+    except kind as error:
+        return error
+    return None
+
+
+def test_a_damaged_state_of_a_reader_is_an_error_and_leaves_the_reader_as_it_was(tmp_path):
+    pq.write_table(pa.table({"x": np.arange(40)}), tmp_path / "a.parquet")
+    loader = ParquetLoader(tmp_path, 8, seed=3, rank=0, size=1)
+    sound = json.loads(json.dumps(loader.state_dict()))
+    taken = refused = 0
+
+    def case(draw):
+        nonlocal taken, refused
+        before = loader.state_dict()
+        error = raised(ValueError, loader.load_state_dict, altered(draw, sound))
+        if error is None:
+            taken += 1
+        else:
+            assert "state" in str(error), error
+            assert loader.state_dict() == before
+            refused += 1
+        assert sum(len(batch["x"]) for batch in loader) <= 40
+        loader.load_state_dict(sound)
+        assert sorted(int(x) for batch in loader for x in batch["x"]) == list(range(40))
+
+    cases(case)
+    assert taken > 0
+    assert refused > 0
+
+
+def test_a_damaged_file_of_tensors_is_an_error_and_takes_no_memory():
+    tensors = {"weight": torch.ones(3, 4), "steps": torch.tensor(7), "empty": torch.ones(0, 2)}
+    sound = tensorfile.dump(tensors)
+    (length,) = struct.unpack_from("<Q", sound)
+    header, data = json.loads(sound[8 : 8 + length]), sound[8 + length :]
+    taken = refused = 0
+
+    def case(draw):
+        nonlocal taken, refused
+        if draw.random() < 0.3:
+            damaged = mutated(draw, sound)
+        else:
+            text = json.dumps(altered(draw, header)).encode()
+            damaged = struct.pack("<Q", len(text)) + text + data
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        error = raised(ValueError, tensorfile.load, damaged)
+        if error is None:
+            taken += 1
+        else:
+            assert "file of tensors" in str(error), error
+            refused += 1
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 64 << 10
+
+    cases(case)
+    assert taken > 0
+    assert refused > 0
+
+
+def test_deep_and_huge_headers_of_tensors_are_errors():
+    one = '{"x":{"dtype":"F32","shape":[%s],"data_offsets":[0,0]}}'
+    shapes = (one % (1 << 40)).encode(), (one % f"0.5,1{400 * '0'}").encode()
+    for text in (b"[" * 100_000, b"[]", b"7", *shapes):
+        with pytest.raises(ValueError, match="not a whole file of tensors"):
+            tensorfile.load(struct.pack("<Q", len(text)) + text)
+
+
+@pytest.fixture
+def meeting():
+    # By its path: the package around it loads TensorFlow, which it does without.
+    path = Path(farandole.__file__).parent / "tensorflow" / "data" / "_meeting.py"
+    spec = importlib.util.spec_from_file_location("meeting_of_data", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    server = module.MeetingServer(1, 1)
+    yield server, module
+    server.close()
+
+
+def address(server):
+    return "127.0.0.1", server.addresses[0][1]
+
+
+def client(server, module):
+    return module.MeetingClient([address(server)], server.key, 10.0)
+
+
+def request(server, module, text):
+    """What the server answers to a request by somebody who has the key."""
+    line = socket.create_connection(address(server), 10.0)
+    with line:
+        until = time.monotonic() + 10.0
+        randoms = module._exactly(line, 32, until) + b"c" * 32
+        proof = module.hmac.digest(server.key, b"request" + randoms + text, "sha256")
+        module._say(line, randoms[32:] + proof + text, until)
+        line.shutdown(socket.SHUT_WR)
+        return line.makefile("rb").read()
+
+
+def test_garbage_at_the_meeting_point_changes_nothing(meeting, monkeypatch):
+    server, module = meeting
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: failed.append(told.exc_value))
+    asker = client(server, module)
+    asker.register_dispatcher(0, "here:1")
+    requests = [
+        {"call": "dispatcher", "dispatcher": 0, "address": "here:1"},
+        {"call": "worker", "dispatcher": 0, "worker": 0},
+        {"call": "await_dispatcher", "dispatcher": 0, "timeout": 0.0},
+        {"call": "await_workers", "dispatcher": 0, "timeout": 0.0},
+    ]
+
+    def case(draw):
+        if draw.random() < 0.5:
+            with socket.create_connection(address(server), 10.0) as line:
+                said = struct.pack("!I", draw.choice([0, 63, 64, 200, 1 << 16, 1 << 31])) + draw.randbytes(200)
+                # The door may close in the middle of a word.
+                with contextlib.suppress(OSError):
+                    line.sendall(said[: draw.randrange(len(said))])
+                    line.shutdown(socket.SHUT_WR)
+                    # The random part comes first; nothing else does for somebody without the key.
+                    assert len(line.makefile("rb").read()) <= 32
+        else:
+            told = altered(draw, draw.choice(requests))
+            if isinstance(told, dict) and "timeout" in told:
+                told["timeout"] = draw.choice([0.0, -1, "0", None, float("nan"), 10**400])
+            text = json.dumps(told).encode() if draw.random() < 0.8 else draw.randbytes(60)
+            request(server, module, text if draw.random() < 0.95 else b"[" * 50_000)
+        assert asker.wait_for_dispatcher_registration(0) == "here:1"
+
+    cases(case)
+    assert not failed
+
+
+def is_over(line, byte):
+    """Whether the other side has ended a connection on which one more byte is said."""
+    try:
+        line.sendall(bytes([byte]))
+        return not line.recv(1)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_stranger_at_the_meeting_point_has_so_long_in_all_however_slowly_he_speaks(meeting, monkeypatch):
+    server, module = meeting
+    monkeypatch.setattr(module, "REACH", 1.0)
+    began = time.monotonic()
+    with socket.create_connection(address(server), 10.0) as line:
+        assert len(line.recv(100)) == 32
+        line.settimeout(0.1)
+        # The beginning of a message of 64 bytes.
+        said = itertools.chain(b"\0\0\0\x40", itertools.repeat(0))
+        while time.monotonic() < began + 10.0 and not is_over(line, next(said)):
+            pass
+    assert 0.5 < time.monotonic() - began < 3.0
+
+
+def test_a_crowd_of_strangers_keeps_nobody_from_the_meeting_point(meeting, monkeypatch):
+    server, module = meeting
+    server._places = 50
+    monkeypatch.setattr(module, "REACH", 60.0)
+    asker = client(server, module)
+    asker.register_dispatcher(0, "here:1")
+    strangers = []
+    try:
+        for _ in range(4):
+            strangers += [socket.create_connection(address(server), 10.0) for _ in range(50)]
+            began = time.monotonic()
+            assert asker.wait_for_dispatcher_registration(0) == "here:1"
+            assert time.monotonic() - began < 20.0
+        assert len(server._unproven) <= 50
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_who_changes_a_request_on_the_way_is_not_believed(meeting):
+    server, module = meeting
+    door = socket.create_server(("127.0.0.1", 0))
+
+    def relay():
+        near, _ = door.accept()
+        with near, socket.create_connection(address(server), 10.0) as far:
+            until = time.monotonic() + 10.0
+            module._send(near, module._exactly(far, 32, until), until)
+            said = module._whole(near, 64, until)
+            module._say(far, said.replace(b"here", b"evil"), until)
+            near.sendall(far.recv(1000))
+
+    thread = threading.Thread(target=relay)
+    thread.start()
+    misled = module.MeetingClient([door.getsockname()], server.key, 5.0)
+    with pytest.raises(ConnectionError, match="gave no answer"):
+        misled.register_dispatcher(0, "here:1")
+    thread.join(10.0)
+    door.close()
+    with pytest.raises(TimeoutError):
+        client(server, module).wait_for_dispatcher_registration(0, timeout=0.0)
+
+
+def reap(pid):
+    """Descriptors of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.fixture
+def forks(tmp_path, monkeypatch):
+    """Where a fork server listens that has imported little, and its process."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    place = tmp_path / "w"
+    told = warm.Warm(("json",), 30.0)
+    warm._start(told, sys.executable, dict(os.environ), os.getpid(), place)
+    pid = int(_server_of(place))
+    yield place, pid
+    os.kill(pid, signal.SIGTERM)
+    end = time.monotonic() + 10.0
+    while place.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not place.exists()
+
+
+def _server_of(place):
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.isdigit() and os.fsencode(place) in Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0"):
+                return entry
+    raise AssertionError("no fork server")
+
+
+def ask(place, draw, message, head=None, count=2):
+    """A request, nearly; what the server says to it."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    line.settimeout(10.0)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        line.connect(str(place))
+        # Somebody who hangs up with words unheard resets the connection.
+        if draw.random() < 0.8 and line.recv(1) != b"r":
+            return b""
+        socket.send_fds(line, [struct.pack("=I", len(message) if head is None else head)], [null] * count)
+        line.sendall(message)
+        if draw.random() < 0.3:
+            return b""
+        line.shutdown(socket.SHUT_WR)
+        return line.makefile("rb").read()
+    except OSError:
+        return b""
+    finally:
+        line.close()
+        os.close(null)
+
+
+def test_garbage_at_the_fork_server_leaves_it_as_it_was(forks):
+    place, pid = forks
+    sound = b"\0".join([b"/", b"", b"FARANDOLE_X=1"])
+    before = reap(pid)
+
+    def case(draw):
+        kind = draw.randrange(3)
+        if kind == 0:
+            ask(place, draw, mutated(draw, sound)[:4000], count=draw.randrange(9))
+        elif kind == 1:
+            ask(place, draw, draw.randbytes(60), head=draw.choice([0, 1, 60, 61, 1 << 31, (1 << 32) - 1]))
+        else:
+            ask(place, draw, sound, head=draw.choice([0, 5, len(sound) + 10]), count=draw.randrange(4))
+
+    cases(case)
+    # Workers that were begun end by themselves, as they have nothing to do.
+    end = time.monotonic() + 20.0
+    while (left := reap(pid)) > before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert left <= before
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.settimeout(10.0)
+        line.connect(str(place))
+        assert line.recv(1) == b"r"

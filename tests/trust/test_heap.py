@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Workers whose tensors change their sizes all the time hold little more memory than is alive."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import cloudpickle
+import pytest
+from tests.trust import heap_soak
+from tests.trust.heap_soak import MIB, soak
+
+from farandole.spark.common import LocalBackend, SparkBackend
+
+SECONDS = float(os.environ.get("FARANDOLE_SOAK_SECONDS", "5"))
+"""How long; `make test-trust` takes ten minutes."""
+
+UNTIDY = 640 * MIB
+"""What may be unused for the seconds until it is seen and given back."""
+
+JOBS = {
+    "torch": ("torch", LocalBackend, {"warm": False}),
+    "torch in warm workers": ("torch", LocalBackend, {"warm": True}),
+    "torch on Spark": ("torch", SparkBackend, {}),
+    "tensorflow": ("tensorflow", LocalBackend, {"warm": False}),
+}
+
+
+def job(name):
+    """What each rank of a job tells."""
+    kind, backend, more = JOBS[name]
+    env = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
+    return backend(2, verbose=0, env=env, stderr=sys.stderr, **more).run(functools.partial(soak, kind, SECONDS, 7))
+
+
+@pytest.mark.timeout(max(120, 3 * SECONDS))
+@pytest.mark.usefixtures("spark")
+def test_memory_stays_within_half_more_than_what_is_alive():
+    cloudpickle.register_pickle_by_value(heap_soak)
+    with ThreadPoolExecutor(len(JOBS)) as pool:
+        every = dict(zip(JOBS, pool.map(job, JOBS), strict=True))
+    for name, ranks in every.items():
+        for rank, (base, samples) in enumerate(ranks):
+            assert len(samples) > SECONDS / 4, (name, len(samples))
+            held, most = max(held for held, _ in samples), max(has for _, has in samples)
+            # The largest that was held lately is alive for a while; what it leaves may not stay.
+            window = [max(held for held, _ in samples[max(0, at - 12) : at + 1]) for at in range(len(samples))]
+            times = sorted(has / (base + lately) for (_, has), lately in zip(samples, window, strict=True))
+            print(
+                f"{name}, rank {rank}: {base / MIB:.0f} MiB at first, {held / MIB:.0f} held, {most / MIB:.0f} at most; "
+                f"{times[len(times) // 2]:.2f} x of what is alive, {times[-1]:.2f} x at most"
+            )
+            for at, (lately, (_, has)) in enumerate(zip(window, samples, strict=True)):
+                alive = base + lately
+                assert has <= 1.5 * alive + UNTIDY, (name, rank, at, alive // MIB, has // MIB)

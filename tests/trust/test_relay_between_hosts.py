@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Somebody on the path between two hosts forwards handshakes and then does harm.
+
+The ranks end with an error that names the connection, and no rank returns a sum that its peer did not send.
+`crates/transport/tests/relay` has the same for every offset; here is a whole job, with its real network.
+"""
+
+from __future__ import annotations
+
+import pytest
+from tests.launch import bed
+from tests.started import together
+from tests.trust.between import ACCEPTOR, ADDRESSES, BEAT, DIALER, LINK, PORTS, Harm, hosts
+
+pytestmark = [
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(bed.missing() is not None, reason=str(bed.missing())),
+]
+# Sums whose every element is known; a rank that gets another one says so.
+SUMS = """
+import sys, time
+import numpy as np
+import farandole.numpy as hvd
+from farandole.common.exceptions import HorovodInternalError
+hvd.init()
+assert hvd.cross_size() == 2
+try:
+    for _ in range(rounds):
+        total = hvd.allreduce(np.arange(length, dtype=np.float32) + hvd.rank(), op=hvd.Sum)
+        if not np.array_equal(total, 2 * np.arange(length, dtype=np.float32) + 1):
+            print("wrong sum", flush=True)
+        if hvd.broadcast_object({"told": 1} if hvd.rank() == 0 else None, root_rank=0) != {"told": 1}:
+            print("wrong object", flush=True)
+        time.sleep(pause)
+except HorovodInternalError as error:
+    print("error:", error, flush=True)
+else:
+    print("done", flush=True)
+"""
+TOLD = {
+    "HOROVOD_SIZE": "2",
+    "HOROVOD_LOCAL_SIZE": "1",
+    "FARANDOLE_RENDEZVOUS": f"{ADDRESSES[0]}:{PORTS[0]}",
+    "FARANDOLE_PORT_RANGE": f"{PORTS[1]}-{PORTS[-1]}",
+    "FARANDOLE_JOB_SECRET": "a secret that both hosts were given",
+    "FARANDOLE_PEER_TIMEOUT": "5",
+}
+
+
+def job(harm, rounds, length, pause):
+    """What became of two ranks, and the relay between them."""
+    code = f"rounds, length, pause = {rounds}, {length}, {pause}\n{SUMS}"
+    with hosts(harm) as (relay, inside):
+        environments = [{"CONTAINER_ID": f"host-{rank}", "HOROVOD_RANK": str(rank), **TOLD} for rank in range(2)]
+        return together(environments, code, inside), relay
+
+
+def test_a_relay_that_only_forwards_is_not_noticed():
+    ended, relay = job(None, rounds=5, length=100_000, pause=0)
+    assert [one.out for one in ended] == ["done\n", "done\n"], "".join(one.err for one in ended)
+    assert {LINK, BEAT} <= relay.seen, "both kinds of connections went through the relay"
+
+
+@pytest.mark.parametrize("side", [DIALER, ACCEPTOR], ids=["from_dialer", "from_acceptor"])
+@pytest.mark.parametrize(
+    "does",
+    [
+        pytest.param(lambda part: part[:2000] + bytes([part[2000] ^ 1]) + part[2001:], id="changed"),
+        pytest.param(lambda part: part[:1000] + part[3000:], id="dropped"),
+        pytest.param(lambda part: part + part, id="repeated"),
+        pytest.param(lambda part: part[:1000] + bytes(500) + part[1000:], id="injected"),
+    ],
+)
+def test_bytes_of_a_link_that_somebody_meddled_with_end_the_job_with_the_links_name(does, side):
+    ended, relay = job(Harm(LINK, side, 50_000, 4096, does), rounds=1000, length=100_000, pause=0)
+    assert relay.harmed, "harm was done"
+    assert_told(ended, "on connection ")
+
+
+def test_a_beat_that_somebody_changed_ends_the_job_with_the_links_name():
+    flipped = Harm(BEAT, DIALER, 0, 33, lambda part: part[:20] + bytes([part[20] ^ 1]) + part[21:])
+    ended, relay = job(flipped, rounds=400, length=100, pause=0.05)
+    assert relay.harmed, "harm was done"
+    assert_told(ended, "heartbeat")
+
+
+def assert_told(ended, words):
+    """Both ranks ended with an error, of which one says what was noticed; neither had a wrong result."""
+    said = "".join(one.out for one in ended)
+    assert "wrong" not in said, said
+    assert all(one.out.startswith("error: ") for one in ended), ended
+    assert "is not what its sender sealed" in said, said
+    assert words in said, said
