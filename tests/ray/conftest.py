@@ -3,6 +3,7 @@
 """One real Ray for the directory, with four CPUs, whatever the machine has."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -11,6 +12,15 @@ ray = pytest.importorskip("ray")
 
 CPUS = 4
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves where other tests run beside these
+
+
+@pytest.fixture(autouse=True)
+def own_handlers():
+    """Takes away the handlers of SIGINT and SIGUSR1 that Ray Train and Tune leave behind: later tests interrupt themselves."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="package")

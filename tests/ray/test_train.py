@@ -84,7 +84,9 @@ def trainer(tmp_path, *, failures=0, **config):
 
 @pytest.mark.slow
 def test_horovods_trainer_trains_on_shards_reports_and_keeps_a_checkpoint(resources, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
     result = trainer(tmp_path).fit()
+    assert signal.getsignal(signal.SIGINT) is before
     assert result.metrics["rows"] == 64
     losses = list(result.metrics_dataframe["loss"])
     assert losses[-1] < losses[0] / 2

@@ -8,6 +8,8 @@ Ray had for Horovod. With `elastic=True` Ray replaces only a worker that failed,
 
 from __future__ import annotations
 
+import signal
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -26,7 +28,7 @@ from farandole.ray.runner import places  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ray.train import DataConfig, RunConfig, ScalingConfig
+    from ray.train import DataConfig, Result, RunConfig, ScalingConfig
 
 __all__ = ["FarandoleConfig", "HorovodConfig", "HorovodTrainer"]
 
@@ -192,3 +194,16 @@ class HorovodTrainer(DataParallelTrainer):
             metadata=metadata,
             resume_from_checkpoint=resume_from_checkpoint,
         )
+
+    def fit(self) -> Result:
+        """Trains as every trainer of Ray Train V2 does, and then gives Ctrl-C back.
+
+        Ray's own trainers leave their SIGINT handler behind: after them, Ctrl-C does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return super().fit()
+        before = signal.getsignal(signal.SIGINT)
+        try:
+            return super().fit()
+        finally:
+            signal.signal(signal.SIGINT, before)
