@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim wheel install tools deny docs clean
+.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim wheel install tools deny docs release release-again clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -153,8 +153,8 @@ lint: $(VENV)/.packages
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	cargo xtask check
-	$(BIN)/ruff check python tests examples bench
-	$(BIN)/ruff format --check python tests examples bench
+	$(BIN)/ruff check python tests examples bench release docs
+	$(BIN)/ruff format --check python tests examples bench release docs
 	$(BIN)/pyright
 	PYTHONPATH=python $(BIN)/lint-imports --no-cache --no-logo
 
@@ -190,7 +190,7 @@ $(SHIM): jvm-shim/spark/pom.xml $(shell find jvm-shim/spark/src -type f) | tools
 	cp jvm-shim/spark/target/farandole-spark.jar $@
 
 wheel: $(VENV)/.packages tensorflow-ops $(SHIM)
-	rm -rf dist
+	rm -f dist/*.whl
 	$(BIN)/maturin build --release --out dist
 	$(BIN)/uv build --quiet --wheel --out-dir dist python/horovod-compat
 
@@ -215,6 +215,23 @@ docs: $(VENV)/.packages
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d target/docs/doctrees docs target/docs/html
 	@echo "make docs: target/docs/html/index.html"
+
+# What a release uploads, in dist/release: a wheel for glibc 2.17 with licences and a bill of materials, an sdist,
+# farandole-horovod. Then the wheel is installed into empty environments and used. Needs a clean checkout.
+release: $(SHIM) .tools/release/ready
+	.tools/release/bin/python release/build.py dist/release
+	.tools/release/bin/python release/smoke.py dist/release $(SMOKE)
+
+# Builds the release once more and fails if a byte differs.
+release-again: $(SHIM) .tools/release/ready
+	.tools/release/bin/python release/build.py dist/release-again
+	.tools/release/bin/python release/compare.py dist/release dist/release-again
+
+.tools/release/ready: pyproject.toml | tools
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet uv
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python -r pyproject.toml --extra release
+	touch $@
 
 deny:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny

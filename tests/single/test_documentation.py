@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -54,3 +55,16 @@ def test_messages_of_the_troubleshooting_page_stand_in_the_sources():
     missing = [message for message in messages if message not in sources]
     assert messages
     assert not missing
+
+
+def test_the_table_of_versions_has_the_bounds_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {re.split(r"[\[>]", one)[0]: one for extra in project["optional-dependencies"].values() for one in extra}
+    names = {"PyTorch": "torch", "Python": None, "Linux, x86-64": None}
+    page = (DOCS / "versions.md").read_text().split("## Version numbers")[0]
+    rows = dict(re.findall(r"^\| ([A-Z][\w ,-]+?) \| ([\w. ]+?) \|", page, re.MULTILINE))
+    assert project["requires-python"] == f">={rows['Python']}"
+    bounds = {name: f">={rows[name]}" for name in rows if names.get(name, name) is not None}
+    told = {name: wanted[names.get(name) or name.lower()] for name in bounds}
+    assert len(bounds) == 9
+    assert {name: requirement for name, requirement in told.items() if bounds[name] not in requirement} == {}
