@@ -62,8 +62,9 @@ def docstring(thing: Any) -> Lines:
         if kind == "text":
             lines += [*section.value.splitlines(), ""]
         elif kind == "admonition":
-            # `Example:` is the only one in the sources, and its content is code.
-            lines += ["```python", *section.value.description.splitlines(), "```", ""]
+            # `Example:` is the only one in the sources, and its content is code, in a fence or without.
+            code = section.value.description.splitlines()
+            lines += [*(code if code[0].startswith("```") else ["```python", *code, "```"]), ""]
         elif kind in SECTIONS:
             lines += [f"**{SECTIONS[kind]}**", "", *entries(section.value), ""]
     return lines
