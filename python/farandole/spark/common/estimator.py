@@ -13,7 +13,9 @@ import contextlib
 import inspect
 import secrets
 import sys
+import threading
 import time
+import uuid
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +27,7 @@ from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.finite import NotFiniteError
 from farandole.spark.common.params import EstimatorParams, ModelParams
-from farandole.spark.common.prepare import find_data, prepare_data
+from farandole.spark.common.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.progress import Progress, progress
 from farandole.spark.common.runs import alone, begin, mapped, name_of
 from farandole.spark.common.tracking import MlflowTracker, Tracker
@@ -35,7 +37,7 @@ from farandole.spark.shim import Shim
 from farandole.spark.training import telling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import pandas as pd
     from pyspark.ml.param import Param
@@ -66,6 +68,31 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         """
         with mapped(params is not None):
             return super().fit(df, params)
+
+    def fitMultiple(  # noqa: N802 - Spark's name
+        self,
+        dataset: DataFrame,
+        paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803 - as above
+    ) -> Iterator[tuple[int, Any]]:
+        """Fits a model with each map of parameters; Spark's tuners call this, and threads share what it returns.
+
+        The rows are prepared once for all maps that need the same columns. Each fit waits until there are slots for
+        all of its processes.
+
+        Args:
+            dataset: the rows.
+            paramMaps: values of parameters, a map for each model.
+
+        Returns:
+            An iterator over pairs of the number of a map and its model, which threads may ask at the same time.
+        """
+        estimator, rows = self.copy(), f"rows-{uuid.uuid4().hex}"
+
+        def fit(number: int) -> Any:
+            with same_rows(rows):
+                return estimator.fit(dataset, paramMaps[number])
+
+        return _Fits(fit, len(paramMaps))
 
     def fit_on_parquet(self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Trains on the Parquet data that is already in the store, without a DataFrame.
@@ -356,6 +383,28 @@ class FarandoleModel(ModelParams, Model):
     def _entries(self) -> list[Entry]:
         """The history as entries, whatever form its framework gives it."""
         return self.getHistory() or []
+
+
+class _Fits:
+    """An iterator that fits one model in each call; several threads may ask it at the same time.
+
+    Args:
+        fit: makes the model of a number.
+        total: how many there are.
+    """
+
+    def __init__(self, fit: Callable[[int], Any], total: int) -> None:
+        self._fit = fit
+        self._numbers = iter(range(total))
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        with self._lock:
+            number = next(self._numbers)
+        return number, self._fit(number)
 
 
 HorovodEstimator = FarandoleEstimator
