@@ -4,7 +4,8 @@
 //! The farandole command.
 //!
 //! Owns the command line: `run` starts a program on several processes of one host or of several, `bench` times collectives on them,
-//! `data` prepares data and looks into it, `store` shows and tidies stores, `doctor` says what works here.
+//! `data` prepares data and looks into it, `store` shows and tidies stores, `ui` shows their runs in the browser,
+//! `doctor` says what works here.
 //! Refuses logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which lends
 //! it an interpreter through [`Surroundings`]; there is no second binary.
 //!
@@ -26,6 +27,7 @@ mod logging;
 mod run;
 mod store;
 mod surroundings;
+mod ui;
 
 pub use surroundings::{Distribution, Python, Surroundings};
 
@@ -56,6 +58,7 @@ pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
         "doctor" => doctor::doctor(surroundings),
         "run" => run::run(called, &matches, surroundings),
         "store" => store::store(&matches),
+        "ui" => ui::ui(&matches, surroundings),
         other => Err(anyhow::anyhow!("no such command: {other}")),
     };
     match ended {
