@@ -49,8 +49,8 @@ chaos: install packages
 packages:
 	@.ci/packages
 
-# The run viewer in a real browser, Debian's Chromium: a thousand runs, a million points, a live run, screenshots for the
-# documentation in target/ui. `test` has the short ones.
+# The run viewer in a real browser, Debian's Chromium: a thousand runs, a million points, a live run.
+# `test` has the short ones.
 test-ui: install packages
 	$(BIN)/python -m pytest tests/ui --reruns 1 --durations=10
 

@@ -5,7 +5,7 @@
 //!
 //! Owns the command line: `run` starts a program on several processes of one host or of several, `bench` times collectives on them,
 //! `data` prepares data and looks into it, `store` shows and tidies stores, `ui` shows their runs in the browser,
-//! `doctor` says what works here.
+//! `explain` says what limits the speed of one, `doctor` says what works here.
 //! Refuses logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which lends
 //! it an interpreter through [`Surroundings`]; there is no second binary.
 //!
@@ -23,6 +23,7 @@ mod check_build;
 mod console;
 mod data;
 mod doctor;
+mod explain;
 mod logging;
 mod run;
 mod store;
@@ -56,6 +57,7 @@ pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
         "bench" => bench::bench(&matches, surroundings),
         "data" => data::data(&matches, surroundings),
         "doctor" => doctor::doctor(surroundings),
+        "explain" => explain::explain_run(&matches),
         "run" => run::run(called, &matches, surroundings),
         "store" => store::store(&matches),
         "ui" => ui::ui(&matches, surroundings),

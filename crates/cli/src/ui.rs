@@ -45,11 +45,11 @@ pub(crate) fn command() -> Command {
 
 /// Runs it.
 pub(crate) fn ui(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
-    let stores: Vec<String> = matches.get_many("stores").unwrap_or_default().cloned().collect();
+    let stores: Vec<String> =
+        matches.get_many::<String>("stores").unwrap_or_default().cloned().map(absolute).collect();
     store::configure_by(matches, &stores)?;
     let port = matches.get_one("port").copied().unwrap_or_default();
-    let settings =
-        Settings { stores: stores.into_iter().map(absolute).collect(), page: page(surroundings), port };
+    let settings = Settings { stores, page: page(surroundings), port };
     let mut viewer = Viewer::start(&settings)?;
     // A closed stdout ends it: nobody has the link.
     let mut out = std::io::stdout();
@@ -68,7 +68,7 @@ fn page(surroundings: &dyn Surroundings) -> PathBuf {
 }
 
 /// A path of this host as it is from its root; a URL as it is.
-fn absolute(store: String) -> String {
+pub(crate) fn absolute(store: String) -> String {
     if store.contains(":/") {
         return store;
     }

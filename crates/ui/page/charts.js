@@ -4,8 +4,11 @@
 // Curves by uPlot: a chart for each number, training and validation and several runs on one.
 
 const COLOURS = ["#3987e5", "#e0632b", "#2aa876", "#b0549f", "#c9a227", "#5f6caf", "#d9485f", "#3aa6b9"];
-const RATES = ["rows_per_second", "seconds", "rows"];
-const TITLES = { rows_per_second: "rows per second", seconds: "seconds of an epoch", rows: "rows of an epoch" };
+const RATES = ["rows_per_second", "seconds"];
+const TITLES = { rows_per_second: "rows per second", seconds: "seconds of an epoch" };
+
+/** Numbers of epochs that hardly ever change; the CSV has them. */
+const HIDDEN = ["rows"];
 const HEIGHT = 240;
 
 /** The chart that a curve belongs to, and its place in the page. */
@@ -20,6 +23,7 @@ function charted(answer) {
   const charts = new Map();
   answer.runs.forEach((run, number) => {
     for (const curve of run.curves) {
+      if (curve.of === "epoch" && HIDDEN.includes(curve.name)) continue;
       const { key, title, place } = chartOf(curve);
       if (!charts.has(key)) charts.set(key, { key, title, place, lines: [] });
       const isVal = curve.of === "epoch" && curve.name.startsWith("val_");

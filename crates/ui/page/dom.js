@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-// Elements of the page, and how values are written. Values come from stores that others may write to: they become text
-// nodes and never HTML.
+// Elements and text. Values come from stores that other people may write to, so they become text nodes, never HTML.
 
 /** Makes an element: attributes, functions for events, and children, which are elements or text. */
 function make(tag, attributes, ...children) {
@@ -16,10 +15,12 @@ function make(tag, attributes, ...children) {
   return element;
 }
 
+const WHOLE = new Intl.NumberFormat("en");
+
 /** A number with about four digits. */
 function brief(value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return "";
-  if (Number.isInteger(value)) return value.toLocaleString("en");
+  if (Number.isInteger(value)) return WHOLE.format(value);
   const size = Math.abs(value);
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : String(Number(value.toPrecision(5)));
 }
@@ -74,13 +75,13 @@ function badge(state) {
   const known = ["running", "silent", "ended", "failed", "interrupted"];
   const told = { silent: "No word from the driver for a while: it may have been killed." };
   const shown = state || "unknown";
-  return make("span", { class: `state ${known.includes(state) ? state : "unknown"}`, title: told[state] }, shown);
+  return make("span", { class: `badge ${known.includes(state) ? state : "unknown"}`, title: told[state] }, shown);
 }
 
-/** What has been read by address, and its tag: what did not change is not read again. */
+/** The tag of the last answer by key: an answer that did not change is not sent again. */
 const answers = new Map();
 
-/** Asks the server: the JSON, or `null` where it is the same as last time under this key. */
+/** Asks the server for JSON. Returns `null` if the answer is the same as the last one for this key. */
 async function ask(key, address) {
   const known = answers.get(key);
   const headers = known && known.address === address ? { "If-None-Match": known.tag } : {};
@@ -92,7 +93,7 @@ async function ask(key, address) {
   return value;
 }
 
-/** Makes `ask` read everything under this key again. */
+/** Forgets the last answer for a key, so that the next one is returned in any case. */
 function forget(key) {
   answers.delete(key);
 }

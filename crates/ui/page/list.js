@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-// The list of runs: sorted, filtered, some of them chosen for a comparison.
+// The list of runs: sort, filter, choose runs for a comparison.
 
-const list = { runs: [], rows: new Map(), sort: "started", down: true, words: "", chosen: new Set(), shown: [], at: 0 };
+const list = { runs: [], rows: new Map(), sort: "started", down: true, words: "", chosen: new Set(), shown: [], limit: 0 };
+
+/** Rows that are drawn at once; further ones follow when the end of the list comes into view. */
+const ROWS = 100;
 
 /** Seconds that a run has taken so far. */
 function lasted(run) {
@@ -80,7 +83,7 @@ function drawRows() {
   };
   list.shown = list.runs.filter((run) => fits(run, list.words)).sort((a, b) => (list.down ? order(b, a) : order(a, b)));
   const body = document.getElementById("rows");
-  const rows = list.shown.map(rowOf);
+  const rows = list.shown.slice(0, list.limit).map(rowOf);
   const same = rows.length === body.children.length && rows.every((row, index) => row === body.children[index]);
   if (!same) {
     const focus = body.contains(document.activeElement) ? document.activeElement.closest("tr").dataset.run : null;
@@ -96,7 +99,15 @@ function drawRows() {
   told();
 }
 
+/** Draws more rows, if there are more. */
+function more() {
+  if (list.limit >= list.shown.length) return;
+  list.limit += ROWS;
+  drawRows();
+}
+
 function sortBy(column) {
+  list.limit = ROWS;
   list.down = list.sort === column.name ? !list.down : Boolean(column.down);
   list.sort = column.name;
   drawRows();
@@ -106,16 +117,21 @@ function sortBy(column) {
 function drawList(main) {
   const filter = make("input", {
     id: "filter", type: "search", placeholder: "Filter: words, or state:failed   ( / )", "aria-label": "filter", value: list.words,
-    input: (event) => { list.words = event.target.value.trim(); drawRows(); },
+    input: (event) => { list.words = event.target.value.trim(); list.limit = ROWS; drawRows(); },
   });
   const heads = COLUMNS.map((column) =>
     make("th", { "data-column": column.name, scope: "col", class: column.number ? "number" : "" }, make("button", { click: () => sortBy(column) }, column.title)));
   main.replaceChildren(
     make("div", { class: "bar" }, filter, make("button", { id: "compare", click: compare }, "Compare"), make("span", { id: "count", role: "status" })),
     make("div", { class: "wide" }, make("table", { class: "runs" }, make("thead", {}, make("tr", {}, make("th", {}), heads)), make("tbody", { id: "rows" }))),
+    make("div", { id: "end" }),
     make("p", { id: "nothing", hidden: true }, "No run. Runs appear here when an estimator has begun one in the store, and when the filter lets them through."),
   );
   list.rows.clear();
+  list.limit = ROWS;
+  list.observer?.disconnect();
+  list.observer = new IntersectionObserver((seen) => { if (seen.some((one) => one.isIntersecting)) more(); }, { rootMargin: "600px" });
+  list.observer.observe(document.getElementById("end"));
   drawRows();
 }
 
@@ -134,8 +150,9 @@ async function refreshList() {
 
 /** Moves the focus among the rows. */
 function moveFocus(step) {
+  const now = [...document.querySelectorAll("#rows tr")].indexOf(document.activeElement.closest?.("tr"));
+  if (now + step >= list.limit - 1) more();
   const rows = [...document.querySelectorAll("#rows tr")];
-  const now = rows.indexOf(document.activeElement.closest?.("tr"));
   const next = rows[now < 0 ? 0 : Math.max(0, Math.min(rows.length - 1, now + step))];
   if (next) next.focus();
 }

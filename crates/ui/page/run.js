@@ -58,7 +58,14 @@ function ranks(record) {
     return make("tr", { class: slow ? "slow" : null }, cells.map((cell, index) => make("td", { class: index === 1 ? "" : "number" }, cell ?? "")), make("td", {}, mark));
   });
   const heads = ["Rank", "Host", "Process", "Executor", "GPU", "Step", "Computes", "Waits for data", "Reduces", ""];
-  return section("Ranks", make("div", { class: "wide" }, make("table", { class: "list" }, make("thead", {}, make("tr", {}, heads.map((head) => make("th", { scope: "col" }, head)))), make("tbody", {}, rows))));
+  return section("Ranks", make("div", { class: "wide" }, make("table", { class: "list" }, make("thead", {}, make("tr", {}, heads.map((head, index) => make("th", { scope: "col", class: index === 1 || index === 9 ? "" : "number" }, head)))), make("tbody", {}, rows))));
+}
+
+/** What limits the speed of the run, where its ranks have measured it. */
+function limits(told) {
+  const { verdict, why, next } = told.explanation || {};
+  if (!verdict || /^(unknown|failed)/.test(verdict)) return null;
+  return section("What limits it", make("p", {}, make("strong", {}, verdict)), make("p", {}, why), make("p", {}, next));
 }
 
 function events(record) {
@@ -93,7 +100,7 @@ function facts(run, told) {
   const told_data = object(record.data).filter(([name]) => name !== "told");
   return [
     summary.reason ? section(summary.state === "failed" ? "Why it failed" : "Why it ended", make("pre", {}, record.reason || summary.reason)) : null,
-    ranks(record), events(record),
+    limits(told), ranks(record), events(record),
     make("div", { class: "columns" },
       table("Parameters", object(record.parameters)),
       make("div", {}, table("Data", told_data), table("Environment", object(record.environment)), table("Code", object(record.code)), table("Begun with", object(told.fingerprint)))),

@@ -21,12 +21,13 @@ use subtle::ConstantTimeEq as _;
 use crate::catalog::{Catalog, Found};
 use crate::curves::{Shelf, Window};
 use crate::error::{Error, Result};
+use crate::explain::judge;
 use crate::record;
 use crate::reply::Reply;
 use crate::source::HISTORY;
 use crate::table;
 
-/// The page: its script and its style come from it alone.
+/// The page. It loads `viewer.js` and `viewer.css`.
 const PAGE: &str = include_str!("../page/index.html");
 /// Runs in one answer.
 const RUNS: usize = 64;
@@ -35,7 +36,7 @@ const TAIL: u64 = 256 << 10;
 /// Names of files with what a process printed, or their ends.
 const TEXTS: [&str; 4] = ["stdout", "stderr", ".log", ".txt"];
 
-/// Everything that an answer is made of.
+/// What the server shows.
 #[derive(Debug)]
 pub(crate) struct Site {
     pub(crate) token: String,
@@ -52,7 +53,7 @@ impl Site {
             return Reply::failure(StatusCode::NOT_FOUND, "not found; the link of the viewer has a token");
         };
         let answered = match place {
-            // Relative: behind a proxy nobody here knows what stands before it.
+            // Relative, because a proxy may have removed a prefix of the path.
             None => Ok(Reply::elsewhere(format!("{}/", self.token))),
             Some("") => Ok(Reply::new("text/html; charset=utf-8", PAGE)),
             Some("viewer.js") => Ok(Reply::new("text/javascript; charset=utf-8", self.script.clone())),
@@ -74,9 +75,9 @@ impl Site {
         })
     }
 
-    /// What stands behind the token; `Some(None)` for the token without a slash, `None` without the token.
+    /// The part of the path after the token: `None` without the token, `Some(None)` for a path that ends with it.
     ///
-    /// Proxies may leave a prefix of their own before it.
+    /// Some proxies keep their prefix in the path, so the token may come after other parts.
     fn place<'a>(&self, path: &'a str) -> Option<Option<&'a str>> {
         let mut rest = path.strip_prefix('/')?;
         loop {
@@ -98,10 +99,12 @@ impl Site {
             .iter()
             .map(|(path, (bytes, _))| json!({"path": path, "bytes": bytes, "text": is_text(path)}))
             .collect();
+        let record = record::read(&found.directory, &found.files);
         Ok(Reply::json(&json!({
             "summary": found.summary,
             "url": found.directory.url(),
-            "record": record::read(&found.directory, &found.files),
+            "explanation": judge(&record),
+            "record": record,
             "fingerprint": record::fingerprint(&found.directory, &found.files),
             "files": files,
         })))

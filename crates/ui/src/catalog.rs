@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! All runs of all sources. What did not change since it was read is not read again.
+//! All runs of all sources. A run is read again only if the size or time of one of its files has changed.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::record::{self, Summary};
 use crate::source::{FINGERPRINT, Files, HISTORY, RECORD, Source, Stamp};
 
-/// Files that a summary is made of.
+/// Files that a summary is read from.
 const SUMMED: [&str; 3] = [RECORD, HISTORY, FINGERPRINT];
 
 /// The list of runs.
@@ -128,7 +128,7 @@ impl Known {
     }
 }
 
-/// Does the same with every item, on several threads.
+/// Calls `work` with every item, on several threads.
 fn together<T: Sync, R: Send>(items: &[T], threads: usize, work: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let one = || {
@@ -142,7 +142,7 @@ fn together<T: Sync, R: Send>(items: &[T], threads: usize, work: impl Fn(&T) -> 
         let count = threads.min(items.len()).saturating_sub(1);
         let others: Vec<_> = (0..count).map(|_| scope.spawn(one)).collect();
         let mut made = one();
-        // A thread that panicked has told of it; what the others made is shown.
+        // A panic of a thread has already been printed; the results of the others are used.
         made.extend(others.into_iter().filter_map(|thread| thread.join().ok()).flatten());
         made
     })

@@ -14,7 +14,7 @@ use crate::series::{self, Series};
 use crate::source::{HISTORY, STEPS, Stamp};
 use crate::thin::{smooth, thin};
 
-/// Numbers that are kept in memory, 8 bytes each.
+/// Most numbers in the cache, 8 bytes each.
 const MOST: usize = 64 << 20;
 /// Pixels of the widest chart.
 const WIDEST: usize = 8192;
@@ -78,7 +78,7 @@ struct Line {
     y: Vec<Option<f64>>,
 }
 
-/// The numbers of runs that were asked for, kept while their files do not change.
+/// A cache of the numbers of runs, valid while the files do not change.
 #[derive(Debug, Default)]
 pub(crate) struct Shelf(Mutex<HashMap<(String, &'static str), (Stamp, Arc<Series>)>>);
 
@@ -95,7 +95,7 @@ impl Shelf {
         {
             return Ok(Arc::clone(series));
         }
-        // Not under the lock: a large file takes a second.
+        // Without the lock, because a large file takes seconds.
         let text = found.directory.read(file)?;
         let series = Arc::new(if file == STEPS { series::steps(&text) } else { series::history(&text) });
         let mut shelf = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -3,8 +3,8 @@
 
 //! The run viewer: a page on loopback that shows the runs in stores.
 //!
-//! Owns the server, its addresses and what it answers. It writes nothing into a store, and it does not know how a run
-//! trains: it reads the files that estimators leave in a run's directory.
+//! Owns the server, its addresses and its answers. It reads the files that estimators write into the directory of a run,
+//! and writes nothing.
 //!
 //! ```text
 //! run.json, logs/history.jsonl, logs/steps.jsonl --[store]--> catalog, curves --[thin]--> JSON --> page
@@ -23,6 +23,7 @@ mod answer;
 mod catalog;
 mod curves;
 mod error;
+mod explain;
 mod record;
 mod reply;
 mod series;
@@ -32,4 +33,5 @@ mod table;
 mod thin;
 
 pub use error::{Error, Fault, Result};
+pub use explain::{Explanation, explain};
 pub use server::{Settings, Viewer};

@@ -13,11 +13,11 @@ use serde_json::{Map, Value};
 use crate::series::{self, Series, without_nan};
 use crate::source::{FINGERPRINT, Files, HISTORY, RECORD, Stamp};
 
-/// Bytes of a `run.json` or a fingerprint that are read; a larger file is not one of ours.
+/// Largest `run.json` or fingerprint that is read.
 const LARGEST: u64 = 16 << 20;
 /// Characters of a text that the list shows.
 const LONGEST: usize = 300;
-/// Heartbeats that a driver may miss before its run counts as silent.
+/// Heartbeats that a driver may miss before its run is shown as silent.
 const MISSED: f64 = 4.0;
 
 /// A line in the list of runs.
@@ -26,7 +26,7 @@ pub(crate) struct Summary {
     /// Number of the source and the run's path there: `0/a`.
     pub(crate) run: String,
     pub(crate) name: String,
-    /// `running`, `silent`, `ended`, `failed`, `interrupted`, or empty where nobody knows.
+    /// `running`, `silent`, `ended`, `failed`, `interrupted`, or empty if unknown.
     pub(crate) state: String,
     pub(crate) what: String,
     pub(crate) model: String,
@@ -148,7 +148,7 @@ fn best(series: &Series) -> Option<Best> {
     Some(Best { name: name.to_owned(), value: *value, epoch: *epoch })
 }
 
-/// A run whose driver has not written for long counts as silent.
+/// The state to show: a running run whose driver has missed its heartbeats is silent.
 pub(crate) fn state_at(summary: &Summary, now: SystemTime) -> &str {
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64() * 1e3;
     let patience = summary.heartbeat * MISSED * 1e3;

@@ -30,13 +30,13 @@ use crate::curves::Shelf;
 use crate::error::{Error, Result};
 use crate::reply::Reply;
 
-/// Bytes of a token: nobody guesses it.
+/// Random bytes of a token: 128 bits cannot be guessed.
 const TOKEN_BYTES: usize = 16;
-/// Requests that are answered at once; others wait.
+/// Requests that are answered at the same time; further ones wait.
 const AT_ONCE: usize = 8;
-/// Connections that are open at once; others wait.
+/// Connections that are open at the same time; further ones wait.
 const CONNECTIONS: usize = 128;
-/// How long a client may take to say what it wants.
+/// How long a client may take to send the headers of a request.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What a viewer shows, and where.
@@ -110,11 +110,11 @@ impl Viewer {
         self.address.port()
     }
 
-    /// Ends it: nothing is answered any more when this returns.
+    /// Stops the server. When this returns, the port is closed.
     pub fn close(&mut self) {
         drop(self.ends.take());
         if let Some(thread) = self.thread.take() {
-            // It panicked, which the panic has told of.
+            // A panic of the thread has already been printed.
             drop(thread.join());
         }
     }
@@ -153,7 +153,7 @@ async fn accept(listener: TcpListener, site: Arc<Site>) {
                     drop(permit);
                 });
             }
-            // No descriptors are left, or the peer has gone: later ones may be served.
+            // Out of descriptors, or the client has disconnected: try again later.
             Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
         }
     }
@@ -166,7 +166,7 @@ async fn serve(stream: TcpStream, site: Arc<Site>, workers: Arc<Semaphore>) {
     });
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(PATIENCE);
-    // A browser that went away is nobody's problem.
+    // An error here means that the browser has closed the connection.
     drop(http.serve_connection(TokioIo::new(stream), service).await);
 }
 
@@ -185,11 +185,11 @@ async fn respond(
     let seen = request.headers().get(IF_NONE_MATCH).and_then(|tag| tag.to_str().ok()).map(str::to_owned);
     let permit = workers.acquire_owned().await;
     let (told, answer) = oneshot::channel();
-    // Stores block, and they want no runtime around the thread that asks.
+    // Stores block, and they must not be called on a thread of a runtime.
     let work = move || {
         let reply = site.answer(&path, &query);
         drop(permit);
-        // The browser may have gone.
+        // The receiver is gone if the browser has closed the connection.
         drop(told.send(reply));
     };
     let started = std::thread::Builder::new().name("farandole-ui-answer".to_owned()).spawn(work);

@@ -11,6 +11,7 @@ A thread of the driver writes them, so that a slow store delays no training: soo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -156,9 +157,11 @@ class Journal:
         return found
 
     def _write_on(self) -> None:
-        surroundings = {"environment": environment(), "code": code()}
-        with self._lock:
-            self._record |= surroundings
+        for name, found in (("environment", environment), ("code", code)):
+            with contextlib.suppress(Exception):  # such as a SparkContext that has stopped
+                facts = found()
+                with self._lock:
+                    self._record[name] = facts
         ends = False
         while not ends:
             self._changed.wait(HEARTBEAT)
