@@ -161,6 +161,7 @@ lint: $(VENV)/.packages
 	$(BIN)/ruff check python tests examples bench
 	$(BIN)/ruff format --check python tests examples bench
 	$(BIN)/pyright
+	PYTHONPATH=python $(BIN)/lint-imports --no-cache --no-logo
 
 # Everything that only a GPU can show; where there is none it says so.
 gpu-check: install

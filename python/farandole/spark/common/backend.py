@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from abc import ABC, abstractmethod
@@ -16,12 +17,13 @@ from farandole.runner.elastic.conduct import conduct as conduct_elastic
 from farandole.runner.gang import Output, conduct, payload
 from farandole.runner.limits import elastic_limit, start_limit
 from farandole.runner.local import LocalAgents, LocalCrew
+from farandole.runner.slots import Slots
 from farandole.runner.streams import Streams
 from farandole.spark import runner, training
 from farandole.spark.common.check import at_least
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from farandole._native.registrar import Registrar
     from farandole.runner.gang import Agents
@@ -287,7 +289,7 @@ class LocalBackend(Backend):
     ) -> list[Any]:
         """As `Backend.run`."""
         size = self._num_proc
-        limit = start_limit(self._start_timeout)
+        start_limit(self._start_timeout)
         changes: dict[str, str | None] = {**self._env, **(env or {})}
         if "OMP_NUM_THREADS" not in os.environ:
             changes.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
@@ -296,20 +298,31 @@ class LocalBackend(Backend):
         under_way = training.current()
         changes |= under_way.variables()
         warmth = warm_workers.wanted(self._warm, by_default=True)
-        if self._bounds:
-            registrar, most = self._elastic_registrar(limit)
-            work = Work(
-                registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth, elastic=True
+        with self._turn(output) as limit:
+            if self._bounds:
+                registrar, most = self._elastic_registrar(limit)
+                work = Work(
+                    registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth, elastic=True
+                )
+                return conduct_elastic(
+                    registrar, LocalCrew(work, most), output, on_progress, watcher=under_way, ends_on_error=True
+                )
+            registrar = self._registrar(size, limit)
+            work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth)
+            endings = conduct(
+                registrar, self._agents(work, size), size, output, on_progress, limit, "workers to start", under_way
             )
-            return conduct_elastic(
-                registrar, LocalCrew(work, most), output, on_progress, watcher=under_way, ends_on_error=True
-            )
-        registrar = self._registrar(size, limit)
-        work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth)
-        endings = conduct(
-            registrar, self._agents(work, size), size, output, on_progress, limit, "workers to start", under_way
-        )
-        return outcome.results(endings, size)
+            return outcome.results(endings, size)
+
+    @contextlib.contextmanager
+    def _turn(self, output: Output) -> Iterator[float]:
+        """Inside of one of Spark's searches, waits for cores; the seconds that are left for the start."""
+        if type(self) is not LocalBackend or not warm_workers.in_search():
+            yield start_limit(self._start_timeout)
+            return
+        most = max(self._num_proc, self._bounds.get("max_num_proc", 0))
+        with _CORES.started(most, output.say, self._start_timeout) as left:
+            yield left
 
     def _registrar(self, size: int, limit: float) -> Registrar:
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
@@ -362,6 +375,10 @@ class LocalBackend(Backend):
 
 def _cores() -> int:
     return max(1, len(os.sched_getaffinity(0)))
+
+
+_CORES = Slots(_cores, "cores")
+"""What the jobs of searches on this host share."""
 
 
 def _bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:

@@ -13,7 +13,9 @@ import contextlib
 import inspect
 import secrets
 import sys
+import threading
 import time
+import uuid
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,9 +26,9 @@ from farandole.spark.common.backend import Backend, SparkBackend
 from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.finite import NotFiniteError
-from farandole.spark.common.journal import Journal
+from farandole.spark.common.journal import recorded
 from farandole.spark.common.params import EstimatorParams, ModelParams
-from farandole.spark.common.prepare import find_data, prepare_data
+from farandole.spark.common.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.progress import Progress, progress
 from farandole.spark.common.runs import alone, begin, mapped, name_of
 from farandole.spark.common.tracking import MlflowTracker, Tracker
@@ -36,7 +38,7 @@ from farandole.spark.shim import Shim
 from farandole.spark.training import telling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import pandas as pd
     from pyspark.ml.param import Param
@@ -70,6 +72,31 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         self._show(ui)
         with mapped(params is not None):
             return super().fit(df, params)
+
+    def fitMultiple(  # noqa: N802 - Spark's name
+        self,
+        dataset: DataFrame,
+        paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803 - as above
+    ) -> Iterator[tuple[int, Any]]:
+        """Fits a model with each map of parameters; Spark's tuners call this, and threads share what it returns.
+
+        The rows are prepared once for all maps that need the same columns. Each fit waits until there are slots for
+        all of its processes.
+
+        Args:
+            dataset: the rows.
+            paramMaps: values of parameters, a map for each model.
+
+        Returns:
+            An iterator over pairs of the number of a map and its model, which threads may ask at the same time.
+        """
+        estimator, rows = self.copy(), f"rows-{uuid.uuid4().hex}"
+
+        def fit(number: int) -> Any:
+            with same_rows(rows):
+                return estimator.fit(dataset, paramMaps[number])
+
+        return _Fits(fit, len(paramMaps))
 
     def fit_on_parquet(
         self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None, *, ui: bool = False
@@ -228,7 +255,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             more["on_progress"] = report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
         with (
-            self._recorded(job) as journal,
+            recorded(self, job) as journal,
             telling(Shim.active(), job.run_id, type(self).__name__, self._plain(), journal) as run,
         ):
             while True:
@@ -289,36 +316,6 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             if checkpoint is not None and self._store().exists(checkpoint):
                 shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {epochs}")
             yield
-
-    @contextlib.contextmanager
-    def _recorded(self, job: Any) -> Iterator[Journal | None]:
-        """Has what the run viewer shows written into the run's directory; `None` where runs are not saved.
-
-        Args:
-            job: the run.
-        """
-        base = getattr(job, "base", job)
-        if base.store.run_path is None:
-            yield None
-            return
-        model, data = self.getModel(), base.data
-        sides = {"training rows": data.train_rows} | ({"validation rows": data.val_rows} if data.val_url else {})
-        facts = {
-            "model": type(model).__name__,
-            "epochs": self.getEpochs(),
-            "data": {
-                "told": ", ".join(f"{rows:,} {side}" for side, rows in sides.items()),
-                **sides,
-                "features": self._roles().features,
-                "labels": self._roles().labels,
-                **base.paths(),
-            },
-        }
-        journal = Journal(base.store, facts)
-        try:
-            yield journal
-        finally:
-            journal.close()
 
     def _tracked(self, run_id: str) -> Tracker:
         """What logs the run elsewhere: MLflow where that was asked for, or nothing.
@@ -419,6 +416,28 @@ class FarandoleModel(ModelParams, Model):
     def _entries(self) -> list[Entry]:
         """The history as entries, whatever form its framework gives it."""
         return self.getHistory() or []
+
+
+class _Fits:
+    """An iterator that fits one model in each call; several threads may ask it at the same time.
+
+    Args:
+        fit: makes the model of a number.
+        total: how many there are.
+    """
+
+    def __init__(self, fit: Callable[[int], Any], total: int) -> None:
+        self._fit = fit
+        self._numbers = iter(range(total))
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        with self._lock:
+            number = next(self._numbers)
+        return number, self._fit(number)
 
 
 HorovodEstimator = FarandoleEstimator

@@ -23,8 +23,9 @@ from farandole.spark.common.history import flat
 from farandole.spark.common.surroundings import code, environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
+    from farandole.spark.common.params import EstimatorParams
     from farandole.spark.common.remote_store import RemoteStore
 
 RECORD: Final = "run.json"
@@ -185,6 +186,41 @@ class Journal:
         if steps:
             self._remote.write(f"{self._remote.logs_subdir}/{STEPS}", steps)
         self._remote.write(RECORD, record)
+
+
+@contextlib.contextmanager
+def recorded(estimator: EstimatorParams, job: Any) -> Iterator[Journal | None]:
+    """Writes the journal of a fit while its job runs.
+
+    Args:
+        estimator: The estimator.
+        job: What it trains: of PyTorch, Lightning or Keras.
+
+    Yields:
+        The journal; `None` if the store does not save runs.
+    """
+    base = getattr(job, "base", job)
+    if base.store.run_path is None:
+        yield None
+        return
+    data = base.data
+    sides = {"training rows": data.train_rows} | ({"validation rows": data.val_rows} if data.val_url else {})
+    facts = {
+        "model": type(estimator.getModel()).__name__,
+        "epochs": estimator.getEpochs(),
+        "data": {
+            "told": ", ".join(f"{rows:,} {side}" for side, rows in sides.items()),
+            **sides,
+            "features": estimator.getFeatureCols(),
+            "labels": estimator.getLabelCols(),
+            **base.paths(),
+        },
+    }
+    journal = Journal(base.store, facts)
+    try:
+        yield journal
+    finally:
+        journal.close()
 
 
 def _is_number(value: Any) -> bool:
