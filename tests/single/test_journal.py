@@ -31,7 +31,7 @@ def remote(tmp_path):
 
 
 def record(tmp_path):
-    return json.loads((tmp_path / "runs/mine/run.json").read_text())
+    return json.loads((tmp_path / "runs/mine/_record.json").read_text())
 
 
 def steps(tmp_path):
@@ -59,7 +59,7 @@ def test_a_run_is_recorded_from_its_start_to_its_end(remote, tmp_path):
     with training.telling(None, "mine", "TorchEstimator", {"lr": 0.1, "nan": float("nan")}, book) as run:
         assert run.variables() == {training.TOLD: "1"}
         deadline = time.monotonic() + 10
-        while not (tmp_path / "runs/mine/run.json").exists():
+        while not (tmp_path / "runs/mine/_record.json").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert record(tmp_path)["state"] == "running"

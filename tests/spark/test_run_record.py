@@ -34,7 +34,7 @@ def test_a_fit_is_recorded_and_shown(tmp_path, capfd):
     model = estimator(tmp_path).fit(rows(), ui=True)
     link = re.search(r"at (http://127\.0\.0\.1:\S+)", capfd.readouterr().err)
     assert link is not None
-    told = json.loads((tmp_path / "runs/mine/run.json").read_text())
+    told = json.loads((tmp_path / "runs/mine/_record.json").read_text())
     assert (told["state"], told["what"], told["model"], told["size"]) == ("ended", "TorchEstimator", "Sequential", 2)
     assert (told["epochs"], told["done"], told["parameters"]["batch_size"]) == (2, 2, 4)
     assert told["data"]["training rows"] == 64
@@ -59,6 +59,6 @@ def test_a_failed_fit_says_why_in_its_record(tmp_path):
 
     with pytest.raises(Exception, match="no more disk"):
         estimator(tmp_path, callbacks=[fail]).fit(rows())
-    told = json.loads((tmp_path / "runs/mine/run.json").read_text())
+    told = json.loads((tmp_path / "runs/mine/_record.json").read_text())
     assert told["state"] == "failed"
     assert "no more disk" in told["reason"]

@@ -62,7 +62,7 @@ def write_run(store: Path, run: str, epochs: int = 20, quality: float = 1.0, **r
         "events": [{"time": now - 30_000, "what": "restart", "reason": "rank 1 was lost"}],
         **record,
     }  # fmt: skip
-    (directory / "run.json").write_text(json.dumps(told))
+    (directory / "_record.json").write_text(json.dumps(told))
     return directory
 
 

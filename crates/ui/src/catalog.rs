@@ -165,7 +165,7 @@ mod tests {
     fn a_run_is_found_by_its_name_alone() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(folder.path().join("runs/a")).unwrap();
-        std::fs::write(folder.path().join("runs/a/run.json"), r#"{"name": "first", "state": "ended"}"#)
+        std::fs::write(folder.path().join("runs/a/_record.json"), r#"{"name": "first", "state": "ended"}"#)
             .unwrap();
         std::fs::write(folder.path().join("secret"), "x").unwrap();
         let catalog = Catalog::open(&[folder.path().to_string_lossy().into_owned()]).unwrap();

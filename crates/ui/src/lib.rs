@@ -7,7 +7,7 @@
 //! and writes nothing.
 //!
 //! ```text
-//! run.json, logs/history.jsonl, logs/steps.jsonl --[store]--> catalog, curves --[thin]--> JSON --> page
+//! _record.json, logs/history.jsonl, logs/steps.jsonl --[store]--> catalog, curves --[thin]--> JSON --> page
 //! ```
 //!
 //! Invariants:

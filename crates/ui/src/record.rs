@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What is known of a run: from its `run.json`, or for a run without one from its history and fingerprint.
+//! What is known of a run: from its `_record.json`, or for a run without one from its history and fingerprint.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use crate::series::{self, Series, without_nan};
 use crate::source::{FINGERPRINT, Files, HISTORY, RECORD, Stamp};
 
-/// Largest `run.json` or fingerprint that is read.
+/// Largest `_record.json` or fingerprint that is read.
 const LARGEST: u64 = 16 << 20;
 /// Characters of a text that the list shows.
 const LONGEST: usize = 300;

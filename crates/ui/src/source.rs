@@ -11,7 +11,7 @@ use farandole_store::Store;
 use crate::error::Result;
 
 /// What the driver says of a run.
-pub(crate) const RECORD: &str = "run.json";
+pub(crate) const RECORD: &str = "_record.json";
 /// Losses and metrics, a line an epoch.
 pub(crate) const HISTORY: &str = "logs/history.jsonl";
 /// Losses within epochs.
@@ -104,10 +104,10 @@ mod tests {
 
     #[test]
     fn a_run_is_a_directory_with_one_of_its_files() {
-        assert_eq!(run_of("a/b/run.json"), Some("a/b"));
+        assert_eq!(run_of("a/b/_record.json"), Some("a/b"));
         assert_eq!(run_of("a/logs/history.jsonl"), Some("a"));
-        assert_eq!(run_of("run.json"), Some(""));
-        assert_eq!(run_of("a/my-run.json"), None);
+        assert_eq!(run_of("_record.json"), Some(""));
+        assert_eq!(run_of("a/my-_record.json"), None);
         assert_eq!(run_of("a/logs/steps.jsonl"), None);
     }
 
@@ -128,14 +128,14 @@ mod tests {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, "{}").unwrap();
         };
-        write("runs/a/run.json");
+        write("runs/a/_record.json");
         write("runs/a/logs/other");
         write("runs/team/b/checkpoint");
         write("intermediate_train_data/part-0");
         let source = Source::open(&folder.path().to_string_lossy()).unwrap();
         let found = Source::list(&source.root().unwrap()).unwrap();
         assert_eq!(found.keys().collect::<Vec<_>>(), ["a", "team/b"]);
-        assert_eq!(found["a"].keys().collect::<Vec<_>>(), ["logs/other", "run.json"]);
+        assert_eq!(found["a"].keys().collect::<Vec<_>>(), ["_record.json", "logs/other"]);
         let inner = Source::open(&folder.path().join("runs/a").to_string_lossy()).unwrap();
         assert_eq!(Source::list(&inner.root().unwrap()).unwrap().keys().collect::<Vec<_>>(), [""]);
     }

@@ -71,7 +71,7 @@ fn every_answer_has_the_policy_and_a_known_content_is_not_sent_again() {
 fn a_run_is_told_with_its_curves_table_and_output() {
     let folder = tempfile::tempdir().unwrap();
     let line = |epoch| format!("{{\"epoch\": {epoch}, \"train\": {{\"loss\": 0.5, \"all_metrics\": []}}}}\n");
-    write(folder.path(), "runs/a b&c/run.json", r#"{"name": "<b>", "parameters": {"x": 1}}"#);
+    write(folder.path(), "runs/a b&c/_record.json", r#"{"name": "<b>", "parameters": {"x": 1}}"#);
     write(folder.path(), "runs/a b&c/logs/history.jsonl", &(0..3).map(line).collect::<String>());
     write(folder.path(), "runs/a b&c/output/rank.0/stdout", "printed");
     write(folder.path(), "runs/a b&c/checkpoint", "pickled");
@@ -86,7 +86,7 @@ fn a_run_is_told_with_its_curves_table_and_output() {
     assert!(ask("history.csv", "").1.starts_with("run,epoch,time,loss\r\n<b>,1,"));
     assert_eq!(ask("output", "&file=output/rank.0/stdout"), (200, "printed".to_owned()));
     assert_eq!(ask("output", "&file=empty.log"), (200, String::new()));
-    for file in ["checkpoint", "../secret.txt", "/etc/hosts.txt", "run.json", ""] {
+    for file in ["checkpoint", "../secret.txt", "/etc/hosts.txt", "_record.json", ""] {
         assert_eq!(ask("output", &format!("&file={file}")).0, 404, "{file}");
     }
     assert_eq!(ask("curves", "&pixels=x").0, 400);
@@ -98,7 +98,7 @@ fn a_million_points_are_answered_within_a_tenth_of_a_second() {
     let line = |epoch: u32| {
         format!("{{\"epoch\": {epoch}, \"train\": {{\"loss\": 0.{epoch}, \"all_metrics\": []}}}}\n")
     };
-    write(folder.path(), "runs/a/run.json", r#"{"name": "a"}"#);
+    write(folder.path(), "runs/a/_record.json", r#"{"name": "a"}"#);
     write(folder.path(), "runs/a/logs/history.jsonl", &(0..1_000_000).map(line).collect::<String>());
     let site = site(folder.path());
     let address = format!("/{TOKEN}/api/curves?run=0/a&pixels=1000&smooth=0.5");

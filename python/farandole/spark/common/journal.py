@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the run viewer shows of a fit besides its history: `run.json` and `logs/steps.jsonl` in the run's directory.
+"""What the run viewer shows of a fit besides its history: `_record.json` and `logs/steps.jsonl` of the run.
 
-    run.json            state, parameters, data, environment, code, ranks, events; seen whole or not at all
+    _record.json        state, parameters, data, environment, code, ranks, events; seen whole or not at all
     logs/steps.jsonl    loss and speed within epochs, a few thousand lines at most
 
 A thread of the driver writes them, so that a slow store delays no training: soon after something has changed, and each
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from farandole.spark.common.params import EstimatorParams
     from farandole.spark.common.remote_store import RemoteStore
 
-RECORD: Final = "run.json"
+RECORD: Final = "_record.json"
 STEPS: Final = "steps.jsonl"
 HISTORY: Final = "history.jsonl"
 HEARTBEAT: Final = 15.0
