@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim wheel install tools deny docs release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install tools deny docs release release-again clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -48,6 +48,11 @@ chaos: install packages
 # Debian packages that some tests need.
 packages:
 	@.ci/packages
+
+# The run viewer in a real browser, Debian's Chromium: a thousand runs, a million points, a live run.
+# `test` has the short ones.
+test-ui: install packages
+	$(BIN)/python -m pytest tests/ui --reruns 1 --durations=10
 
 # loom tries all orders of memory operations in the shared ring and in the engine's threads.
 loom:
@@ -189,12 +194,24 @@ $(SHIM): jvm-shim/spark/pom.xml $(shell find jvm-shim/spark/src -type f) | tools
 	cd jvm-shim/spark && mvn -q -B -Dstyle.color=never package
 	cp jvm-shim/spark/target/farandole-spark.jar $@
 
-wheel: $(VENV)/.packages tensorflow-ops $(SHIM)
+# The page of the run viewer: one script and one style. Both contain ours and uPlot's, with the licence of uPlot.
+PAGE := python/farandole/ui/viewer
+UPLOT := crates/ui/page/node_modules/uplot
+SCRIPTS := $(addprefix crates/ui/page/,dom.js list.js charts.js run.js main.js)
+viewer: $(PAGE).js
+
+$(PAGE).js: $(SCRIPTS) crates/ui/page/viewer.css crates/ui/page/package-lock.json | tools
+	npm ci --silent --ignore-scripts --no-audit --no-fund --prefix crates/ui/page
+	{ echo '/*'; cat $(UPLOT)/LICENSE; echo; echo '*/'; cat $(UPLOT)/dist/uPlot.min.css; echo; cat crates/ui/page/viewer.css; } > $(PAGE).css
+	{ echo '/*'; cat $(UPLOT)/LICENSE; echo; echo '*/'; cat $(UPLOT)/dist/uPlot.iife.min.js; \
+	echo '(() => {'; echo '"use strict";'; cat $(SCRIPTS); echo '})();'; } > $@
+
+wheel: $(VENV)/.packages tensorflow-ops $(SHIM) $(PAGE).js
 	rm -f dist/*.whl
 	$(BIN)/maturin build --release --out dist
 	$(BIN)/uv build --quiet --wheel --out-dir dist python/horovod-compat
 
-$(VENV)/.wheel: $(SOURCES) $(VENV)/.packages $(SHIM)
+$(VENV)/.wheel: $(SOURCES) $(VENV)/.packages $(SHIM) $(PAGE).js crates/ui/page/index.html
 	$(MAKE) wheel
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall dist/*.whl
 	touch $@
@@ -218,12 +235,12 @@ docs: $(VENV)/.packages
 
 # What a release uploads, in dist/release: a wheel for glibc 2.17 with licences and a bill of materials, an sdist,
 # farandole-horovod. Then the wheel is installed into empty environments and used. Needs a clean checkout.
-release: $(SHIM) .tools/release/ready
+release: $(SHIM) $(PAGE).js .tools/release/ready
 	.tools/release/bin/python release/build.py dist/release
 	.tools/release/bin/python release/smoke.py dist/release $(SMOKE)
 
 # Builds the release once more and fails if a byte differs.
-release-again: $(SHIM) .tools/release/ready
+release-again: $(SHIM) $(PAGE).js .tools/release/ready
 	.tools/release/bin/python release/build.py dist/release-again
 	.tools/release/bin/python release/compare.py dist/release dist/release-again
 
@@ -239,4 +256,4 @@ deny:
 
 clean:
 	cargo clean
-	rm -rf $(VENV) dist $(SHIM) jvm-shim/target jvm-shim/spark/target
+	rm -rf $(VENV) dist $(SHIM) $(PAGE).js $(PAGE).css crates/ui/page/node_modules jvm-shim/target jvm-shim/spark/target
