@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The build backend: maturin, and around it what maturin does not build.
 
-A source distribution contains the files that git tracks and the Spark plugin's jar. A wheel also contains the library
-of TensorFlow ops. That library is a second crate, so the backend builds it first.
+A source distribution contains the files that git tracks, the Spark plugin's jar and the page of the run viewer, so
+building it needs neither Maven nor npm. A wheel also contains the library of TensorFlow ops. That library is a second
+crate, so the backend builds it first.
 """
 
 from __future__ import annotations
@@ -29,28 +30,27 @@ from maturin import (  # noqa: F401 - hooks that a frontend may call
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "farandole"
 OPS = PACKAGE / "tensorflow" / "libfarandole_tensorflow.so"
-JAR = PACKAGE / "spark" / "farandole-spark.jar"
+MADE = tuple(PACKAGE / name for name in ("spark/farandole-spark.jar", "ui/viewer.js", "ui/viewer.css"))
+"""Files that Maven and npm make, the same on every machine."""
 
 
 def build_wheel(directory: str, settings: Any = None, metadata: str | None = None) -> str:
-    """Builds the TensorFlow ops and the jar where they are missing, then the wheel."""
+    """Builds the files that are missing, then the wheel."""
     if not OPS.exists():
         target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
         subprocess.run(["cargo", "build", "--release", "-p", "farandole-tensorflow"], cwd=ROOT, check=True)
         shutil.copy(target / "release" / OPS.name, OPS)
-    if not JAR.exists():
-        subprocess.run(["make", str(JAR.relative_to(ROOT))], cwd=ROOT, check=True)
+    _make()
     return maturin.build_wheel(directory, settings, metadata)
 
 
 def build_sdist(directory: str, settings: Any = None) -> str:
-    """Packs the files that git tracks, the jar and the metadata. The same commit gives the same bytes."""
+    """Packs the files that git tracks, those of Maven and npm, and the metadata. A commit always gives the same bytes."""
     del settings
-    if not JAR.exists():
-        subprocess.run(["make", str(JAR.relative_to(ROOT))], cwd=ROOT, check=True)
+    _make()
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     files = {name: ROOT / name for name in listed.split("\0") if name}
-    files[str(JAR.relative_to(ROOT))] = JAR
+    files |= {str(file.relative_to(ROOT)): file for file in MADE}
     with tempfile.TemporaryDirectory() as scratch:
         metadata = Path(scratch) / maturin.prepare_metadata_for_build_wheel(scratch) / "METADATA"
         files["PKG-INFO"] = metadata
@@ -64,6 +64,13 @@ def build_sdist(directory: str, settings: Any = None) -> str:
             for inner, file in sorted(files.items()):
                 _add(archive, f"{stem}/{inner}", file)
     return path.name
+
+
+def _make() -> None:
+    """Makes the files of Maven and npm where they are missing."""
+    missing = [str(file.relative_to(ROOT)) for file in MADE if not file.exists() and file.suffix != ".css"]
+    if missing:
+        subprocess.run(["make", *missing], cwd=ROOT, check=True)
 
 
 def _add(archive: tarfile.TarFile, name: str, file: Path) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 
 LINKED = ("farandole-python", "farandole-tensorflow")
 """The crates whose libraries are files of the wheel."""
+PAGE_LOCK = "crates/ui/page/package-lock.json"
+"""What npm packs into the page of the run viewer, whose files contain the licences."""
 TEXTS = re.compile(r"(?i)^(licen[cs]e|copying|copyright|notice|unlicense)")
 
 
@@ -97,6 +99,12 @@ def bill(packages: dict[str, Any], uses: dict[str, list[str]], tree: Path, versi
                 **({"hashes": [{"alg": "SHA-256", "content": checksum}]} if checksum else {}),
             }
         )
+    for name, package in json.loads((tree / PAGE_LOCK).read_text())["packages"].items():
+        if name:  # the first entry is ours
+            purl = f"pkg:npm/{name.rpartition('node_modules/')[2]}@{package['version']}"
+            licence = [{"expression": package["license"]}]
+            components.append({"type": "library", "bom-ref": purl, "name": purl.split("/")[-1].split("@")[0]})
+            components[-1] |= {"version": package["version"], "purl": purl, "licenses": licence}
     wheel = f"pkg:pypi/farandole@{version}"
     roots = sorted(purls[key] for key, package in packages.items() if package["name"] in LINKED)
     edges = [{"ref": purls[key], "dependsOn": sorted(purls[used] for used in used_by)} for key, used_by in uses.items()]
