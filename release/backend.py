@@ -45,7 +45,7 @@ def build_wheel(directory: str, settings: Any = None, metadata: str | None = Non
 
 
 def build_sdist(directory: str, settings: Any = None) -> str:
-    """Packs the files that git tracks, those of Maven and npm, and the metadata. A commit always gives the same bytes."""
+    """Packs the files that git tracks, those of Maven and npm, and the metadata. Equal commits give equal bytes."""
     del settings
     _make()
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout

@@ -101,10 +101,11 @@ def bill(packages: dict[str, Any], uses: dict[str, list[str]], tree: Path, versi
         )
     for name, package in json.loads((tree / PAGE_LOCK).read_text())["packages"].items():
         if name:  # the first entry is ours
-            purl = f"pkg:npm/{name.rpartition('node_modules/')[2]}@{package['version']}"
+            name = name.rpartition("node_modules/")[2]  # noqa: PLW2901 - its path until here
+            purl = f"pkg:npm/{name}@{package['version']}"
             licence = [{"expression": package["license"]}]
-            components.append({"type": "library", "bom-ref": purl, "name": purl.split("/")[-1].split("@")[0]})
-            components[-1] |= {"version": package["version"], "purl": purl, "licenses": licence}
+            components.append({"type": "library", "bom-ref": purl, "name": name, "version": package["version"]})
+            components[-1] |= {"purl": purl, "licenses": licence}
     wheel = f"pkg:pypi/farandole@{version}"
     roots = sorted(purls[key] for key, package in packages.items() if package["name"] in LINKED)
     edges = [{"ref": purls[key], "dependsOn": sorted(purls[used] for used in used_by)} for key, used_by in uses.items()]

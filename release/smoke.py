@@ -33,7 +33,7 @@ from farandole import _native
 assert _native.__version__ == farandole.__version__
 import importlib.metadata
 files = [str(file) for file in importlib.metadata.files("farandole")]
-named = "libfarandole_tensorflow.so", "farandole-spark.jar", "viewer.js", "LICENSE-THIRD-PARTY.txt", "farandole.cdx.json"
+named = "libfarandole_tensorflow.so", "farandole-spark.jar", "viewer.js", "LICENSE-THIRD-PARTY.txt", "cdx.json"
 for name in named:
     assert any(file.endswith(name) for file in files), f"no {{name}} in the wheel"
 print(f"import {{took * 1e3:.1f}} ms")
