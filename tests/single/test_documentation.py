@@ -68,3 +68,23 @@ def test_the_table_of_versions_has_the_bounds_of_the_package():
     told = {name: wanted[names.get(name) or name.lower()] for name in bounds}
     assert len(bounds) == 9
     assert {name: requirement for name, requirement in told.items() if bounds[name] not in requirement} == {}
+
+
+def test_prose_has_at_most_a_hundred_columns():
+    pages = [*ROOT.glob("*.md"), *(page for page in DOCS.rglob("*.md") if page.parent.name != "reference")]
+    wide = [f"{page.relative_to(ROOT)}:{number}" for page in pages for number in wide_lines(page)]
+    assert not wide
+
+
+def wide_lines(page: Path) -> list[int]:
+    """Numbers of lines beyond 100 columns, except tables, code, images, headings and single words."""
+    found, fence = [], ""
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        marker = re.match(r"\s*(`{3,})", line)
+        if marker and not fence:
+            fence = marker[1]
+        elif fence:
+            fence = "" if line.strip() == fence else fence
+        elif len(line) > 100 and not line.startswith(("|", "![", "#")) and " " in line.strip().removeprefix("- "):
+            found.append(number)
+    return found
