@@ -174,7 +174,7 @@ def of_module(path: str) -> Lines:
         member = module[name]
         thing = target(member)
         title = f"{path}.{name}"
-        if not thing.has_docstring and not (thing.is_attribute and thing.annotation is None):
+        if not thing.has_docstring:
             log.warning("public name without a docstring: %s", title, type="api", subtype="docstring")
         if thing.is_module:
             modules.append(f"- `{title}`")
