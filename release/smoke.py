@@ -105,14 +105,21 @@ ON_ONE_PYTHON = {"torch-oldest", "torch-newest", "spark-oldest", "spark-newest"}
 
 
 def pythons() -> dict[str, str]:
-    """The interpreters of this machine by version, oldest first. Nothing is downloaded."""
+    """The interpreters on the path and in pyenv by version, oldest first. Nothing is downloaded."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = {}
     for version in VERSIONS:
-        command = [tool("uv"), "python", "find", "--no-python-downloads", "--no-project", "--system", version]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode == 0:
-            found[version] = ended.stdout.strip()
+        candidates = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+        works = [str(one) for one in candidates if one and _is(version, str(one))]
+        if works:
+            found[version] = works[0]
     return found
+
+
+def _is(version: str, python: str) -> bool:
+    """Whether an interpreter is of this version; a shim of pyenv may lead nowhere."""
+    command = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() == version
 
 
 def tool(name: str) -> str:
@@ -130,7 +137,7 @@ def attempt(name: str, trial: Trial, python: str, directory: Path, place: Path) 
     inside = environment / "bin" / "python"
     install = [uv, "pip", "install", "--quiet", "--python", str(inside)]
     subprocess.run([*install, str(wheel), *extra, *trial.packages], check=True)
-    script = place / f"{name.replace('-', '_')}.py"
+    script = place / f"smoke_{name.replace('-', '_')}.py"
     script.write_text(trial.script)
     command = [str(inside), str(script)]
     if trial.ranks:
