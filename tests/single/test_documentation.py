@@ -88,3 +88,18 @@ def wide_lines(page: Path) -> list[int]:
         elif len(line) > 100 and not line.startswith(("|", "![", "#")) and " " in line.strip().removeprefix("- "):
             found.append(number)
     return found
+
+
+def test_every_public_package_is_in_the_reference():
+    sources = ROOT / "python"
+    packages = {
+        ".".join(file.parent.relative_to(sources).parts)
+        for file in (sources / "farandole").rglob("__init__.py")
+        if "__all__" in file.read_text() and not re.search(r"/_", str(file.parent.relative_to(sources)))
+    }
+    shown = {
+        name
+        for page in DOCS.rglob("*.md")
+        for name in re.findall(r"^```\{api\} (\S+)$", page.read_text(), re.MULTILINE)
+    }
+    assert not packages - shown
