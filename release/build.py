@@ -40,7 +40,6 @@ def environment(tree: Path) -> dict[str, str]:
     places = {str(tree): ".", registry: "cargo"}
     return {
         **os.environ,
-        "PATH": f"{BIN}:{os.environ['PATH']}",
         "PYO3_PYTHON": sys.executable,
         "CARGO_TARGET_DIR": str(TARGETS),
         "SOURCE_DATE_EPOCH": str(backend.epoch()),
@@ -104,6 +103,7 @@ def say(text: str) -> None:
 
 def main(out: Path) -> None:
     """Builds everything into `out`, which is emptied before."""
+    os.environ["PATH"] = f"{BIN}:{os.environ['PATH']}"  # maturin, zig and cargo-zigbuild are called by name
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, check=True, capture_output=True, text=True)
     if changed.stdout:
         raise SystemExit(f"commit or remove these changes first, a release is built from a commit:\n{changed.stdout}")
