@@ -13,7 +13,9 @@ import contextlib
 import inspect
 import secrets
 import sys
+import threading
 import time
+import uuid
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,8 +26,9 @@ from farandole.spark.common.backend import Backend, SparkBackend
 from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.finite import NotFiniteError
+from farandole.spark.common.journal import recorded
 from farandole.spark.common.params import EstimatorParams, ModelParams
-from farandole.spark.common.prepare import find_data, prepare_data
+from farandole.spark.common.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.progress import Progress, progress
 from farandole.spark.common.runs import alone, begin, mapped, name_of
 from farandole.spark.common.tracking import MlflowTracker, Tracker
@@ -35,7 +38,7 @@ from farandole.spark.shim import Shim
 from farandole.spark.training import telling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import pandas as pd
     from pyspark.ml.param import Param
@@ -46,17 +49,19 @@ if TYPE_CHECKING:
     from farandole.spark.common.fingerprint import Part
     from farandole.spark.common.history import Entry
     from farandole.spark.common.store import AbstractFilesystemStore
+    from farandole.ui import Viewer
 
 
 class FarandoleEstimator(EstimatorParams, Estimator[Any]):
     """What the estimators of all frameworks share."""
 
-    def fit(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
+    def fit(self, df: Any, params: Any = None, *, ui: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
         """Trains on a DataFrame, or on a pyarrow, pandas or polars table.
 
         Args:
             df: the rows.
             params: values of parameters that hold for this call; a list of them fits a model with each.
+            ui: whether to open the run viewer on the store and print its link.
 
         Returns:
             The fitted model, or a list of them.
@@ -64,10 +69,38 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         Raises:
             ValueError: a parameter, a column or the data does not fit; the message names it.
         """
+        self._show(ui)
         with mapped(params is not None):
             return super().fit(df, params)
 
-    def fit_on_parquet(self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None) -> Any:
+    def fitMultiple(  # noqa: N802 - Spark's name
+        self,
+        dataset: DataFrame,
+        paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803 - as above
+    ) -> Iterator[tuple[int, Any]]:
+        """Fits a model with each map of parameters; Spark's tuners call this, and threads share what it returns.
+
+        The rows are prepared once for all maps that need the same columns. Each fit waits until there are slots for
+        all of its processes.
+
+        Args:
+            dataset: the rows.
+            paramMaps: values of parameters, a map for each model.
+
+        Returns:
+            An iterator over pairs of the number of a map and its model, which threads may ask at the same time.
+        """
+        estimator, rows = self.copy(), f"rows-{uuid.uuid4().hex}"
+
+        def fit(number: int) -> Any:
+            with same_rows(rows):
+                return estimator.fit(dataset, paramMaps[number])
+
+        return _Fits(fit, len(paramMaps))
+
+    def fit_on_parquet(
+        self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None, *, ui: bool = False
+    ) -> Any:
         """Trains on the Parquet data that is already in the store, without a DataFrame.
 
         With `backend=LocalBackend(...)` no Spark session is needed. Validation data is used when it is there.
@@ -75,6 +108,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         Args:
             params: values that hold for this call.
             dataset_idx: number of the data set; without it the store's unnumbered one.
+            ui: whether to open the run viewer on the store and print its link.
 
         Returns:
             The fitted model.
@@ -84,8 +118,15 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             FarandoleJobError: a worker failed.
             RunDiffersError: a `ValueError`: the run of `run_id` was begun with other data or parameters.
         """
+        self._show(ui)
         with mapped(params is not None):
             return (self.copy(params) if params else self)._fit_prepared(dataset_idx)
+
+    def _show(self, ui: bool) -> None:
+        if ui and self.getStore() is not None:
+            from farandole.ui import show
+
+            sys.stderr.write(f"the runs of this store are at {show(self._store()).link}\n")
 
     def _fit(self, dataset: DataFrame) -> Any:
         if not hasattr(dataset, "mapInArrow"):
@@ -213,7 +254,10 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         if any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told):
             more["on_progress"] = report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
-        with telling(Shim.active(), job.run_id, type(self).__name__, self._plain()) as run:
+        with (
+            recorded(self, job) as journal,
+            telling(Shim.active(), job.run_id, type(self).__name__, self._plain(), journal) as run,
+        ):
             while True:
                 try:
                     return backend.run(train, args=(job,), **more)
@@ -353,9 +397,47 @@ class FarandoleModel(ModelParams, Model):
 
         return Chart(self._entries(), names or None)
 
+    def show(self) -> Viewer:
+        """Opens the run viewer on the run that trained the model; notebooks show its link.
+
+        Returns:
+            The viewer, which ends with this process, or by `close()`.
+
+        Raises:
+            ValueError: the run was not saved.
+        """
+        from farandole.ui import show
+
+        run, logs = self.getRunId(), (self.getPaths() or {}).get("logs")
+        if run is None or logs is None or f"/{run}/" not in logs:
+            raise ValueError("the run of this model was not saved, so that there is nothing to show")
+        return show(logs.rpartition(f"/{run}/")[0], run=run)
+
     def _entries(self) -> list[Entry]:
         """The history as entries, whatever form its framework gives it."""
         return self.getHistory() or []
+
+
+class _Fits:
+    """An iterator that fits one model in each call; several threads may ask it at the same time.
+
+    Args:
+        fit: makes the model of a number.
+        total: how many there are.
+    """
+
+    def __init__(self, fit: Callable[[int], Any], total: int) -> None:
+        self._fit = fit
+        self._numbers = iter(range(total))
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        with self._lock:
+            number = next(self._numbers)
+        return number, self._fit(number)
 
 
 HorovodEstimator = FarandoleEstimator

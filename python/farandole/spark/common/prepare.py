@@ -19,6 +19,7 @@ import hashlib
 import json
 import threading
 import uuid
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -87,6 +88,23 @@ class _Turn:
 
 _CACHE = _Cache()
 _TURNS = _Turns()
+_SAME_ROWS: ContextVar[str | None] = ContextVar("farandole_same_rows", default=None)
+
+
+@contextlib.contextmanager
+def same_rows(name: str) -> Iterator[None]:
+    """Says that all frames that are prepared in this context, and in others of the same name, have the same rows.
+
+    It counts where no plan tells: on Spark Connect.
+
+    Args:
+        name: of the rows, which nobody else uses.
+    """
+    token = _SAME_ROWS.set(name)
+    try:
+        yield
+    finally:
+        _SAME_ROWS.reset(token)
 
 
 def clear_training_cache() -> None:
@@ -153,10 +171,11 @@ def prepare_data(
         with prepared:
             yield prepared
         return
-    source = plan.fingerprint(chosen)
+    by_plan = plan.fingerprint(chosen)
+    source = by_plan if by_plan is not None else _SAME_ROWS.get()
     key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{json.dumps(options, sort_keys=True)}"
     with _TURNS.of(key) if source is not None else contextlib.nullcontext():
-        entry = None if source is None else _lookup(key, chosen)
+        entry = None if source is None else _lookup(key, None if by_plan is None else chosen)
         if entry is None:
             fingerprint = f"once-{uuid.uuid4().hex}"
             entry = _Entry(key, chosen, fingerprint, _prepare(store, merged, names, options, fingerprint), users=1)
@@ -239,10 +258,11 @@ def find_data(store: AbstractFilesystemStore, roles: Roles, idx: int | None = No
     )
 
 
-def _lookup(key: str, frame: DataFrame) -> _Entry | None:
+def _lookup(key: str, frame: DataFrame | None) -> _Entry | None:
+    """What was prepared under a key; of the same rows as a frame, where one is given."""
     with _CACHE.lock:
         for entry in list(_CACHE.entries):
-            if entry.key != key or not _same(entry.frame, frame):
+            if entry.key != key or (frame is not None and not _same(entry.frame, frame)):
                 continue
             manifest = native.read_manifest(entry.prepared.train_url)
             if manifest is not None and json.loads(manifest)["fingerprint"] == entry.fingerprint:
