@@ -64,6 +64,8 @@ class Source:
     """Streams of these columns; refuses files that disagree about them."""
     ordered: bool = True
     """Whether a stream has the same rows in the same order each time it is read."""
+    again: bool = True
+    """Whether rows can be read more than once."""
 
 
 def is_frame(value: Any) -> bool:
@@ -187,7 +189,7 @@ def _stream(reader: pa.RecordBatchReader) -> Source:
     def units(columns: list[str]) -> list[Unit]:
         return [Unit("the stream", lambda: (batch.select(columns) for batch in reader))]
 
-    return Source(reader.schema, None, units)
+    return Source(reader.schema, None, units, again=False)
 
 
 class _Hash:

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Estimator, Model
 
+from farandole.data.learning import WORDS, Wish
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import Backend, SparkBackend
 from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.finite import NotFiniteError
 from farandole.spark.common.params import EstimatorParams, ModelParams
-from farandole.spark.common.prepare import find_data, prepare_data
+from farandole.spark.common.prepare import encoded, find_data, prepare_data
 from farandole.spark.common.progress import Progress, progress
 from farandole.spark.common.runs import alone, begin, mapped, name_of
 from farandole.spark.common.tracking import MlflowTracker, Tracker
@@ -95,7 +96,8 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             raise ValueError("fit takes a DataFrame that ends, this one is a stream: write it to a table and fit that")
         backend, store, roles = self._backend(), self._store(), self._roles()
         check_present(roles, dataset.columns, "DataFrame")
-        check_types(roles, dataset.schema, texts=self.getTransformationFn() is not None)
+        texts = self.getTransformationFn() is not None
+        check_types(roles, dataset.schema, texts=texts, categories=self.getCategories())
         store.check_writable()
         backend.check()
         with progress(self.getVerbose()) as shown:
@@ -112,6 +114,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
                 seed,
                 parts,
                 fill=self.getFill(),
+                categories=self.getCategories(),
                 allow_nan=self.getAllowNan(),
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
@@ -139,18 +142,19 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         with progress(self.getVerbose()) as shown:
             shown.message("preparing data")
             spec = spec_of(roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan())
-            with prepare(source, store, roles, spec, "fit") as prepared:
+            with prepare(source, store, roles, spec, "fit", self._wish()) as prepared:
                 shown.message(_described(prepared))
                 return self._train(self._backend(), prepared, shown)  # as above
 
     def _fit_prepared(self, dataset_idx: int | None) -> Any:
         self._check()
         backend, store = self._backend(), self._store()
-        prepared = find_data(store, self._roles(), dataset_idx)
+        found = find_data(store, self._roles(), dataset_idx)
         if store.saving_runs():
             store.check_writable()
         backend.check()
-        with progress(self.getVerbose()) as shown:
+        made = encoded(store, found, self._roles(), self._wish(), allow_nan=self.getAllowNan())
+        with progress(self.getVerbose()) as shown, made as prepared:
             shown.message(_described(prepared))
             return self._train(self._backend(), prepared, shown)  # as in `_fit`
 
@@ -174,6 +178,9 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         unused = sorted(set(fill) - {"*", *self._roles().kept}) if isinstance(fill, dict) else []
         if unused:
             raise ValueError(f"fill is for features, labels and weights, and these are none: {', '.join(unused)}")
+        strange = sorted(set(self.getCategories()) - {*self._roles().features, *self.getLabelCols()})
+        if strange:
+            raise ValueError(f"categories are features or labels, and these are none: {', '.join(strange)}")
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
             raise ValueError(f"loss_weights needs one number per label column {len(self.getLabelCols())}: {weights}")
@@ -301,6 +308,23 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
 
     def _store(self) -> AbstractFilesystemStore:
         return cast("AbstractFilesystemStore", self.getStore())
+
+    def _wish(self) -> Wish:
+        """Categories, and what takes the place of missing values."""
+        return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols())
+
+    def _carried(self, prepared: Prepared) -> dict[str, Any]:
+        """Categories and values for what is missing that the fitted model goes on with.
+
+        Args:
+            prepared: its data.
+        """
+        given = self.getFill()
+        if prepared.encoding is None:
+            return {"fill": given}
+        plain = {} if given is None else dict(given) if isinstance(given, dict) else {"*": given}
+        words = {name: value for name, value in plain.items() if value not in WORDS}
+        return {"fill": {**words, **prepared.fill} or None, "categories": prepared.categories}
 
     def _inputs(self) -> list[list[str]]:
         """The columns of each of the model's inputs: `feature_cols=["a", ["b", "c"]]` makes two inputs."""

@@ -123,6 +123,9 @@ class EstimatorParams(Params):
         "compress_sparse_cols", "compress vectors, which are written dense", check.flag("compress_sparse_cols")
     )
     fill = declare("fill", "what takes the place of nulls and NaN, for all columns or by column", check.fill)
+    categories = declare(
+        "categories", "columns that become indices of categories, which are learned or given", check.categories
+    )
     allow_nan = declare("allow_nan", "take NaN and infinities as values like any others", check.flag("allow_nan"))
     shuffle_buffer_size = declare(
         "shuffle_buffer_size", "ignored",
@@ -203,6 +206,7 @@ class EstimatorParams(Params):
     setCategoricalCols, getCategoricalCols = accessors("categorical_cols")
     setCompressSparseCols, getCompressSparseCols = accessors("compress_sparse_cols")
     setFill, getFill = accessors("fill")
+    setCategories, getCategories = accessors("categories")
     setAllowNan, getAllowNan = accessors("allow_nan")
     setShuffleBufferSize, getShuffleBufferSize = accessors("shuffle_buffer_size")
     setShufflingBufferSize, getShufflingBufferSize = setShuffleBufferSize, getShuffleBufferSize  # Horovod's names
@@ -249,6 +253,7 @@ class EstimatorParams(Params):
             backward_passes_per_step=1,
             callbacks=[],
             compress_sparse_cols=False,
+            categories={},
             allow_nan=False,
             train_reader_num_workers=2,
             val_reader_num_workers=2,
@@ -291,7 +296,11 @@ class ModelParams(Params):
     run_id = declare("run_id", "name of the run that trained the model", check.text("run_id"))
     paths = declare("paths", "where the run left its data, checkpoint and logs", check.anything)
     batch_size = declare("batch_size", "most rows predicted at once", check.at_least("batch_size", 1))
+    fill = declare("fill", "what takes the place of nulls and NaN", check.fill)
+    categories = declare("categories", "categories of the columns that have some", check.categories)
 
+    setFill, getFill = accessors("fill")
+    setCategories, getCategories = accessors("categories")
     setHistory, getHistory = accessors("history")
     setModel, getModel = accessors("model")
     setFeatureColumns, getFeatureColumns = accessors("feature_columns")
@@ -315,7 +324,7 @@ class ModelParams(Params):
         super().__init__()
         self._setDefault(
             history=None, model=None, feature_columns=None, label_columns=None, output_cols=None, run_id=None,
-            paths=None,
+            paths=None, fill=None, categories={},
             batch_size=4096,
         )  # fmt: skip
 

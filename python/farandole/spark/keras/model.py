@@ -16,6 +16,7 @@ from farandole.common import pickling
 from farandole.spark.ahead import sent
 from farandole.spark.common import check
 from farandole.spark.common.columns import Roles, check_present, check_types
+from farandole.spark.common.encoding import Encoding
 from farandole.spark.common.estimator import FarandoleModel
 from farandole.spark.common.history import entries
 from farandole.spark.common.outputs import Output, add_predictions, found_outputs
@@ -59,14 +60,13 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         batch_size: Most rows predicted at once; default 4096.
         outputs: What is known of the outputs; found out when omitted.
         fill: What takes the place of nulls and NaN, as in the estimator.
+        categories: The categories of each column that has some.
     """
 
     feature_columns = declare("feature_columns", "columns given to the model", check.features)
     custom_objects = declare("custom_objects", "classes and functions by name", dict)
     outputs = declare("outputs", "size and label type of each output", outputs_param)
-    fill = declare("fill", "what takes the place of nulls and NaN", check.fill)
 
-    setFill, getFill = accessors("fill")
     setCustomObjects, getCustomObjects = accessors("custom_objects")
 
     @keyword_only
@@ -84,9 +84,10 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         batch_size: int | None = None,
         outputs: Sequence[Output] | None = None,
         fill: Any = None,
+        categories: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         super().__init__()
-        self._setDefault(custom_objects={}, outputs=None, fill=None)
+        self._setDefault(custom_objects={}, outputs=None)
         given = cast("dict[str, Any]", self._input_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.setParams(**{name: value for name, value in given.items() if value is not None})
 
@@ -120,7 +121,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         groups = tuple((one,) if isinstance(one, str) else tuple(one) for one in features)
         roles = Roles(features=tuple(name for group in groups for name in group), labels=())
         check_present(roles, dataset.columns, "DataFrame")
-        check_types(roles, dataset.schema)
+        check_types(roles, dataset.schema, categories=self.getCategories())
         taken = [name for name in names if name in dataset.columns]
         if taken:
             raise ValueError(f"the DataFrame already has an output column: {', '.join(taken)}")
@@ -135,7 +136,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
             labels=tuple(labels),
             kinds=(),
             batch_size=self.getBatchSize(),
-            fill=self.getFill(),
+            encoding=Encoding.of_model(self.getCategories(), self.getFill()),
         )
         outputs = self.getOrDefault("outputs") or found_outputs(dataset, labels, predictor.probe)
         return add_predictions(dataset, names, outputs, predictor.with_kinds([one.kind for one in outputs]).predict)

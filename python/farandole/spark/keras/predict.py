@@ -15,12 +15,13 @@ import contextlib
 import hashlib
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from farandole.spark.ahead import Ahead, arrived
+from farandole.spark.common.encoding import Encoding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,8 +45,8 @@ class Predictor:
     labels: tuple[str, ...]
     kinds: tuple[str, ...]
     batch_size: int
-    fill: Any = None
-    """What takes the place of nulls, for all columns or by column."""
+    encoding: Encoding = field(default_factory=Encoding)
+    """Categories, and what takes the place of nulls."""
 
     def with_kinds(self, kinds: Sequence[str]) -> Predictor:
         """The same, knowing what its predictions become.
@@ -108,13 +109,13 @@ class Predictor:
             return [np.empty((0, 1), dtype=np.float32) for _ in self.labels]
         model = self._load()
 
-        from farandole.spark.common.arrow import fill_of, rows
+        from farandole.spark.common.arrow import features
         from farandole.spark.common.columns import Column
         from farandole.spark.keras.arrays import flat_outputs, inputs_of, model_inputs, output_keys, told_misfit
         from farandole.spark.keras.job import Shape
 
         names = [name for group in self.groups for name in group]
-        values = {name: rows(batch.column(self.columns.index(name)), name, fill_of(self.fill, name)) for name in names}
+        values = features(batch, self.columns, names, self.encoding)
         columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()}
         shape = Shape(*inputs_of(model, self.groups, columns), None)
         parts: list[list[npt.NDArray[Any]]] = []

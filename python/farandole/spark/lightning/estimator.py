@@ -33,7 +33,7 @@ from farandole.spark.torch.parts import parts_of
 from farandole.spark.torch.tensors import inputs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.backend import Backend
@@ -108,6 +108,11 @@ class LightningEstimator(
         shuffle: Whether each epoch has its own order; default True.
         partitions_per_process: Most files of prepared data per process; default 10.
         fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+            `"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` says
+            where a column is missing.
+        categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
+            one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
+            a list of categories, of how many there may be, or of None for all. What is not given is learned.
         allow_nan: Whether NaN and infinities are values like any others; default False.
         run_id: Name of the run; default `pytorch_<time>`.
         resume: `"force"` goes on with a run that was begun with something else, too; default `"auto"`.
@@ -182,6 +187,7 @@ class LightningEstimator(
         shuffle_buffer_size: int | None = None,
         partitions_per_process: int | None = None,
         fill: Any = None,
+        categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] | None = None,
         allow_nan: bool | None = None,
         run_id: str | None = None,
         resume: str | None = None,
@@ -284,17 +290,18 @@ class LightningEstimator(
                 Output(one.column.dtype, bool(one.column.shape), size)
                 for one, size in zip(base.labels, sizes, strict=True)
             ]
+        input_dtypes = [one.dtype for one in base.inputs] if prepared.categories else self.getInputDtypes()
         return TorchModel(
             history=trained.history,
             model=module,
             feature_columns=self.getFeatureCols(),
             input_shapes=self.getInputShapes(),
-            input_dtypes=self.getInputDtypes(),
+            input_dtypes=input_dtypes,
             label_columns=self.getLabelCols(),
             run_id=base.run_id,
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
-            fill=self.getFill(),
+            **self._carried(prepared),
             paths=base.paths(),
             outputs=outputs,
         )
@@ -325,7 +332,7 @@ class LightningEstimator(
         losses = self._losses(len(names))
         shapes = self.getLabelShapes()
         labels = tuple(Label(*one) for one in mapping.labels_of(names, columns, losses, shapes))
-        made = inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes())
+        made = inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared.categories)
         objects = LightningObjects(
             module=self.getModel(),
             transformation=transformation,

@@ -28,7 +28,7 @@ from farandole.spark.torch.remote import train
 from farandole.spark.torch.tensors import inputs_of, told_mapping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.backend import Backend
@@ -128,6 +128,11 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         shuffle_buffer_size: Ignored.
         compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
         fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+            `"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` says
+            where a column is missing.
+        categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
+            one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
+            a list of categories, of how many there may be, or of None for all. What is not given is learned.
         allow_nan: Whether NaN and infinities are values like any others; default False.
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.
@@ -198,6 +203,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         mp_start_method: str | None = None,
         compress_sparse_cols: bool | None = None,
         fill: Any = None,
+        categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] | None = None,
         allow_nan: bool | None = None,
         continuous_cols: Sequence[str] | None = None,
         categorical_cols: Sequence[str] | None = None,
@@ -270,18 +276,19 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             objects.model.load_state_dict(state["model"])
             objects.optimizer.load_state_dict(state["optimizer"])
             tracker.model(objects.model, "pytorch")
+        input_dtypes = [one.dtype for one in job.inputs] if prepared.categories else self.getInputDtypes()
         return TorchModel(
             history=trained.history,
             model=objects.model,
             feature_columns=self.getFeatureCols(),
             input_shapes=self.getInputShapes(),
-            input_dtypes=self.getInputDtypes(),
+            input_dtypes=input_dtypes,
             label_columns=self.getLabelCols(),
             optimizer=objects.optimizer,
             run_id=job.run_id,
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
-            fill=self.getFill(),
+            **self._carried(prepared),
             paths=job.paths(),
             outputs=[
                 Output(one.column.dtype, bool(one.column.shape), output[1:].numel())
@@ -336,7 +343,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             run_id=run_id,
             data=data_of(self, prepared, raw, unseeded=0 if self.getDeterministic() else None),
             loop=Loop.of(self),
-            inputs=inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes()),
+            inputs=inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared.categories),
             labels=tuple(Label(*one) for one in mapping.labels_of(labels, columns, losses, shapes)),
             weight=self.getSampleWeightCol(),
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(labels)] * len(labels)),

@@ -14,6 +14,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 from farandole.spark.ahead import sent
 from farandole.spark.common import check
 from farandole.spark.common.columns import Roles, check_present, check_types
+from farandole.spark.common.encoding import Encoding
 from farandole.spark.common.estimator import FarandoleModel
 from farandole.spark.common.outputs import Output, add_predictions, found_outputs
 from farandole.spark.common.outputs import outputs as outputs_param
@@ -22,7 +23,7 @@ from farandole.spark.torch import payload
 from farandole.spark.torch.predict import Predictor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from pyspark.sql import DataFrame
@@ -58,6 +59,7 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         outputs: What is known of the outputs; found out when omitted.
         use_gpu: Whether to predict on a GPU; default: where Spark assigned one to the task.
         fill: What takes the place of nulls and NaN, as in the estimator.
+        categories: The categories of each column that has some.
         _metadata: Horovod's description of columns; not needed.
     """
 
@@ -69,9 +71,6 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     use_gpu = declare("use_gpu", "whether to predict on a GPU", check.flag("use_gpu"))
     outputs = declare("outputs", "size and label type of each output", outputs_param)
 
-    fill = declare("fill", "what takes the place of nulls and NaN", check.fill)
-
-    setFill, getFill = accessors("fill")
     setInputShapes, getInputShapes = accessors("input_shapes")
     setOptimizer, getOptimizer = accessors("optimizer")
     setInputDtypes, getInputDtypes = accessors("input_dtypes")
@@ -99,10 +98,11 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         outputs: Sequence[Output] | None = None,
         use_gpu: bool | None = None,
         fill: Any = None,
+        categories: Mapping[str, Sequence[Any]] | None = None,
         _metadata: Any = None,
     ) -> None:
         super().__init__()
-        names = ("input_shapes", "input_dtypes", "optimizer", "loss", "loss_constructors", "outputs", "use_gpu", "fill")
+        names = ("input_shapes", "input_dtypes", "optimizer", "loss", "loss_constructors", "outputs", "use_gpu")
         self._setDefault(**dict.fromkeys(names))
         given = cast("dict[str, Any]", self._input_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.setParams(**{name: value for name, value in given.items() if name != "_metadata"})
@@ -129,7 +129,7 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             raise ValueError("model, feature_columns and label_columns are required")
         roles = Roles(features=tuple(name for group in features for name in group), labels=())
         check_present(roles, dataset.columns, "DataFrame")
-        check_types(roles, dataset.schema)
+        check_types(roles, dataset.schema, categories=self.getCategories())
         taken = [name for name in names if name in dataset.columns]
         if taken:
             raise ValueError(f"the DataFrame already has an output column: {', '.join(taken)}")
@@ -145,7 +145,7 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             kinds=(),
             batch_size=self.getBatchSize(),
             use_gpu=self.getUseGpu(),
-            fill=self.getFill(),
+            encoding=Encoding.of_model(self.getCategories(), self.getFill()),
             function=self._prediction_fn(),
         )
         outputs = self.getOrDefault("outputs") or found_outputs(dataset, self.getLabelColumns(), predictor.probe)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from farandole.spark.ahead import Ahead, arrived
+from farandole.spark.common.encoding import Encoding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,8 +46,8 @@ class Predictor:
     kinds: tuple[str, ...]
     batch_size: int
     use_gpu: bool | None
-    fill: Any = None
-    """What takes the place of nulls, for all columns or by column."""
+    encoding: Encoding = field(default_factory=Encoding)
+    """Categories, and what takes the place of nulls."""
     function: Any = None
     """Makes outputs of the model and its inputs; `None` calls the model."""
 
@@ -117,21 +118,16 @@ class Predictor:
         """Shape (rows, elements) per output."""
         import torch
 
-        from farandole.spark.common.arrow import fill_of, rows
+        from farandole.spark.common.arrow import features
         from farandole.spark.torch.tensors import outputs_of, told_misfit
 
         if batch.num_rows == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
+        names = [name for group in self.features for name in group]
         columns = {
             # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
-            name: torch.from_numpy(
-                np.require(
-                    rows(batch.column(self.columns.index(name)), name, fill_of(self.fill, name)),
-                    requirements=("C", "W"),
-                )
-            )
-            for group in self.features
-            for name in group
+            name: torch.from_numpy(np.require(values, requirements=("C", "W")))
+            for name, values in features(batch, self.columns, names, self.encoding).items()
         }
         inputs = [self._input(columns, index) for index in range(len(self.features))]
         device = next((one.device for one in model.parameters()), torch.device("cpu"))

@@ -19,7 +19,7 @@ from farandole.spark.common.columns import row_shape
 from farandole.spark.torch.job import Input
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from farandole.spark.common.columns import Column
     from farandole.spark.common.source import Rows
@@ -34,6 +34,7 @@ def inputs_of(
     columns: Mapping[str, Column],
     shapes: Sequence[Sequence[int]] | None,
     dtypes: Sequence[str] | None,
+    categories: Collection[str] = (),
 ) -> tuple[Input, ...]:
     """The tensor that each group of feature columns becomes.
 
@@ -42,12 +43,14 @@ def inputs_of(
         columns: by name.
         shapes: one per input, where the user set them.
         dtypes: one per input, where the user set them.
+        categories: columns of indices; an input of nothing else is int64, as embeddings take it.
     """
     made: list[Input] = []
     for index, group in enumerate(groups):
         size = sum(columns[name].size for name in group)
         shape = (size,) if shapes is None else row_shape(shapes[index], size)
-        made.append(Input(tuple(group), (-1, *shape), "float32" if dtypes is None else dtypes[index]))
+        usual = "int64" if categories and all(name in categories for name in group) else "float32"
+        made.append(Input(tuple(group), (-1, *shape), usual if dtypes is None else dtypes[index]))
     return tuple(made)
 
 
