@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native.store import Store as NativeStore
 from farandole.data.tallies import Mean, Quantile, Values
-from farandole.spark.common.encoding import Encoding, plain, source_of
+from farandole.spark.common.encoding import Encoding, plain, source_of, sources_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from farandole.data.places import Place
+    from farandole.data.sides import Split
     from farandole.data.sources import Source, Unit
     from farandole.spark.common.columns import Roles
 
@@ -40,6 +41,8 @@ class Wish:
     labels: frozenset[str] = frozenset()
     learned: Mapping[str, str] = field(default_factory=dict)
     """Values that were learned from other rows, and as what."""
+    split: Split | None = None
+    """How validation rows are chosen, if not by rows alone."""
 
     @classmethod
     def like(cls, encoding: Encoding) -> Self:
@@ -51,13 +54,14 @@ class Wish:
         return cls(encoding.categories, encoding.fill, encoding.labels, encoding.learned)
 
     @classmethod
-    def of(cls, categories: Any, fill: Any, labels: Iterable[str]) -> Self:
+    def of(cls, categories: Any, fill: Any, labels: Iterable[str], split: Split | None = None) -> Self:
         """What the arguments of a function say.
 
         Args:
             categories: Names, or a mapping as `categories` above.
             fill: A value for all columns, or values by column.
             labels: Label columns.
+            split: How validation rows are chosen, if not by rows alone.
 
         Raises:
             ValueError: Categories that cannot be.
@@ -67,20 +71,23 @@ class Wish:
             _check(name, value)
         filled = {} if fill is None else dict(fill) if isinstance(fill, Mapping) else {"*": fill}
         lists = {name: list(value) if isinstance(value, tuple) else value for name, value in by_name.items()}
-        return cls(lists, filled, frozenset(labels))
+        return cls(lists, filled, frozenset(labels), split=split)
 
     @property
     def is_plain(self) -> bool:
         """Whether rows are written as they come, but for plain values in the place of what is missing."""
-        return not self.categories and not self._words()
+        return not self.categories and not self._words() and self.split is None
 
-    def told(self) -> dict[str, Any]:
-        """As plain values, for keys."""
-        return {"categories": dict(self.categories), "fill": dict(self.fill), "labels": sorted(self.labels)}
+    def told(self) -> list[Any]:
+        """As plain values, for keys; nothing where `fill` says all of it."""
+        if not self.categories and self.split is None:
+            return []
+        split = None if self.split is None else [self.split.by, self.split.column]
+        return [{"categories": dict(self.categories), "labels": sorted(self.labels), "split": split}]
 
     def known(self) -> Encoding | None:
         """The encoding, where there is nothing to learn."""
-        if self._words() or any(not isinstance(values, list) for values in self.categories.values()):
+        if self.split or self._words() or any(not isinstance(values, list) for values in self.categories.values()):
             return None
         return Encoding(self.categories, self.fill, self.labels, self.learned)
 
@@ -105,7 +112,7 @@ class Wish:
         fill = {name: word for name, word in words.items() if name not in encoding.learned}
         if set(encoding.learned.values()) == {fill.get("*")}:
             del fill["*"]
-        return Wish(categories, fill, self.labels)
+        return Wish(categories, fill, self.labels)  # what is split already has no split
 
     def _words(self) -> dict[str, str]:
         return {name: value for name, value in self.fill.items() if isinstance(value, str) and value in WORDS}
@@ -122,6 +129,8 @@ class Wish:
         """
         import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
+        if self.split is not None and self.split.column not in schema.names:
+            raise ValueError(f"validation_{self.split.by} names no column of the rows: {self.split.column!r}")
         strange = sorted(set(self.categories) - {*roles.features, *roles.labels})
         if strange:
             raise ValueError(f"categories are features or labels, and these are none: {', '.join(strange)}")
@@ -147,12 +156,30 @@ class Wish:
             words |= {name: everywhere for name in names if _is_number(schema.field(name).type)}
         return words
 
-    def fulfilled(self, plan: Mapping[str, Sequence[str]], tallies: Mapping[tuple[str, str], Any]) -> Encoding:
+    def of_rows(self, names: Sequence[str]) -> Self:
+        """The same, with the columns of rows whose content decides the split.
+
+        Args:
+            names: Of the columns.
+        """
+        return self if self.split is None else replace(self, split=replace(self.split, hashed=tuple(names)))
+
+    def reads(self, plan: Mapping[str, Sequence[str]], roles: Roles) -> list[str]:
+        """The columns that a `Learner` looks at.
+
+        Args:
+            plan: As `plan` made it.
+            roles: Of the columns.
+        """
+        side = [roles.validation] if isinstance(roles.validation, str) else []
+        return list(dict.fromkeys([*plan, *side, *(self.split.reads if self.split is not None else [])]))
+
+    def fulfilled(self, plan: Mapping[str, Sequence[str]], learner: Learner) -> Encoding:
         """The encoding, once rows were looked at.
 
         Args:
             plan: As `plan` made it.
-            tallies: Of all rows, as `Learner` keeps them.
+            learner: That has counted all rows.
 
         Raises:
             ValueError: A column without a value, or labels without two classes.
@@ -162,7 +189,7 @@ class Wish:
         learned: dict[str, str] = {}
         for name, wanted in plan.items():
             for word in wanted:
-                tally = tallies[name, word]
+                tally = learner.tallies[name, word]
                 if word == "categories":
                     categories[name] = tally.categories(self.categories[name])
                     if not categories[name] and name in self.labels:
@@ -172,19 +199,24 @@ class Wish:
                 if value is None:
                     raise ValueError(f"column {name!r} has no value in any row: there is no {word} to fill in")
                 fill[name], learned[name] = value, word
-        return Encoding(categories, fill, self.labels, learned)
+        sides = None if learner.sides is None else learner.sides.sides()
+        return Encoding(categories, fill, self.labels, learned, sides)
 
 
 class Learner:
     """Counts what a plan asks for, batch by batch; learners of several tasks are merged."""
 
-    def __init__(self, plan: Mapping[str, Sequence[str]], validation: float | str | None = None) -> None:
+    def __init__(
+        self, plan: Mapping[str, Sequence[str]], validation: float | str | None = None, split: Split | None = None
+    ) -> None:
         """Nothing is counted yet.
 
         Args:
             plan: Of `Wish.plan`.
             validation: A column that tells validation rows, which are left out; a share tells nothing here.
+            split: How validation rows are chosen, if not by rows alone.
         """
+        self.sides: Any = None if split is None else split.tally()
         self._validation = validation if isinstance(validation, str) else None
         self.tallies: dict[tuple[str, str], Any] = {
             (name, word): _TALLIES[word]() for name, words in plan.items() for word in words
@@ -201,6 +233,8 @@ class Learner:
         """
         if self._validation is not None:
             batch = batch.filter(_is_training(batch.column(self._validation)))
+        if self.sides is not None:
+            self.sides.add(batch)
         for (name, word), tally in self.tallies.items():
             column = batch.column(name)
             try:
@@ -210,6 +244,8 @@ class Learner:
 
     def merge(self, other: Learner) -> None:
         """Adds what another learner of the same plan has counted."""
+        if self.sides is not None:
+            self.sides.merge(other.sides)
         for key, tally in self.tallies.items():
             try:
                 tally.merge(other.tallies[key])
@@ -229,6 +265,7 @@ def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encodin
     Raises:
         ValueError: What cannot be learned; the message names the column.
     """
+    wish = wish.of_rows(sources_of(roles.kept, source.schema.names))
     plan = wish.plan(source.schema, roles)
     known = wish.known()
     if known is not None:
@@ -236,21 +273,21 @@ def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encodin
     if not source.again:
         raise ValueError(
             f"a stream passes by once, so nothing can be learned from it before it is written: give the values for "
-            f"{', '.join(plan)}, or write the stream to files first"
+            f"{', '.join(plan) or 'validation'}, or write the stream to files first"
         )
-    side = [roles.validation] if isinstance(roles.validation, str) else []
+    names = wish.reads(plan, roles)
 
     def count(unit: Unit) -> Learner:
-        learner = Learner(plan, roles.validation)
+        learner = Learner(plan, roles.validation, wish.split)
         for batch in unit.batches():
             learner.add(batch)
         return learner
 
-    whole = Learner(plan)
+    whole = Learner(plan, split=wish.split)
     with ThreadPoolExecutor(threads, "farandole-learn") as pool:
-        for learner in pool.map(count, source.units([*plan, *side])):
+        for learner in pool.map(count, source.units(names)):
             whole.merge(learner)
-    return wish.fulfilled(plan, whole.tallies)
+    return wish.fulfilled(plan, whole)
 
 
 def note_encoding(place: Place, encoding: Encoding | None) -> None:

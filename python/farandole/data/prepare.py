@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from farandole._native import prepare as native
 from farandole.data import places
 from farandole.data.learning import Wish, encoding_at, learn, needed, note_encoding
+from farandole.data.sides import split_of
 from farandole.data.sources import Source, Unit, open_source
 from farandole.data.sql import query
 from farandole.spark.common.columns import Column, Roles, check_present
@@ -98,6 +99,9 @@ def prepare_data(
     seed: int = 0,
     fill: Mapping[str, Any] | float | str | None = None,
     categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] = (),
+    validation_stratify: str | None = None,
+    validation_group: str | None = None,
+    validation_time: str | None = None,
     allow_nan: bool = False,
     compression: Literal["none", "snappy", "lz4", "zstd"] = "none",
     row_group_rows: int | None = None,
@@ -135,6 +139,10 @@ def prepare_data(
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for one that
             is no category, and from 2 on the categories, sorted; labels become the indices of their classes, from 0 on.
             By name their categories, or how many there may be, the most frequent ones; else they are learned.
+        validation_stratify: Column of classes: the share is held out of each, of every class with two rows at least
+            one.
+        validation_group: Column of groups: all rows of a group are on one side.
+        validation_time: Column of times or numbers: the latest rows are held out.
         allow_nan: Takes NaN and infinities as values like any others.
         compression: Of the files.
         row_group_rows: Rows of a row group; default: by size, as suits shuffling.
@@ -171,7 +179,8 @@ def prepare_data(
         "compression": compression,
         "row_group_rows": row_group_rows,
     }
-    wish = Wish.of(categories, fill, roles.labels)
+    split = split_of(roles.validation, validation_stratify, validation_group, validation_time, seed)
+    wish = Wish.of(categories, fill, roles.labels, split)
     kept = cast("AbstractFilesystemStore", place)
     return prepare(opened, kept, roles, spec, "data", wish, threads=threads, reuse=reuse)
 
@@ -270,7 +279,8 @@ def _units(source: Source, roles: Roles, encoding: Encoding | None) -> list[Unit
 
         return Unit(unit.name, batches, unit.whole)
 
-    return [encoded(unit) for unit in source.units(sources_of(roles.selected, source.schema.names))]
+    side = [] if encoding.sides is None else [encoding.sides.split.column]
+    return [encoded(unit) for unit in source.units(sources_of([*roles.selected, *side], source.schema.names))]
 
 
 def prepare(
@@ -302,8 +312,7 @@ def prepare(
     if source.print is None:
         key = f"once-{uuid.uuid4().hex}"
     else:
-        more = [wish.told()] if wish.categories else []
-        told = json.dumps([_FORM, source.print, spec, *more], sort_keys=True)
+        told = json.dumps([_FORM, source.print, spec, *wish.told()], sort_keys=True)
         key = f"{kind}-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
         place = places.find(store, key, validates=validates) if reuse else None
         if place is not None:
@@ -311,7 +320,7 @@ def prepare(
     encoding = learn(source, roles, wish, threads) if encodes else None
     units = _units(source, roles, encoding)
     if encoding is not None:
-        spec = {**spec, "fill": texts(encoding.plain_fill)}
+        spec = {**spec, "fill": texts(encoding.plain_fill), **encoding.split}
     resumable = source.print is not None and source.ordered
     place, begun = places.take(store, key, resumable=resumable, replace=not reuse)
     val_url = place.val_url if validates else None

@@ -29,12 +29,15 @@ def numbers(column: pa.Array) -> npt.NDArray[Any]:
     """The finite values of a column of numbers as float64.
 
     Args:
-        column: integers, floats, booleans or decimals.
+        column: integers, floats, booleans, decimals, dates or times.
     """
     import numpy as np  # noqa: PLC0415 - as pyarrow, only who prepares data needs it
     import pyarrow as pa  # noqa: PLC0415
 
-    values = column.drop_null().cast(pa.float64()).to_numpy(zero_copy_only=False)
+    column = column.drop_null()
+    if pa.types.is_temporal(column.type):
+        column = column.cast(pa.int32() if column.type.bit_width == 32 else pa.int64())  # noqa: PLR2004 - bits
+    values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
     return values[np.isfinite(values)]
 
 
@@ -126,6 +129,27 @@ class Quantile:
                 lower = self._number(key)
         return lower
 
+    def below_last(self, share: float) -> float | None:
+        """The number at or below which about a share of the rows is, and above which there is a row.
+
+        Args:
+            share: Of the rows.
+
+        Returns:
+            The number; `None` where all rows have the same one.
+        """
+        keys = sorted(self.cells)
+        target, seen = share * sum(self.cells.values()), 0
+        for key in keys[:-1]:
+            seen += self.cells[key]
+            if seen >= target:
+                return self._last_of(key)
+        return self._last_of(keys[-2]) if len(keys) > 1 else None
+
+    def _last_of(self, key: int) -> float:
+        """The largest number of a cell."""
+        return self._number((key << self.dropped) + (1 << self.dropped) - 1, whole=True)
+
     def _count(self, pairs: Any) -> None:
         for key, count in pairs:
             self.cells[key] = self.cells.get(key, 0) + count
@@ -140,10 +164,10 @@ class Quantile:
         for key, count in before.items():
             self.cells[key >> bits] = self.cells.get(key >> bits, 0) + count
 
-    def _number(self, key: int) -> float:
+    def _number(self, key: int, *, whole: bool = False) -> float:
         import numpy as np  # noqa: PLC0415 - as above
 
-        ordered = key << self.dropped
+        ordered = key if whole else key << self.dropped
         bits = ordered if ordered >= 0 else -(2**63) - ordered
         return float(np.array([bits], np.int64).view(np.float64)[0])
 

@@ -110,6 +110,11 @@ def text(name: str) -> Callable[[Any], str]:
     return convert
 
 
+def optional(name: str) -> Callable[[Any], str | None]:
+    """A string with something in it, or `None`."""
+    return lambda value: None if value is None else text(name)(value)
+
+
 def run_id(value: Any) -> str:
     """A string that is a path below the directory of runs."""
     if any(part in ("", ".", "..") for part in text("run_id")(value).split("/")):

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
+    from farandole.data.sides import Sides
+
+SIDE = "__validation"
+"""Column by which the native writer is told the side of each row."""
 MISSING = 0
 """Index of a missing value in a column of categories."""
 UNSEEN = 1
@@ -60,6 +64,8 @@ class Encoding:
     """Labels, whose categories are classes."""
     learned: Mapping[str, str] = field(default_factory=dict)
     """Which values were learned, and as what: `{"age": "mean"}`."""
+    sides: Sides | None = field(default=None, compare=False)
+    """Which rows are for validation, if more than a share or a column says so; it is not kept with the data."""
 
     @classmethod
     def of_model(cls, categories: Mapping[str, Sequence[Any]] | None, fill: Any) -> Self:
@@ -108,7 +114,14 @@ class Encoding:
 
         present = batch.schema.names
         columns = [self.column(name, present, batch.column) for name in names]
-        return pa.RecordBatch.from_arrays(columns, names=list(names))
+        if self.sides is None:
+            return pa.RecordBatch.from_arrays(columns, names=list(names))
+        return pa.RecordBatch.from_arrays([*columns, self.sides.held_out(batch)], names=[*names, SIDE])
+
+    @property
+    def split(self) -> dict[str, Any]:
+        """What the native writer is told about sides, where there is more to tell than the spec says."""
+        return {} if self.sides is None else {"validation": {"column": SIDE}}
 
     def column(self, name: str, present: Iterable[str], get: Callable[[str], pa.Array]) -> pa.Array:
         """One column as it is written; numbers are not filled yet.

@@ -15,17 +15,21 @@ import secrets
 import sys
 import time
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from pyspark.ml import Estimator, Model
+from pyspark.ml import Estimator
 
 from farandole.data.learning import WORDS, Wish
+from farandole.data.sides import split_of
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import Backend, SparkBackend
+from farandole.spark.common.classes import ClassParams
 from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.finite import NotFiniteError
-from farandole.spark.common.params import EstimatorParams, ModelParams
+from farandole.spark.common.model import FarandoleModel, check_columns, check_form
+from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.prepare import encoded, find_data, prepare_data
 from farandole.spark.common.progress import Progress, progress
 from farandole.spark.common.runs import alone, begin, mapped, name_of
@@ -38,18 +42,16 @@ from farandole.spark.training import telling
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import pandas as pd
     from pyspark.ml.param import Param
     from pyspark.sql import DataFrame
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.spark.common.chart import Chart
+    from farandole.data.sides import Split
     from farandole.spark.common.fingerprint import Part
-    from farandole.spark.common.history import Entry
     from farandole.spark.common.store import AbstractFilesystemStore
 
 
-class FarandoleEstimator(EstimatorParams, Estimator[Any]):
+class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
     """What the estimators of all frameworks share."""
 
     def fit(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
@@ -115,6 +117,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
                 parts,
                 fill=self.getFill(),
                 categories=self.getCategories(),
+                split=self._split(),
                 allow_nan=self.getAllowNan(),
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
@@ -153,7 +156,8 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         if store.saving_runs():
             store.check_writable()
         backend.check()
-        made = encoded(store, found, self._roles(), self._wish(), allow_nan=self.getAllowNan())
+        wish = replace(self._wish(), split=None)  # it is split already
+        made = encoded(store, found, self._roles(), wish, allow_nan=self.getAllowNan())
         with progress(self.getVerbose()) as shown, made as prepared:
             shown.message(_described(prepared))
             return self._train(self._backend(), prepared, shown)  # as in `_fit`
@@ -181,6 +185,11 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         strange = sorted(set(self.getCategories()) - {*self._roles().features, *self.getLabelCols()})
         if strange:
             raise ValueError(f"categories are features or labels, and these are none: {', '.join(strange)}")
+        self._split()  # refuses what does not go together
+        columns = self._class_columns() | ({} if self.getThresholds() is None else {"thresholds": ""})
+        if columns:
+            form = check_form(next(iter(columns)), self._output_form(), self.getLabelCols())
+            check_columns(columns, form, self.getThresholds())
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
             raise ValueError(f"loss_weights needs one number per label column {len(self.getLabelCols())}: {weights}")
@@ -311,20 +320,35 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
 
     def _wish(self) -> Wish:
         """Categories, and what takes the place of missing values."""
-        return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols())
+        return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols(), self._split())
+
+    def _split(self) -> Split | None:
+        """How validation rows are chosen, if not by rows alone."""
+        columns = self.getValidationStratify(), self.getValidationGroup(), self.getValidationTime()
+        return split_of(self.getValidation(), *columns, self.getRandomSeed() or 0)
 
     def _carried(self, prepared: Prepared) -> dict[str, Any]:
-        """Categories and values for what is missing that the fitted model goes on with.
+        """What the fitted model goes on with: categories, values for what is missing, and what is said of predictions.
 
         Args:
             prepared: its data.
         """
-        given = self.getFill()
+        given, asked = self.getFill(), self._class_params()
+        if form := self._output_form():
+            asked["output_form"] = form
         if prepared.encoding is None:
-            return {"fill": given}
+            return {"fill": given, **asked}
         plain = {} if given is None else dict(given) if isinstance(given, dict) else {"*": given}
         words = {name: value for name, value in plain.items() if value not in WORDS}
-        return {"fill": {**words, **prepared.fill} or None, "categories": prepared.categories}
+        return {"fill": {**words, **prepared.fill} or None, "categories": prepared.categories, **asked}
+
+    def _output_form(self) -> str | None:
+        """The form of the model's only output: as it was set, or as its loss takes it; `None` if that does not tell."""
+        return self.getOutputForm() or (self._form_of_loss() if len(self.getLabelCols()) == 1 else None)
+
+    def _form_of_loss(self) -> str | None:
+        """The form that the framework's loss takes, if it is one of those that are known."""
+        return None
 
     def _inputs(self) -> list[list[str]]:
         """The columns of each of the model's inputs: `feature_cols=["a", ["b", "c"]]` makes two inputs."""
@@ -337,49 +361,6 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             weight=self.getSampleWeightCol(),
             validation=self.getValidation(),
         )
-
-
-class FarandoleModel(ModelParams, Model):
-    """What the models of all frameworks share."""
-
-    def transform(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds the model's predictions to a DataFrame.
-
-        Args:
-            df: the rows.
-            params: values of parameters that hold for this call.
-
-        Returns:
-            The DataFrame with the columns of `getOutputCols`.
-
-        Raises:
-            ValueError: a column is missing or does not fit; the message names it.
-        """
-        return super().transform(df, params)
-
-    def _inputs(self) -> list[list[str]]:
-        """The columns of each of the model's inputs, as in the estimator."""
-        return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureColumns() or []]
-
-    def history_frame(self) -> pd.DataFrame:
-        """The history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_` before it."""
-        from farandole.spark.common.history import frame
-
-        return frame(self.getHistory() or [])
-
-    def plot_history(self, *names: str) -> Chart:
-        """The history as a chart: notebooks show it, `plot_history().save("history.svg")` writes it.
-
-        Args:
-            *names: which numbers, such as `"loss"`; default: all.
-        """
-        from farandole.spark.common.chart import Chart
-
-        return Chart(self._entries(), names or None)
-
-    def _entries(self) -> list[Entry]:
-        """The history as entries, whatever form its framework gives it."""
-        return self.getHistory() or []
 
 
 HorovodEstimator = FarandoleEstimator

@@ -123,6 +123,15 @@ class EstimatorParams(Params):
         "compress_sparse_cols", "compress vectors, which are written dense", check.flag("compress_sparse_cols")
     )
     fill = declare("fill", "what takes the place of nulls and NaN, for all columns or by column", check.fill)
+    validation_stratify = declare(
+        "validation_stratify", "column of classes: the share is held out of each", check.optional("validation_stratify")
+    )
+    validation_group = declare(
+        "validation_group", "column of groups, whose rows stay together", check.optional("validation_group")
+    )
+    validation_time = declare(
+        "validation_time", "column of times: the latest rows are held out", check.optional("validation_time")
+    )
     categories = declare(
         "categories", "columns that become indices of categories, which are learned or given", check.categories
     )
@@ -207,6 +216,9 @@ class EstimatorParams(Params):
     setCompressSparseCols, getCompressSparseCols = accessors("compress_sparse_cols")
     setFill, getFill = accessors("fill")
     setCategories, getCategories = accessors("categories")
+    setValidationStratify, getValidationStratify = accessors("validation_stratify")
+    setValidationGroup, getValidationGroup = accessors("validation_group")
+    setValidationTime, getValidationTime = accessors("validation_time")
     setAllowNan, getAllowNan = accessors("allow_nan")
     setShuffleBufferSize, getShuffleBufferSize = accessors("shuffle_buffer_size")
     setShufflingBufferSize, getShufflingBufferSize = setShuffleBufferSize, getShuffleBufferSize  # Horovod's names
@@ -240,7 +252,7 @@ class EstimatorParams(Params):
                     "train_steps_per_epoch", "validation_steps_per_epoch", "label_shapes", "gradient_compression",
                     "continuous_cols", "categorical_cols", "shuffle_buffer_size", "transformation_fn",
                     "transformation_edit_fields", "transformation_removed_fields", "mp_start_method",
-                    "fill",
+                    "fill", "validation_stratify", "validation_group", "validation_time",
                 )
             ),
             metrics=[],

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
+    from farandole.data.sides import Split
     from farandole.spark.common.store import AbstractFilesystemStore
 
 _RESULT = "partition int, error string, of_store boolean, part binary"
@@ -116,6 +117,7 @@ def prepare_data(
     *,
     fill: Mapping[str, Any] | float | str | None = None,
     categories: Sequence[str] | Mapping[str, Any] = (),
+    split: Split | None = None,
     allow_nan: bool = False,
     compress_sparse: bool = False,
 ) -> Iterator[Prepared]:
@@ -134,6 +136,7 @@ def prepare_data(
         partitions_per_process: most partitions per training process.
         fill: what takes the place of nulls and NaN, see `farandole.data.prepare_data`.
         categories: columns that become indices, see `farandole.data.prepare_data`.
+        split: how validation rows are chosen, if not by rows alone.
         allow_nan: takes NaN and infinities as values like any others.
         compress_sparse: compresses vectors, which are written dense.
 
@@ -144,17 +147,18 @@ def prepare_data(
         ValueError: no rows, no rows on one side of the split, or data that does not fit; naming the column.
         OSError: the store refused.
     """
-    names = sources_of(roles.selected, df.columns)
-    wish = Wish.of(categories, fill, roles.labels)
+    side = [] if split is None else [split.column]
+    check_present(Roles(tuple(side), ()), df.columns, "DataFrame")
+    names = sources_of([*roles.selected, *side], df.columns)
+    wish = Wish.of(categories, fill, roles.labels, split).of_rows(sources_of(roles.kept, df.columns))
     encoded = _Encoded(wish, roles, df.schema) if needed(wish, roles.kept, df.columns) else None
     # mapInArrow takes no names with dots or backticks: columns travel by number, and get their names back in tasks.
     chosen = df.select(*[_quoted(df, name).alias(f"column{index}") for index, name in enumerate(names)])
     options = {**spec_of(roles, seed, fill, allow_nan=allow_nan), "compress_sparse": compress_sparse}
-    more = [wish.told()] if wish.categories else []
     merged = chosen.coalesce(num_processes * partitions_per_process)
     words = plan.lasting(chosen)
     if words is not None:
-        told = json.dumps([words, options, *more], sort_keys=True)
+        told = json.dumps([words, options, *wish.told()], sort_keys=True)
         key = f"fit-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
         with _TURNS.of(f"{store.prefix_path}\n{key}"):
             place = places.find(store, key, validates=options["validation"] is not None)
@@ -166,7 +170,7 @@ def prepare_data(
             yield prepared
         return
     source = plan.fingerprint(chosen)
-    told = json.dumps([options, *more], sort_keys=True)
+    told = json.dumps([options, *wish.told()], sort_keys=True)
     key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{told}"
     with _TURNS.of(key) if source is not None else contextlib.nullcontext():
         entry = None if source is None else _lookup(key, chosen)
@@ -205,19 +209,19 @@ class _Encoded:
         if known is not None:
             return known
         validation = self.roles.validation
-        read = [*counted, *([validation] if isinstance(validation, str) else [])]
+        read, split = self.wish.reads(counted, self.roles), self.wish.split
 
         def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            return _count(batches, read, Learner(counted, validation))
+            return _count(batches, read, Learner(counted, validation, split))
 
         chosen = df.select(*[f"column{names.index(name)}" for name in read])
         told = "farandole: learning categories and values for what is missing"
-        whole = Learner(counted)
+        whole = Learner(counted, split=split)
         for row in Cluster.active().collect(chosen.mapInArrow(count, "error string, part binary"), told):
             if row.error is not None:
                 raise ValueError(row.error)
             whole.merge(cloudpickle.loads(row.part))
-        return self.wish.fulfilled(counted, whole.tallies)
+        return self.wish.fulfilled(counted, whole)
 
 
 def _count(batches: Iterator[pa.RecordBatch], names: list[str], learner: Learner) -> Iterator[pa.RecordBatch]:
@@ -259,7 +263,7 @@ def _prepare(
 ) -> Prepared:
     encoding = None if encoded is None else encoded.learn(df, names)
     if encoding is not None:
-        options = {**options, "fill": texts(encoding.plain_fill)}
+        options = {**options, "fill": texts(encoding.plain_fill), **encoding.split}
     wanted = names if encoded is None else encoded.roles.selected
     resumable = not key.startswith("once")
     place, begun = places.take(store, key, resumable=resumable)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
+    from farandole.spark.common.classes import Added
+
 _KEPT = 2
 _MODELS: dict[str, Any] = {}
 
@@ -47,14 +49,17 @@ class Predictor:
     batch_size: int
     encoding: Encoding = field(default_factory=Encoding)
     """Categories, and what takes the place of nulls."""
+    added: Added | None = None
+    """Columns in Spark ML's manner."""
 
-    def with_kinds(self, kinds: Sequence[str]) -> Predictor:
+    def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
         """The same, knowing what its predictions become.
 
         Args:
             kinds: one per output: `vector`, or NumPy's name of a number.
+            added: columns in Spark ML's manner, if there are any.
         """
-        return replace(self, kinds=tuple(kinds))
+        return replace(self, kinds=tuple(kinds), added=added)
 
     def predict(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Every batch with its predictions appended.
@@ -67,9 +72,11 @@ class Predictor:
         from farandole.spark.common.outputs import column_of
 
         for batch in batches:
-            found = self._outputs(batch)
+            found = self.outputs(batch)
             columns = [column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)]
-            added = [f"output{index}" for index in range(len(self.labels))]
+            if self.added is not None:
+                columns += self.added.made(batch, found[0])
+            added = [f"output{index}" for index in range(len(columns))]
             yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
 
     def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -84,7 +91,7 @@ class Predictor:
         for batch in batches:  # to their end, or Spark would not use this worker again
             if batch.num_rows and not found:
                 found = True
-                sizes = [values[0].size for values in self._outputs(batch.slice(0, 1))]
+                sizes = [values[0].size for values in self.outputs(batch.slice(0, 1))]
                 yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
 
     def _load(self) -> Any:
@@ -102,8 +109,12 @@ class Predictor:
             _MODELS[key] = payload.unpack(arrived(self.model), known, safe_mode=False, compiled=False)
         return _MODELS[key]
 
-    def _outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
-        """Shape (rows, elements) per output."""
+    def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
+        """What the model returns of some rows, (rows, elements) per output.
+
+        Args:
+            batch: whose columns go by number.
+        """
         count = batch.num_rows
         if count == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in self.labels]

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`TorchModel`: a fitted PyTorch model that transforms DataFrames."""
 
-# ruff: noqa: ARG002, N815, PLC0415 - keyword_only reads the arguments; Spark ML's names; cycle with persistence
+# ruff: noqa: ARG002, N803, N815, PLC0415 - keyword_only reads the arguments; Spark ML's names; cycle with persistence
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.spark.ahead import sent
 from farandole.spark.common import check
-from farandole.spark.common.columns import Roles, check_present, check_types
-from farandole.spark.common.encoding import Encoding
-from farandole.spark.common.estimator import FarandoleModel
-from farandole.spark.common.outputs import Output, add_predictions, found_outputs
+from farandole.spark.common.model import FarandoleModel
+from farandole.spark.common.outputs import Output
 from farandole.spark.common.outputs import outputs as outputs_param
 from farandole.spark.common.params import accessors, declare
 from farandole.spark.torch import payload
@@ -60,6 +58,15 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         use_gpu: Whether to predict on a GPU; default: where Spark assigned one to the task.
         fill: What takes the place of nulls and NaN, as in the estimator.
         categories: The categories of each column that has some.
+        predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
+        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        probabilityCol: Column for the probability of each class.
+        predictedLabelCol: Column for the name of the class.
+        labelIndexCol: Column for the index of the label's class, where labels are strings.
+        thresholds: One number of each class; the class of the largest probability by threshold is predicted.
+        class_names: Names of the classes, where the label has none of its own.
+        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
+            `"log_probabilities"`; default: what its loss takes, where that is known.
         _metadata: Horovod's description of columns; not needed.
     """
 
@@ -99,6 +106,14 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         use_gpu: bool | None = None,
         fill: Any = None,
         categories: Mapping[str, Sequence[Any]] | None = None,
+        predictionCol: str | None = None,
+        rawPredictionCol: str | None = None,
+        probabilityCol: str | None = None,
+        predictedLabelCol: str | None = None,
+        labelIndexCol: str | None = None,
+        thresholds: Sequence[float] | None = None,
+        class_names: Sequence[str] | None = None,
+        output_form: str | None = None,
         _metadata: Any = None,
     ) -> None:
         super().__init__()
@@ -123,30 +138,17 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     def _prediction_fn(self) -> Callable[..., Any] | None:
         return None
 
-    def _transform(self, dataset: DataFrame) -> DataFrame:
-        features, names = self._inputs(), self.getOutputCols()
-        if self.getModel() is None or not features or not self.getLabelColumns():
-            raise ValueError("model, feature_columns and label_columns are required")
-        roles = Roles(features=tuple(name for group in features for name in group), labels=())
-        check_present(roles, dataset.columns, "DataFrame")
-        check_types(roles, dataset.schema, categories=self.getCategories())
-        taken = [name for name in names if name in dataset.columns]
-        if taken:
-            raise ValueError(f"the DataFrame already has an output column: {', '.join(taken)}")
-        if len(names) != len(self.getLabelColumns()):
-            raise ValueError(f"output_cols needs one name per label column {len(self.getLabelColumns())}: {names}")
-        predictor = Predictor(
+    def _predictor(self, dataset: DataFrame) -> Predictor:
+        return Predictor(
             model=sent(dataset.sparkSession, payload.pack(self.getModel())),
             columns=tuple(dataset.columns),
-            features=tuple(tuple(group) for group in features),
+            features=tuple(tuple(group) for group in self._inputs()),
             shapes=self.getInputShapes(),
             dtypes=self.getInputDtypes(),
-            labels=len(names),
+            labels=len(self.getLabelColumns()),
             kinds=(),
             batch_size=self.getBatchSize(),
             use_gpu=self.getUseGpu(),
-            encoding=Encoding.of_model(self.getCategories(), self.getFill()),
+            encoding=self._encoding(),
             function=self._prediction_fn(),
         )
-        outputs = self.getOrDefault("outputs") or found_outputs(dataset, self.getLabelColumns(), predictor.probe)
-        return add_predictions(dataset, names, outputs, predictor.with_kinds([one.kind for one in outputs]).predict)

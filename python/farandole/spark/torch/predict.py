@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import torch
 
+    from farandole.spark.common.classes import Added
+
 _KEPT = 2
 _MODELS: dict[str, Any] = {}
 
@@ -48,16 +50,19 @@ class Predictor:
     use_gpu: bool | None
     encoding: Encoding = field(default_factory=Encoding)
     """Categories, and what takes the place of nulls."""
+    added: Added | None = None
+    """Columns in Spark ML's manner."""
     function: Any = None
     """Makes outputs of the model and its inputs; `None` calls the model."""
 
-    def with_kinds(self, kinds: Sequence[str]) -> Predictor:
+    def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
         """The same, knowing what its predictions become.
 
         Args:
             kinds: one per output: `vector`, or NumPy's name of a number.
+            added: columns in Spark ML's manner, if there are any.
         """
-        return replace(self, kinds=tuple(kinds))
+        return replace(self, kinds=tuple(kinds), added=added)
 
     def predict(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Every batch with its predictions appended.
@@ -69,11 +74,12 @@ class Predictor:
 
         from farandole.spark.common.outputs import column_of
 
-        model = self._load()
         for batch in batches:
-            found = self._outputs(model, batch)
+            found = self.outputs(batch)
             columns = [column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)]
-            added = [f"output{index}" for index in range(self.labels)]
+            if self.added is not None:
+                columns += self.added.made(batch, found[0])
+            added = [f"output{index}" for index in range(len(columns))]
             yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
 
     def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -86,7 +92,7 @@ class Predictor:
 
         for batch in batches:
             if batch.num_rows:
-                sizes = [values[0].size for values in self._outputs(self._load(), batch.slice(0, 1))]
+                sizes = [values[0].size for values in self.outputs(batch.slice(0, 1))]
                 yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
                 return
 
@@ -114,8 +120,12 @@ class Predictor:
         choice = choose_device(torch.cuda.device_count(), 0, 1, assigned, visible)
         return "cpu" if choice is None else f"cuda:{choice.index}"
 
-    def _outputs(self, model: torch.nn.Module, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
-        """Shape (rows, elements) per output."""
+    def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
+        """What the model returns of some rows, (rows, elements) per output.
+
+        Args:
+            batch: whose columns go by number.
+        """
         import torch
 
         from farandole.spark.common.arrow import features
@@ -123,6 +133,7 @@ class Predictor:
 
         if batch.num_rows == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
+        model = self._load()
         names = [name for group in self.features for name in group]
         columns = {
             # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
