@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
-from farandole._native.store import configure, options_of
+from farandole._native.store import configure, full_path, options_of
 from farandole.data.arrays import TEXTS, converter, wrapper
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.datasets import open_dataset
@@ -41,7 +41,7 @@ class ParquetLoader(BaseDataLoader):
 
     def __init__(
         self,
-        path_or_dataset: str | os.PathLike[str] | Dataset,
+        path_or_dataset: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Dataset,
         batch_size: int,
         columns: Sequence[str] | None = None,
         *,
@@ -65,8 +65,8 @@ class ParquetLoader(BaseDataLoader):
         """Opens the data set.
 
         Args:
-            path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; or what
-                `Dataset.open` made of it.
+            path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; one file, a pattern such
+                as `/data/2024-*/*.parquet`, or a list of files, directories and patterns; or what `Dataset.open` made.
             batch_size: Rows of one batch of this rank.
             columns: Which columns; default: all of numbers, and of vectors of one length. Columns of strings and bytes
                 are read where they are named: as NumPy arrays of objects, and by a `transformation_fn`.
@@ -123,15 +123,19 @@ class ParquetLoader(BaseDataLoader):
         self._next = (0, 0)
         self._made = self._taken = self._next
         self._turns: Turns | None = None
-        if storage_options and not isinstance(path_or_dataset, Dataset):
+        self._paths: str | list[str] | None = None
+        if isinstance(path_or_dataset, str | os.PathLike):
+            self._paths = full_path(os.fspath(path_or_dataset))
+        elif not isinstance(path_or_dataset, Dataset):
+            self._paths = [full_path(os.fspath(path)) for path in path_or_dataset]
+        if storage_options and self._paths is not None:
             from farandole.spark.common.store import StorageOptions  # noqa: PLC0415 - loaded with fsspec
 
-            StorageOptions((os.fspath(path_or_dataset),), storage_options)
-        self._open(path_or_dataset)
+            StorageOptions((self._paths,) if isinstance(self._paths, str) else tuple(self._paths), storage_options)
+        self._open(path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or "")
 
-    def _open(self, path_or_dataset: str | os.PathLike[str] | Dataset) -> None:
-        given = path_or_dataset
-        self.dataset = given if isinstance(given, Dataset) else open_dataset(os.fspath(given))
+    def _open(self, given: str | Sequence[str] | Dataset) -> None:
+        self.dataset = given if isinstance(given, Dataset) else open_dataset(given)
         self._convert = converter(self.framework)
         self._wrap = wrapper(self.framework)
         self._reader = self._make_reader(self.rank, self.size)
@@ -401,7 +405,7 @@ class ParquetLoader(BaseDataLoader):
         vars(self).update(state)
         if options:
             configure(url, options)
-        self._open(url)
+        self._open(self._paths or url)
         if self.dataset.fingerprint != fingerprint:
             raise ValueError(f"the files have changed since the loader was pickled: {url}")
 
