@@ -65,7 +65,7 @@ def form_of(loss: Any) -> str | None:
         return None
     if made is None or not getattr(made, "__module__", "").startswith("keras."):
         return None
-    name = made.fn.__name__ if hasattr(made, "fn") else getattr(made, "__name__", type(made).__name__)
+    name = getattr(getattr(made, "fn", made), "__name__", type(made).__name__)
     form = next((form for form, names in _FORMS.items() if name in names), None)
     return "logits" if form == "probabilities" and getattr(made, "_fn_kwargs", {}).get("from_logits") else form
 
