@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native.store import Store as NativeStore
-from farandole.data.tallies import Mean, Quantile, Values
+from farandole.data.tallies import Longest, Mean, Quantile, Values
 from farandole.spark.common.encoding import Encoding, plain, source_of, sources_of
+from farandole.spark.common.ragged import Ragged, element
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 WORDS = ("mean", "median", "most_frequent")
 """Values of `fill` that are learned."""
 _TALLIES: dict[str, Any] = {"mean": Mean, "median": Quantile, "most_frequent": Values, "categories": Values}
+_TALLIES["longest"] = Longest
 _ENCODING = "_encoding.json"
 _TRAINING = ("train", "training", "false", "0", "no")
 """Words of a validation column that put a row among the training rows."""
@@ -43,6 +45,8 @@ class Wish:
     """Values that were learned from other rows, and as what."""
     split: Split | None = None
     """How validation rows are chosen, if not by rows alone."""
+    ragged: Mapping[str, Any] = field(default_factory=dict)
+    """How lists of different lengths are padded, by column: `Pad`, or `Ragged` where all is known."""
 
     @classmethod
     def like(cls, encoding: Encoding) -> Self:
@@ -51,10 +55,12 @@ class Wish:
         Args:
             encoding: Of rows that were encoded.
         """
-        return cls(encoding.categories, encoding.fill, encoding.labels, encoding.learned)
+        return cls(encoding.categories, encoding.fill, encoding.labels, encoding.learned, ragged=encoding.ragged)
 
     @classmethod
-    def of(cls, categories: Any, fill: Any, labels: Iterable[str], split: Split | None = None) -> Self:
+    def of(
+        cls, categories: Any, fill: Any, labels: Iterable[str], split: Split | None = None, ragged: Any = None
+    ) -> Self:
         """What the arguments of a function say.
 
         Args:
@@ -62,6 +68,7 @@ class Wish:
             fill: A value for all columns, or values by column.
             labels: Label columns.
             split: How validation rows are chosen, if not by rows alone.
+            ragged: A `Pad` by column.
 
         Raises:
             ValueError: Categories that cannot be.
@@ -71,25 +78,28 @@ class Wish:
             _check(name, value)
         filled = {} if fill is None else dict(fill) if isinstance(fill, Mapping) else {"*": fill}
         lists = {name: list(value) if isinstance(value, tuple) else value for name, value in by_name.items()}
-        return cls(lists, filled, frozenset(labels), split=split)
+        return cls(lists, filled, frozenset(labels), split=split, ragged=dict(ragged or {}))
 
     @property
     def is_plain(self) -> bool:
         """Whether rows are written as they come, but for plain values in the place of what is missing."""
-        return not self.categories and not self._words() and self.split is None
+        return not self.categories and not self._words() and self.split is None and not self.ragged
 
     def told(self) -> list[Any]:
         """As plain values, for keys; nothing where `fill` says all of it."""
-        if not self.categories and self.split is None:
+        if not self.categories and self.split is None and not self.ragged:
             return []
         split = None if self.split is None else [self.split.by, self.split.column]
-        return [{"categories": dict(self.categories), "labels": sorted(self.labels), "split": split}]
+        told = {"categories": dict(self.categories), "labels": sorted(self.labels), "split": split}
+        return [told | ({"ragged": {name: asdict(one) for name, one in self.ragged.items()}} if self.ragged else {})]
 
     def known(self) -> Encoding | None:
         """The encoding, where there is nothing to learn."""
         if self.split or self._words() or any(not isinstance(values, list) for values in self.categories.values()):
             return None
-        return Encoding(self.categories, self.fill, self.labels, self.learned)
+        if any(not isinstance(one, Ragged) for one in self.ragged.values()):
+            return None
+        return Encoding(self.categories, self.fill, self.labels, self.learned, ragged=self.ragged)
 
     def without(self, encoding: Encoding) -> Wish:
         """What of it an encoding does not fulfil.
@@ -112,7 +122,8 @@ class Wish:
         fill = {name: word for name, word in words.items() if name not in encoding.learned}
         if set(encoding.learned.values()) == {fill.get("*")}:
             del fill["*"]
-        return Wish(categories, fill, self.labels)  # what is split already has no split
+        ragged = {name: pad for name, pad in self.ragged.items() if name not in encoding.ragged}
+        return Wish(categories, fill, self.labels, ragged=ragged)  # what is split already has no split
 
     def _words(self) -> dict[str, str]:
         return {name: value for name, value in self.fill.items() if isinstance(value, str) and value in WORDS}
@@ -141,6 +152,13 @@ class Wish:
                 plan.setdefault(name, []).append("categories")
         for name, word in self._expanded(schema, roles).items():
             plan.setdefault(name, []).append(word)
+        strange = sorted(set(self.ragged) - set(roles.features))
+        if strange:
+            raise ValueError(f"ragged columns are features, and these are none: {', '.join(strange)}")
+        for name, pad in self.ragged.items():
+            kind = element(schema.field(name).type, name)
+            if not isinstance(pad, Ragged):  # its type comes from the rows, whether its length is known or not
+                plan.setdefault(name, []).append(f"longest {kind}")
         return plan
 
     def _expanded(self, schema: pa.Schema, roles: Roles) -> dict[str, str]:
@@ -187,9 +205,15 @@ class Wish:
         categories = dict(self.categories)
         fill = {name: value for name, value in self.fill.items() if name not in self._words()}
         learned: dict[str, str] = {}
+        ragged = dict(self.ragged)
         for name, wanted in plan.items():
             for word in wanted:
                 tally = learner.tallies[name, word]
+                if word.startswith("longest "):
+                    pad = self.ragged[name]
+                    longest = pad.max_length or tally.value
+                    ragged[name] = Ragged(word.removeprefix("longest "), pad.value, longest, min(pad.buckets, longest))
+                    continue
                 if word == "categories":
                     categories[name] = tally.categories(self.categories[name])
                     if not categories[name] and name in self.labels:
@@ -200,7 +224,7 @@ class Wish:
                     raise ValueError(f"column {name!r} has no value in any row: there is no {word} to fill in")
                 fill[name], learned[name] = value, word
         sides = None if learner.sides is None else learner.sides.sides()
-        return Encoding(categories, fill, self.labels, learned, sides)
+        return Encoding(categories, fill, self.labels, learned, sides, ragged)
 
 
 class Learner:
@@ -219,7 +243,7 @@ class Learner:
         self.sides: Any = None if split is None else split.tally()
         self._validation = validation if isinstance(validation, str) else None
         self.tallies: dict[tuple[str, str], Any] = {
-            (name, word): _TALLIES[word]() for name, words in plan.items() for word in words
+            (name, word): _TALLIES[word.partition(" ")[0]]() for name, words in plan.items() for word in words
         }
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -290,25 +314,27 @@ def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encodin
     return wish.fulfilled(plan, whole)
 
 
-def note_encoding(place: Place, encoding: Encoding | None) -> None:
+def note_encoding(place: Place, encoding: Encoding | None, *, validates: bool) -> None:
     """Keeps with prepared data what became of its categories and missing values.
 
     Args:
         place: Of the data.
         encoding: If rows are encoded.
+        validates: Whether there is validation data.
     """
     if encoding is not None:
-        NativeStore(place.train_url).write(_ENCODING, encoding.to_json().encode())
+        for url in [place.train_url, *([place.val_url] if validates else [])]:
+            NativeStore(url).write(_ENCODING, encoding.to_json().encode())
 
 
-def encoding_at(train_url: str) -> Encoding | None:
+def encoding_at(url: str) -> Encoding | None:
     """What `note_encoding` kept.
 
     Args:
-        train_url: Of training data.
+        url: Of training or validation data.
     """
     try:
-        return Encoding.of_json(NativeStore(train_url).read(_ENCODING))
+        return Encoding.of_json(NativeStore(url).read(_ENCODING))
     except FileNotFoundError:
         return None
 

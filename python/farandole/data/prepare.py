@@ -28,11 +28,12 @@ from farandole.spark.common.columns import Column, Roles, check_present
 from farandole.spark.common.encoding import sources_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
     from farandole.spark.common.encoding import Encoding
+    from farandole.spark.common.ragged import Pad, Ragged
     from farandole.spark.common.store import AbstractFilesystemStore
 
 PART_BYTES = 128 << 20
@@ -74,6 +75,11 @@ class PreparedData:
         """What took the place of missing values, where rows were encoded."""
         return {} if self.encoding is None else dict(self.encoding.fill)
 
+    @property
+    def ragged(self) -> dict[str, Ragged]:
+        """How lists of different lengths are padded, by column."""
+        return {} if self.encoding is None else dict(self.encoding.ragged)
+
     def release(self) -> None:
         """Says that this process uses the data no more; it stays where it is."""
         if self.place is not None:
@@ -102,6 +108,7 @@ def prepare_data(
     validation_stratify: str | None = None,
     validation_group: str | None = None,
     validation_time: str | None = None,
+    ragged: Mapping[str, Pad] | None = None,
     allow_nan: bool = False,
     compression: Literal["none", "snappy", "lz4", "zstd"] = "none",
     row_group_rows: int | None = None,
@@ -143,6 +150,7 @@ def prepare_data(
             one.
         validation_group: Column of groups: all rows of a group are on one side.
         validation_time: Column of times or numbers: the latest rows are held out.
+        ragged: How columns of lists of different lengths are padded, as `{"tokens": Pad(max_length=512)}`.
         allow_nan: Takes NaN and infinities as values like any others.
         compression: Of the files.
         row_group_rows: Rows of a row group; default: by size, as suits shuffling.
@@ -180,7 +188,7 @@ def prepare_data(
         "row_group_rows": row_group_rows,
     }
     split = split_of(roles.validation, validation_stratify, validation_group, validation_time, seed)
-    wish = Wish.of(categories, fill, roles.labels, split)
+    wish = Wish.of(categories, fill, roles.labels, split, ragged)
     kept = cast("AbstractFilesystemStore", place)
     return prepare(opened, kept, roles, spec, "data", wish, threads=threads, reuse=reuse)
 
@@ -328,7 +336,7 @@ def prepare(
     try:
         if begun:
             place.resume(text, store.prefix_path)
-        note_encoding(place, encoding)
+        note_encoding(place, encoding, validates=validates)
         found = len(place.done)
         parts = _Writing(place, store.prefix_path, text).run(units, threads)
         other = other_split(parts, spec)
@@ -352,17 +360,33 @@ def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedD
     """What the manifests of a place say."""
     train = json.loads(native.read_manifest(place.train_url) or "{}")
     val = json.loads(native.read_manifest(place.val_url) or "{}") if validates else {"rows": 0}
+    encoding = encoding_at(place.train_url)
     return PreparedData(
         index=place.index,
         train_url=place.train_url,
         val_url=place.val_url if validates else None,
         train_rows=train["rows"],
         val_rows=val["rows"],
-        columns={one["name"]: Column(one["name"], one["element"], tuple(one["shape"])) for one in train["columns"]},
-        encoding=encoding_at(place.train_url),
+        columns=columns_of(((one["name"], one["element"], one["shape"]) for one in train["columns"]), encoding),
+        encoding=encoding,
         place=place,
         **more,
     )
+
+
+def columns_of(stored: Iterable[tuple[str, str, Sequence[int]]], encoding: Encoding | None) -> dict[str, Column]:
+    """Columns as batches hold them.
+
+    Args:
+        stored: Name, element and shape of each.
+        encoding: Of the rows, if they are encoded: lists of different lengths have their largest one.
+    """
+    lists = {} if encoding is None else encoding.ragged
+    columns = {name: Column(name, element, tuple(shape)) for name, element, shape in stored}
+    return {
+        name: Column(name, lists[name].dtype, (lists[name].max_length,)) if name in lists else one
+        for name, one in columns.items()
+    }
 
 
 class _Writing:

@@ -173,6 +173,28 @@ class Quantile:
 
 
 @dataclass
+class Longest:
+    """The length of the longest list."""
+
+    value: int = 1
+
+    def add(self, column: pa.Array) -> None:
+        """Looks at the lists of a batch.
+
+        Args:
+            column: Of lists.
+        """
+        import pyarrow.compute as pc  # noqa: PLC0415 - as above
+
+        compute: Any = pc
+        self.value = max(self.value, compute.max(column.value_lengths()).as_py() or 0)
+
+    def merge(self, other: Longest) -> None:
+        """Takes what another task has found."""
+        self.value = max(self.value, other.value)
+
+
+@dataclass
 class Values:
     """How often each value of a column occurs."""
 

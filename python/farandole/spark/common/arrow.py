@@ -59,7 +59,7 @@ def fill_of(fill: Any, name: str) -> Fill | None:
 
 
 def features(
-    batch: pa.RecordBatch, present: Sequence[str], names: Iterable[str], encoding: Encoding
+    batch: pa.RecordBatch, present: Sequence[str], names: Iterable[str], encoding: Encoding, *, fixed: bool = False
 ) -> dict[str, npt.NDArray[Any]]:
     """Columns as arrays by name, as they were in training.
 
@@ -68,6 +68,7 @@ def features(
         present: their names.
         names: of the columns that are wanted.
         encoding: categories and what takes the place of nulls and NaN.
+        fixed: whether lists of different lengths are padded to the largest length.
 
     Raises:
         ValueError: as `rows`.
@@ -75,6 +76,8 @@ def features(
     places = {name: index for index, name in enumerate(present)}
 
     def one(name: str) -> npt.NDArray[Any]:
+        if name in encoding.ragged:
+            return encoding.ragged[name].of_arrow(batch.column(places[name]), name, fixed=fixed)
         column = encoding.column(name, places, lambda source: batch.column(places[source]))
         return rows(column, name, None if name in encoding.categories else fill_of(encoding.fill, name))
 

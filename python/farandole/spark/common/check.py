@@ -110,6 +110,15 @@ def text(name: str) -> Callable[[Any], str]:
     return convert
 
 
+def ragged(value: Any) -> dict[str, Any]:
+    """A `Pad` by column."""
+    from farandole.spark.common.ragged import Pad, Ragged
+
+    if not isinstance(value, Mapping) or not all(isinstance(one, Pad | Ragged | Mapping) for one in value.values()):
+        raise TypeError(f"ragged must be a dict of Pad by column: {value!r}")
+    return dict(value)
+
+
 def optional(name: str) -> Callable[[Any], str | None]:
     """A string with something in it, or `None`."""
     return lambda value: None if value is None else text(name)(value)

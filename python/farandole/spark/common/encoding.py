@@ -10,8 +10,10 @@ from 2 on the categories in their order. A label of categories becomes the index
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
+
+from farandole.spark.common.ragged import Ragged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,24 +68,31 @@ class Encoding:
     """Which values were learned, and as what: `{"age": "mean"}`."""
     sides: Sides | None = field(default=None, compare=False)
     """Which rows are for validation, if more than a share or a column says so; it is not kept with the data."""
+    ragged: Mapping[str, Ragged] = field(default_factory=dict)
+    """How lists of different lengths are stored and padded."""
 
     @classmethod
-    def of_model(cls, categories: Mapping[str, Sequence[Any]] | None, fill: Any) -> Self:
+    def of_model(
+        cls, categories: Mapping[str, Sequence[Any]] | None, fill: Any, ragged: Mapping[str, Any] | None = None
+    ) -> Self:
         """What a fitted model carries.
 
         Args:
             categories: By column.
             fill: A value for all columns, or values by column.
+            ragged: How lists of different lengths are padded, by column.
         """
         filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
         means = {name: "" for name, value in filled.items() if isinstance(value, float)}
-        return cls(categories or {}, filled, learned=means)
+        lists = {name: Ragged.of(one) for name, one in (ragged or {}).items()}
+        return cls(categories or {}, filled, learned=means, ragged=lists)
 
     def to_json(self) -> str:
         """As text for a file."""
         categories = {name: list(values) for name, values in self.categories.items()}
         told = {"categories": categories, "fill": dict(self.fill), "labels": sorted(self.labels)}
-        return json.dumps({**told, "learned": dict(self.learned)})
+        ragged = {name: asdict(one) for name, one in self.ragged.items()}
+        return json.dumps({**told, "learned": dict(self.learned), "ragged": ragged})
 
     @classmethod
     def of_json(cls, text: str | bytes) -> Self:
@@ -93,7 +102,8 @@ class Encoding:
             text: Of the file.
         """
         told = json.loads(text)
-        return cls(told["categories"], told["fill"], frozenset(told["labels"]), told["learned"])
+        ragged = {name: Ragged.of(one) for name, one in told.get("ragged", {}).items()}
+        return cls(told["categories"], told["fill"], frozenset(told["labels"]), told["learned"], ragged=ragged)
 
     @property
     def plain_fill(self) -> dict[str, Any]:
@@ -144,6 +154,8 @@ class Encoding:
             return compute.is_null(column, nan_is_null=True)
         if name in self.categories:
             return self._indices(name, column)
+        if name in self.ragged:
+            return self.ragged[name].stored(column, name)
         if name in self.learned and pa.types.is_integer(column.type) and isinstance(self.fill[name], float):
             return column.cast(pa.float64())
         return column

@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Estimator
@@ -118,6 +118,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
                 fill=self.getFill(),
                 categories=self.getCategories(),
                 split=self._split(),
+                ragged=self.getRagged(),
                 allow_nan=self.getAllowNan(),
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
@@ -320,7 +321,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
 
     def _wish(self) -> Wish:
         """Categories, and what takes the place of missing values."""
-        return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols(), self._split())
+        return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols(), self._split(), self.getRagged())
 
     def _split(self) -> Split | None:
         """How validation rows are chosen, if not by rows alone."""
@@ -340,7 +341,9 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             return {"fill": given, **asked}
         plain = {} if given is None else dict(given) if isinstance(given, dict) else {"*": given}
         words = {name: value for name, value in plain.items() if value not in WORDS}
-        return {"fill": {**words, **prepared.fill} or None, "categories": prepared.categories, **asked}
+        return {"fill": {**words, **prepared.fill} or None, "categories": prepared.categories, **asked} | (
+            {"ragged": {name: asdict(one) for name, one in prepared.ragged.items()}} if prepared.ragged else {}
+        )
 
     def _output_form(self) -> str | None:
         """The form of the model's only output: as it was set, or as its loss takes it; `None` if that does not tell."""

@@ -30,7 +30,7 @@ DECIDE = frozenset(
         "model", "optimizer", "loss", "loss_constructors", "loss_weights", "sample_weight_col", "feature_cols",
         "label_cols", "validation", "batch_size", "random_seed", "shuffle", "train_steps_per_epoch",
         "validation_steps_per_epoch", "label_shapes", "input_shapes", "input_dtypes", "backward_passes_per_step",
-        "gradient_compression", "callbacks", "fill", "categories", "validation_stratify",
+        "gradient_compression", "callbacks", "fill", "categories", "ragged", "validation_stratify",
         "validation_group", "validation_time", "transformation_fn", "transformation_edit_fields",
         "transformation_removed_fields", "train_minibatch_fn", "data_module", "precision", "gradient_clip_norm",
         "lr_scheduler", "lr_scheduler_interval", "best_checkpoint", "deterministic", "trainer_args",

@@ -91,7 +91,7 @@ class FarandoleModel(ModelParams, ClassParams, Model):
 
     def _encoding(self) -> Encoding:
         """Of features."""
-        return Encoding.of_model(self.getCategories(), self.getFill())
+        return Encoding.of_model(self.getCategories(), self.getFill(), self.getRagged())
 
     def _form(self, what: str) -> str:
         """The form of the model's only output.

@@ -132,6 +132,7 @@ class EstimatorParams(Params):
     validation_time = declare(
         "validation_time", "column of times: the latest rows are held out", check.optional("validation_time")
     )
+    ragged = declare("ragged", "how lists of different lengths are padded, by column", check.ragged)
     categories = declare(
         "categories", "columns that become indices of categories, which are learned or given", check.categories
     )
@@ -216,6 +217,7 @@ class EstimatorParams(Params):
     setCompressSparseCols, getCompressSparseCols = accessors("compress_sparse_cols")
     setFill, getFill = accessors("fill")
     setCategories, getCategories = accessors("categories")
+    setRagged, getRagged = accessors("ragged")
     setValidationStratify, getValidationStratify = accessors("validation_stratify")
     setValidationGroup, getValidationGroup = accessors("validation_group")
     setValidationTime, getValidationTime = accessors("validation_time")
@@ -266,6 +268,7 @@ class EstimatorParams(Params):
             callbacks=[],
             compress_sparse_cols=False,
             categories={},
+            ragged={},
             allow_nan=False,
             train_reader_num_workers=2,
             val_reader_num_workers=2,
@@ -310,9 +313,11 @@ class ModelParams(Params):
     batch_size = declare("batch_size", "most rows predicted at once", check.at_least("batch_size", 1))
     fill = declare("fill", "what takes the place of nulls and NaN", check.fill)
     categories = declare("categories", "categories of the columns that have some", check.categories)
+    ragged = declare("ragged", "how lists of different lengths are padded, by column", check.ragged)
 
     setFill, getFill = accessors("fill")
     setCategories, getCategories = accessors("categories")
+    setRagged, getRagged = accessors("ragged")
     setHistory, getHistory = accessors("history")
     setModel, getModel = accessors("model")
     setFeatureColumns, getFeatureColumns = accessors("feature_columns")
@@ -336,7 +341,7 @@ class ModelParams(Params):
         super().__init__()
         self._setDefault(
             history=None, model=None, feature_columns=None, label_columns=None, output_cols=None, run_id=None,
-            paths=None, fill=None, categories={},
+            paths=None, fill=None, categories={}, ragged={},
             batch_size=4096,
         )  # fmt: skip
 

@@ -32,10 +32,10 @@ from farandole.data import places
 from farandole.data.datasets import linked, open_dataset
 from farandole.data.learning import Learner, Wish, encoding_at, needed, note_encoding
 from farandole.data.prepare import PreparedData as Prepared
-from farandole.data.prepare import described, other_split, prepare, spec_of, texts
+from farandole.data.prepare import columns_of, described, other_split, prepare, spec_of, texts
 from farandole.data.sources import open_source
 from farandole.spark.common import plan
-from farandole.spark.common.columns import Column, Roles, check_present
+from farandole.spark.common.columns import Roles, check_present
 from farandole.spark.common.encoding import Encoding, sources_of
 from farandole.spark.session import Cluster
 
@@ -118,6 +118,7 @@ def prepare_data(
     fill: Mapping[str, Any] | float | str | None = None,
     categories: Sequence[str] | Mapping[str, Any] = (),
     split: Split | None = None,
+    ragged: Mapping[str, Any] | None = None,
     allow_nan: bool = False,
     compress_sparse: bool = False,
 ) -> Iterator[Prepared]:
@@ -137,6 +138,7 @@ def prepare_data(
         fill: what takes the place of nulls and NaN, see `farandole.data.prepare_data`.
         categories: columns that become indices, see `farandole.data.prepare_data`.
         split: how validation rows are chosen, if not by rows alone.
+        ragged: how lists of different lengths are padded, by column.
         allow_nan: takes NaN and infinities as values like any others.
         compress_sparse: compresses vectors, which are written dense.
 
@@ -150,7 +152,7 @@ def prepare_data(
     side = [] if split is None else [split.column]
     check_present(Roles(tuple(side), ()), df.columns, "DataFrame")
     names = sources_of([*roles.selected, *side], df.columns)
-    wish = Wish.of(categories, fill, roles.labels, split).of_rows(sources_of(roles.kept, df.columns))
+    wish = Wish.of(categories, fill, roles.labels, split, ragged).of_rows(sources_of(roles.kept, df.columns))
     encoded = _Encoded(wish, roles, df.schema) if needed(wish, roles.kept, df.columns) else None
     # mapInArrow takes no names with dots or backticks: columns travel by number, and get their names back in tasks.
     chosen = df.select(*[_quoted(df, name).alias(f"column{index}") for index, name in enumerate(names)])
@@ -276,7 +278,7 @@ def _prepare(
             place.resume(spec, store.prefix_path)
             same = {number for number, source in enumerate(sources or []) if place.told.get(number) == source}
             done = {number: part for number, part in place.done.items() if number in same}
-        note_encoding(place, encoding)
+        note_encoding(place, encoding, validates=val_url is not None)
         rows = _Rows(names, wanted, encoding)
         parts = _write(df, rows, store, spec, _Progress(place.train_url, done, sources))
         other = other_split(parts, options)
@@ -315,7 +317,8 @@ def find_data(store: AbstractFilesystemStore, roles: Roles, idx: int | None = No
     if not store.is_parquet_dataset(url):
         raise ValueError(f"there is no training data at {url}")
     train = open_dataset(url)
-    columns = {one.name: Column(one.name, one.dtype, tuple(one.shape)) for one in train.columns}
+    encoding = encoding_at(url)
+    columns = columns_of(((one.name, one.dtype, one.shape) for one in train.columns), encoding)
     check_present(Roles(roles.features, roles.labels, roles.weight), list(columns), "training data")
     val_url = store.get_val_data_path(idx)
     val = open_dataset(val_url) if store.is_parquet_dataset(val_url) else None
@@ -329,7 +332,7 @@ def find_data(store: AbstractFilesystemStore, roles: Roles, idx: int | None = No
         val_rows=0 if val is None else val.rows,
         columns=columns,
         reused=True,
-        encoding=encoding_at(url),
+        encoding=encoding,
     )
 
 

@@ -144,6 +144,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
             one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
             a list of categories, of how many there may be, or of None for all. What is not given is learned.
+        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
         rawPredictionCol: Column for a number of each class, larger for the likelier.
         probabilityCol: Column for the probability of each class.
@@ -214,6 +215,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         compress_sparse_cols: bool | None = None,
         fill: Any = None,
         categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] | None = None,
+        ragged: Mapping[str, Any] | None = None,
         predictionCol: str | None = None,
         rawPredictionCol: str | None = None,
         probabilityCol: str | None = None,
@@ -307,7 +309,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         transformation = transformation_of(self)
         columns = {name: prepared.columns[name] for name in raw}
         if transformation is not None:
-            made = sample(prepared.train_url, raw, 2, transformation, missing_of(self, prepared))
+            made = sample(prepared.train_url, raw, 2, transformation, missing_of(self, prepared), prepared.ragged)
             columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in made.items()}
             missing = [name for name in raw if name not in columns]
             if missing:

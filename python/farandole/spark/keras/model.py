@@ -59,6 +59,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         outputs: What is known of the outputs; found out when omitted.
         fill: What takes the place of nulls and NaN, as in the estimator.
         categories: The categories of each column that has some.
+        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
         rawPredictionCol: Column for a number of each class, larger for the likelier.
         probabilityCol: Column for the probability of each class.
@@ -92,6 +93,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         outputs: Sequence[Output] | None = None,
         fill: Any = None,
         categories: Mapping[str, Sequence[Any]] | None = None,
+        ragged: Mapping[str, Any] | None = None,
         predictionCol: str | None = None,
         rawPredictionCol: str | None = None,
         probabilityCol: str | None = None,

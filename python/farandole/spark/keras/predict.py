@@ -126,7 +126,7 @@ class Predictor:
         from farandole.spark.keras.job import Shape
 
         names = [name for group in self.groups for name in group]
-        values = features(batch, self.columns, names, self.encoding)
+        values = features(batch, self.columns, names, self.encoding, fixed=True)
         columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()}
         shape = Shape(*inputs_of(model, self.groups, columns), None)
         parts: list[list[npt.NDArray[Any]]] = []

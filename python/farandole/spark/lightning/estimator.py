@@ -117,6 +117,7 @@ class LightningEstimator(
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
             one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
             a list of categories, of how many there may be, or of None for all. What is not given is learned.
+        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
         rawPredictionCol: Column for a number of each class, larger for the likelier.
         probabilityCol: Column for the probability of each class.
@@ -204,6 +205,7 @@ class LightningEstimator(
         partitions_per_process: int | None = None,
         fill: Any = None,
         categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] | None = None,
+        ragged: Mapping[str, Any] | None = None,
         predictionCol: str | None = None,
         rawPredictionCol: str | None = None,
         probabilityCol: str | None = None,
@@ -314,7 +316,7 @@ class LightningEstimator(
                 Output(one.column.dtype, bool(one.column.shape), size)
                 for one, size in zip(base.labels, sizes, strict=True)
             ]
-        input_dtypes = [one.dtype for one in base.inputs] if prepared.categories else self.getInputDtypes()
+        input_dtypes = [one.dtype for one in base.inputs] if prepared.encoding else self.getInputDtypes()
         return TorchModel(
             history=trained.history,
             model=module,
@@ -360,7 +362,7 @@ class LightningEstimator(
         losses = self._losses(len(names))
         shapes = self.getLabelShapes()
         labels = tuple(Label(*one) for one in mapping.labels_of(names, columns, losses, shapes))
-        made = inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared.categories)
+        made = inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared)
         objects = LightningObjects(
             module=self.getModel(),
             transformation=transformation,

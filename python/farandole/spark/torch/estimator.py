@@ -137,6 +137,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
             one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
             a list of categories, of how many there may be, or of None for all. What is not given is learned.
+        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
         rawPredictionCol: Column for a number of each class, larger for the likelier.
         probabilityCol: Column for the probability of each class.
@@ -220,6 +221,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         compress_sparse_cols: bool | None = None,
         fill: Any = None,
         categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] | None = None,
+        ragged: Mapping[str, Any] | None = None,
         predictionCol: str | None = None,
         rawPredictionCol: str | None = None,
         probabilityCol: str | None = None,
@@ -300,7 +302,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             objects.model.load_state_dict(state["model"])
             objects.optimizer.load_state_dict(state["optimizer"])
             tracker.model(objects.model, "pytorch")
-        input_dtypes = [one.dtype for one in job.inputs] if prepared.categories else self.getInputDtypes()
+        input_dtypes = [one.dtype for one in job.inputs] if prepared.encoding else self.getInputDtypes()
         return TorchModel(
             history=trained.history,
             model=objects.model,
@@ -371,7 +373,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             run_id=run_id,
             data=data_of(self, prepared, raw, unseeded=0 if self.getDeterministic() else None),
             loop=Loop.of(self),
-            inputs=inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared.categories),
+            inputs=inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared),
             labels=tuple(Label(*one) for one in mapping.labels_of(labels, columns, losses, shapes)),
             weight=self.getSampleWeightCol(),
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(labels)] * len(labels)),
