@@ -75,6 +75,14 @@ def test_a_table_with_words_and_holes_is_learned_without_preparation_by_hand(tmp
 
 
 @pytest.mark.slow
+def test_token_sequences_are_learned_from_without_spark(tmp_path):
+    done = run("token_sequences_no_spark.py", tmp_path)
+    accuracy = re.search(r"validation accuracy (\d\.\d+)", done.stdout)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.85  # a review with as many words of both sorts is a guess
+
+
+@pytest.mark.slow
 def test_a_lightning_module_recognises_digits(tmp_path):
     done = run("spark_lightning_digits.py", tmp_path)
     lines = done.stdout.splitlines()

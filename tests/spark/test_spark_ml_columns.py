@@ -19,7 +19,7 @@ from pyspark.ml.evaluation import (
 from pyspark.sql import functions as sf
 from tests.single.training import Here
 
-from farandole.data import ParquetLoader
+from farandole.data import Pad, ParquetLoader
 from farandole.spark.common import LocalStore
 from farandole.spark.common.model import FarandoleModel
 from farandole.spark.keras import KerasEstimator, KerasModel
@@ -163,6 +163,56 @@ def test_prepared_rows_are_found_again_and_their_validation_has_the_same_indices
     assert set(batch["sex"].tolist()) <= {0, 2, 3}
     assert batch["age"].min() > 50
     assert not batch["age__missing"].any()
+
+
+def sequences_of_keras(home, pad):
+    keras.utils.set_random_seed(0)
+    tokens = keras.Input((None,), dtype="int64")
+    pooled = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(20, 4)(tokens))
+    model = keras.Model(tokens, keras.layers.Dense(1)(pooled))
+    return KerasEstimator(
+        model=model, optimizer=keras.optimizers.Adam(0.05), loss="mse", store=LocalStore(str(home)), backend=Here(),
+        feature_cols=["tokens"], label_cols=["y"], epochs=2, verbose=0, random_seed=1, ragged={"tokens": pad},
+    )  # fmt: skip
+
+
+class Pooled(torch.nn.Module):
+    """The mean of embedded tokens."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.last = torch.nn.Embedding(20, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, tokens):
+        return self.last(self.embedding(tokens).mean(1))
+
+
+def sequences_of_torch(home, pad):
+    model = Pooled()
+    return TorchEstimator(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05), loss=torch.nn.MSELoss(),
+        store=LocalStore(str(home)), backend=Here(), feature_cols=["tokens"], label_cols=["y"], epochs=2, verbose=0,
+        random_seed=1, ragged={"tokens": pad},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("maker", [sequences_of_torch, sequences_of_keras], ids=["torch", "keras"])
+def test_sequences_of_different_lengths_go_in_and_a_loaded_model_pads_them_too(spark, tmp_path, maker):
+    random = np.random.default_rng(0)
+    rows = [([int(one) for one in random.integers(1, 20, random.integers(0, 12))], float(row % 5)) for row in range(64)]
+    frame = spark.createDataFrame(rows, "tokens array<int>, y double")
+    fitted = maker(tmp_path, Pad(max_length=8)).fit(frame)
+    assert fitted.getRagged() == {"tokens": {"dtype": "int32", "value": 0, "max_length": 8, "buckets": 1}}
+    fitted.write().overwrite().save(f"{tmp_path}/model")
+    again = type(fitted).load(f"{tmp_path}/model")
+    odd = spark.createDataFrame([([1, 2], 0.0), ([], 0.0), (None, 0.0), (list(range(1, 12)), 0.0)], frame.schema)
+    by_hand = spark.createDataFrame(
+        [([1, 2, *[0] * 6], 0.0), ([0] * 8, 0.0), ([0] * 8, 0.0), (list(range(1, 9)), 0.0)], frame.schema
+    )
+    expected = [row.y__output for row in fitted.transform(by_hand).collect()]
+    assert [row.y__output for row in fitted.transform(odd).collect()] == expected
+    assert [row.y__output for row in again.transform(odd).collect()] == expected
 
 
 def test_a_model_of_values_predicts_them_and_has_metrics_of_values(spark, tmp_path):
