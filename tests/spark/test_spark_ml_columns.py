@@ -21,6 +21,7 @@ from tests.single.training import Here
 
 from farandole.data import Pad, ParquetLoader
 from farandole.spark.common import LocalStore
+from farandole.spark.common import model as model_module
 from farandole.spark.common.model import FarandoleModel
 from farandole.spark.keras import KerasEstimator, KerasModel
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
@@ -215,7 +216,7 @@ def test_sequences_of_different_lengths_go_in_and_a_loaded_model_pads_them_too(s
     assert [row.y__output for row in again.transform(odd).collect()] == expected
 
 
-def test_a_model_of_values_predicts_them_and_has_metrics_of_values(spark, tmp_path):
+def test_a_model_of_values_predicts_them_and_has_metrics_of_values(spark, tmp_path, capsys):
     line = spark.range(64).select((sf.col("id") / 64).alias("a"), (sf.col("id") / 32 - 1).alias("y"))
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
@@ -226,7 +227,11 @@ def test_a_model_of_values_predicts_them_and_has_metrics_of_values(spark, tmp_pa
     )  # fmt: skip
     fitted = estimator.fit(line)
     told = fitted.evaluate(line)
+    model_module._TOLD.clear()
     scored = fitted.transform(line)
+    fitted.setVerbose(1).transform(line)
+    fitted.transform(line)
+    assert capsys.readouterr().err.count("workers imports torch, which takes some seconds") == 1
     assert scored.schema["prediction"].dataType.simpleString() == "double"
     for name in ("mse", "rmse", "mae", "r2"):
         judge = RegressionEvaluator(labelCol="y", predictionCol="prediction", metricName=name)

@@ -73,19 +73,23 @@ class Encoding:
 
     @classmethod
     def of_model(
-        cls, categories: Mapping[str, Sequence[Any]] | None, fill: Any, ragged: Mapping[str, Any] | None = None
+        cls,
+        categories: Mapping[str, Sequence[Any]] | None,
+        fill: Any,
+        learned: Mapping[str, str] | None = None,
+        ragged: Mapping[str, Any] | None = None,
     ) -> Self:
         """What a fitted model carries.
 
         Args:
             categories: By column.
             fill: A value for all columns, or values by column.
+            learned: Which of them were learned, and as what.
             ragged: How lists of different lengths are padded, by column.
         """
         filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
-        means = {name: "" for name, value in filled.items() if isinstance(value, float)}
         lists = {name: Ragged.of(one) for name, one in (ragged or {}).items()}
-        return cls(categories or {}, filled, learned=means, ragged=lists)
+        return cls(categories or {}, filled, learned=learned or {}, ragged=lists)
 
     def to_json(self) -> str:
         """As text for a file."""

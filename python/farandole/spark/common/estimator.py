@@ -334,16 +334,20 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         Args:
             prepared: its data.
         """
-        given, asked = self.getFill(), self._class_params()
+        given, asked = self.getFill(), {"verbose": self.getVerbose(), **self._class_params()}
         if form := self._output_form():
             asked["output_form"] = form
         if prepared.encoding is None:
             return {"fill": given, **asked}
         plain = {} if given is None else dict(given) if isinstance(given, dict) else {"*": given}
-        words = {name: value for name, value in plain.items() if value not in WORDS}
-        return {"fill": {**words, **prepared.fill} or None, "categories": prepared.categories, **asked} | (
-            {"ragged": {name: asdict(one) for name, one in prepared.ragged.items()}} if prepared.ragged else {}
-        )
+        values = {name: value for name, value in plain.items() if value not in WORDS}
+        return {
+            "fill": {**values, **prepared.fill} or None,
+            "learned": dict(prepared.encoding.learned),
+            "categories": prepared.categories,
+            "ragged": {name: asdict(one) for name, one in prepared.ragged.items()},
+            **asked,
+        }
 
     def _output_form(self) -> str | None:
         """The form of the model's only output: as it was set, or as its loss takes it; `None` if that does not tell."""

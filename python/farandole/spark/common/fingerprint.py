@@ -48,7 +48,8 @@ ELSEWHERE = frozenset(
         "inmemory_cache_all", "mp_start_method", "tensorflow_dataset_prefetch_buffer_size", "on_failure",
         "max_restarts", "mlflow", "checkpoint_every", "compile", "logger", "log_every_n_steps", "loader_num_epochs",
         "terminate_on_nan", "profiler", "debug_data_loader", "train_async_data_loader_queue_size",
-        "val_async_data_loader_queue_size", "custom_objects", "backend_env",
+        "val_async_data_loader_queue_size", "custom_objects", "backend_env", "predictionCol", "rawPredictionCol",
+        "probabilityCol", "predictedLabelCol", "labelIndexCol", "thresholds", "class_names", "output_form",
     }
 )  # fmt: skip
 """The result does not depend on it, or only on the last digits."""

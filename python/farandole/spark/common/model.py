@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import cloudpickle
 from pyspark.ml import Model
@@ -16,6 +17,7 @@ from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.encoding import Encoding
 from farandole.spark.common.outputs import add_predictions, found_outputs, numbered
 from farandole.spark.common.params import ModelParams
+from farandole.spark.common.progress import Lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,15 +25,21 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pandas as pd
     import pyarrow as pa
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
     from farandole.spark.common.chart import Chart
     from farandole.spark.common.evaluation import Evaluation
     from farandole.spark.common.history import Entry
 
 
+_TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""What was said in each session."""
+
+
 class FarandoleModel(ModelParams, ClassParams, Model):
     """What the models of all frameworks share."""
+
+    _framework = "the framework"
 
     def transform(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Adds the model's predictions to a DataFrame.
@@ -89,9 +97,19 @@ class FarandoleModel(ModelParams, ClassParams, Model):
         known = {name: values for name, values in self.getCategories().items() if name in labels}
         return Encoding(known, labels=frozenset(labels))
 
+    def _tell_first(self, session: SparkSession) -> None:
+        """Says why the first prediction of a session takes longer."""
+        if not self.getVerbose() or self._framework in _TOLD.setdefault(session, set()):
+            return
+        _TOLD[session].add(self._framework)
+        Lines().message(
+            f"the first prediction in each of Spark's Python workers imports {self._framework}, which takes some "
+            "seconds; later ones find it there"
+        )
+
     def _encoding(self) -> Encoding:
         """Of features."""
-        return Encoding.of_model(self.getCategories(), self.getFill(), self.getRagged())
+        return Encoding.of_model(self.getCategories(), self.getFill(), self.getLearned(), self.getRagged())
 
     def _form(self, what: str) -> str:
         """The form of the model's only output.
@@ -132,6 +150,7 @@ class FarandoleModel(ModelParams, ClassParams, Model):
         if len(names) != len(labels):
             raise ValueError(f"output_cols needs one name per label column {len(labels)}: {names}")
         predictor = self._predictor(dataset)
+        self._tell_first(dataset.sparkSession)
         outputs = self.getOrDefault("outputs") or found_outputs(dataset, labels, predictor.probe)
         kinds = [one.spark_type for one in outputs] + ([] if added is None else added.types)
         predict = predictor.completed([one.kind for one in outputs], added).predict

@@ -312,12 +312,16 @@ class ModelParams(Params):
     paths = declare("paths", "where the run left its data, checkpoint and logs", check.anything)
     batch_size = declare("batch_size", "most rows predicted at once", check.at_least("batch_size", 1))
     fill = declare("fill", "what takes the place of nulls and NaN", check.fill)
+    verbose = declare("verbose", "0 says nothing about predictions", check.at_least("verbose", 0))
+    learned = declare("learned", "which values of fill were learned, and as what", check.anything)
     categories = declare("categories", "categories of the columns that have some", check.categories)
     ragged = declare("ragged", "how lists of different lengths are padded, by column", check.ragged)
 
     setFill, getFill = accessors("fill")
     setCategories, getCategories = accessors("categories")
     setRagged, getRagged = accessors("ragged")
+    setLearned, getLearned = accessors("learned")
+    setVerbose, getVerbose = accessors("verbose")
     setHistory, getHistory = accessors("history")
     setModel, getModel = accessors("model")
     setFeatureColumns, getFeatureColumns = accessors("feature_columns")
@@ -341,7 +345,8 @@ class ModelParams(Params):
         super().__init__()
         self._setDefault(
             history=None, model=None, feature_columns=None, label_columns=None, output_cols=None, run_id=None,
-            paths=None, fill=None, categories={}, ragged={},
+            paths=None, fill=None, categories={}, ragged={}, learned={},
+            verbose=1,
             batch_size=4096,
         )  # fmt: skip
 

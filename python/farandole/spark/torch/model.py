@@ -58,6 +58,8 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         use_gpu: Whether to predict on a GPU; default: where Spark assigned one to the task.
         fill: What takes the place of nulls and NaN, as in the estimator.
         categories: The categories of each column that has some.
+        verbose: 0 says nothing about predictions; default 1.
+        learned: Which values of `fill` were learned, and as what, as `{"age": "mean"}`.
         ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
         rawPredictionCol: Column for a number of each class, larger for the likelier.
@@ -86,6 +88,8 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     setLossConstructors, getLossConstructors = accessors("loss_constructors")
     setUseGpu, getUseGpu = accessors("use_gpu")
 
+    _framework = "torch"
+
     @keyword_only
     def __init__(
         self,
@@ -108,6 +112,8 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         fill: Any = None,
         categories: Mapping[str, Sequence[Any]] | None = None,
         ragged: Mapping[str, Any] | None = None,
+        learned: Mapping[str, str] | None = None,
+        verbose: int | None = None,
         predictionCol: str | None = None,
         rawPredictionCol: str | None = None,
         probabilityCol: str | None = None,
