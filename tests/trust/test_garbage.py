@@ -97,8 +97,9 @@ def test_a_damaged_file_of_tensors_is_an_error_and_takes_no_memory():
 
 def test_deep_and_huge_headers_of_tensors_are_errors():
     one = '{"x":{"dtype":"F32","shape":[%s],"data_offsets":[0,0]}}'
-    shapes = (one % (1 << 40)).encode(), (one % f"0.5,1{400 * '0'}").encode()
-    for text in (b"[" * 100_000, b"[]", b"7", *shapes):
+    # The third took all memory: a list, multiplied.
+    shapes = [1 << 40, f"0.5,1{400 * '0'}", f"[[]],{1 << 58}", "true", ",".join(["1"] * 65), "-1,-1"]
+    for text in (b"[" * 100_000, b"[]", b"7", *((one % shape).encode() for shape in shapes)):
         with pytest.raises(ValueError, match="not a whole file of tensors"):
             tensorfile.load(struct.pack("<Q", len(text)) + text)
 

@@ -15,10 +15,11 @@ use rustix::net::{
     socket_with, sockopt,
 };
 
-use crate::handshake::exchange::{Keys, Side, Suite};
+use crate::handshake::exchange::{Keys, Side};
 use crate::handshake::{self, ACCEPTED, CHALLENGE, Carrier, Hello, OPENING, Offer, Status, VERSION, nonce};
 use crate::peer::Peer;
 use crate::race::{Outcome, Race};
+use crate::record::Suite;
 use crate::service::PATIENCE;
 use crate::shared::{Secured, Shared};
 use crate::{Error, Result};

@@ -12,70 +12,17 @@
 //! keys, so no two connections have a key in common. The private keys are forgotten with the handshake: the job's key does
 //! not open what was recorded before it became known.
 
-use ring::aead::{AES_128_GCM, Algorithm, CHACHA20_POLY1305, UnboundKey};
 use ring::agreement::{EphemeralPrivateKey, UnparsedPublicKey, X25519, agree_ephemeral};
-use ring::hkdf::{HKDF_SHA256, Prk, Salt};
+use ring::hkdf::{HKDF_SHA256, KeyType, Prk, Salt};
 use ring::rand::SystemRandom;
 
-use crate::record::Seal;
+use crate::record::{Seal, Suite};
 use crate::{Error, Result};
 
 /// Bytes of a public key.
 pub(crate) const PUBLIC: usize = 32;
 
 const LABEL: &[u8] = b"farandole link";
-
-/// What seals the records of a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Suite {
-    Aes128Gcm,
-    ChaCha20Poly1305,
-}
-
-impl Suite {
-    /// The one that this processor is faster at.
-    pub(crate) fn own() -> Self {
-        if aes() { Self::Aes128Gcm } else { Self::ChaCha20Poly1305 }
-    }
-
-    /// The one for both: without instructions for AES it is several times slower than the other.
-    pub(crate) fn of_both(self, other: Self) -> Self {
-        if self == other { self } else { Self::ChaCha20Poly1305 }
-    }
-
-    pub(crate) fn code(self) -> u8 {
-        match self {
-            Self::Aes128Gcm => 1,
-            Self::ChaCha20Poly1305 => 2,
-        }
-    }
-
-    pub(crate) fn from_code(code: u8) -> Option<Self> {
-        [Self::Aes128Gcm, Self::ChaCha20Poly1305].into_iter().find(|one| one.code() == code)
-    }
-
-    fn algorithm(self) -> &'static Algorithm {
-        match self {
-            Self::Aes128Gcm => &AES_128_GCM,
-            Self::ChaCha20Poly1305 => &CHACHA20_POLY1305,
-        }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-fn aes() -> bool {
-    std::arch::is_x86_feature_detected!("aes") && std::arch::is_x86_feature_detected!("pclmulqdq")
-}
-
-#[cfg(target_arch = "aarch64")]
-fn aes() -> bool {
-    std::arch::is_aarch64_feature_detected!("aes")
-}
-
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-fn aes() -> bool {
-    false
-}
 
 /// One side's half of an exchange. Serves once.
 pub(crate) struct Half {
@@ -105,6 +52,16 @@ impl Half {
 #[derive(Clone)]
 pub(crate) struct Secret(Prk);
 
+/// Bytes of a key, as HKDF asks for it.
+#[derive(Clone, Copy, Debug)]
+struct KeyLength(usize);
+
+impl KeyType for KeyLength {
+    fn len(&self) -> usize {
+        self.0
+    }
+}
+
 /// The two ends of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
@@ -120,12 +77,13 @@ pub(crate) struct Keys {
 }
 
 impl Secret {
-    /// The keys of a side, bound to all that was said.
+    /// The keys of a side, bound to all that was said. `None` for a suite that this processor does not have.
     pub(crate) fn keys(&self, side: Side, suite: Suite, hello: &[u8], challenge: &[u8]) -> Option<Keys> {
         let key = |from: &'static [u8]| {
             let info = [LABEL, from, hello, challenge];
-            let okm = self.0.expand(&info, suite.algorithm()).ok()?;
-            Some(Seal::new(UnboundKey::from(okm)))
+            let mut key = vec![0; suite.key_len()];
+            self.0.expand(&info, KeyLength(key.len())).ok()?.fill(&mut key).ok()?;
+            Seal::new(suite, &key)
         };
         let (own, other): (&[u8], &[u8]) = match side {
             Side::Dialer => (b" from dialer ", b" from acceptor "),

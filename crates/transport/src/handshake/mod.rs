@@ -29,10 +29,11 @@ use rand::TryRngCore;
 use rand::rngs::OsRng;
 use sha2::Sha256;
 
+use crate::record::Suite;
 use crate::{Error, Result};
-use exchange::{Half, Keys, PUBLIC, Secret, Side, Suite};
+use exchange::{Half, Keys, PUBLIC, Secret, Side};
 
-pub(crate) const VERSION: u16 = 3;
+pub(crate) const VERSION: u16 = 4;
 /// The channel of heartbeats; not for users.
 pub(crate) const CONTROL: u32 = u32::MAX;
 

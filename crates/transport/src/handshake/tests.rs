@@ -104,18 +104,24 @@ fn keys_are_bound_to_what_was_said() {
 }
 
 #[test]
-fn a_rank_without_instructions_for_aes_chooses_for_both() {
-    assert_eq!(Suite::Aes128Gcm.of_both(Suite::Aes128Gcm), Suite::Aes128Gcm);
-    for other in [Suite::Aes128Gcm, Suite::ChaCha20Poly1305] {
-        assert_eq!(Suite::ChaCha20Poly1305.of_both(other), Suite::ChaCha20Poly1305);
-        assert_eq!(other.of_both(Suite::ChaCha20Poly1305), Suite::ChaCha20Poly1305);
-        assert_eq!(Suite::from_code(other.code()), Some(other));
+fn ranks_take_the_fastest_cipher_that_both_have() {
+    use Suite::{Aegis128X2, Aes128Gcm, ChaCha20Poly1305};
+    assert_eq!(Aegis128X2.of_both(Aegis128X2), Aegis128X2);
+    assert_eq!((Aegis128X2.of_both(Aes128Gcm), Aes128Gcm.of_both(Aegis128X2)), (Aes128Gcm, Aes128Gcm));
+    for one in Suite::ALL {
+        assert_eq!(
+            (one.of_both(ChaCha20Poly1305), ChaCha20Poly1305.of_both(one)),
+            (ChaCha20Poly1305, ChaCha20Poly1305)
+        );
+        assert_eq!(Suite::from_code(one.code()), Some(one));
     }
-    let slow = Hello { suite: Suite::ChaCha20Poly1305, ..hello(Carrier::Control) };
-    let (dialer, acceptor) = shaken(Offer::new(&KEY, &slow).unwrap());
-    assert_eq!(acceptor.challenge[OPENING], Suite::ChaCha20Poly1305.code());
-    let mut receiving = acceptor.keys(Side::Acceptor).unwrap().receiving;
-    assert!(opens(&mut dialer.keys(Side::Dialer).unwrap().sending, &mut receiving));
+    for suite in Suite::ALL.into_iter().filter(|suite| *suite <= Suite::own()) {
+        let slower = Hello { suite, ..hello(Carrier::Control) };
+        let (dialer, acceptor) = shaken(Offer::new(&KEY, &slower).unwrap());
+        assert_eq!(acceptor.challenge[OPENING], suite.code());
+        let mut receiving = acceptor.keys(Side::Acceptor).unwrap().receiving;
+        assert!(opens(&mut dialer.keys(Side::Dialer).unwrap().sending, &mut receiving));
+    }
 }
 
 #[test]

@@ -11,8 +11,9 @@ use farandole_shm::handover;
 use super::*;
 use crate::beat::{Beats, Heard};
 use crate::contract::{meshes, open_pair};
-use crate::handshake::exchange::{Keys, Side, Suite};
+use crate::handshake::exchange::{Keys, Side};
 use crate::handshake::{HELLO, Hello, Offer, PROOF, Status, Transcript, VERSION};
+use crate::record::Suite;
 use crate::{MemoryRendezvous, Place, frames};
 
 const KEY: [u8; 32] = [7; 32];

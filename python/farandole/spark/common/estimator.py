@@ -13,7 +13,9 @@ import contextlib
 import inspect
 import secrets
 import sys
+import threading
 import time
+import uuid
 import warnings
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -26,11 +28,13 @@ from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import Backend, SparkBackend
 from farandole.spark.common.classes import ClassParams
 from farandole.spark.common.columns import Roles, check_present, check_types
+from farandole.spark.common.copies import encoded
 from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.finite import NotFiniteError
+from farandole.spark.common.journal import recorded
 from farandole.spark.common.model import FarandoleModel, check_columns, check_form
 from farandole.spark.common.params import EstimatorParams
-from farandole.spark.common.prepare import encoded, find_data, prepare_data
+from farandole.spark.common.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.progress import Progress, progress
 from farandole.spark.common.runs import alone, begin, mapped, name_of
 from farandole.spark.common.tracking import MlflowTracker, Tracker
@@ -40,7 +44,7 @@ from farandole.spark.shim import Shim
 from farandole.spark.training import telling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pyspark.ml.param import Param
     from pyspark.sql import DataFrame
@@ -54,12 +58,13 @@ if TYPE_CHECKING:
 class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
     """What the estimators of all frameworks share."""
 
-    def fit(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
+    def fit(self, df: Any, params: Any = None, *, ui: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
         """Trains on a DataFrame, or on a pyarrow, pandas or polars table.
 
         Args:
             df: the rows.
             params: values of parameters that hold for this call; a list of them fits a model with each.
+            ui: whether to open the run viewer on the store and print its link.
 
         Returns:
             The fitted model, or a list of them.
@@ -67,10 +72,38 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         Raises:
             ValueError: a parameter, a column or the data does not fit; the message names it.
         """
+        self._show(ui)
         with mapped(params is not None):
             return super().fit(df, params)
 
-    def fit_on_parquet(self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None) -> Any:
+    def fitMultiple(  # noqa: N802 - Spark's name
+        self,
+        dataset: DataFrame,
+        paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803 - as above
+    ) -> Iterator[tuple[int, Any]]:
+        """Fits a model with each map of parameters; Spark's tuners call this, and threads share what it returns.
+
+        The rows are prepared once for all maps that need the same columns. Each fit waits until there are slots for
+        all of its processes.
+
+        Args:
+            dataset: the rows.
+            paramMaps: values of parameters, a map for each model.
+
+        Returns:
+            An iterator over pairs of the number of a map and its model, which threads may ask at the same time.
+        """
+        estimator, rows = self.copy(), f"rows-{uuid.uuid4().hex}"
+
+        def fit(number: int) -> Any:
+            with same_rows(rows):
+                return estimator.fit(dataset, paramMaps[number])
+
+        return _Fits(fit, len(paramMaps))
+
+    def fit_on_parquet(
+        self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None, *, ui: bool = False
+    ) -> Any:
         """Trains on the Parquet data that is already in the store, without a DataFrame.
 
         With `backend=LocalBackend(...)` no Spark session is needed. Validation data is used when it is there.
@@ -78,6 +111,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         Args:
             params: values that hold for this call.
             dataset_idx: number of the data set; without it the store's unnumbered one.
+            ui: whether to open the run viewer on the store and print its link.
 
         Returns:
             The fitted model.
@@ -87,8 +121,15 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             FarandoleJobError: a worker failed.
             RunDiffersError: a `ValueError`: the run of `run_id` was begun with other data or parameters.
         """
+        self._show(ui)
         with mapped(params is not None):
             return (self.copy(params) if params else self)._fit_prepared(dataset_idx)
+
+    def _show(self, ui: bool) -> None:
+        if ui and self.getStore() is not None:
+            from farandole.ui import show
+
+            sys.stderr.write(f"the runs of this store are at {show(self._store()).link}\n")
 
     def _fit(self, dataset: DataFrame) -> Any:
         if not hasattr(dataset, "mapInArrow"):
@@ -230,7 +271,10 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         if any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told):
             more["on_progress"] = report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
-        with telling(Shim.active(), job.run_id, type(self).__name__, self._plain()) as run:
+        with (
+            recorded(self, job) as journal,
+            telling(Shim.active(), job.run_id, type(self).__name__, self._plain(), journal) as run,
+        ):
             while True:
                 try:
                     return backend.run(train, args=(job,), **more)
@@ -368,6 +412,28 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             weight=self.getSampleWeightCol(),
             validation=self.getValidation(),
         )
+
+
+class _Fits:
+    """An iterator that fits one model in each call; several threads may ask it at the same time.
+
+    Args:
+        fit: makes the model of a number.
+        total: how many there are.
+    """
+
+    def __init__(self, fit: Callable[[int], Any], total: int) -> None:
+        self._fit = fit
+        self._numbers = iter(range(total))
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        with self._lock:
+            number = next(self._numbers)
+        return number, self._fit(number)
 
 
 HorovodEstimator = FarandoleEstimator

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from farandole.spark.common.chart import Chart
     from farandole.spark.common.evaluation import Evaluation
     from farandole.spark.common.history import Entry
+    from farandole.ui import Viewer
 
 
 _TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
@@ -195,6 +196,22 @@ class FarandoleModel(ModelParams, ClassParams, Model):
         from farandole.spark.common.chart import Chart
 
         return Chart(self._entries(), names or None)
+
+    def show(self) -> Viewer:
+        """Opens the run viewer on the run that trained the model; notebooks show its link.
+
+        Returns:
+            The viewer, which ends with this process, or by `close()`.
+
+        Raises:
+            ValueError: the run was not saved.
+        """
+        from farandole.ui import show
+
+        run, logs = self.getRunId(), (self.getPaths() or {}).get("logs")
+        if run is None or logs is None or f"/{run}/" not in logs:
+            raise ValueError("the run of this model was not saved, so that there is nothing to show")
+        return show(logs.rpartition(f"/{run}/")[0], run=run)
 
     def _entries(self) -> list[Entry]:
         """The history as entries, whatever form its framework gives it."""

@@ -20,6 +20,7 @@ import json
 import pickle
 import threading
 import uuid
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -27,13 +28,11 @@ from weakref import WeakValueDictionary
 import cloudpickle
 
 from farandole._native import prepare as native
-from farandole._native.store import Store as NativeStore
 from farandole.data import places
 from farandole.data.datasets import linked, open_dataset
 from farandole.data.learning import Learner, Wish, encoding_at, needed, note_encoding
 from farandole.data.prepare import PreparedData as Prepared
-from farandole.data.prepare import columns_of, described, other_split, prepare, spec_of, texts
-from farandole.data.sources import open_source
+from farandole.data.prepare import columns_of, described, other_split, spec_of, texts
 from farandole.spark.common import plan
 from farandole.spark.common.columns import Roles, check_present
 from farandole.spark.common.encoding import Encoding, sources_of
@@ -95,6 +94,23 @@ class _Turn:
 
 _CACHE = _Cache()
 _TURNS = _Turns()
+_SAME_ROWS: ContextVar[str | None] = ContextVar("farandole_same_rows", default=None)
+
+
+@contextlib.contextmanager
+def same_rows(name: str) -> Iterator[None]:
+    """Says that all frames that are prepared in this context, and in others of the same name, have the same rows.
+
+    It counts where no plan tells: on Spark Connect.
+
+    Args:
+        name: of the rows, which nobody else uses.
+    """
+    token = _SAME_ROWS.set(name)
+    try:
+        yield
+    finally:
+        _SAME_ROWS.reset(token)
 
 
 def clear_training_cache() -> None:
@@ -171,11 +187,12 @@ def prepare_data(
         with prepared:
             yield prepared
         return
-    source = plan.fingerprint(chosen)
+    by_plan = plan.fingerprint(chosen)
+    source = by_plan if by_plan is not None else _SAME_ROWS.get()
     told = json.dumps([options, *wish.told()], sort_keys=True)
     key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{told}"
     with _TURNS.of(key) if source is not None else contextlib.nullcontext():
-        entry = None if source is None else _lookup(key, chosen)
+        entry = None if source is None else _lookup(key, None if by_plan is None else chosen)
         if entry is None:
             fingerprint = f"once-{uuid.uuid4().hex}"
             made = _prepare(store, merged, names, options, fingerprint, encoded)
@@ -336,59 +353,11 @@ def find_data(store: AbstractFilesystemStore, roles: Roles, idx: int | None = No
     )
 
 
-@contextlib.contextmanager
-def encoded(
-    store: AbstractFilesystemStore, found: Prepared, roles: Roles, wish: Wish, *, allow_nan: bool = False
-) -> Iterator[Prepared]:
-    """A data set whose categories are indices: itself, or a copy in the store where nobody has prepared it so.
-
-    Args:
-        store: where the copy goes; it is found again as long as the files are the same.
-        found: what `find_data` found.
-        roles: the columns.
-        wish: what they shall become.
-        allow_nan: takes NaN and infinities as values like any others.
-
-    Yields:
-        The data; nobody writes over a copy inside the context.
-
-    Raises:
-        ValueError: data that was prepared without the categories that are asked for.
-    """
-    before = found.encoding
-    left = wish if before is None else wish.without(before)
-    if not needed(left, roles.kept, found.columns):
-        yield found
-        return
-    url = store.get_train_data_path(found.index)
-    if native.read_manifest(url) is not None:
-        raise ValueError(
-            f"the data at {url} was prepared without the categories, values for what is missing, or columns of it that "
-            "are asked for: give categories and fill to prepare_data, too"
-        )
-    sides = Roles(roles.features, roles.labels, roles.weight)
-    with contextlib.ExitStack() as held:
-
-        def copy(url: str, wish: Wish) -> Prepared:
-            spec = spec_of(sides, 0, dict(wish.fill), allow_nan=allow_nan)
-            return held.enter_context(prepare(open_source(url, format=_format(url)), store, sides, spec, "fit", wish))
-
-        train = copy(url, wish)
-        val = None
-        if found.val_url is not None:
-            val = copy(store.get_val_data_path(found.index), Wish.like(train.encoding or Encoding()))
-        rows = 0 if val is None else val.train_rows
-        yield replace(train, val_url=None if val is None else val.train_url, val_rows=rows)
-
-
-def _format(url: str) -> str | None:
-    return None if NativeStore(url).exists("_delta_log") else "parquet"
-
-
-def _lookup(key: str, frame: DataFrame) -> _Entry | None:
+def _lookup(key: str, frame: DataFrame | None) -> _Entry | None:
+    """What was prepared under a key; of the same rows as a frame, where one is given."""
     with _CACHE.lock:
         for entry in list(_CACHE.entries):
-            if entry.key != key or not _same(entry.frame, frame):
+            if entry.key != key or (frame is not None and not _same(entry.frame, frame)):
                 continue
             manifest = native.read_manifest(entry.prepared.train_url)
             if manifest is not None and json.loads(manifest)["fingerprint"] == entry.fingerprint:

@@ -32,6 +32,8 @@ _NAMES = {
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGN = 8
+_MOST_SIDES = 64
+"""As many as torch knows."""
 
 
 def can_hold(tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -86,9 +88,11 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
 
 def _tensor(data: memoryview, one: dict[str, Any]) -> torch.Tensor:
     dtype, shape, (start, end) = _TYPES[str(one["dtype"])], one["shape"], one["data_offsets"]
+    # Before anything is taken: a shape may claim terabytes, and need not be one.
+    if len(shape) > _MOST_SIDES or not all(type(side) is int and 0 <= side < 1 << 63 for side in shape):
+        raise ValueError(f"not the shape of a tensor: {str(shape)[:100]}")
     size = math.prod(shape) * dtype.itemsize
-    # Before anything is taken: a shape may claim terabytes.
-    if min(shape, default=0) < 0 or end - start != size or not 0 <= start <= end <= len(data):
+    if end - start != size or not 0 <= start <= end <= len(data):
         raise ValueError(f"shape {shape} at {start} to {end} of {len(data)} bytes")
     if not size:
         return torch.empty(shape, dtype=dtype)

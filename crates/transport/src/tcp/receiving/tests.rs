@@ -8,12 +8,12 @@ use std::os::unix::net::UnixStream;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use ring::aead::{AES_128_GCM, UnboundKey};
 
 use super::*;
+use crate::record::Suite;
 
 fn seal() -> Seal {
-    Seal::new(UnboundKey::new(&AES_128_GCM, &[3; 16]).unwrap())
+    Seal::new(Suite::ChaCha20Poly1305, &[3; 32]).unwrap()
 }
 
 /// Payloads as they go over a connection, with the last word.
