@@ -16,6 +16,7 @@ import hashlib
 import os
 import sys
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,8 +95,13 @@ class Predictor:
                 sizes = [values[0].size for values in self.outputs(batch.slice(0, 1))]
                 yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
 
+    @cached_property
+    def _content(self) -> str:
+        """What tells the model from others; found out once in a task."""
+        return self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
+
     def _load(self) -> Any:
-        key = self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
+        key = self._content
         if key not in _MODELS:
             _prepare(self.backend)
             import cloudpickle

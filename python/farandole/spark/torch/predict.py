@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,9 +97,14 @@ class Predictor:
                 yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
                 return
 
+    @cached_property
+    def _content(self) -> str:
+        """What tells the model from others; found out once in a task."""
+        return self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
+
     def _load(self) -> torch.nn.Module:
         device = self._device()
-        key = f"{self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()} {device}"
+        key = f"{self._content} {device}"
         if key not in _MODELS:
             from farandole.spark.torch import payload
 
