@@ -20,9 +20,13 @@ from pyspark.sql import functions as sf
 from tests.single.training import Here
 
 from farandole.data import Pad, ParquetLoader
+from farandole.data import prepare_data as prepare_frame
+from farandole.data.sides import split_of
 from farandole.spark.common import LocalStore
 from farandole.spark.common import model as model_module
+from farandole.spark.common.columns import Roles
 from farandole.spark.common.model import FarandoleModel
+from farandole.spark.common.prepare import prepare_data
 from farandole.spark.keras import KerasEstimator, KerasModel
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator, TorchModel
@@ -242,3 +246,22 @@ def test_a_model_of_values_predicts_them_and_has_metrics_of_values(spark, tmp_pa
     own._set(loss=lambda output, label: ((output - label) ** 2).mean())
     with pytest.raises(ValueError, match=r"predictionCol needs to know what the model returns.*set output_form"):
         own.fit(line)
+
+
+@pytest.mark.parametrize("by", ["stratify", "group", "time"])
+def test_a_split_holds_the_same_rows_out_on_spark_as_without(spark, tmp_path, by):
+    rows = [(row, ["a", "b", "b", "b"][row % 4], row % 7, float(row % 11)) for row in range(200)]
+    frame = spark.createDataFrame(rows, "id int, kind string, user int, day double").repartition(3)
+    column = {"stratify": "kind", "group": "user", "time": "day"}[by]
+
+    def held_out(url):
+        return sorted(next(iter(ParquetLoader(url, 1000, ["id"])))["id"].tolist())
+
+    roles = Roles(features=("id", "day"), labels=(), validation=0.25)
+    split = split_of(0.25, *(column if by == one else None for one in ("stratify", "group", "time")), 3)
+    with prepare_data(2, LocalStore(str(tmp_path / "spark")), frame, roles, 3, split=split) as prepared:
+        found = held_out(prepared.val_url)
+        assert sorted(found + held_out(prepared.train_url)) == list(range(200))
+    plain = prepare_frame(frame.toPandas(), tmp_path / "plain", feature_cols=["id", "day"], validation=0.25, seed=3,
+                          **{f"validation_{by}": column})  # fmt: skip
+    assert held_out(plain.val_url) == found
