@@ -6,7 +6,7 @@
 use clap::{ArgMatches, Command};
 
 use crate::run::flags::FLAGS;
-use crate::{agent, bench, data, run, store};
+use crate::{agent, bench, data, explain, run, store, ui};
 
 /// The whole command.
 pub(crate) fn command() -> Command {
@@ -20,6 +20,8 @@ pub(crate) fn command() -> Command {
         .subcommand(bench::command())
         .subcommand(data::command())
         .subcommand(store::command())
+        .subcommand(ui::command())
+        .subcommand(explain::command())
         .subcommand(
             Command::new("doctor")
                 .about("Says what is installed, which links and devices work, and what is wrong."),

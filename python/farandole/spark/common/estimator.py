@@ -26,6 +26,7 @@ from farandole.spark.common.backend import Backend, SparkBackend
 from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.finite import NotFiniteError
+from farandole.spark.common.journal import recorded
 from farandole.spark.common.params import EstimatorParams, ModelParams
 from farandole.spark.common.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.progress import Progress, progress
@@ -48,17 +49,19 @@ if TYPE_CHECKING:
     from farandole.spark.common.fingerprint import Part
     from farandole.spark.common.history import Entry
     from farandole.spark.common.store import AbstractFilesystemStore
+    from farandole.ui import Viewer
 
 
 class FarandoleEstimator(EstimatorParams, Estimator[Any]):
     """What the estimators of all frameworks share."""
 
-    def fit(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
+    def fit(self, df: Any, params: Any = None, *, ui: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
         """Trains on a DataFrame, or on a pyarrow, pandas or polars table.
 
         Args:
             df: the rows.
             params: values of parameters that hold for this call; a list of them fits a model with each.
+            ui: whether to open the run viewer on the store and print its link.
 
         Returns:
             The fitted model, or a list of them.
@@ -66,6 +69,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         Raises:
             ValueError: a parameter, a column or the data does not fit; the message names it.
         """
+        self._show(ui)
         with mapped(params is not None):
             return super().fit(df, params)
 
@@ -94,7 +98,9 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
 
         return _Fits(fit, len(paramMaps))
 
-    def fit_on_parquet(self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None) -> Any:
+    def fit_on_parquet(
+        self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None, *, ui: bool = False
+    ) -> Any:
         """Trains on the Parquet data that is already in the store, without a DataFrame.
 
         With `backend=LocalBackend(...)` no Spark session is needed. Validation data is used when it is there.
@@ -102,6 +108,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         Args:
             params: values that hold for this call.
             dataset_idx: number of the data set; without it the store's unnumbered one.
+            ui: whether to open the run viewer on the store and print its link.
 
         Returns:
             The fitted model.
@@ -111,8 +118,15 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             FarandoleJobError: a worker failed.
             RunDiffersError: a `ValueError`: the run of `run_id` was begun with other data or parameters.
         """
+        self._show(ui)
         with mapped(params is not None):
             return (self.copy(params) if params else self)._fit_prepared(dataset_idx)
+
+    def _show(self, ui: bool) -> None:
+        if ui and self.getStore() is not None:
+            from farandole.ui import show
+
+            sys.stderr.write(f"the runs of this store are at {show(self._store()).link}\n")
 
     def _fit(self, dataset: DataFrame) -> Any:
         if not hasattr(dataset, "mapInArrow"):
@@ -240,7 +254,10 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         if any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told):
             more["on_progress"] = report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
-        with telling(Shim.active(), job.run_id, type(self).__name__, self._plain()) as run:
+        with (
+            recorded(self, job) as journal,
+            telling(Shim.active(), job.run_id, type(self).__name__, self._plain(), journal) as run,
+        ):
             while True:
                 try:
                     return backend.run(train, args=(job,), **more)
@@ -379,6 +396,22 @@ class FarandoleModel(ModelParams, Model):
         from farandole.spark.common.chart import Chart
 
         return Chart(self._entries(), names or None)
+
+    def show(self) -> Viewer:
+        """Opens the run viewer on the run that trained the model; notebooks show its link.
+
+        Returns:
+            The viewer, which ends with this process, or by `close()`.
+
+        Raises:
+            ValueError: the run was not saved.
+        """
+        from farandole.ui import show
+
+        run, logs = self.getRunId(), (self.getPaths() or {}).get("logs")
+        if run is None or logs is None or f"/{run}/" not in logs:
+            raise ValueError("the run of this model was not saved, so that there is nothing to show")
+        return show(logs.rpartition(f"/{run}/")[0], run=run)
 
     def _entries(self) -> list[Entry]:
         """The history as entries, whatever form its framework gives it."""
