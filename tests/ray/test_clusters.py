@@ -197,12 +197,18 @@ def free():
 
 ray_command = str(Path(sys.executable).with_name("ray"))
 door = free()
-subprocess.run(
+# It ends with its process. `ray stop` would end every Ray of this machine, and drivers that use one with it.
+head = subprocess.Popen(
     [ray_command, "start", "--head", "--num-cpus=4", "--include-dashboard=false", "--port", free(),
-     "--ray-client-server-port", door, "--disable-usage-stats"],
-    check=True, stdout=subprocess.DEVNULL,
+     "--ray-client-server-port", door, "--disable-usage-stats", "--block"],
+    stdout=subprocess.PIPE, text=True,
 )
 try:
+    for line in head.stdout:
+        if "Ray runtime started" in line:
+            break
+    import threading
+    threading.Thread(target=head.stdout.read, daemon=True).start()
     ray.init("ray://127.0.0.1:" + door)
     made = RayExecutor(RayExecutor.create_settings(), num_workers=2)
     made.start()
@@ -216,7 +222,8 @@ try:
     made.shutdown()
     ray.shutdown()
 finally:
-    subprocess.run([ray_command, "stop"], check=False, stdout=subprocess.DEVNULL)
+    head.terminate()
+    head.wait(60)
 """
 )
 

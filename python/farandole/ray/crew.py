@@ -11,6 +11,7 @@ joins when its actor runs. Who is in the world, and when the job is done, the re
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -19,10 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole.ray.results import headline
+from farandole.ray.strategy import current_placement_group, reserved
 from farandole.ray.utils import needed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from farandole._native.registrar import Registrar
     from farandole.runner.agent import Work
@@ -101,6 +103,29 @@ class Needs:
         """
         first, longest = self.pauses
         return first if before is None or healthy > longest else min(2 * before, longest)
+
+
+@contextlib.contextmanager
+def room(needs: Needs, least: int, limit: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Reserves room for the fewest workers of a job at once, and gives it back afterwards.
+
+    Nothing is reserved inside of another placement group, such as a trial's of Ray Tune, which holds the room already.
+
+    Args:
+        needs: What each worker needs; gets the placement group.
+        least: Fewest workers; 0 reserves nothing.
+        limit: Seconds that Ray may take.
+        say: Gets what is waited for.
+
+    Raises:
+        TimeoutError: Ray did not reserve it in time.
+    """
+    if not least or not (needs.cpus or needs.gpus) or current_placement_group() is not None:
+        yield
+        return
+    with reserved(needs.cpus, needs.gpus, least, limit, say) as group:
+        needs.group, needs.grouped = group, least
+        yield
 
 
 @dataclass

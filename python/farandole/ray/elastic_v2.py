@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -15,9 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray.adapter import Adapter, BaseParams
-from farandole.ray.crew import NOT_FOR_WORKERS, PAUSES, Needs, RayCrew
+from farandole.ray.crew import NOT_FOR_WORKERS, PAUSES, Needs, RayCrew, room
 from farandole.ray.drains import Drains
-from farandole.ray.strategy import current_placement_group, reserved
 from farandole.ray.utils import needed
 from farandole.runner.elastic.discovery import HostDiscovery
 
@@ -269,10 +267,8 @@ class ElasticAdapter(Adapter):
             for callback in callbacks or ():
                 callback(record)
 
-        with contextlib.ExitStack() as held:
-            if hosts is None and (needs.cpus or needs.gpus) and current_placement_group() is None:
-                limit, needs.grouped = params.elastic_timeout, params.min_workers
-                needs.group = held.enter_context(reserved(needs.cpus, needs.gpus, needs.grouped, limit, output.say))
+        least = params.min_workers if hosts is None else 0
+        with room(needs, least, params.elastic_timeout, output.say):
             registrar = Registrar.elastic(
                 params.min_workers,
                 params.min_workers,

@@ -143,7 +143,7 @@ class SparkBackend(Backend):
         **kwargs: Any,
     ) -> None:
         self._num_proc = None if num_proc is None else at_least("num_proc", 1)(num_proc)
-        self._bounds = _bounds(num_proc, min_num_proc, max_num_proc)
+        self._bounds = elastic_bounds(num_proc, min_num_proc, max_num_proc)
         self._env = dict(env) if env is not None else None
         if isinstance(pass_env, str) or not all(isinstance(one, str) for one in pass_env):
             raise TypeError(f"pass_env is a list of names and patterns of variables: {pass_env!r}")
@@ -265,7 +265,7 @@ class LocalBackend(Backend):
         reset_limit: int | None = None,
     ) -> None:
         self._given = num_proc
-        self._bounds = _bounds(num_proc, min_num_proc, max_num_proc)
+        self._bounds = elastic_bounds(num_proc, min_num_proc, max_num_proc)
         self._num_proc = _cores() if num_proc is None else at_least("num_proc", 1)(num_proc)
         if num_proc is None and self._bounds:
             self._num_proc = runner.elastic_sizes(None, min_num_proc, max_num_proc, _cores)[0]
@@ -300,7 +300,8 @@ class LocalBackend(Backend):
         warmth = warm_workers.wanted(self._warm, by_default=True)
         with self._turn(output) as limit:
             if self._bounds:
-                registrar, most = self._elastic_registrar(limit)
+                where = {"host": "127.0.0.1", "bind": ""}  # as that of a job of fixed size
+                registrar, most = elastic_registrar(size, self._bounds, self._limits, limit, **where)
                 work = Work(
                     registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth, elastic=True
                 )
@@ -332,27 +333,6 @@ class LocalBackend(Backend):
         # Nobody elsewhere needs to reach it, whatever the variables say of other jobs.
         return Registrar(size, start_timeout=limit, host="127.0.0.1", bind="")
 
-    def _elastic_registrar(self, limit: float) -> tuple[Registrar, int]:
-        """A registrar whose workers come and go, and the largest number of them."""
-        from farandole._native.registrar import Registrar  # noqa: PLC0415 - as above
-        from farandole.common import logs  # noqa: PLC0415
-
-        logs.start()
-        least, most = self._bounds.get("min_num_proc"), self._bounds.get("max_num_proc")
-        first, least, most = runner.elastic_sizes(self._num_proc, least, most, _cores)
-        patience, resets = elastic_limit(self._limits.get("elastic_timeout")), self._limits.get("reset_limit")
-        registrar = Registrar.elastic(
-            first,
-            least,
-            most,
-            timeout=patience,
-            reset_limit=None if resets is None else int(resets),
-            start_timeout=limit,
-            host="127.0.0.1",
-            bind="",
-        )
-        return registrar, most
-
     def _agents(self, work: Work, size: int) -> Agents:
         return LocalAgents(work, range(size))
 
@@ -381,7 +361,7 @@ _CORES = Slots(_cores, "cores")
 """What the jobs of searches on this host share."""
 
 
-def _bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:
+def elastic_bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:
     """Fewest and most processes of an elastic job, as they were given; nothing for a job of fixed size.
 
     Raises:
@@ -394,3 +374,35 @@ def _bounds(first: int | None, least: int | None, most: int | None) -> dict[str,
     for name, value in bounds.items():
         at_least(name, 1)(value)
     return bounds
+
+
+def elastic_registrar(
+    first: int, bounds: Mapping[str, int], limits: Mapping[str, float], start: float, **where: str
+) -> tuple[Registrar, int]:
+    """A registrar whose workers come and go, and the largest number of them.
+
+    Args:
+        first: Workers that the first world waits for.
+        bounds: As `elastic_bounds` returned them.
+        limits: `elastic_timeout` and `reset_limit`, as far as they were given.
+        start: Seconds that workers may take to start.
+        **where: `host` and `bind` of `Registrar.elastic`.
+    """
+    from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+    from farandole.common import logs  # noqa: PLC0415
+
+    logs.start()
+    first, least, most = runner.elastic_sizes(
+        first, bounds.get("min_num_proc"), bounds.get("max_num_proc"), lambda: first
+    )
+    patience, resets = elastic_limit(limits.get("elastic_timeout")), limits.get("reset_limit")
+    registrar = Registrar.elastic(
+        first,
+        least,
+        most,
+        timeout=patience,
+        reset_limit=None if resets is None else int(resets),
+        start_timeout=start,
+        **where,
+    )
+    return registrar, most
