@@ -152,6 +152,12 @@ def test_a_missing_program_is_named(launch: Start) -> None:
     assert "cannot start /no/such/program: No such file or directory" in run.err.read_text()
 
 
+def test_a_job_that_is_too_large_for_this_host_says_so_before_anything_starts(launch: Start) -> None:
+    run = launch("-np", 1_000_000, "true")
+    assert run.wait() == 1
+    assert run.err.read_text().startswith("farandole: the job cannot begin: a job of this size needs ")
+
+
 def test_a_bad_knob_is_named_before_anything_starts(launch: Start) -> None:
     run = launch("-np", 2, "--cache-capacity", "many", "true")
     assert run.wait() == 1
