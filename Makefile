@@ -139,8 +139,8 @@ test-faults: install
 	$(BIN)/python -m pytest tests/elastic -m slow --reruns 1
 	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
 
-# Open ports, hostile files, losses of power, a thousand fits in one process, ten minutes of random collectives, a stopped
-# driver: half an hour at most, in two parallel halves. `test` runs the short ones of these tests.
+# Open ports, hostile files, losses of power, a thousand fits in one process, ten minutes of random collectives, a driver that
+# is stopped or cut off from its executors: half an hour at most, in two parallel halves. `test` runs the short ones.
 SOAKS := tests/trust/test_soak.py tests/trust/test_heap.py
 test-trust: install packages
 	$(MAKE) --no-print-directory -j2 --output-sync=target trust-soaks trust-rest
