@@ -229,6 +229,7 @@ def trained(member: Member) -> list[float]:
     return model.weight.detach().flatten().tolist()
 
 
+@pytest.mark.slow
 def test_a_new_member_gets_the_parameters_of_a_ddp_model(crew: Crew) -> None:
     told = crew.run(dict.fromkeys(range(3), trained))
     assert told[0] == told[1] == told[2]

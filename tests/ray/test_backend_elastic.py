@@ -45,6 +45,7 @@ class Disturbance(Callback):
             time.sleep(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_worker_is_replaced_and_each_row_of_each_epoch_counts_once(resources, tmp_path, capfd):
     x = np.random.default_rng(3).uniform(1.0, 2.0, ROWS).astype("float32")
