@@ -140,11 +140,12 @@ test-faults: install
 	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
 
 # What strangers can reach and what their files can do, losses of power, a thousand fits in one process, ten minutes of random
-# collectives, a driver that is stopped: half an hour at most, in two halves side by side. `test` has the short ones of them.
+# collectives, a driver that is stopped or cut off from its executors: half an hour at most, in two halves side by side.
+# `test` has the short ones of them.
 SOAKS := tests/trust/test_soak.py tests/trust/test_heap.py
-test-trust: install
+test-trust: install packages
 	$(MAKE) --no-print-directory -j2 --output-sync=target trust-soaks trust-rest
-	cargo test --release -p farandole-transport --test relay
+	cargo test --release -p farandole-transport -p farandole-registrar --test relay --test mesh --test crowd
 
 trust-soaks:
 	FARANDOLE_SOAK_SECONDS=$${FARANDOLE_SOAK_SECONDS:-600} $(BIN)/python -m pytest $(SOAKS) --reruns 1 --durations=15
@@ -152,6 +153,7 @@ trust-soaks:
 trust-rest:
 	$(BIN)/python -m pytest tests/trust $(addprefix --ignore=,$(SOAKS)) tests/faults/test_strangers.py \
 	tests/single/test_poisoned_files.py tests/single/test_checkpoint_safety.py tests/single/test_runs.py tests/spark/test_saved.py \
+	tests/launch/test_spark_hosts.py \
 	--reruns 1 --durations=15
 
 lint: $(VENV)/.packages

@@ -14,7 +14,7 @@ def listening(pid="self"):
         except OSError:
             continue
     found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for table in (f"/proc/{pid}/net/tcp", f"/proc/{pid}/net/tcp6"):
         with open(table) as lines:
             rows = [line.split() for line in lines][1:]
         mine = [row[1].rpartition(":") for row in rows if row[3] == "0A" and row[9] in inodes]

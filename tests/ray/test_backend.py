@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from farandole.data.sources import is_frame
-from farandole.ray import RayBackend
+from farandole.ray import RayBackend, RayExecutor
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.store import LocalStore
 from farandole.spark.torch import TorchEstimator
@@ -64,6 +64,16 @@ def test_a_job_waits_for_another_of_its_process_longer_than_ray_may_take(resourc
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: RayBackend(3, verbose=0, placement_group_timeout=2).run(long, [4]), range(2)))
     assert [len(one) for one in found] == [3, 3]
+
+
+def test_a_job_does_not_wait_for_an_executor_that_stays(resources):
+    holder = RayExecutor(RayExecutor.create_settings(), num_workers=3)
+    holder.start()
+    try:
+        with pytest.raises(TimeoutError, match=r"3 bundles of .* within 2 s"):
+            RayBackend(3, verbose=0, placement_group_timeout=2).run(place)
+    finally:
+        holder.shutdown()
 
 
 def test_an_estimator_fits_a_frame_there(resources, tmp_path):

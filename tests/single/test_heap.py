@@ -36,40 +36,52 @@ def heap():
     return Fake()
 
 
-def looks(watch, count):
-    return [watch.look() for _ in range(count)]
+class Clock:
+    """Looks at a heap every quarter of a second."""
+
+    def __init__(self, heap):
+        self.watch, self.now = Watch(heap), 0.0
+
+    def looks(self, seconds):
+        """After how long it trimmed within these seconds, if it did."""
+        for after in range(1, round(4 * seconds) + 1):
+            self.now += 0.25
+            if self.watch.look(self.now):
+                return after / 4
+        return None
 
 
 def test_what_stays_unused_goes_back_and_what_others_have_is_learned_to_be_theirs(heap):
+    clock = Clock(heap)
+    assert clock.looks(5) == 2.25
+    assert clock.looks(20) is None, "nothing could be given back: that is no reason to try again"
+    heap.unused = 30 * MIB
+    assert clock.looks(20) is None
+    heap.unused = 35 * MIB
+    assert clock.looks(5) <= 2.25
+    assert (heap.unused, heap.trims) == (0, 2)
+
+
+def test_a_thread_that_seldom_runs_decides_as_soon(heap):
     watch = Watch(heap)
-    assert looks(watch, 4) == [False, False, False, True]
-    # Nothing could be given back: that is no reason to try again.
-    assert not any(looks(watch, 20))
-    heap.unused = 250 * MIB
-    assert not any(looks(watch, 20))
-    heap.unused = 300 * MIB
-    assert looks(watch, 4) == [False, False, False, True]
-    assert heap.unused == 0
-    assert heap.trims == 2
+    assert [watch.look(second / 2) for second in range(1, 9)] == [*[False] * 7, True]
 
 
 def test_what_a_step_frees_and_takes_again_is_kept(heap):
-    watch = Watch(heap)
-    looks(watch, 4)
-    trims = heap.trims
-    for step in range(40):
+    clock = Clock(heap)
+    clock.looks(5)
+    for step in range(200):
         heap.alive, heap.unused = (100 * MIB, 900 * MIB) if step % 3 else (1000 * MIB, 0)
-        watch.look()
-    assert heap.trims == trims
+        assert clock.looks(0.25) is None
 
 
 def test_a_large_program_may_keep_more(heap):
     heap.alive, heap.others = 4000 * MIB, 0
-    watch = Watch(heap)
-    heap.unused = 1900 * MIB
-    assert not any(looks(watch, 10))
-    heap.unused = 2100 * MIB
-    assert any(looks(watch, 4))
+    clock = Clock(heap)
+    heap.unused = 450 * MIB
+    assert clock.looks(10) is None
+    heap.unused = 550 * MIB
+    assert clock.looks(5) is not None
 
 
 def test_the_heap_of_this_process_tells_what_is_used_and_gives_back_what_is_not():

@@ -27,7 +27,7 @@ def estimator(tmp_path, **more):
 
 
 def rows():
-    return pa.table({"x": [float(number) for number in range(64)], "y": [2.0 * number for number in range(64)]})
+    return pa.table({"x": [number / 64 for number in range(64)], "y": [number / 32 for number in range(64)]})
 
 
 def test_a_fit_is_recorded_and_shown(tmp_path, capfd):

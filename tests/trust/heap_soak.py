@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import random
 import time
@@ -17,6 +19,12 @@ def resident():
     """Bytes of memory of this process that are no pages of files."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
+
+
+def tidy():
+    """Gives back what is not in use, whoever keeps it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def layers(draw):
@@ -44,7 +52,7 @@ class Torch:
         return tensor.nbytes
 
     def step(self, draw):
-        """A few steps of a new model by a new optimizer."""
+        """A few steps of a new model by a new optimizer; the bytes that these had."""
         torch = self.torch
         widths = layers(draw)
         model = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in itertools.pairwise(widths)))
@@ -54,6 +62,9 @@ class Torch:
             optimizer.zero_grad()
             model(torch.ones(4, widths[0])).sum().backward()
             optimizer.step()
+        # Weights and their gradients; the optimizer has one more of each, or two.
+        kept = [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
+        return sum(map(self.size, kept)) + 2 * sum(map(self.size, model.parameters()))
 
 
 class TensorFlow:
@@ -76,7 +87,7 @@ class TensorFlow:
         return tensor.dtype.size * tensor.shape.num_elements()
 
     def step(self, draw):
-        """A few steps of a new model."""
+        """A few steps of a new model; the bytes that it had."""
         tf = self.tf
         widths = layers(draw)
         weights = [tf.Variable(tf.ones(pair)) for pair in itertools.pairwise(widths)]
@@ -87,14 +98,20 @@ class TensorFlow:
                     loss = loss @ weight * 1e-3
             for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
                 weight.assign_sub(gradient * 1e-6)
+        # Weights, gradients, and the products that are taken from the weights.
+        return 3 * sum(map(self.size, weights))
 
 
 def one(ops, draw, own, held, sets):
-    """One operation, drawn by all ranks alike; `held` is what this rank keeps, by draws of its own."""
+    """One operation, drawn by all ranks alike; `held` is what this rank keeps, by draws of its own.
+
+    The bytes that were alive at most: what was held before, and what the operation itself has in its hands.
+    """
     hvd, kind = ops.hvd, draw.randrange(9)
     rows, columns = 2 * draw.randrange(1, 60), int(10 ** draw.uniform(0, 4.7))
     tensor = ops.tensor(draw, rows, columns)
     root, mine = draw.randrange(2), [chosen for chosen in sets if chosen.included()]
+    of_step = 0
     collectives = [
         lambda: [hvd.allreduce(tensor, op=hvd.Sum)],
         lambda: [hvd.allgather(tensor[: 1 + (hvd.rank() + rows) % rows])],
@@ -105,7 +122,7 @@ def one(ops, draw, own, held, sets):
     if kind < len(collectives):
         held.extend(collectives[kind]())
     elif kind == len(collectives):
-        ops.step(draw)
+        of_step = ops.step(draw)
     elif kind == 6 and sets:
         hvd.remove_process_set(sets.pop())
     elif kind == 7 and not sets:
@@ -113,13 +130,17 @@ def one(ops, draw, own, held, sets):
     elif mine:
         held.append(hvd.allreduce(tensor, op=hvd.Sum, process_set=mine[0]))
     held.append(tensor)
+    alive = sum(map(ops.size, held)) + of_step
     keep = own.uniform(0, 1) ** 2 * HELD
     while sum(map(ops.size, held)) > keep:
         held.pop(own.randrange(len(held)))
+    return alive
 
 
 def soak(kind, seconds, seed):
-    """Works for so long; the base, and samples of what was alive and what was resident, in bytes."""
+    """Works for so long; the base, and samples of what was alive, what was resident, and what malloc had given away."""
+    from farandole.common.heap import Heap
+
     ops = {"torch": Torch, "tensorflow": TensorFlow}[kind]()
     hvd = ops.hvd
     hvd.init(process_sets="dynamic")
@@ -127,13 +148,13 @@ def soak(kind, seconds, seed):
     for _ in range(40):
         one(ops, draw, own, held, sets)
     held.clear()
-    base, samples, looked = resident(), [], time.monotonic()
+    tidy()
+    heap, base, samples, looked = Heap(), resident(), [], time.monotonic()
     most, end = 0, time.monotonic() + seconds
     while hvd.broadcast_object(time.monotonic() < end):
         for _ in range(10):
-            one(ops, draw, own, held, sets)
-            most = max(most, sum(map(ops.size, held)))
+            most = max(most, one(ops, draw, own, held, sets))
         if time.monotonic() - looked > 0.5:
-            samples.append((most, resident()))
+            samples.append((most, resident(), heap.used()))
             most, looked = 0, time.monotonic()
     return base, samples

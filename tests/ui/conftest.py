@@ -102,8 +102,9 @@ def errors() -> list[str]:
 
 
 @pytest.fixture
-def page(browser: Browser, errors: list[str]) -> Iterator[Page]:
-    """A page of a fresh profile."""
+def page(browser: Browser, errors: list[str], shown: Callable[[], str]) -> Iterator[Page]:
+    """A page of a fresh profile; it is closed before the viewer, which it asks every two seconds."""
+    del shown
     context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
     page = context.new_page()
     page.on("pageerror", lambda error: errors.append(str(error)))

@@ -5,7 +5,7 @@
 Workers keep what a training step frees, because the next step needs it again (`launcher.ALLOCATOR`). But blocks of
 another size may not fit into the holes, and one small block that lives on keeps everything below it: a program whose
 tensors change their sizes would grow for ever. So a thread looks at the heap now and then, and what nobody has used for
-some seconds goes back to the system, where it is more than half of what is in use.
+some seconds goes back to the system, where it is more than an eighth of what is in use.
 """
 
 from __future__ import annotations
@@ -13,20 +13,27 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
 from farandole._native.launcher import ALLOCATOR
 
-_INTERVAL = 1.0
+_INTERVAL = 0.25
 """Seconds between two looks."""
 
-_LOOKS = 4
-"""Looks in a row that must find the memory unused: a training step frees and takes it again many times meanwhile."""
+_SECONDS = 2.0
+"""How long memory must be unused. A training step frees memory and takes it again sooner, as a rule."""
 
-_LEAST = 256 << 20
+_LOOKS = 8
+"""Looks within that time, at least: one of them is likely to find most of a step's memory in use."""
+
+_LEAST = 32 << 20
 """Bytes that are not worth the work."""
+
+_SHARE = 8
+"""What is unused may be this part of what is in use."""
 
 _of_process: int | None = None
 
@@ -74,15 +81,20 @@ class Watch:
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
-        self._looks: deque[int] = deque(maxlen=_LOOKS)
+        self._looks: deque[tuple[float, int]] = deque()
+        """When, and how many bytes were resident and not used."""
         self._rest = 0
         """What a trim could not give back: memory of others than the heap."""
 
-    def look(self) -> bool:
-        """One look; whether it trimmed."""
+    def look(self, now: float) -> bool:
+        """One look, at this time in seconds; whether it trimmed."""
         used = self._heap.used()
-        self._looks.append(self._heap.resident() - used)
-        if len(self._looks) < _LOOKS or min(self._looks) - self._rest <= max(_LEAST, used // 2):
+        self._looks.append((now, self._heap.resident() - used))
+        while len(self._looks) > _LOOKS and self._looks[1][0] <= now - _SECONDS:
+            self._looks.popleft()
+        if len(self._looks) < _LOOKS or self._looks[0][0] > now - _SECONDS:
+            return False
+        if min(unused for _, unused in self._looks) - self._rest <= max(_LEAST, used // _SHARE):
             return False
         self._heap.trim()
         self._looks.clear()
@@ -108,4 +120,4 @@ def _run(watch: Watch) -> None:
     pause = threading.Event()
     with suppress(OSError):
         while not pause.wait(_INTERVAL):
-            watch.look()
+            watch.look(time.monotonic())

@@ -9,10 +9,10 @@ import os
 from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.ray.adapter import gpus
-from farandole.ray.crew import NOT_FOR_WORKERS, AgentHolder, Needs, RayCrew
+from farandole.ray.crew import NOT_FOR_WORKERS, AgentHolder, Needs, RayCrew, room
 from farandole.ray.drains import Drains
 from farandole.ray.results import headline
-from farandole.ray.strategy import create_placement_group, current_placement_group, reserved
+from farandole.ray.strategy import current_placement_group, reserved
 from farandole.ray.utils import needed
 from farandole.runner import environment, outcome
 from farandole.runner import warm as warm_workers
@@ -26,7 +26,7 @@ from farandole.spark.common.backend import Backend, elastic_bounds, elastic_regi
 from farandole.spark.common.check import at_least
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from farandole.runner.gang import Output
 
@@ -130,54 +130,29 @@ class RayBackend(Backend):
         logs.start()
         warmth = warm_workers.wanted(self._warm, by_default=True)
         if self._bounds:
-            with self._needs(output) as needs:
+            needs, least = Needs(self._cpus, self._gpus), self._bounds.get("min_num_proc", size)
+            with room(needs, least, self._placed_within, output.say):
                 registrar, most = elastic_registrar(size, self._bounds, self._limits, limit)
                 work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth, elastic=True)
                 crew = RayCrew(registrar, work, most, needs, output)
                 return conduct_elastic(registrar, crew, output, on_progress, Drains(), ends_on_error=True)
-        with _Room(size, self._cpus, self._gpus, self._placed_within) as group:
+        with self._reserved(output) as group:
             registrar = Registrar(size, start_timeout=limit)
             work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth)
             agents = RayAgents(work, size, self._cpus, self._gpus, group)
             endings = conduct(registrar, agents, size, output, on_progress, limit, "Ray actors to start")
         return outcome.results(endings, size)
 
-    @contextlib.contextmanager
-    def _needs(self, output: Output) -> Iterator[Needs]:
-        """What workers of an elastic job need; the fewest that train have their resources at once, or wait."""
-        needs = Needs(self._cpus, self._gpus)
-        least = self._bounds.get("min_num_proc", self._num_workers)
-        if not (needs.cpus or needs.gpus) or current_placement_group() is not None:
-            yield needs
-            return
-        with reserved(needs.cpus, needs.gpus, least, self._placed_within, output.say) as needs.group:
-            needs.grouped = least
-            yield needs
+    def _reserved(self, output: Output) -> contextlib.AbstractContextManager[Any]:
+        """The placement group of a job of fixed size: the current one, or one of its own."""
+        group = current_placement_group()
+        if group is not None:
+            return contextlib.nullcontext(group)
+        return reserved(self._cpus, self._gpus, self._num_workers, self._placed_within, output.say)
 
     def num_processes(self) -> int:
         """Number of ranks, or of those that the job begins with."""
         return self._num_workers
-
-
-class _Room:
-    """Resources for all workers at once: two jobs never hold half of what each needs."""
-
-    def __init__(self, size: int, cpus: float, gpus: float, limit: float) -> None:
-        self._wanted = ({"CPU": cpus, "GPU": gpus}, size, limit, "PACK")
-        self._made: Any = None
-
-    def __enter__(self) -> Any:
-        group = current_placement_group()
-        if group is None:
-            group, _ = create_placement_group(*self._wanted)
-            self._made = group
-        return group
-
-    def __exit__(self, *_: object) -> None:
-        if self._made is not None:
-            from ray.util.placement_group import remove_placement_group  # noqa: PLC0415 - Ray may be absent
-
-            remove_placement_group(self._made)
 
 
 class RayAgents(Agents):

@@ -24,29 +24,31 @@ _POLL = 0.5
 _NEWS_EVERY = 15.0
 
 
-class _Own:
-    """The placement groups that this process has made and not yet removed."""
+class _Running:
+    """How many jobs of this process hold resources that they give back when they end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._groups: list[Any] = []
+        self._jobs = 0
 
-    def add(self, group: Any) -> None:
-        """Takes note of a group whose resources are reserved."""
+    def jobs(self) -> int:
+        """How many there are."""
         with self._lock:
-            self._groups.append(group)
+            return self._jobs
 
-    def held(self) -> int:
-        """How many there are: the resources of a job are its own until it has removed its group."""
-        from ray.util.placement_group import placement_group_table  # noqa: PLC0415 - as Ray itself
-
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Counts one job."""
         with self._lock:
-            self._groups = [one for one in self._groups if placement_group_table(one).get("state") not in _GONE]
-            return len(self._groups)
+            self._jobs += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._jobs -= 1
 
 
-_GONE = (None, "REMOVED")
-_OWN = _Own()
+_RUNNING = _Running()
 
 
 def create_placement_group(
@@ -55,16 +57,18 @@ def create_placement_group(
     pg_timeout: float,
     pg_strategy: str,
     say: Callable[[str], None] = logger.info,
+    before: Callable[[], int] = lambda: 0,
 ) -> tuple[Any, list[Any]]:
     """Reserves resources of the cluster: all of them at once, or nothing.
 
     Args:
         resources_per_bundle: Such as `{"CPU": 1, "GPU": 1}`.
         num_bundles: Number of bundles.
-        pg_timeout: Seconds that Ray may take to reserve them. While other jobs of this process hold resources they do
-            not count, for a day at most: the trials of a search wait for each other.
+        pg_timeout: Seconds that Ray may take to reserve them.
         pg_strategy: Ray's name of how bundles are spread, such as `"PACK"`.
         say: Gets what is waited for, every 15 s.
+        before: How many jobs are waited for that end by themselves. While there are some, the time does not count, for
+            a day at most.
 
     Returns:
         The placement group and its bundles.
@@ -79,7 +83,9 @@ def create_placement_group(
     group = placement_group([dict(wanted) for _ in range(num_bundles)], strategy=pg_strategy)
     available: Any = None
     try:
-        in_time = _reserved(group, pg_timeout, lambda held: say(f"{num_bundles} bundles of {wanted} wait; {held}"))
+        in_time = _reserved(
+            group, pg_timeout, lambda held: say(f"{num_bundles} bundles of {wanted} wait; {held}"), before
+        )
         if not in_time:
             available = ray.available_resources()
     except BaseException:
@@ -91,11 +97,10 @@ def create_placement_group(
             f"Ray did not reserve {num_bundles} bundles of {wanted} ({pg_strategy}) within {pg_timeout:g} s. Resources "
             f"that were free: {available}; of the cluster: {ray.cluster_resources()}"
         )
-    _OWN.add(group)
     return group, group.bundle_specs
 
 
-def _reserved(group: Any, limit: float, say: Callable[[str], None]) -> bool:
+def _reserved(group: Any, limit: float, say: Callable[[str], None], before: Callable[[], int]) -> bool:
     """Waits until a group's resources are reserved; whether they are in time."""
     ray = needed()
     ready = [group.ready()]
@@ -108,7 +113,7 @@ def _reserved(group: Any, limit: float, say: Callable[[str], None]) -> bool:
             return True
         if left <= 0:
             return False
-        held = _OWN.held()
+        held = before()
         if held:
             counted = time.monotonic()
         if now >= news_at:
@@ -126,7 +131,8 @@ def reserved(
         cpus: CPUs of a worker.
         gpus: GPUs of a worker.
         number: Number of workers.
-        limit: Seconds that Ray may take, as `create_placement_group`.
+        limit: Seconds that Ray may take. While other jobs of this process hold resources they do not count, for a day
+            at most: the trials of a search wait for each other.
         say: As `create_placement_group`.
 
     Yields:
@@ -137,11 +143,12 @@ def reserved(
     """
     from ray.util.placement_group import remove_placement_group  # noqa: PLC0415 - as Ray itself
 
-    group, _ = create_placement_group({"CPU": cpus, "GPU": gpus}, number, limit, "PACK", say)
-    try:
-        yield group
-    finally:
-        remove_placement_group(group)
+    group, _ = create_placement_group({"CPU": cpus, "GPU": gpus}, number, limit, "PACK", say, _RUNNING.jobs)
+    with _RUNNING.one():
+        try:
+            yield group
+        finally:
+            remove_placement_group(group)
 
 
 class BaseStrategy(ABC):

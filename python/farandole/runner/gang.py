@@ -150,6 +150,8 @@ class _Seen:
     results: dict[int, bytes] = field(default_factory=dict)
     well_since: float | None = None
     tails: dict[int, list[str]] = field(default_factory=dict)
+    lost: str = ""
+    """Which task of a gang that worked was lost first, and why; known until the next gang works."""
 
     @property
     def is_forming(self) -> bool:
@@ -365,7 +367,7 @@ class _Gang(Hearing):
             # Spark runs the whole stage again after an executor was lost: what the old generation said is past.
             self.output.say(f"task {task} was started again by Spark; the gang forms anew")
             self.watcher.restarted(f"task {task} was started again by Spark")
-            self.seen = _Seen(time.monotonic())
+            self.seen = _Seen(time.monotonic(), lost=self.seen.lost)
         self.seen.registered.add(task)
 
     def assigned(self, event: Event) -> None:
@@ -391,7 +393,10 @@ class _Gang(Hearing):
 
     def lost(self, event: Event) -> None:
         who = "" if event.rank is None else f" (rank {event.rank} on {self.host(event.task)})"
-        self.output.say(f"task {event.task}{who} was lost: {event.text}")
+        what = f"task {event.task}{who} was lost: {event.text}"
+        self.output.say(what)
+        if self.seen.assigned:
+            self.seen.lost = self.seen.lost or what
         self.watcher.event(f"task {event.task}{who} was lost", event.text)
         if not self.seen.assigned and event.task is not None:
             self.seen.registered.discard(event.task)
@@ -430,6 +435,7 @@ class _Gang(Hearing):
             f"Timed out waiting for {self.activity}. Please check that you have enough resources to run all "
             f"Farandole processes: after {self.start_timeout:g} s {len(self.seen.registered)} of {self.size} tasks "
             f"had registered{f'; {short_of}' if short_of else ''}"
+            f"{f'; of the gang before, {self.seen.lost}' if self.seen.lost else ''}"
         )
 
     def end(self, reason: str) -> None:

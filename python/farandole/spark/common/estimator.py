@@ -17,17 +17,23 @@ import threading
 import time
 import uuid
 import warnings
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from pyspark.ml import Estimator, Model
+from pyspark.ml import Estimator
 
+from farandole.data.learning import WORDS, Wish
+from farandole.data.sides import split_of
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import Backend, SparkBackend
+from farandole.spark.common.classes import ClassParams
 from farandole.spark.common.columns import Roles, check_present, check_types
+from farandole.spark.common.copies import encoded
 from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.finite import NotFiniteError
 from farandole.spark.common.journal import recorded
-from farandole.spark.common.params import EstimatorParams, ModelParams
+from farandole.spark.common.model import FarandoleModel, check_columns, check_form
+from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.progress import Progress, progress
 from farandole.spark.common.runs import alone, begin, mapped, name_of
@@ -40,19 +46,16 @@ from farandole.spark.training import telling
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import pandas as pd
     from pyspark.ml.param import Param
     from pyspark.sql import DataFrame
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.spark.common.chart import Chart
+    from farandole.data.sides import Split
     from farandole.spark.common.fingerprint import Part
-    from farandole.spark.common.history import Entry
     from farandole.spark.common.store import AbstractFilesystemStore
-    from farandole.ui import Viewer
 
 
-class FarandoleEstimator(EstimatorParams, Estimator[Any]):
+class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
     """What the estimators of all frameworks share."""
 
     def fit(self, df: Any, params: Any = None, *, ui: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
@@ -136,7 +139,8 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             raise ValueError("fit takes a DataFrame that ends, this one is a stream: write it to a table and fit that")
         backend, store, roles = self._backend(), self._store(), self._roles()
         check_present(roles, dataset.columns, "DataFrame")
-        check_types(roles, dataset.schema, texts=self.getTransformationFn() is not None)
+        texts = self.getTransformationFn() is not None
+        check_types(roles, dataset.schema, texts=texts, categories=self.getCategories())
         store.check_writable()
         backend.check()
         with progress(self.getVerbose()) as shown:
@@ -153,6 +157,9 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
                 seed,
                 parts,
                 fill=self.getFill(),
+                categories=self.getCategories(),
+                split=self._split(),
+                ragged=self.getRagged(),
                 allow_nan=self.getAllowNan(),
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
@@ -180,18 +187,20 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         with progress(self.getVerbose()) as shown:
             shown.message("preparing data")
             spec = spec_of(roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan())
-            with prepare(source, store, roles, spec, "fit") as prepared:
+            with prepare(source, store, roles, spec, "fit", self._wish()) as prepared:
                 shown.message(_described(prepared))
                 return self._train(self._backend(), prepared, shown)  # as above
 
     def _fit_prepared(self, dataset_idx: int | None) -> Any:
         self._check()
         backend, store = self._backend(), self._store()
-        prepared = find_data(store, self._roles(), dataset_idx)
+        found = find_data(store, self._roles(), dataset_idx)
         if store.saving_runs():
             store.check_writable()
         backend.check()
-        with progress(self.getVerbose()) as shown:
+        wish = replace(self._wish(), split=None)  # it is split already
+        made = encoded(store, found, self._roles(), wish, allow_nan=self.getAllowNan())
+        with progress(self.getVerbose()) as shown, made as prepared:
             shown.message(_described(prepared))
             return self._train(self._backend(), prepared, shown)  # as in `_fit`
 
@@ -215,6 +224,14 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         unused = sorted(set(fill) - {"*", *self._roles().kept}) if isinstance(fill, dict) else []
         if unused:
             raise ValueError(f"fill is for features, labels and weights, and these are none: {', '.join(unused)}")
+        strange = sorted(set(self.getCategories()) - {*self._roles().features, *self.getLabelCols()})
+        if strange:
+            raise ValueError(f"categories are features or labels, and these are none: {', '.join(strange)}")
+        self._split()  # refuses what does not go together
+        columns = self._class_columns() | ({} if self.getThresholds() is None else {"thresholds": ""})
+        if columns:
+            form = check_form(next(iter(columns)), self._output_form(), self.getLabelCols())
+            check_columns(columns, form, self.getThresholds())
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
             raise ValueError(f"loss_weights needs one number per label column {len(self.getLabelCols())}: {weights}")
@@ -346,6 +363,44 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
     def _store(self) -> AbstractFilesystemStore:
         return cast("AbstractFilesystemStore", self.getStore())
 
+    def _wish(self) -> Wish:
+        """Categories, and what takes the place of missing values."""
+        return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols(), self._split(), self.getRagged())
+
+    def _split(self) -> Split | None:
+        """How validation rows are chosen, if not by rows alone."""
+        columns = self.getValidationStratify(), self.getValidationGroup(), self.getValidationTime()
+        return split_of(self.getValidation(), *columns, self.getRandomSeed() or 0)
+
+    def _carried(self, prepared: Prepared) -> dict[str, Any]:
+        """What the fitted model goes on with: categories, values for what is missing, and what is said of predictions.
+
+        Args:
+            prepared: its data.
+        """
+        given, asked = self.getFill(), {"verbose": self.getVerbose(), **self._class_params()}
+        if form := self._output_form():
+            asked["output_form"] = form
+        if prepared.encoding is None:
+            return {"fill": given, **asked}
+        plain = {} if given is None else dict(given) if isinstance(given, dict) else {"*": given}
+        values = {name: value for name, value in plain.items() if value not in WORDS}
+        return {
+            "fill": {**values, **prepared.fill} or None,
+            "learned": dict(prepared.encoding.learned),
+            "categories": prepared.categories,
+            "ragged": {name: asdict(one) for name, one in prepared.ragged.items()},
+            **asked,
+        }
+
+    def _output_form(self) -> str | None:
+        """The form of the model's only output: as it was set, or as its loss takes it; `None` if that does not tell."""
+        return self.getOutputForm() or (self._form_of_loss() if len(self.getLabelCols()) == 1 else None)
+
+    def _form_of_loss(self) -> str | None:
+        """The form that the framework's loss takes, if it is one of those that are known."""
+        return None
+
     def _inputs(self) -> list[list[str]]:
         """The columns of each of the model's inputs: `feature_cols=["a", ["b", "c"]]` makes two inputs."""
         return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureCols()]
@@ -357,65 +412,6 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             weight=self.getSampleWeightCol(),
             validation=self.getValidation(),
         )
-
-
-class FarandoleModel(ModelParams, Model):
-    """What the models of all frameworks share."""
-
-    def transform(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds the model's predictions to a DataFrame.
-
-        Args:
-            df: the rows.
-            params: values of parameters that hold for this call.
-
-        Returns:
-            The DataFrame with the columns of `getOutputCols`.
-
-        Raises:
-            ValueError: a column is missing or does not fit; the message names it.
-        """
-        return super().transform(df, params)
-
-    def _inputs(self) -> list[list[str]]:
-        """The columns of each of the model's inputs, as in the estimator."""
-        return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureColumns() or []]
-
-    def history_frame(self) -> pd.DataFrame:
-        """The history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_` before it."""
-        from farandole.spark.common.history import frame
-
-        return frame(self.getHistory() or [])
-
-    def plot_history(self, *names: str) -> Chart:
-        """The history as a chart: notebooks show it, `plot_history().save("history.svg")` writes it.
-
-        Args:
-            *names: which numbers, such as `"loss"`; default: all.
-        """
-        from farandole.spark.common.chart import Chart
-
-        return Chart(self._entries(), names or None)
-
-    def show(self) -> Viewer:
-        """Opens the run viewer on the run that trained the model; notebooks show its link.
-
-        Returns:
-            The viewer, which ends with this process, or by `close()`.
-
-        Raises:
-            ValueError: the run was not saved.
-        """
-        from farandole.ui import show
-
-        run, logs = self.getRunId(), (self.getPaths() or {}).get("logs")
-        if run is None or logs is None or f"/{run}/" not in logs:
-            raise ValueError("the run of this model was not saved, so that there is nothing to show")
-        return show(logs.rpartition(f"/{run}/")[0], run=run)
-
-    def _entries(self) -> list[Entry]:
-        """The history as entries, whatever form its framework gives it."""
-        return self.getHistory() or []
 
 
 class _Fits:

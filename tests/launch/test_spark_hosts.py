@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A Spark cluster on several hosts whose network is cut: the driver from its executors, and one executor from all."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pyspark
+import pytest
+from tests.launch.bed import JOB, SUBNET, readable, until
+from tests.sockets import listening
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PEER_TIMEOUT = 5.0
+"""The default of FARANDOLE_PEER_TIMEOUT."""
+STARTS = 120.0
+"""The longest wait for JVMs, in seconds."""
+CLASS = Path(pyspark.__path__[0]) / "bin" / "spark-class"
+
+# Two executors on two hosts sum until a file is there. Each rank leaves its number and its process.
+DRIVER = """
+import os
+from pyspark.sql import SparkSession
+import farandole.spark
+
+def work():
+    import os
+    import time
+    import numpy as np
+    import farandole.numpy as hvd
+    hvd.init()
+    rounds, more = 0, 1.0
+    while more:
+        more = hvd.allreduce(np.array([0.0 if os.path.exists("/run/job/enough") else 1.0]), op=hvd.Min)[0]
+        rounds += 1
+        if rounds == 20:
+            with open("/run/job/rank.new", "w") as told:
+                told.write(f"{os.getpid()} {hvd.rank()}")
+            os.rename("/run/job/rank.new", "/run/job/rank")
+        time.sleep(0.01)
+    hvd.shutdown()
+    return rounds > 20
+
+settings = {
+    "spark.ui.enabled": "false", "spark.driver.host": "head", "spark.driver.bindAddress": "0.0.0.0",
+    "spark.executor.memory": "512m", "spark.executor.cores": "1", "spark.local.dir": "/run/tmp",
+    "spark.stage.maxConsecutiveAttempts": "1",
+}
+settings |= {f"spark.executorEnv.{name}": value for name, value in os.environ.items() if name.startswith("FARANDOLE_")}
+builder = SparkSession.builder.master("spark://head:7077")
+for name, value in settings.items():
+    builder = builder.config(name, value)
+session = builder.getOrCreate()
+session.sparkContext.setLogLevel("ERROR")
+try:
+    print("results", farandole.spark.run(work, num_proc=2, start_timeout=60), flush=True)
+except Exception as error:
+    print("failed", type(error).__name__, str(error).replace("\\n", " "), flush=True)
+"""
+
+
+def cluster(bed, **env):
+    """A driver whose two ranks work on two hosts; the variables are those of the driver and its executors."""
+    env |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_DIRS": "/run/tmp", "SPARK_LOG_DIR": "/run/tmp"}
+    env["JAVA_TOOL_OPTIONS"] = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:-UsePerfData -Djava.io.tmpdir=/run/tmp"
+    head = bed["head"]
+    master = ["org.apache.spark.deploy.master.Master", "--host", "head", "--port", "7077", "--webui-port", "0"]
+    head.start(CLASS, *master, **env)
+    until(lambda: any(port == 7077 for _, port in head.listening()), "Spark's master", STARTS)
+    for name in ("h1", "h2"):
+        own = ["--host", name, "--cores", "1", "--memory", "1g", "--webui-port", "0", "--work-dir", f"{JOB}/work"]
+        bed[name].start(CLASS, "org.apache.spark.deploy.worker.Worker", *own, "spark://head:7077", **env)
+    bed.write("driver.py", DRIVER)
+    driver = head.start(sys.executable, "driver.py", **env)
+
+    def works():
+        told = ((bed[name].root / "run/job/rank").exists() for name in ("h1", "h2"))
+        return driver.process.poll() is not None or all(told)
+
+    until(works, lambda: driver.said, STARTS)
+    assert driver.process.poll() is None, driver.said
+    return driver
+
+
+def alive(host):
+    """Whether the rank of a host still exists."""
+    process, _ = host.read("rank").split()
+    return host.run("test", "-d", f"/proc/{process}").returncode == 0
+
+
+@pytest.mark.parametrize(("seconds", "peer_timeout"), [(3.0, PEER_TIMEOUT), (12.0, 30.0)])
+def test_a_driver_that_is_cut_off_from_its_executors_for_less_than_the_peer_timeout_costs_nothing(
+    hosts, seconds, peer_timeout
+):
+    bed = hosts("h1", "h2")
+    driver = cluster(bed, FARANDOLE_PEER_TIMEOUT=f"{peer_timeout:g}")
+    bed["head"].cut()
+    with pytest.raises(AssertionError, match="still running"):
+        driver.wait(seconds)
+    assert alive(bed["h1"])
+    assert alive(bed["h2"])
+    bed["head"].restore()
+    for name in ("h1", "h2"):
+        bed[name].write("enough", "")
+    assert driver.wait(60.0) == 0, driver.said
+    assert "results [True, True]" in driver.lines, driver.said
+
+
+def test_an_executor_that_is_cut_off_for_ever_is_named_its_ranks_end_and_the_job_waits_so_long_for_another(hosts):
+    bed = hosts("h1", "h2")
+    driver = cluster(bed)
+    lost = bed["h2"].read("rank").split()[1]
+    bed["h2"].cut()
+    until(lambda: not alive(bed["h1"]) and not alive(bed["h2"]), lambda: driver.said, 3 * PEER_TIMEOUT)
+    # Spark itself gives the executor up after `spark.network.timeout`; until then its task counts as one that may come.
+    assert driver.wait(120.0) == 0, driver.said
+    lost_task = rf"rank {lost} on h2\S*\) was lost: its agent was silent for 5.0 s"
+    assert re.search(lost_task, driver.err.read_text()), driver.said
+    (failed,) = (line for line in driver.lines if line.startswith("failed"))
+    assert re.search(rf"TimeoutError .*after 60 s 1 of 2 tasks had registered.*{lost_task}", failed), driver.said
+    bed["h2"].end()
+
+
+def test_driver_and_ranks_listen_on_the_address_and_the_ports_that_they_are_told(hosts):
+    bed = hosts("h1", "h2")
+    driver = cluster(bed, FARANDOLE_BIND_ADDRESS=f"{SUBNET}.0/24", FARANDOLE_PORT_RANGE="41820-41859")
+    for host in bed.hosts.values():
+        # Spark's own JVMs listen as Spark is told to.
+        ours = [process for process in host.processes() if "java" not in process.argv[0]]
+        found = {(readable(address), port) for process in ours for address, port in listening(process.pid)}
+        reachable = {(address, port) for address, port in found if address != "127.0.0.1"}
+        assert reachable, f"the registrar, or links: {host.name}"
+        assert all(address == host.address and port in range(41820, 41860) for address, port in reachable), reachable
+    for name in ("h1", "h2"):
+        bed[name].write("enough", "")
+    assert driver.wait(60.0) == 0, driver.said
