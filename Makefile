@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark runs in this process's JVM and its Python workers are this environment's.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim wheel install tools deny docs clean
+.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install tools deny docs clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -48,6 +48,11 @@ chaos: install packages
 # Debian packages that tests use where they are there.
 packages:
 	@.ci/packages
+
+# The run viewer in a real browser, Debian's Chromium: a thousand runs, a million points, a live run.
+# `test` has the short ones.
+test-ui: install packages
+	$(BIN)/python -m pytest tests/ui --reruns 1 --durations=10
 
 # Every order of what two sides of shared memory and the threads of an engine may do and see.
 loom:
@@ -158,6 +163,7 @@ lint: $(VENV)/.packages
 	$(BIN)/ruff check python tests examples bench
 	$(BIN)/ruff format --check python tests examples bench
 	$(BIN)/pyright
+	PYTHONPATH=python $(BIN)/lint-imports --no-cache --no-logo
 
 # Everything that only a GPU can show; where there is none it says so.
 gpu-check: install
@@ -190,12 +196,24 @@ $(SHIM): jvm-shim/spark/pom.xml $(shell find jvm-shim/spark/src -type f) | tools
 	cd jvm-shim/spark && mvn -q -B -Dstyle.color=never package
 	cp jvm-shim/spark/target/farandole-spark.jar $@
 
-wheel: $(VENV)/.packages tensorflow-ops $(SHIM)
+# The page of the run viewer: one script and one style, ours and uPlot's, which npm brings with its licence.
+PAGE := python/farandole/ui/viewer
+UPLOT := crates/ui/page/node_modules/uplot
+SCRIPTS := $(addprefix crates/ui/page/,dom.js list.js charts.js run.js main.js)
+viewer: $(PAGE).js
+
+$(PAGE).js: $(SCRIPTS) crates/ui/page/viewer.css crates/ui/page/package-lock.json | tools
+	npm ci --silent --ignore-scripts --no-audit --no-fund --prefix crates/ui/page
+	{ echo '/*'; cat $(UPLOT)/LICENSE; echo; echo '*/'; cat $(UPLOT)/dist/uPlot.min.css; echo; cat crates/ui/page/viewer.css; } > $(PAGE).css
+	{ echo '/*'; cat $(UPLOT)/LICENSE; echo; echo '*/'; cat $(UPLOT)/dist/uPlot.iife.min.js; \
+	echo '(() => {'; echo '"use strict";'; cat $(SCRIPTS); echo '})();'; } > $@
+
+wheel: $(VENV)/.packages tensorflow-ops $(SHIM) $(PAGE).js
 	rm -rf dist
 	$(BIN)/maturin build --release --out dist
 	$(BIN)/uv build --quiet --wheel --out-dir dist python/horovod-compat
 
-$(VENV)/.wheel: $(SOURCES) $(VENV)/.packages $(SHIM)
+$(VENV)/.wheel: $(SOURCES) $(VENV)/.packages $(SHIM) $(PAGE).js crates/ui/page/index.html
 	$(MAKE) wheel
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall dist/*.whl
 	touch $@
@@ -223,4 +241,4 @@ deny:
 
 clean:
 	cargo clean
-	rm -rf $(VENV) dist $(SHIM) jvm-shim/target jvm-shim/spark/target
+	rm -rf $(VENV) dist $(SHIM) $(PAGE).js $(PAGE).css crates/ui/page/node_modules jvm-shim/target jvm-shim/spark/target

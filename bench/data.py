@@ -31,13 +31,15 @@ from pyarrow import csv
 from saved import save
 
 from farandole._native import prepare
-from farandole.data import ParquetLoader
+from farandole.data import Pad, ParquetLoader, prepare_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 BATCH = 1024
 FILES = 8
+MISSING = 0.05
+"""Share of the values that are null among words and numbers."""
 
 
 def scalars(rows: int, seed: int) -> pa.Table:
@@ -279,8 +281,57 @@ def compare(title: str, tables: list[pa.Table], repeat: int) -> dict[str, dict[s
     return results
 
 
+def sequences(rows: int, seed: int) -> pa.Table:
+    """Lists of 0 to 511 int32 tokens and a label."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, 512, rows)
+    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
+    tokens = random.integers(1, 30_000, offsets[-1], dtype=np.int32)
+    lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))
+    return pa.table({"tokens": lists, "label": random.integers(0, 10, rows)})
+
+
+def words(rows: int, seed: int) -> pa.Table:
+    """Four columns of words, of which some are missing, four of numbers, and a label."""
+    random = np.random.default_rng(seed)
+    known = pa.array([f"word-{number}" for number in range(1000)])
+    drawn = [pa.array(random.integers(0, 1000, rows), mask=random.random(rows) < MISSING) for _ in range(4)]
+    columns = {f"w{number}": known.take(indices) for number, indices in enumerate(drawn)}
+    for number in range(4):
+        columns[f"n{number}"] = pa.array(random.standard_normal(rows), mask=random.random(rows) < MISSING)
+    return pa.table({**columns, "label": random.integers(0, 10, rows)})
+
+
+def encoded(
+    title: str, tables: list[pa.Table], repeat: int, least: float, **options: Any
+) -> dict[str, dict[str, float]]:
+    """Prints what encoded rows cost: lists that are padded, words that are indices."""
+    rows = sum(table.num_rows for table in tables)
+    with tempfile.TemporaryDirectory() as name:
+        foreign = Path(name, "foreign")
+        foreign.mkdir()
+        for number, table in enumerate(tables):
+            pq.write_table(table, foreign / f"part-{number}.parquet")
+        start = time.perf_counter()
+        data = prepare_data(foreign, Path(name, "store"), label_cols=["label"], **options)
+        preparing = time.perf_counter() - start
+        cases = {
+            "scan: pyarrow": partial(scan, foreign),
+            "farandole, encoded": partial(batches, ParquetLoader(data.train_url, BATCH, framework="torch")),
+        }
+        reading = measure(cases, repeat)
+    print(f"\n{title}: {rows} rows in {len(tables)} files, batches of {BATCH}; prepared in {preparing:.2f} s")
+    results = {"prepare": {"seconds": preparing, "rows_per_second": rows / preparing, "ratio": 0.0}}
+    for case, seconds in reading.items():
+        speed = reading["scan: pyarrow"] / seconds
+        results[case] = {"seconds": seconds, "rows_per_second": rows / seconds, "ratio": speed}
+        asked = f"   at least {least} x" if case.startswith("farandole") else ""
+        print(f"  {case:<32} {seconds * 1e3:9.1f} ms {rows / seconds / 1e6:8.2f} M rows/s {speed:7.2f} x{asked}")
+    return results
+
+
 def main() -> None:
-    """Measures both shapes of data."""
+    """Measures all shapes of data."""
     parser = argparse.ArgumentParser(description="Batches next to a plain scan.")
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--repeat", type=int, default=5)
@@ -292,6 +343,15 @@ def main() -> None:
     results["vectors"] = compare(
         "784 float32 a row", [vectors(wide // FILES, seed) for seed in range(FILES)], given.repeat
     )
+    lists = [sequences(given.rows // 10 // FILES, seed) for seed in range(FILES)]
+    results["ragged"] = encoded(
+        "lists of up to 511 int32", lists, given.repeat, 0.6, ragged={"tokens": Pad(max_length=512, buckets=8)}
+    )
+    texts = [words(given.rows // 2 // FILES, seed) for seed in range(FILES)]
+    results["words"] = encoded(
+        "4 words and 4 numbers, with holes", texts, given.repeat, 0.6,
+        categories=["w0", "w1", "w2", "w3"], fill="mean",
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
         mixed(flat, Path(directory))
         first_batches(Path(directory))

@@ -9,6 +9,7 @@ processes. Peers' published times to recover are torchft's 120 to 948 s at scale
 Writes bench/results/elastic.json.
 
     .venv/bin/python bench/elastic.py [--repeat 5] [--goodput 600]
+    .venv/bin/python bench/elastic.py --cost
 """
 
 from __future__ import annotations
@@ -88,12 +89,14 @@ def step_of(network, optimizer, after=lambda: None):
         optimizer.step()
         after()
     return step
-committed = make()
+committed, background = make(), make()
 state = TorchState(*committed, step=0)
+behind = TorchState(*background, in_background=True, step=0)
 calls = {
     "plain": step_of(*make()),
     "fault_tolerant": step_of(*make(fault_tolerant=True)),
     "commit": step_of(*committed, state.commit),
+    "commit_in_background": step_of(*background, behind.commit),
 }
 times = {name: [] for name in calls}
 for _ in range(8):
@@ -273,7 +276,7 @@ def cost(folder: Path) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (line,) = (line for line in done.stdout.splitlines() if "{" in line)
     times = json.loads(line[line.index("{") :])
-    return {name: times[name] / times["plain"] for name in ("fault_tolerant", "commit")}
+    return {name: times[name] / times["plain"] for name in ("fault_tolerant", "commit", "commit_in_background")}
 
 
 def main() -> None:
@@ -282,6 +285,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--goodput", type=float, default=600.0, help="seconds of the run with a SIGKILL a minute")
     parser.add_argument("--keep", action="store_true", help="leave bench/results as it is")
+    parser.add_argument("--cost", action="store_true", help="measure only the cost without a fault, and save nothing")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
 
@@ -298,6 +302,14 @@ def main() -> None:
                 found.append(measure(Path(folder)))
         return statistics.median(found)
 
+    def costs() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, ratio in cost(Path(folder)).items():
+                row(f"cost of {name} without a fault, 25 M parameters", ratio, 1.03, "x")
+
+    if arguments.cost:
+        costs()
+        return
     row("SIGKILL of 1 of 4 here -> a step of the 3 survivors", middle(killed_here, arguments.repeat), 0.3, "s")
     row("SIGKILL of 1 of 4 here -> a step of 4, by a spare", middle(spare_here, arguments.repeat), 1.5, "s")
     reason = missing()
@@ -311,9 +323,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pause, usual = joins_here(Path(folder))
     row("a worker joins, 1 GB: the survivors' longest pause", pause, usual + 1.0, "s")
-    with tempfile.TemporaryDirectory() as folder:
-        for name, ratio in cost(Path(folder)).items():
-            row(f"cost of {name} without a fault, 25 M parameters", ratio, 1.03, "x")
+    costs()
     with tempfile.TemporaryDirectory() as folder:
         share, kills = goodput(Path(folder), arguments.goodput)
     row(f"goodput with {kills} SIGKILLs in {arguments.goodput:g} s", share, 0.99, "x", least=True)

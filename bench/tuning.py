@@ -36,6 +36,10 @@ RANKS = 2
 EPOCHS = 5
 FOLDS = 2
 
+IMAGES, LABELS = load_digits(return_X_y=True)
+IMAGES = IMAGES.astype("float32") / 16
+"""The digits travel with the function, because importing scikit-learn on each rank takes as long as importing torch."""
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 rows: dict[str, dict[str, float]] = {}
 """Seconds of a search and of its trials one after the other, cold."""
@@ -51,9 +55,8 @@ def train(given: dict[str, Any]) -> float:
 
     hvd.init()
     torch.manual_seed(0)
-    images, labels = load_digits(return_X_y=True)
-    x = torch.from_numpy(images.astype("float32") / 16)[hvd.rank() :: hvd.size()]
-    y = torch.from_numpy(labels)[hvd.rank() :: hvd.size()]
+    x = torch.from_numpy(IMAGES)[hvd.rank() :: hvd.size()]
+    y = torch.from_numpy(LABELS)[hvd.rank() :: hvd.size()]
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=given["lr"])
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -143,8 +146,7 @@ def by_cross_validator(trials: int) -> None:
             .getOrCreate()
         )
         spark.sparkContext.setLogLevel("OFF")
-        images, labels = load_digits(return_X_y=True)
-        told = [(Vectors.dense(image / 16), float(label)) for image, label in zip(images, labels, strict=True)]
+        told = [(Vectors.dense(image), float(label)) for image, label in zip(IMAGES, LABELS, strict=True)]
         frame = spark.createDataFrame(told, ["features", "label"]).cache()
         judge = RegressionEvaluator(labelCol="label", predictionCol="label__output")
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))

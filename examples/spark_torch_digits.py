@@ -58,3 +58,4 @@ print(model.history_frame().to_string(index=False))
 for what, path in model.getPaths().items():
     print(f"{what:16}{path}")
 spark.stop()
+print(f"see the run in the browser: {os.path.relpath(sys.executable)} -m farandole ui farandole-demo")

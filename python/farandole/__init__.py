@@ -5,7 +5,7 @@
 Importing this module loads no framework and starts no thread; `farandole.torch` and `farandole.spark` load theirs.
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
 from farandole.common.exceptions import (
     FarandoleBugError,
@@ -14,7 +14,10 @@ from farandole.common.exceptions import (
     HorovodInternalError,
 )
 
+TYPE_CHECKING = False  # type checkers take it for true; to import `typing` would take most of the time of this import
 if TYPE_CHECKING:
+    from typing import Any
+
     from farandole.runner import run
 
 __version__ = "0.1.0"
@@ -31,7 +34,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "run":
-        from farandole.runner import run  # noqa: PLC0415 - what launches is loaded by those who launch
+        from farandole.runner import run  # noqa: PLC0415 - only programs that launch jobs need the launcher
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,6 +83,15 @@ impl Surroundings for Here {
         })
     }
 
+    fn package(&self) -> PathBuf {
+        Python::attach(|py| {
+            let folder = py
+                .import("farandole")
+                .and_then(|package| package.getattr("__path__")?.get_item(0)?.extract());
+            self.found(py, folder)
+        })
+    }
+
     fn python(&self) -> Interpreter {
         Python::attach(|py| self.found(py, interpreter(py)))
     }

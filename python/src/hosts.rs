@@ -4,6 +4,7 @@
 //! `farandole._native.hosts`: jobs on several hosts, for drivers in Python.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 
@@ -14,7 +15,6 @@ use farandole::launcher::{
 };
 use farandole::registrar::Ticket;
 use parking_lot::Mutex;
-use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 
 use crate::error::raise;
@@ -63,8 +63,9 @@ fn slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(String
         (Some(text), _) => parse_hosts(text),
         (None, Some(path)) => {
             let name = path.display().to_string();
-            let text = std::fs::read_to_string(&path)
-                .map_err(|error| PyOSError::new_err(format!("cannot read the host file {name}: {error}")))?;
+            let text = std::fs::read_to_string(&path).map_err(|error| {
+                io::Error::new(error.kind(), format!("cannot read the host file {name}: {error}"))
+            })?;
             parse_hostfile(&name, &text)
         }
         (None, None) => allocation(&Here).map(|found| found.map(|found| found.hosts).unwrap_or_default()),

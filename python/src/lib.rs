@@ -22,6 +22,7 @@ mod runtime;
 mod store;
 mod tensor;
 mod timeline;
+mod ui;
 mod values;
 
 use pyo3::prelude::*;
@@ -46,6 +47,7 @@ const SUBMODULES: &[(&str, Register)] = &[
     ("registrar", registrar::register),
     ("store", store::register),
     ("timeline", timeline::register),
+    ("ui", ui::register),
     ("values", values::register),
 ];
 

@@ -69,6 +69,14 @@ def test_a_batch_systems_file_that_is_missing_is_a_problem(tmp_path: Path) -> No
     assert "PBS_NODEFILE" in ended.stdout.partition("\nProblems\n")[2]
 
 
+def test_a_variable_that_cannot_be_read_is_one_problem() -> None:
+    ended = command("doctor", FARANDOLE_FUSION_THRESHOLD="much")
+    assert ended.returncode == 1
+    problems = ended.stdout.partition("\nProblems\n")[2].splitlines()
+    assert len(problems) == 1, problems
+    assert "FARANDOLE_FUSION_THRESHOLD must be " in problems[0]
+
+
 def test_the_command_is_called_by_its_name_however_it_was_started() -> None:
     told = command()
     assert "Usage: farandole <COMMAND>" in told.stdout + told.stderr

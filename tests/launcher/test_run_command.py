@@ -104,6 +104,18 @@ def test_a_signal_ends_everything(launch: Start, script: Write, number: signal.S
     gone(pids)
 
 
+def test_nohup_keeps_a_job_whose_terminal_goes_away(script: Write, tmp_path: Path) -> None:
+    path = script("print('up', flush=True)\nwhile not os.path.exists('go'):\n    time.sleep(0.02)\nprint('done')\n")
+    words = ["nohup", sys.executable, "-m", "farandole", "run", "-np", "1", sys.executable, path]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "[0]<stdout>:up\n"
+        job.send_signal(signal.SIGHUP)
+        (tmp_path / "go").touch()
+        assert job.wait(60) == 0
+        assert job.stdout.read() == "[0]<stdout>:done\n"
+
+
 def test_a_killed_launcher_leaves_no_process(launch: Start, script: Write) -> None:
     run = launch("-np", 2, sys.executable, script(SLEEPER))
     pids = up(run)
@@ -138,6 +150,12 @@ def test_a_missing_program_is_named(launch: Start) -> None:
     run = launch("-np", 2, "/no/such/program")
     assert run.wait() == 1
     assert "cannot start /no/such/program: No such file or directory" in run.err.read_text()
+
+
+def test_a_job_that_is_too_large_for_this_host_says_so_before_anything_starts(launch: Start) -> None:
+    run = launch("-np", 1_000_000, "true")
+    assert run.wait() == 1
+    assert run.err.read_text().startswith("farandole: the job cannot begin: a job of this size needs ")
 
 
 def test_a_bad_knob_is_named_before_anything_starts(launch: Start) -> None:

@@ -91,6 +91,13 @@ def test_what_means_nothing_is_said_once_and_what_is_unknown_names_the_nearest(c
     assert "--fusion-threshold-mb" in done.stderr
 
 
+def test_variables_of_horovods_that_mean_nothing_are_said_once(command):
+    done = command("-np", "2", "true", HOROVOD_CYCLE_TIME="5", HOROVOD_HIERARCHICAL_ALLREDUCE="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("HOROVOD_CYCLE_TIME means nothing here: the engine has no cycles") == 1
+    assert "HIERARCHICAL" not in done.stderr
+
+
 def test_what_is_built_is_told_in_horovods_form(command):
     done = command("-cb")
     assert done.returncode == 0

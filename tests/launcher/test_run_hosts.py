@@ -114,6 +114,8 @@ def test_a_host_file_and_too_few_slots(reach, tmp_path):
     hostfile.write_text("# two hosts\nfar1 slots=1\n\nfar2\n")
     run = {"num_proc": 2, "hostfile": hostfile, "ssh_command": reach}
     assert farandole.run(os.getenv, args=("HOST",), **run) == ["far1", "far2"]
+    with pytest.raises(FileNotFoundError, match=r"cannot read the host file .*gone"):
+        farandole.run(os.getpid, hostfile=tmp_path / "gone")
     with pytest.raises(ValueError, match=r"Requested more processes \(3\) than there are available slots \(2\)"):
         farandole.run(os.getenv, args=("HOST",), **run | {"num_proc": 3})
 

@@ -18,12 +18,10 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-
-from farandole.common import pickling
-
-pytest.importorskip("torch")
+import torch  # noqa: F401 - most of these tests need it: without it they fail here
 
 from farandole._native import launcher, registrar
+from farandole.common import pickling
 
 # Workers import no test: what they run comes with its module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

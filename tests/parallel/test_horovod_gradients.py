@@ -89,7 +89,6 @@ def check(world, function):
 
 
 def test_gradients_of_torch_are_horovods(shared_world):
-    pytest.importorskip("torch")
     check(shared_world(2, "horovod", CONVENTION), of_torch)
 
 

@@ -154,3 +154,66 @@ def test_a_keras_fit_that_lost_a_rank_ends_as_one_that_did_not(tensorflow_pair):
     disturbed = tensorflow_pair.run(keras_goes_on_in_the_middle_of_an_epoch, True)
     assert undisturbed == disturbed
     assert undisturbed[0][1] == [4, 8, 12]
+
+
+def goes_on_from_a_store(folder):
+    """Trains three steps, and six in a job that starts anew; returns where that began."""
+    import keras
+    import tensorflow as tf
+
+    import farandole.tensorflow as hvd
+
+    def network():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse")
+        return model
+
+    def trained(until):
+        weight, half = tf.Variable([0.0]), tf.Variable(tf.zeros((), tf.bfloat16))
+        model = network()
+        states = [
+            hvd.elastic.TensorFlowState([weight, half], step=0, notes=["begun"]),
+            hvd.elastic.TensorFlowKerasState(model, epoch=0),
+        ]
+        begun = []
+
+        @hvd.elastic.run
+        def count(state):
+            begun.append(state.step)
+            while state.step < until:
+                weight.assign_add([1.0])
+                half.assign_add(tf.cast(0.5, tf.bfloat16))
+                state.step += 1
+                state.notes = [*state.notes, state.step]
+                state.commit()
+            return state.notes
+
+        @hvd.elastic.run
+        def fit(state):
+            begun.append(state.epoch)
+            while state.epoch < until:
+                model.fit(tf.ones((4, 2)), tf.ones((4, 1)), batch_size=4, verbose=0)
+                state.epoch += 1
+                state.commit()
+
+        for state, name in zip(states, ("values", "network"), strict=True):
+            state.save_to(folder, name, every=2)
+        notes = count(states[0])
+        fit(states[1])
+        found = [float(weight[0]), float(half), [value.tolist() for value in model.get_weights()]]
+        return begun, notes, found
+
+    begun, _, _ = trained(3)
+    assert begun == [0, 0]
+    again, notes, found = trained(6)
+    model = network()
+    for _ in range(6):
+        model.fit(tf.ones((4, 2)), tf.ones((4, 1)), batch_size=4, verbose=0)
+    assert found == [6.0, 3.0, [value.tolist() for value in model.get_weights()]]
+    assert notes == ["begun", *range(1, 7)]
+    return again
+
+
+def test_a_job_that_starts_anew_goes_on_from_the_store(tensorflow_pair, tmp_path):
+    assert tensorflow_pair.run(goes_on_from_a_store, str(tmp_path)) == [[3, 3], [3, 3]]

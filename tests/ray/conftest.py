@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-ray = pytest.importorskip("ray")
+import ray
 
 CPUS = 4
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves where other tests run beside these
@@ -16,7 +16,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves where 
 
 @pytest.fixture(autouse=True)
 def own_handlers():
-    """Takes away the handlers of SIGINT and SIGUSR1 that Ray Train and Tune leave behind: later tests interrupt themselves."""
+    """Takes away Ray's handlers of SIGINT and SIGUSR1, which stay: later tests interrupt themselves."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
     yield
     for number, handler in before.items():

@@ -4,6 +4,8 @@
 
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from farandole.data.sources import is_frame
-from farandole.ray import RayBackend
+from farandole.ray import RayBackend, RayExecutor
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.store import LocalStore
 from farandole.spark.torch import TorchEstimator
@@ -49,11 +51,29 @@ def test_what_does_not_fit_is_refused_in_time(resources):
 
 
 def test_two_jobs_that_do_not_fit_at_once_wait_for_each_other(resources):
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: RayBackend(3, verbose=0).run(place), range(2)))
     assert [len(one) for one in found] == [3, 3]
+
+
+def test_a_job_waits_for_another_of_its_process_longer_than_ray_may_take(resources):
+    def long(seconds):
+        time.sleep(seconds)
+        return place()
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: RayBackend(3, verbose=0, placement_group_timeout=2).run(long, [4]), range(2)))
+    assert [len(one) for one in found] == [3, 3]
+
+
+def test_a_job_does_not_wait_for_an_executor_that_stays(resources):
+    holder = RayExecutor(RayExecutor.create_settings(), num_workers=3)
+    holder.start()
+    try:
+        with pytest.raises(TimeoutError, match=r"3 bundles of .* within 2 s"):
+            RayBackend(3, verbose=0, placement_group_timeout=2).run(place)
+    finally:
+        holder.shutdown()
 
 
 def test_an_estimator_fits_a_frame_there(resources, tmp_path):
@@ -80,7 +100,8 @@ def test_an_estimator_fits_a_frame_there(resources, tmp_path):
 
 @pytest.mark.slow
 def test_an_estimator_fits_a_ray_data_set(resources, tmp_path):
-    data = pytest.importorskip("ray.data")
+    from ray import data
+
     random = np.random.default_rng(0)
     rows = random.normal(size=(400, 2)).astype("float32")
     frame = data.from_items([{"x": row, "y": float(row @ [2, -1])} for row in rows], override_num_blocks=2)

@@ -55,6 +55,126 @@ cluster.shutdown()
 """
 )
 
+DRAINED = """
+import sys, threading, time
+from pathlib import Path
+import ray, ray.train
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
+
+folder, way = Path(sys.argv[1]), sys.argv[2]
+
+def loop():
+    import torch
+    import farandole.torch as hvd
+    hvd.init()
+    state = hvd.elastic.TorchState(step=0)
+    @hvd.elastic.run
+    def steps(state):
+        while state.step < 900 and not (hvd.size() == 1 and list(folder.glob("*.2"))):
+            hvd.allreduce(torch.ones(1), name="one")
+            (folder / f"{state.step:03}.{hvd.size()}").touch()
+            state.step += 1
+            time.sleep(0.1)
+            state.commit()
+    steps(state)
+
+cpus = {"train": 2, "executor": 1}[way]
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})
+other = cluster.add_node(num_cpus=1)
+ray.init(address=cluster.address, log_to_driver=False)
+
+def drain():
+    deadline = time.monotonic() + 150
+    while not list(folder.glob("*.2")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+    accepted, why = gcs.drain_node(other.node_id, reason, "spot", int(1000 * (time.time() + 120)))
+    assert accepted, why
+
+thread = threading.Thread(target=drain)
+thread.start()
+if way == "train":
+    from farandole.ray.train import DataParallelTrainer, FarandoleConfig
+    DataParallelTrainer(
+        loop,
+        backend_config=FarandoleConfig(elastic=True, min_workers=1),
+        scaling_config=ray.train.ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD"),
+        run_config=ray.train.RunConfig(storage_path=str(folder / "results")),
+    ).fit()
+else:
+    from farandole.ray import RayExecutor
+    made = RayExecutor(RayExecutor.create_settings(), min_workers=1, max_workers=2)
+    made.start()
+    made.run(loop)
+    made.shutdown()
+thread.join()
+sizes = [int(one.name.split(".")[1]) for one in sorted(folder.glob("*.[12]"))]
+first = sizes.index(2)
+print("sizes", sizes[first], sizes[-1], sizes[first:] == sorted(sizes[first:], reverse=True), flush=True)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+NODE_OF_ELASTIC_DIES = """
+import sys, threading, time
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+from farandole.ray import RayExecutor
+
+folder = Path(sys.argv[1])
+
+def loop():
+    import torch
+    import farandole.torch as hvd
+    hvd.init()
+    state = hvd.elastic.TorchState(step=0)
+    @hvd.elastic.run
+    def steps(state):
+        while not (folder / "enough").exists():
+            hvd.allreduce(torch.ones(1), name="one")
+            (folder / f"size.{hvd.size()}").touch()
+            state.step += 1
+            time.sleep(0.1)
+            state.commit()
+        return hvd.rank(), hvd.size()
+    return steps(state)
+
+def waited(name):
+    deadline = time.monotonic() + 100
+    while not (folder / name).exists():
+        assert time.monotonic() < deadline, name
+        time.sleep(0.1)
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+other = cluster.add_node(num_cpus=1)
+ray.init(address=cluster.address, log_to_driver=False)
+
+def nodes():
+    waited("size.2")
+    cluster.remove_node(other)
+    (folder / "size.2").unlink()
+    waited("size.1")
+    cluster.add_node(num_cpus=1)
+    (folder / "size.2").unlink(missing_ok=True)
+    waited("size.2")
+    (folder / "enough").touch()
+
+thread = threading.Thread(target=nodes)
+thread.start()
+made = RayExecutor(RayExecutor.create_settings(), min_workers=1, max_workers=2)
+made.start()
+print("ended", made.run(loop), flush=True)
+made.shutdown()
+thread.join()
+ray.shutdown()
+cluster.shutdown()
+"""
+
 CLIENT = (
     TRAIN
     + """
@@ -77,12 +197,18 @@ def free():
 
 ray_command = str(Path(sys.executable).with_name("ray"))
 door = free()
-subprocess.run(
+# It ends with its process. `ray stop` would end every Ray of this machine, and drivers that use one with it.
+head = subprocess.Popen(
     [ray_command, "start", "--head", "--num-cpus=4", "--include-dashboard=false", "--port", free(),
-     "--ray-client-server-port", door, "--disable-usage-stats"],
-    check=True, stdout=subprocess.DEVNULL,
+     "--ray-client-server-port", door, "--disable-usage-stats", "--block"],
+    stdout=subprocess.PIPE, text=True,
 )
 try:
+    for line in head.stdout:
+        if "Ray runtime started" in line:
+            break
+    import threading
+    threading.Thread(target=head.stdout.read, daemon=True).start()
     ray.init("ray://127.0.0.1:" + door)
     made = RayExecutor(RayExecutor.create_settings(), num_workers=2)
     made.start()
@@ -96,16 +222,17 @@ try:
     made.shutdown()
     ray.shutdown()
 finally:
-    subprocess.run([ray_command, "stop"], check=False, stdout=subprocess.DEVNULL)
+    head.terminate()
+    head.wait(60)
 """
 )
 
 
-def told(script, folder):
+def told(script, folder, *words):
     """What a script prints. Ray's client sends its token only where it is told to."""
     (folder / "script.py").write_text(script)
     env = {**os.environ, "RAY_AUTH_MODE": "token"}
-    command = [sys.executable, folder / "script.py"]
+    command = [sys.executable, folder / "script.py", folder, *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, env=env)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -121,3 +248,12 @@ def test_a_job_by_ray_client_runs_in_the_cluster_and_callbacks_run_here(tmp_path
     out = told(CLIENT, tmp_path)
     assert "[(0, 2.0), (1, 2.0)] [0, 1] [{'size': 2}]" in out
     assert "elastic [0, 1] [{'size': 2}]" in out
+
+
+@pytest.mark.parametrize("way", ["train", "executor"])
+def test_a_worker_whose_node_ray_drains_leaves_at_its_next_commit_and_that_is_no_failure(tmp_path, way):
+    assert "sizes 2 1 True" in told(DRAINED, tmp_path, way)
+
+
+def test_an_elastic_job_loses_a_node_and_takes_in_the_worker_of_a_new_one(tmp_path):
+    assert re.search(r"ended \[\(0, 2\), \(1, 2\)\]", told(NODE_OF_ELASTIC_DIES, tmp_path))

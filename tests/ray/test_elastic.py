@@ -5,6 +5,7 @@
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
@@ -119,6 +120,17 @@ def test_a_function_that_always_fails_ends_the_job_with_its_error(resources):
     made.shutdown()
 
 
+def test_an_executable_and_functions_that_ask_for_no_world_have_results_by_rank(resources):
+    class Counter:
+        def __init__(self, start, step=1):
+            self.value = start + step
+
+    made = RayExecutor(RayExecutor.create_settings(), min_workers=2, max_workers=2)
+    made.start(Counter, executable_args=[10], executable_kwargs={"step": 5}, extra_env_vars={"MINE": "1"})
+    assert made.execute(lambda counter: (counter.value, os.environ["MINE"])) == [(15, "1")] * 2
+    made.shutdown()
+
+
 def test_slots_are_counted_by_what_is_free(resources):
     address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
     discovery = RayHostDiscovery(cpus_per_worker=2)
@@ -158,3 +170,33 @@ def test_what_needs_fixed_ranks_is_refused_in_an_elastic_job(resources):
     made.shutdown()
     with pytest.raises(ValueError, match=r"settings\.discovery"):
         RayExecutor(RayExecutor.create_settings(), min_workers=1, override_discovery=False).start()
+
+
+def test_elastic_jobs_that_would_each_hold_half_of_what_they_need_run_one_after_the_other(resources, tmp_path):
+    """Four CPUs, and each of two jobs needs three: one worker at a time, they would get two each."""
+
+    def run(number):
+        made = RayExecutor(RayExecutor.create_settings(), min_workers=3, max_workers=4, elastic_timeout=90)
+        made.start()
+        return [one[1:] for one in made.run(quick, [tmp_path / str(number)])]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
+    assert all(len(one) >= 3 and set(one) == {(True,)} for one in found)
+
+
+def quick(path):
+    """A few steps of at least three ranks."""
+    import farandole.numpy as hvd
+
+    hvd.init()
+    enough = hvd.size() >= 3
+    path.touch()
+    return hvd.rank(), enough
+
+
+def test_an_elastic_job_that_finds_no_room_says_so_in_time(resources):
+    made = RayExecutor(RayExecutor.create_settings(), min_workers=64, max_workers=64, elastic_timeout=2)
+    made.start()
+    with pytest.raises(TimeoutError, match=r"64 bundles of .* within 2 s"):
+        made.run(train)

@@ -12,8 +12,7 @@ import ray.data
 import ray.train
 
 import ray
-
-train = pytest.importorskip("farandole.ray.train")
+from farandole.ray import train
 
 # Workers import no test: what they run comes with its module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

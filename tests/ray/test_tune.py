@@ -12,8 +12,7 @@ import pytest
 
 import ray
 from farandole.tuning import report
-
-tune = pytest.importorskip("ray.tune")
+from ray import tune
 
 for pickler in (cloudpickle, ray.cloudpickle):
     # Workers import no test: what they run comes with its module.

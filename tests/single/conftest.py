@@ -8,7 +8,8 @@ import pytest
 @pytest.fixture
 def hvd():
     """`farandole.torch`, initialized in a process that nobody launched."""
-    torch = pytest.importorskip("farandole.torch")
+    from farandole import torch
+
     torch.init()
     yield torch
     torch.shutdown()

@@ -32,8 +32,6 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_batches_are_dicts_whose_rows_belong_together(path, framework):
-    if framework == "torch":
-        pytest.importorskip("torch")
     loader = ParquetLoader(path, 64, framework=framework, cast={"v": "float32"})
     seen = []
     for batch in loader:
@@ -58,8 +56,6 @@ def test_every_iteration_is_the_next_epoch(path):
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_padding_has_no_weight_and_kept_tails_may_be_empty(path, framework):
-    if framework == "torch":
-        pytest.importorskip("torch")
     padded = [list(ParquetLoader(path, 333, rank=r, size=3, tail="pad", framework=framework))[-1] for r in range(3)]
     assert [float(batch["_weights"].sum()) for batch in padded] == [1.0, 0.0, 0.0]
     assert all(len(batch["label"]) == 333 for batch in padded)
@@ -68,7 +64,8 @@ def test_padding_has_no_weight_and_kept_tails_may_be_empty(path, framework):
 
 
 def test_tensors_share_the_batchs_memory_and_can_be_written(path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     batch = next(iter(ParquetLoader(path, 10, framework="torch")))
     before = batch["b"].clone()
     batch["a"].fill_(-1)

@@ -127,7 +127,8 @@ def test_a_loader_can_be_pickled(path):
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("tail", ["keep", "drop_last", "pad"])
 def test_workers_of_a_dataloader_see_every_row_once_in_as_many_batches(path, workers, tail):
-    torch = pytest.importorskip("torch")
+    import torch
+
     ranks = [ParquetLoader(path, 16, rank=rank, size=2, tail=tail, framework="torch") for rank in range(2)]
     plain = [[len(batch["id"]) for batch in loader] for loader in ranks]
     seen, sizes = [], []
@@ -145,7 +146,8 @@ def test_workers_of_a_dataloader_see_every_row_once_in_as_many_batches(path, wor
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_every_iteration_of_a_dataloader_with_workers_is_the_next_epoch(path, persistent):
-    torch = pytest.importorskip("torch")
+    import torch
+
     dataset = ParquetLoader(path, 100, framework="torch").as_torch_dataset()
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=persistent)
     epochs = [[batch["id"].tolist() for batch in loader] for _ in range(3)]
@@ -155,7 +157,7 @@ def test_every_iteration_of_a_dataloader_with_workers_is_the_next_epoch(path, pe
 
 
 def test_worker_processes_go_on_where_they_were(path, monkeypatch):
-    torch = pytest.importorskip("torch")
+    import torch
     from torch.utils.data import _utils
 
     def worker(number, of=3):

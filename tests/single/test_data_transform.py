@@ -47,8 +47,6 @@ def doubled(batch):
     ("pool", "framework"), [("thread", "numpy"), ("thread", "torch"), ("process", "numpy"), ("dummy", "numpy")]
 )
 def test_a_function_works_on_whole_batches_in_order(path, pool, framework):
-    if framework == "torch":
-        pytest.importorskip("torch")
     plain = ParquetLoader(path, 32, framework=framework)
     loader = ParquetLoader(path, 32, framework=framework, transformation_fn=doubled, transform_pool=pool)
     try:

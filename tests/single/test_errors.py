@@ -5,11 +5,10 @@
 import pickle
 
 import pytest
+import torch
 
 from farandole.common.elastic import ObjectState, run_fn
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HorovodInternalError
-
-torch = pytest.importorskip("torch")
 
 
 def refusals(hvd):

@@ -8,10 +8,10 @@ import sys
 
 import pandas as pd
 import pytest
+import torch  # noqa: F401 - workers start warm where it is imported
 
 from farandole.data import prepare_data
 
-pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """

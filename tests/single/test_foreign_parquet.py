@@ -4,6 +4,7 @@
 
 import datetime as dt
 import os
+import pickle
 import shutil
 import time
 
@@ -172,3 +173,31 @@ def test_an_iceberg_table_is_refused_with_a_word(tmp_path):
     pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match="a table of Iceberg, whose log"):
         reader.Dataset.open(str(tmp_path))
+
+
+def test_a_loader_takes_a_file_a_pattern_and_a_list_of_them(tmp_path, monkeypatch):
+    for year in (2023, 2024):
+        for part in range(2):
+            path = tmp_path / "rows" / f"year={year}" / f"part-{part}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(pa.table({"n": [10 * year + part] * 3}), path)
+    (tmp_path / "rows" / "year=2024" / "notes.txt").write_text("no rows")
+    rows = tmp_path / "rows"
+
+    def found(paths):
+        loader = ParquetLoader(paths, 100, shuffle=False)
+        again = pickle.loads(pickle.dumps(loader))
+        assert again.dataset.fingerprint == loader.dataset.fingerprint
+        batch = next(iter(loader))
+        return sorted(set(batch["n"].tolist())), sorted(set(batch.get("year", np.array([])).tolist()))
+
+    assert found(rows / "year=2023" / "part-1.parquet") == ([20231], [])
+    assert found(f"{rows}/*/part-0.parquet") == ([20230, 20240], [2023, 2024])
+    assert found(f"{rows}/year=2024/*") == ([20240, 20241], [])
+    assert found([f"{rows}/year=2023", f"{rows}/**/part-1.parquet"])[0] == [20230, 20231, 20241]
+    monkeypatch.chdir(tmp_path)
+    assert found("rows/*/part-0.parquet")[0] == [20230, 20240]
+    with pytest.raises(FileNotFoundError, match="no file matches the pattern"):
+        ParquetLoader(f"{rows}/*/part-9.parquet", 1)
+    with pytest.raises(FileNotFoundError, match="none of these is a Parquet file"):
+        ParquetLoader([f"{rows}/year=2024/notes.txt"], 1)

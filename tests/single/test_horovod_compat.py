@@ -78,13 +78,24 @@ def test_names_without_a_counterpart_are_modules_of_the_drop_in(monkeypatch):
 
 @pytest.mark.parametrize(
     ("package", "name"),
-    [("spark.common", "constants"), ("runner", "launch"), ("runner.util", "threads"), ("runner.common", "util")],
+    [
+        ("spark.common", "constants"),
+        ("runner", "launch"),
+        ("runner.util", "threads"),
+        ("runner.common", "util"),
+        ("runner.elastic", "worker"),
+    ],
 )
 def test_a_module_of_the_drop_in_is_taken_from_its_package(package, name):
     space = {}
     exec(f"from horovod.{package} import {name} as taken\nimport horovod.{package}.{name}", space)
     assert space["taken"] is sys.modules[f"horovod.{package}.{name}"]
     assert space["taken"].__name__ == f"horovod.{package}.{name}"
+
+
+def test_states_are_told_of_hosts_by_one_class():
+    worker = importlib.import_module("horovod.runner.elastic.worker")
+    assert worker.HostUpdateResult is importlib.import_module("horovod.torch").elastic.HostUpdateResult
 
 
 def test_a_module_farandole_lacks_is_named_in_the_error():

@@ -260,7 +260,7 @@ def test_helpers_of_common(monkeypatch):
 
 
 def test_models_travel_as_text():
-    torch = pytest.importorskip("torch")
+    import torch
     from horovod.spark.lightning import util as lightning
     from horovod.spark.torch import util
 

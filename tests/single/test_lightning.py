@@ -4,17 +4,16 @@
 
 from __future__ import annotations
 
+import lightning
 import numpy as np
 import pytest
 import torch
 from tests.single.training import Here, line, linear, weights, write
 
-lightning = pytest.importorskip("lightning")
-
-import farandole.torch as hvd  # noqa: E402
-from farandole.spark.common import LocalBackend, LocalStore  # noqa: E402
-from farandole.spark.lightning import TorchEstimator  # noqa: E402
-from farandole.torch.compress import Int8  # noqa: E402
+import farandole.torch as hvd
+from farandole.spark.common import LocalBackend, LocalStore
+from farandole.spark.lightning import TorchEstimator
+from farandole.torch.compress import Int8
 
 pytestmark = [
     pytest.mark.timeout(300),

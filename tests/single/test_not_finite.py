@@ -109,7 +109,6 @@ def test_losses_on_a_gpu_are_kept_there_and_the_first_bad_one_is_named():
 
 
 def test_lightning_names_the_rank_that_met_it(data):
-    pytest.importorskip("lightning.pytorch")
     from farandole.spark.common import LocalStore
     from farandole.spark.lightning import LightningEstimator
 

@@ -84,6 +84,7 @@ def test_frames_tables_and_streams_are_sources(tmp_path, table):
         table,
         table.to_pandas(),
         pl.from_arrow(table),
+        pl.from_arrow(table).lazy(),
         table.to_batches()[0],
         ds.dataset(table),
         pa.RecordBatchReader.from_batches(table.schema, table.to_batches(max_chunksize=33)),
@@ -97,7 +98,7 @@ def test_frames_tables_and_streams_are_sources(tmp_path, table):
             if not isinstance(source, pa.RecordBatchReader)
             else None
         )
-        assert again in (None, not isinstance(source, Stream | ds.Dataset)), type(source)
+        assert again in (None, not isinstance(source, Stream | ds.Dataset | pl.LazyFrame)), type(source)
 
 
 def test_a_filtered_dataset_keeps_its_filter_and_a_directory_its_partitions(tmp_path, table):

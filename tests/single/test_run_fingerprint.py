@@ -161,7 +161,7 @@ def test_maps_of_parameters_have_runs_of_their_own(data):
 
 
 def test_a_lightning_module_counts_by_its_own_steps_and_numbers(data):
-    lightning = pytest.importorskip("lightning.pytorch")
+    import lightning.pytorch as lightning
 
     class Line(lightning.LightningModule):
         def __init__(self, rate):

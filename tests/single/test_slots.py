@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from farandole.runner.limits import start_limit
 from farandole.runner.slots import Slots
 
 
@@ -90,3 +91,46 @@ def test_a_job_with_a_limit_waits_no_longer_and_leaves_the_queue():
     jobs.start("second", 2)
     jobs.has(["first", "second"])
     jobs.end("second")
+
+
+def test_the_wait_for_slots_is_a_part_of_a_given_start_timeout():
+    jobs = Jobs(2)
+    jobs.start("first", 2)
+    left = []
+
+    def second():
+        with jobs.slots.started(2, jobs.said.append, 60) as seconds:
+            left.append(seconds)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not jobs.said:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.5)  # of its minute
+    jobs.end("first")
+    thread.join(20)
+    assert 40 < left[0] < 59.6
+    with jobs.slots.started(2, jobs.said.append, None) as seconds:
+        assert seconds == start_limit(None)
+
+
+def test_gangs_that_each_hold_half_do_not_come_to_be():
+    """Four jobs of three slots want four: with less than all of its slots a job holds none."""
+    slots, held, most = Slots(lambda: 4), [], []
+
+    def job():
+        for _ in range(20):
+            with slots.taken(3, lambda _: None, patience=20):
+                held.append(3)
+                most.append(sum(held))
+                held.pop()
+
+    threads = [threading.Thread(target=job) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert most == [3] * 80

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import cloudpickle
+import optuna
 import pytest
 
 from farandole.spark.common.backend import LocalBackend
 from farandole.tuning import optimize, report
 
-optuna = pytest.importorskip("optuna")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 

@@ -279,7 +279,7 @@ def test_the_best_epoch_is_kept_and_returned_and_every_so_many_stay(data):
     assert losses[3] > losses[2]
     run = data / "runs" / "r"
     names = {path.name for path in run.iterdir() if path.is_file()}
-    kept = {"_fingerprint.json", "_run.json", "checkpoint", "checkpoint.previous", "checkpoint.best"}
+    kept = {"_fingerprint.json", "_record.json", "_run.json", "checkpoint", "checkpoint.previous", "checkpoint.best"}
     assert names == kept | {"checkpoint.epoch-0002", "checkpoint.epoch-0004"}
     best = unpack_state((run / "checkpoint.best").read_bytes())
     assert len(best["history"]) == 3

@@ -13,7 +13,7 @@ from tests.spark.deployments import KILLS, PATIENCE, drive
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500 * PATIENCE)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 * PATIENCE)]
 
 FIT = (
     KILLS
@@ -94,7 +94,7 @@ def fit(directory: Path, *, disturbed: bool) -> tuple[float, str]:
     """Accuracy of a fit, and what its driver said."""
     notes = directory / f"notes-{disturbed}"
     notes.mkdir()
-    done = drive(FIT, directory, 240, NOTES=str(notes), DISTURBED=str(int(disturbed)), OMP_NUM_THREADS="1")
+    done = drive(FIT, directory, 420, NOTES=str(notes), DISTURBED=str(int(disturbed)), OMP_NUM_THREADS="1")
     accuracy, history, held = json.loads(done.stdout.strip().splitlines()[-1])
     assert history == [[epoch, 1440] for epoch in range(12)]
     assert not held

@@ -26,6 +26,10 @@ COUNTS = (
     "max_restarts",
 )  # fmt: skip
 FLAGS = ("shuffle", "use_gpu", "compress_sparse_cols", "allow_nan", "inmemory_cache_all", "mlflow")
+NAMED = (
+    "predictionCol", "rawPredictionCol", "probabilityCol", "predictedLabelCol", "labelIndexCol",
+    "validation_stratify", "validation_group", "validation_time",
+)  # fmt: skip
 COLUMNS = [(3, TypeError), ([], ValueError), (["a", "a"], ValueError)]
 SHAPES = [("x", TypeError), ([[0]], ValueError), ([[-1, -1]], ValueError)]
 LIST = [("x", TypeError), ({}, TypeError)]
@@ -49,6 +53,12 @@ COMMON = {
     "continuous_cols": [(3, TypeError), (["a", "a"], ValueError)],
     "categorical_cols": [(3, TypeError), (["a", "a"], ValueError)],
     "fill": [([], TypeError), ({"x": []}, TypeError)],
+    "categories": [("x", TypeError), ({"x": "y"}, TypeError), ({"x": True}, TypeError)],
+    "ragged": [("x", TypeError), ({"x": 3}, TypeError)],
+    "class_names": [(3, TypeError), ([], ValueError)],
+    "output_form": [("odds", ValueError)],
+    "thresholds": [(0.5, TypeError), ([0.5], ValueError), ([0, 0], ValueError), ([-1, 1], ValueError)],
+    **{name: [(3, TypeError), ("", ValueError)] for name in NAMED},
     "transformation_fn": [("x", TypeError)],
     "transformation_edit_fields": [(3, TypeError), ([("x", "float32")], TypeError)],
     "transformation_removed_fields": [(3, TypeError)],
@@ -105,14 +115,14 @@ UNSET = {
     "label_cols", "validation", "val_batch_size", "random_seed", "run_id", "train_steps_per_epoch",
     "validation_steps_per_epoch", "label_shapes", "gradient_compression", "continuous_cols", "categorical_cols",
     "shuffle_buffer_size", "transformation_fn", "transformation_edit_fields", "transformation_removed_fields",
-    "mp_start_method", "fill", "data_module",
+    "mp_start_method", "fill", "data_module", "class_names", "output_form", "thresholds", *NAMED,
 }  # fmt: skip
 SET = {
     "metrics": [], "batch_size": 32, "epochs": 1, "verbose": 1, "shuffle": True, "partitions_per_process": 10,
     "use_gpu": True, "backward_passes_per_step": 1, "callbacks": [], "compress_sparse_cols": False, "allow_nan": False,
     "train_reader_num_workers": 2, "val_reader_num_workers": 2, "reader_pool_type": "thread",
     "inmemory_cache_all": False, "tensorflow_dataset_prefetch_buffer_size": 0, "on_failure": "raise",
-    "max_restarts": 3, "mlflow": False, "resume": "auto", "terminate_on_nan": True,
+    "max_restarts": 3, "mlflow": False, "resume": "auto", "terminate_on_nan": True, "categories": {}, "ragged": {},
 }  # fmt: skip
 OF_TORCH = dict.fromkeys(
     ("input_shapes", "input_dtypes", "loss_constructors", "train_minibatch_fn", "gradient_clip_norm", "lr_scheduler",
@@ -140,7 +150,7 @@ def kind(request):
 
 
 def accessor(verb, name):
-    return verb + "".join(part.capitalize() for part in name.split("_"))
+    return verb + "".join(part[:1].upper() + part[1:] for part in name.split("_"))
 
 
 def test_every_default_is_known(kind):

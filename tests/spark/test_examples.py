@@ -61,6 +61,28 @@ def test_a_table_with_categories_is_learned_and_its_history_drawn(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_table_with_words_and_holes_is_learned_without_preparation_by_hand(tmp_path):
+    done = run("spark_torch_passengers.py", tmp_path)
+    assert "the model gets [Pclass, Sex, Embarked] -> int64 (rows, 3)" in done.stderr
+    assert "'Sex': ['female', 'male']" in done.stdout
+    area, accuracy = (
+        re.search(rf"{name} (\d\.\d+)", done.stdout) for name in ("by Spark ML", "accuracy on passengers never seen")
+    )
+    assert area is not None
+    assert accuracy is not None
+    assert float(area[1]) >= 0.8
+    assert float(accuracy[1]) >= 0.75  # a third of the passengers are saved
+
+
+@pytest.mark.slow
+def test_token_sequences_are_learned_from_without_spark(tmp_path):
+    done = run("token_sequences_no_spark.py", tmp_path)
+    accuracy = re.search(r"validation accuracy (\d\.\d+)", done.stdout)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.85  # a review with as many words of both sorts is a guess
+
+
+@pytest.mark.slow
 def test_a_lightning_module_recognises_digits(tmp_path):
     done = run("spark_lightning_digits.py", tmp_path)
     lines = done.stdout.splitlines()

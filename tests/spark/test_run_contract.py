@@ -161,7 +161,6 @@ def test_a_killed_worker_is_named_with_signal_and_stderr_within_five_seconds(bac
 
 
 def test_a_worker_killed_in_a_collective_is_named_and_not_the_survivor_that_noticed(backend, pids):
-    pytest.importorskip("torch")
     note = pids.note
 
     def train():

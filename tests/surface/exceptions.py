@@ -29,7 +29,15 @@ EXCEPTIONS = {
         horovod.runner.elastic.registration
         horovod.runner.elastic.rendezvous
         horovod.runner.elastic.settings
-        horovod.runner.elastic.worker
+        horovod.runner.elastic.worker: HOROVOD_GLOO_IFACE
+        horovod.runner.elastic.worker: HOROVOD_GLOO_RENDEZVOUS_ADDR
+        horovod.runner.elastic.worker: HOROVOD_GLOO_RENDEZVOUS_PORT
+        horovod.runner.elastic.worker: HOROVOD_HOSTNAME
+        horovod.runner.elastic.worker: HOROVOD_LOCAL_RANK
+        horovod.runner.elastic.worker: HostsUpdatedRequest
+        horovod.runner.elastic.worker: WorkerNotificationClient
+        horovod.runner.elastic.worker: WorkerNotificationManager
+        horovod.runner.elastic.worker: WorkerNotificationService
     """,
     "Inner parts of Horovod's launcher: what they do is native here, and `farandole run` is the way to it.": """
         horovod.runner.driver

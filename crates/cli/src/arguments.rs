@@ -6,7 +6,7 @@
 use clap::{ArgMatches, Command};
 
 use crate::run::flags::FLAGS;
-use crate::{agent, bench, data, run, store};
+use crate::{agent, bench, data, explain, run, store, ui};
 
 /// The whole command.
 pub(crate) fn command() -> Command {
@@ -20,6 +20,8 @@ pub(crate) fn command() -> Command {
         .subcommand(bench::command())
         .subcommand(data::command())
         .subcommand(store::command())
+        .subcommand(ui::command())
+        .subcommand(explain::command())
         .subcommand(
             Command::new("doctor")
                 .about("Says what is installed, which links and devices work, and what is wrong."),
@@ -41,6 +43,7 @@ pub(crate) fn matches(argv: &[String], drop_in: bool) -> Result<(String, ArgMatc
     words.remove(1);
     let horovodrun = run::command()
         .name("horovodrun")
+        .display_name("horovodrun")
         .override_usage("horovodrun [-np N] [-H HOST:SLOTS,...] [OPTIONS] COMMAND...");
     Ok(("run".to_owned(), horovodrun.try_get_matches_from(words)?))
 }
@@ -138,6 +141,18 @@ mod tests {
         assert_eq!(bench.get_one::<u32>("num_proc"), Some(&2));
         assert_eq!(bench.get_many::<u64>("sizes").unwrap().copied().collect::<Vec<_>>(), [4, 1024]);
         assert!(command().try_get_matches_from(words("farandole bench sum -n 2")).is_err());
+    }
+
+    #[test]
+    fn every_version_is_the_commands() {
+        let told = |words: &[&str], drop_in| {
+            let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
+            matches(&words, drop_in).unwrap_err().to_string()
+        };
+        let version = env!("CARGO_PKG_VERSION");
+        assert_eq!(told(&["farandole", "--version"], false), format!("farandole {version}\n"));
+        assert_eq!(told(&["farandole", "run", "--version"], false), format!("farandole {version}\n"));
+        assert_eq!(told(&["horovodrun", "-v"], true), format!("horovodrun {version}\n"));
     }
 
     #[test]

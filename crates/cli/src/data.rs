@@ -153,6 +153,10 @@ mod tests {
     struct Told(RefCell<Vec<String>>);
 
     impl Surroundings for Told {
+        fn package(&self) -> std::path::PathBuf {
+            std::path::PathBuf::new()
+        }
+
         fn wish(&self) -> Wish {
             Wish::GoOn
         }

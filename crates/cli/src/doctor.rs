@@ -106,7 +106,10 @@ fn examine(python: &Python, modules: &Modules) -> Page {
     links(&mut page);
     devices(&mut page, python);
     starter::section(&mut page, &Here);
-    launching(&mut page);
+    // What cannot be read is a problem already, and everything that is started would fail by it.
+    if Config::from_env().is_ok() {
+        launching(&mut page);
+    }
     page
 }
 

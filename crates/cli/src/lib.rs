@@ -4,7 +4,8 @@
 //! The farandole command.
 //!
 //! Owns the command line: `run` starts a program on several processes of one host or of several, `bench` times collectives on them,
-//! `data` prepares data and looks into it, `store` shows and tidies stores, `doctor` says what works here.
+//! `data` prepares data and looks into it, `store` shows and tidies stores, `ui` shows their runs in the browser,
+//! `explain` says what limits the speed of one, `doctor` says what works here.
 //! Refuses logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which lends
 //! it an interpreter through [`Surroundings`]; there is no second binary.
 //!
@@ -22,10 +23,12 @@ mod check_build;
 mod console;
 mod data;
 mod doctor;
+mod explain;
 mod logging;
 mod run;
 mod store;
 mod surroundings;
+mod ui;
 
 pub use surroundings::{Distribution, Python, Surroundings};
 
@@ -54,8 +57,10 @@ pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
         "bench" => bench::bench(&matches, surroundings),
         "data" => data::data(&matches, surroundings),
         "doctor" => doctor::doctor(surroundings),
+        "explain" => explain::explain_run(&matches),
         "run" => run::run(called, &matches, surroundings),
         "store" => store::store(&matches),
+        "ui" => ui::ui(&matches, surroundings),
         other => Err(anyhow::anyhow!("no such command: {other}")),
     };
     match ended {

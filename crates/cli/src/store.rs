@@ -22,30 +22,10 @@ pub(crate) fn command() -> Command {
             .action(ArgAction::SetTrue)
             .help("Print one JSON object a line instead of a table")
     };
-    Command::new("store")
+    with_options(Command::new("store"))
         .about("Shows and tidies stores: local paths, s3://, gs://, abfss://, hdfs://, dbfs:/.")
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .arg(
-            Arg::new("option")
-                .long("option")
-                .global(true)
-                .value_name("KEY=VALUE")
-                .action(ArgAction::Append)
-                .value_parser(pair)
-                .help(
-                    "A storage option, such as endpoint_url=http://localhost:9000; may be repeated. Secrets do not \
-                     belong on a command line, which other users can see: KEY=env:NAME takes a variable, \
-                     KEY=file:PATH the first line of a file, KEY=- a line of standard input",
-                ),
-        )
-        .arg(
-            Arg::new("option-file")
-                .long("option-file")
-                .global(true)
-                .value_name("PATH")
-                .help("A file of storage options, one KEY=VALUE a line, # before comments; - is standard input"),
-        )
         .subcommand(Command::new("ls").about("Lists what is directly in a directory.").arg(url()).arg(json()))
         .subcommand(
             Command::new("du")
@@ -75,6 +55,31 @@ pub(crate) fn command() -> Command {
                         .help("Say what would be deleted, and delete nothing"),
                 )
                 .arg(json()),
+        )
+}
+
+/// The command with the options of stores.
+pub(crate) fn with_options(command: Command) -> Command {
+    command
+        .arg(
+            Arg::new("option")
+                .long("option")
+                .global(true)
+                .value_name("KEY=VALUE")
+                .action(ArgAction::Append)
+                .value_parser(pair)
+                .help(
+                    "A storage option, such as endpoint_url=http://localhost:9000; may be repeated. Secrets do not \
+                     belong on a command line, which other users can see: KEY=env:NAME takes a variable, \
+                     KEY=file:PATH the first line of a file, KEY=- a line of standard input",
+                ),
+        )
+        .arg(
+            Arg::new("option-file")
+                .long("option-file")
+                .global(true)
+                .value_name("PATH")
+                .help("A file of storage options, one KEY=VALUE a line, # before comments; - is standard input"),
         )
 }
 
@@ -165,10 +170,8 @@ fn age(text: &str) -> Result<Duration> {
     count.checked_mul(seconds).map(Duration::from_secs).with_context(|| format!("not an age: {text}"))
 }
 
-/// Runs it.
-pub(crate) fn store(matches: &ArgMatches) -> Result<i32> {
-    let Some((action, matches)) = matches.subcommand() else { bail!("no such command") };
-    let url = matches.get_one::<String>("url").cloned().unwrap_or_default();
+/// Has stores opened with the options of a command line.
+pub(crate) fn configure_by(matches: &ArgMatches, urls: &[String]) -> Result<()> {
     let given: Vec<(String, String)> =
         matches.get_many::<(String, String)>("option").unwrap_or_default().cloned().collect();
     for (key, _) in given.iter().filter(|(key, value)| is_secret(key) && !is_elsewhere(value)) {
@@ -180,8 +183,16 @@ pub(crate) fn store(matches: &ArgMatches) -> Result<i32> {
     let file = matches.get_one::<String>("option-file").map(String::as_str);
     let options = options(given, file, &mut std::io::stdin().lock())?;
     if !options.is_empty() {
-        configure(&url, Options(options));
+        urls.iter().for_each(|url| configure(url, Options(options.clone())));
     }
+    Ok(())
+}
+
+/// Runs it.
+pub(crate) fn store(matches: &ArgMatches) -> Result<i32> {
+    let Some((action, matches)) = matches.subcommand() else { bail!("no such command") };
+    let url = matches.get_one::<String>("url").cloned().unwrap_or_default();
+    configure_by(matches, std::slice::from_ref(&url))?;
     let store = Store::open(&url)?;
     let json = matches.get_flag("json");
     let rows = match action {

@@ -16,6 +16,9 @@ pub trait Surroundings {
     /// The interpreter, and what is installed in it. Nothing is imported to find out.
     fn python(&self) -> Python;
 
+    /// Folder of the Python package.
+    fn package(&self) -> PathBuf;
+
     /// Who provides the modules of this interpreter, by the module's name at the top. Nothing is imported to find out.
     fn modules(&self) -> BTreeMap<String, Vec<Distribution>>;
 

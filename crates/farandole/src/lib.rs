@@ -16,4 +16,5 @@ pub use farandole_session as session;
 pub use farandole_store as store;
 pub use farandole_telemetry as telemetry;
 pub use farandole_transport as transport;
+pub use farandole_ui as ui;
 pub use farandole_world as world;

@@ -19,6 +19,9 @@ use crate::error::{Error, Result};
 use crate::hosts::{HostSlots, merged, parse_hostfile};
 use crate::shell::Shell;
 
+/// Where the MPI operator of Kubernetes puts the program.
+const KUBECTL: &str = "/opt/kube/kubectl";
+
 /// What looks up a variable of the environment, and what reads a file: a test plays both.
 pub trait Surroundings {
     /// The variable's value, if it is set and not empty.
@@ -30,7 +33,7 @@ pub trait Surroundings {
     /// The system's.
     fn file(&self, path: &str) -> std::io::Result<String>;
 
-    /// Whether a program can be started by this name.
+    /// Whether a program can be started by this name or path.
     fn program(&self, name: &str) -> bool;
 }
 
@@ -108,8 +111,7 @@ fn lsf(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     if here.variable("LSB_JOBID").is_none() {
         return Ok(None);
     }
-    // The host that only starts the job has no slots of its own under jsrun.
-    let hosts = if let Some(text) = here.variable("LSB_MCPU_HOSTS") {
+    let mut hosts = if let Some(text) = here.variable("LSB_MCPU_HOSTS") {
         let words: Vec<&str> = text.split_whitespace().collect();
         let pairs = words.chunks_exact(2).map(|pair| Some(HostSlots::new(pair[0], pair[1].parse().ok()?)));
         let hosts: Option<Vec<HostSlots>> =
@@ -122,6 +124,10 @@ fn lsf(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     } else {
         return Ok(None);
     };
+    // IBM's Cluster System Manager runs the batch script on a host of its own, which LSF names first.
+    if here.variable("CSM_ALLOCATION_ID").is_some() && hosts.len() > 1 {
+        hosts.remove(0);
+    }
     let shell = here.program("blaunch").then(Shell::blaunch);
     Ok(Some(Allocation { system: "LSF", hosts: merged(hosts), shell, file: None }))
 }
@@ -172,11 +178,8 @@ fn kubernetes(here: &dyn Surroundings) -> Result<Option<Allocation>> {
         None | Some("ssh" | "") => None,
         // The operator's script asks kubectl for no standard input, which carries our words.
         Some(agent) if agent.ends_with("kubexec.sh") => {
-            Some(Shell::kubectl(if here.file("/opt/kube/kubectl").is_ok() || !here.program("kubectl") {
-                "/opt/kube/kubectl"
-            } else {
-                "kubectl"
-            }))
+            let on_path = here.program("kubectl") && !here.program(KUBECTL);
+            Some(Shell::kubectl(if on_path { "kubectl" } else { KUBECTL }))
         }
         Some(agent) => Some(Shell::custom(agent)?),
     };
@@ -253,6 +256,8 @@ mod tests {
         assert_eq!(shown(&played(&slurm, &[])), "Slurm gpu01:4 gpu02:4 gpu03:4 login:1");
         let lsf = [("LSB_JOBID", "7"), ("LSB_MCPU_HOSTS", "a 2 b 4")];
         assert_eq!(shown(&played(&lsf, &[])), "LSF a:2 b:4");
+        let csm = [("LSB_JOBID", "7"), ("LSB_MCPU_HOSTS", "batch1 1 a 42 b 42"), ("CSM_ALLOCATION_ID", "3")];
+        assert_eq!(shown(&played(&csm, &[])), "LSF a:42 b:42");
         let lsf = [("LSB_JOBID", "7"), ("LSB_HOSTS", "a a b")];
         assert_eq!(shown(&played(&lsf, &[])), "LSF a:2 b:1");
         let pbs = [("PBS_JOBID", "7"), ("PBS_NODEFILE", "/nodes")];
@@ -285,11 +290,16 @@ mod tests {
         here.programs = vec!["srun"];
         let shell = allocation(&here).unwrap().unwrap().shell.unwrap();
         assert_eq!(shell.argv("a", "true")[0], "srun");
-        let here = played(
+        let mut here = played(
             &[("HYDRA_HOST_FILE", "/hosts"), ("OMPI_MCA_plm_rsh_agent", "/etc/mpi/kubexec.sh")],
             &[("/hosts", "w-0\n")],
         );
-        let shell = allocation(&here).unwrap().unwrap().shell.unwrap();
-        assert_eq!(shell.argv("w-0", "true")[..4], ["/opt/kube/kubectl", "exec", "-i", "w-0"]);
+        for (programs, expected) in
+            [(&[][..], KUBECTL), (&["kubectl"], "kubectl"), (&["kubectl", KUBECTL], KUBECTL)]
+        {
+            here.programs = programs.to_vec();
+            let shell = allocation(&here).unwrap().unwrap().shell.unwrap();
+            assert_eq!(shell.argv("w-0", "true")[..4], [expected, "exec", "-i", "w-0"]);
+        }
     }
 }

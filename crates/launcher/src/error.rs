@@ -20,6 +20,12 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// There is no registrar for the job.
+    #[error("the job cannot begin")]
+    Begin {
+        /// The failure.
+        source: Box<farandole_registrar::Error>,
+    },
     /// The registrar refused, or could not be reached.
     #[error("task {task} did not get a rank")]
     Registrar {
@@ -105,7 +111,7 @@ impl Error {
     pub fn fault(&self) -> Fault {
         match self {
             Self::Usage { .. } => Fault::Usage,
-            Self::Registrar { source, .. } => source.fault(),
+            Self::Begin { source } | Self::Registrar { source, .. } => source.fault(),
             Self::Spawn { .. } | Self::System { .. } | Self::Cancelled { .. } => Fault::Environment,
             Self::Host { .. } | Self::Hosts(_) | Self::Discovery { .. } => Fault::Environment,
             Self::Vanished { .. } => Fault::Bug,

@@ -121,13 +121,12 @@ fn line_of(line: &str) -> Option<HostSlots> {
     let mut words = line.split_whitespace();
     let mut host = entry_of(words.next()?)?;
     for word in words {
-        // Open MPI's `max_slots` and what other launchers know beside it has no meaning here.
-        if let Some((key, value)) = word.split_once('=')
-            && matches!(key, "slots" | "cpu")
-        {
-            host.slots = value.parse().ok()?;
-        } else if !word.contains('=') {
-            return None;
+        match word.split_once('=')? {
+            ("slots" | "cpu", value) => host.slots = value.parse().ok()?,
+            // Known to Open MPI and to Intel's and MPICH's hydra, and without a meaning here.
+            ("max_slots" | "max-slots" | "binding" | "ifname", _) => {}
+            // A misspelt `slots` would leave the host with one slot.
+            _ => return None,
         }
     }
     Some(host)
@@ -211,8 +210,10 @@ mod tests {
         let found = parse_hostfile("hosts", text).unwrap();
         let expected = [("node1", 5), ("node2", 2), ("node3", 1), ("::1", 3)];
         assert_eq!(found, expected.map(|(name, slots)| HostSlots::new(name, slots)));
-        let error = parse_hostfile("hosts", "a\nb slots=many\n").unwrap_err().to_string();
-        assert!(error.contains("hosts line 2 is not a host") && error.ends_with("b slots=many"), "{error}");
+        for wrong in ["b slots=many", "b slot=4", "b slots", "b 4", "b slots=1 slosts=4"] {
+            let error = parse_hostfile("hosts", &format!("a\n{wrong}\n")).unwrap_err().to_string();
+            assert!(error.contains("hosts line 2 is not a host") && error.ends_with(wrong), "{error}");
+        }
         assert!(parse_hostfile("hosts", "# none\n").unwrap_err().to_string().contains("names no host"));
     }
 

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use farandole_config::Config;
 use farandole_registrar::{Event, Options, Registrar};
 use farandole_telemetry::{Record, Sink};
-use farandole_world::{TaskId, World};
+use farandole_world::World;
 
 use crate::agent::{Outcome, Output};
 use crate::crew::{Crew, Elsewhere, News, Wish};
@@ -72,8 +72,8 @@ impl Job {
     /// `wish` says so. Lines of the workers go to `sink`; `assigned` hears of the ranks.
     ///
     /// # Errors
-    /// `Usage` for no process, an empty command or too few slots; `Host` and `Hosts` for hosts that cannot be used, or
-    /// were lost; `Registrar`, `Spawn`, `System`.
+    /// `Usage` for no process, an empty command or too few slots; `Begin` without a registrar; `Host` and `Hosts` for hosts
+    /// that cannot be used, or were lost; `Registrar`, `Spawn`, `System`.
     pub fn run_told(
         &self,
         sink: &Arc<dyn Sink>,
@@ -91,8 +91,8 @@ impl Job {
             options.host = Some("127.0.0.1".to_owned());
             options.bind = String::new();
         }
-        let registrar = Registrar::start(options)
-            .map_err(|source| Error::Registrar { task: TaskId(0), source: Box::new(source) })?;
+        let registrar =
+            Registrar::start(options).map_err(|source| Error::Begin { source: Box::new(source) })?;
         let mut conduct = Conduct::start(self, &registrar, (sink, assigned), here, there)?;
         let ended = conduct.run(wish);
         drop(conduct);

@@ -117,7 +117,7 @@ impl Dataset {
         let mut entries = Vec::with_capacity(files.len());
         let mut values = Vec::with_capacity(files.len());
         for (path, columns) in files {
-            entries.push(Entry { bytes: store.size(&path)?, path });
+            entries.push(Entry { bytes: store.size(&path)?, modified: None, path });
             values.push(columns);
         }
         let dataset = Self::plain(store, entries, values)?;

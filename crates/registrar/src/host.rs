@@ -49,22 +49,33 @@ pub fn bound(wish: &str) -> Result<Option<IpAddr>> {
     among(wish, &addresses()).map(Some)
 }
 
-/// The IPv4 network of the first of these interfaces that this host has, such as `10.0.0.0/8`: a wish for [`bound`] that
-/// holds on every host of that network, whatever its interface is called.
+/// The network of the first of these interfaces that this host has, such as `10.0.0.0/8`: a wish for [`bound`] that
+/// holds on every host of that network, whatever its interface is called. IPv6 where an interface has no IPv4.
 ///
 /// # Errors
 /// `Options` naming the interfaces when none has a network.
 pub fn network_of(interfaces: &[String]) -> Result<String> {
-    let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
-    let found = interfaces
-        .iter()
-        .find_map(|name| if name == "lo" { Some("127.0.0.0/8".to_owned()) } else { on_link(&routes, name) });
-    found.ok_or_else(|| {
-        let mut known: Vec<&str> =
-            routes.lines().skip(1).filter_map(|line| line.split_whitespace().next()).collect();
+    let four = fs::read_to_string("/proc/net/route").unwrap_or_default();
+    let six = fs::read_to_string("/proc/net/ipv6_route").unwrap_or_default();
+    network_in(&four, &six, interfaces)
+}
+
+fn network_in(four: &str, six: &str, interfaces: &[String]) -> Result<String> {
+    let network = |name: &String| match name.as_str() {
+        "lo" => Some("127.0.0.0/8".to_owned()),
+        name => on_link(four, name).or_else(|| on_link_six(six, name)),
+    };
+    interfaces.iter().find_map(network).ok_or_else(|| {
+        let names = |routes: &str, field: usize| -> Vec<String> {
+            routes.lines().filter_map(|line| line.split_whitespace().nth(field).map(str::to_owned)).collect()
+        };
+        let mut known = names(four, 0);
+        known.extend(names(six, 9));
+        known.sort();
         known.dedup();
+        known.retain(|name| on_link(four, name).or_else(|| on_link_six(six, name)).is_some());
         let reason = format!(
-            "none of these network interfaces has an IPv4 network on this host: {} (those with one: {})",
+            "none of these network interfaces has a network on this host: {} (those with one: {})",
             interfaces.join(", "),
             if known.is_empty() { "none".to_owned() } else { known.join(", ") }
         );
@@ -81,6 +92,21 @@ fn on_link(routes: &str, name: &str) -> Option<String> {
         let (network, mask) = (number(destination)?, number(mask)?);
         let own = interface == name && number(gateway)? == 0 && mask != 0;
         own.then(|| format!("{}/{}", Ipv4Addr::from(network), mask.count_ones()))
+    })
+}
+
+/// As [`on_link`], from the table of IPv6. Networks of link-local and multicast addresses are left out, as are single
+/// addresses.
+fn on_link_six(routes: &str, name: &str) -> Option<String> {
+    routes.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let [destination, bits, _, _, gateway, _, _, _, _, interface] = fields[..] else { return None };
+        let network = Ipv6Addr::from(u128::from_str_radix(destination, 16).ok()?);
+        let bits = u32::from_str_radix(bits, 16).ok()?;
+        let is_single = bits == 0 || bits == 128;
+        let is_local = network.is_unicast_link_local() || network.is_multicast();
+        let own = interface == name && u128::from_str_radix(gateway, 16).ok()? == 0;
+        (own && !is_single && !is_local).then(|| format!("{network}/{bits}"))
     })
 }
 
@@ -189,8 +215,33 @@ mod tests {
         assert_eq!(on_link(routes, "ib0").as_deref(), Some("10.0.0.0/8"));
         assert_eq!(on_link(routes, "eth1"), None);
         assert_eq!(network_of(&["none0".to_owned(), "lo".to_owned()]).unwrap(), "127.0.0.0/8");
-        let error = network_of(&["none0".to_owned()]).unwrap_err().to_string();
-        assert!(error.contains("has an IPv4 network on this host: none0 (those with one: "), "{error}");
+        let error = network_in(routes, "", &["none0".to_owned()]).unwrap_err().to_string();
+        assert!(error.ends_with("has a network on this host: none0 (those with one: eth0, ib0)"), "{error}");
+    }
+
+    #[test]
+    fn an_interface_without_ipv4_means_its_network_of_ipv6() {
+        let nothing = "00000000000000000000000000000000";
+        let line = |network: &str, bits: &str, gateway: &str, interface: &str| {
+            format!(
+                "{network} {bits} {nothing} 00 {gateway} 00000100 00000001 00000000 00000001 {interface}\n"
+            )
+        };
+        let gateway = "fd000000000000000000000000000001";
+        let routes = [
+            line("fe800000000000000000000000000000", "40", nothing, "eth0"),
+            line(nothing, "00", gateway, "eth0"),
+            line("fd000000000000000000000000000002", "80", nothing, "eth0"),
+            line("ff000000000000000000000000000000", "08", nothing, "eth0"),
+            line("20010db8000100000000000000000000", "30", gateway, "eth0"),
+            line("20010db8000000000000000000000000", "40", nothing, "ib0"),
+            line("fd000000000000000000000000000000", "40", nothing, "eth0"),
+        ]
+        .concat();
+        assert_eq!(network_in("", &routes, &["eth0".to_owned()]).unwrap(), "fd00::/64");
+        assert_eq!(network_in("", &routes, &["x".to_owned(), "ib0".to_owned()]).unwrap(), "2001:db8::/64");
+        let error = network_in("", &routes, &["x".to_owned()]).unwrap_err().to_string();
+        assert!(error.ends_with("(those with one: eth0, ib0)"), "{error}");
     }
 
     #[test]

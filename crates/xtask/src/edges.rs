@@ -28,6 +28,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("dataset", &["world"]),
     ("prepare", &["config", "store", "dataset"]),
     ("reader", &["world", "config", "shm", "store", "dataset"]),
+    ("ui", &["store"]),
     (
         "facade",
         &[
@@ -46,6 +47,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "dataset",
             "prepare",
             "reader",
+            "ui",
         ],
     ),
     ("cli", &["facade"]),

@@ -68,6 +68,14 @@ class KerasState(ObjectState):
         self._keep()
         super().sync()
 
+    def _arrays(self) -> list[Any]:
+        return [value for _, value in self._kept]
+
+    def _take_arrays(self, arrays: list[Any]) -> None:
+        in_step(self.model)
+        for (variable, known), value in zip(self._kept, arrays, strict=True):
+            variable.assign(value.view(known.dtype))
+
 
 class TensorFlowKerasState(KerasState):
     """`KerasState` under the name and with the arguments that it has in Horovod's TensorFlow module.

@@ -4,17 +4,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import queue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from farandole._native import engine
-from farandole.common import basics, notices
+from farandole.common import basics, commits, notices
+from farandole.common.commits import StoredCommits
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HostsUpdatedInterrupt
 from farandole.common.notices import leave
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from farandole.spark.common.store import Store
 
 _Result = TypeVar("_Result")
 
@@ -48,6 +53,31 @@ class State:
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
         self._commits = 0
+        self._stored: StoredCommits | None = None
+        self._writes = False
+        """Whether this process was rank 0 at the last commit."""
+        self._synced = False
+
+    def save_to(self, store: Store | str, run_id: str, every: int = 1) -> None:
+        """Has commits go to a store, too; a job that starts anew, and finds one there, goes on from it.
+
+        Every rank calls it before the function of `elastic.run` begins. Rank 0 writes, in another thread. If no process
+        has the state when that function begins, rank 0 reads it from the store. The last commit is written when the
+        function has returned.
+
+        Args:
+            store: Where to, or its URL, such as `"s3://bucket/jobs"`.
+            run_id: Names the directory of this job in `<store>/runs`; it is the same when the job starts anew.
+            every: Commits from one that is written to the next. While one is written others are skipped.
+
+        Raises:
+            ValueError: `every` is below 1, or the store cannot be had.
+            TypeError: An attribute cannot go to a store.
+            NotImplementedError: This kind of state cannot.
+        """
+        stored = StoredCommits(store, run_id, every)
+        self._check_storable()
+        self._stored = stored
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Has functions called after every change of the world, e.g. to scale the learning rate anew."""
@@ -72,6 +102,7 @@ class State:
         """
         self.save()
         self._commits += 1
+        self._to_store()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -106,6 +137,87 @@ class State:
 
     def reset(self) -> None:
         """Adapts to a new world; nothing to do by default."""
+
+    def _to_store(self) -> None:
+        """Has the last commit written where it is due."""
+        if self._stored is None:
+            return
+        self._writes = self._rank() == 0
+        if self._writes and self._stored.is_due(self._commits):
+            self._begin_writing(self._stored)
+
+    def _begin_writing(self, stored: StoredCommits) -> None:
+        lent = self._lend()
+        stored.begin(self._commits, lambda: self._pack(lent), self._take_back)
+
+    def _finish(self) -> None:
+        """Returns when the last commit is in the store.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        if self._stored is None:
+            return
+        self._settle()
+        failure = self._stored.wait()
+        if self._writes and not self._stored.has(self._commits):
+            self._begin_writing(self._stored)
+            failure = self._stored.wait()
+        if failure is not None:
+            raise failure
+
+    def _leave_store(self) -> None:
+        """Waits for a commit that is being written: this process may end, and another one write."""
+        if self._stored is not None:
+            with contextlib.suppress(RuntimeError):
+                self._settle()
+            self._stored.wait()
+
+    def _from_store(self) -> None:
+        """Takes the state from the store, in rank 0 of a world in which nobody has it."""
+        if self._stored is None or self._synced or self._rank() != 0:
+            return
+        found = self._stored.resume()
+        if found is None:
+            return
+        try:
+            self._take_in(self._unpack(found))
+        except Exception as error:
+            raise ValueError(
+                f"the commit of run {self._stored.run_id!r} cannot be taken into this state: choose another run_id, or "
+                f"delete {self._stored.place}: {error}"
+            ) from error
+
+    def _settle(self) -> None:
+        """Waits for what a commit still does; nothing by default."""
+
+    def _check_storable(self) -> None:
+        """Raises where the state cannot go to a store.
+
+        Raises:
+            NotImplementedError: This kind of state cannot.
+            TypeError: An attribute cannot.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot go to a store")
+
+    def _lend(self) -> Any:
+        """What the last commit kept; it does not change before `_take_back`."""
+        raise NotImplementedError
+
+    def _take_back(self) -> None:
+        """Takes note that nobody needs what `_lend` has returned; called in another thread."""
+
+    def _pack(self, lent: Any) -> bytes:
+        """A zip archive of what `_lend` has returned; called in another thread."""
+        raise NotImplementedError
+
+    def _unpack(self, data: bytes) -> Any:
+        """The inverse of `_pack`."""
+        raise NotImplementedError
+
+    def _take_in(self, content: Any) -> None:
+        """Takes over what `_unpack` has returned."""
+        raise NotImplementedError
 
 
 @runtime_checkable
@@ -151,7 +263,7 @@ class ObjectState(State):
     def restore(self) -> None:
         """Puts the attributes back that were kept last, and readers to their positions."""
         for name, value in self._saved_state.items():
-            if isinstance(value, _Position):
+            if isinstance(value, Position):
                 getattr(self, name).load_state_dict(value.state)
             else:
                 setattr(self, name, value)
@@ -171,8 +283,63 @@ class ObjectState(State):
                 reader.follow_world()
         super().on_reset()
 
+    # What the store of `save_to` gets: attributes, and arrays where a subclass has some.
 
-class _Position:
+    def _check_storable(self) -> None:
+        commits.plain_or_raise(
+            self._plain(), commits.is_json, "numbers, strings, and lists and dicts of them, without tuples"
+        )
+
+    def _plain(self) -> dict[str, Any]:
+        """Attributes as they were kept last; of readers their positions."""
+        kept = self._saved_state.items()
+        return {name: value.state if isinstance(value, Position) else value for name, value in kept}
+
+    def _arrays(self) -> list[Any]:
+        """Arrays that were kept last; nothing changes them."""
+        return []
+
+    def _lend(self) -> Any:
+        return self._arrays(), copy.deepcopy(self._plain())
+
+    def _pack(self, lent: Any) -> bytes:
+        return commits.pack(*lent)
+
+    def _unpack(self, data: bytes) -> Any:
+        return commits.unpack(data)
+
+    def _take_in(self, content: Any) -> None:
+        arrays, plain = content
+        mine = [_shape(array) for array in self._arrays()]
+        if mine != [_shape(array) for array in arrays]:
+            raise ValueError(f"it has {len(arrays)} arrays, and this state {len(mine)}, or they differ in shape")
+        self._take_plain(plain)
+        self._take_arrays(arrays)
+
+    def _take_arrays(self, arrays: list[Any]) -> None:
+        """Takes over arrays that fit."""
+
+    def _take_plain(self, plain: dict[str, Any]) -> None:
+        """Takes over attributes and positions.
+
+        Raises:
+            ValueError: They are those of another state.
+        """
+        if sorted(plain) != sorted(self._saved_state):
+            raise ValueError(f"it has the attributes {sorted(plain)}, and this state {sorted(self._saved_state)}")
+        for name, value in plain.items():
+            known = getattr(self, name)
+            if isinstance(known, Reader):
+                known.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+
+def _shape(array: Any) -> tuple[int, ...]:
+    return tuple(array.shape)
+
+
+class Position:
     """Where a reader is."""
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -180,7 +347,7 @@ class _Position:
 
 
 def _kept(value: Any) -> Any:
-    return _Position(value.state_dict()) if isinstance(value, Reader) else value
+    return Position(value.state_dict()) if isinstance(value, Reader) else value
 
 
 def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[..., _Result]:
@@ -198,21 +365,23 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> _Result:
-        with notices.heeded():
+        with notices.heeded(), _in_store(state):
             return repeated(state, *args, **kwargs)
 
     def repeated(state: State, *args: Any, **kwargs: Any) -> _Result:
-        failures, commits = 0, state._commits  # noqa: SLF001 - its own module's
+        failures, committed = 0, state._commits  # noqa: SLF001 - its own module's
         while True:
             try:
+                state._from_store()  # noqa: SLF001 - its own module's
                 # Always, also when hosts only went: were newcomers to come as well, they would wait for those who skip.
                 state.sync()
+                state._synced = True  # noqa: SLF001 - its own module's
                 return func(state, *args, **kwargs)
             except FarandoleUsageError:
                 raise  # another world would refuse it too
             except FarandoleInternalError:
-                if state._commits != commits:  # noqa: SLF001 - its own module's
-                    failures, commits = 0, state._commits  # noqa: SLF001 - its own module's
+                if state._commits != committed:  # noqa: SLF001 - its own module's
+                    failures, committed = 0, state._commits  # noqa: SLF001 - its own module's
                 failures += 1
                 if failures > ATTEMPTS:
                     raise
@@ -220,10 +389,22 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
             except HostsUpdatedInterrupt:
                 # What was done since the last commit is not lost.
                 state.save()
+                state._leave_store()  # noqa: SLF001 - its own module's
             reset()
             state.on_reset()
 
     return wrapper
+
+
+@contextlib.contextmanager
+def _in_store(state: State) -> Iterator[None]:
+    """Around all worlds of a training function: its last commit is in the store when it has returned."""
+    try:
+        yield
+    except BaseException:
+        state._leave_store()  # noqa: SLF001 - its own module's
+        raise
+    state._finish()  # noqa: SLF001 - its own module's
 
 
 def leave_and_join() -> None:

@@ -70,16 +70,29 @@ def heed() -> dict[int, Any]:
     # A script's own handler knows better what to do.
     before = {number: signal.getsignal(number) for number in SIGNALS}
     taken = {number: handler for number, handler in before.items() if handler in (signal.SIG_DFL, None)}
+    noticed = False
 
-    def on_notice(number: int, frame: Any) -> None:
-        del frame
+    def give_back() -> None:
         for one in taken:
             signal.signal(one, signal.SIG_DFL)
+
+    def on_notice(number: int, frame: Any) -> None:
+        nonlocal noticed
+        del frame
+        if noticed:
+            # The second one, while the registrar was told of the first.
+            give_back()
+            signal.raise_signal(number)
+            return
+        noticed = True
         try:
             leave(f"it got {signal.Signals(number).name}")
         except (FarandoleInternalError, OSError, RuntimeError):
             # The job is over, or its registrar gone.
+            give_back()
             signal.raise_signal(number)
+        # Not earlier: a process that ends before the registrar knows of its notice counts as failed.
+        give_back()
 
     for number in taken:
         signal.signal(number, on_notice)

@@ -22,10 +22,12 @@ from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.expressions import SqlExpressions
 from farandole.data.loader import ParquetLoader
 from farandole.data.prepare import PreparedData, prepare_data
+from farandole.spark.common.ragged import Pad
 
 __all__ = [
     "AsyncDataLoaderMixin",
     "BaseDataLoader",
+    "Pad",
     "ParquetLoader",
     "PreparedData",
     "SqlExpressions",

@@ -4,20 +4,29 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from farandole._native import store as native
 from farandole._native.reader import Dataset
+from farandole.data.files import find, is_file, is_pattern
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from farandole.spark.common.store import AbstractFilesystemStore
 
 
-def open_dataset(url: str) -> Dataset:
+_ENDINGS = (".parquet", ".pq")
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+
+def open_dataset(paths: str | Sequence[str]) -> Dataset:
     """Opens a directory: prepared data by its manifest, a Delta table by its log, other Parquet by its footers.
 
     Args:
-        url: A path or URL.
+        paths: A path or URL of a directory; or files: one, a pattern, or a list of files, directories and patterns.
 
     Raises:
         FileNotFoundError: There is no Parquet.
@@ -25,6 +34,9 @@ def open_dataset(url: str) -> Dataset:
         ValueError: Files that disagree, a table that deltalake cannot read.
         OSError: Files that cannot be read, or a preparation that has not ended.
     """
+    if not isinstance(paths, str) or is_pattern(paths) or (paths.endswith(_ENDINGS) and is_file(paths)):
+        return _open_files([paths] if isinstance(paths, str) else paths)
+    url = paths
     if not native.Store(url).exists("_delta_log"):
         return Dataset.open(url)
     from pyarrow import dataset as ds  # noqa: PLC0415 - only for such tables
@@ -40,6 +52,24 @@ def open_dataset(url: str) -> Dataset:
     values = [ds.get_partition_keys(fragment.partition_expression) for fragment in fragments]
     told = [{name: str(value) for name, value in one.items() if value is not None} for one in values]
     return Dataset.open_files(url, list(zip((fragment.path for fragment in fragments), told, strict=True)))
+
+
+def _open_files(paths: Sequence[str]) -> Dataset:
+    """Some files, below the directory that all paths have in common; names of directories below that are columns."""
+    places = [find(path) for path in paths]
+    files = sorted({file.path for place in places for file in place.files if file.path.endswith(_ENDINGS)})
+    if not files:
+        raise FileNotFoundError(f"none of these is a Parquet file: {', '.join(paths)}")
+    bases = zip(*(place.base.rstrip("/").split("/") for place in places), strict=False)
+    common = "/".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, bases))
+    relative = [path[len(common) + 1 :] for path in files]
+    return Dataset.open_files(common or "/", [(path, _values(path)) for path in relative])
+
+
+def _values(path: str) -> dict[str, str]:
+    """The values in the names of a file's directories."""
+    pairs = [part.split("=", 1) for part in path.split("/")[:-1] if "=" in part]
+    return {unquote(name): unquote(value) for name, value in pairs if value != _NULL}
 
 
 def linked(store: AbstractFilesystemStore, dataset: Dataset) -> str:

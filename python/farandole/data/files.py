@@ -73,6 +73,17 @@ def find(path: str) -> Found:
     return Found(_shown(base), files)
 
 
+def is_pattern(path: str) -> bool:
+    """Whether a path has `*`, `?` or `[` in it, and nothing has that name."""
+    return bool(_MAGIC.search(path)) and not _exists(*_split(path))
+
+
+def is_file(path: str) -> bool:
+    """Whether a path is one of a file."""
+    directory, name = _split(path)
+    return bool(name) and _exists(directory, name) and not native.Store(directory).stat(name)[3]
+
+
 def extensions(files: Iterable[File]) -> set[str]:
     """How names end, in lower case, without compression."""
     names = (file.path.rpartition("/")[2].lower() for file in files)

@@ -9,10 +9,11 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
-from farandole._native.store import configure, options_of
+from farandole._native.store import configure, full_path, options_of
 from farandole.data.arrays import TEXTS, converter, wrapper
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.datasets import open_dataset
+from farandole.data.learning import encoding_at
 from farandole.data.memory import directory_for
 from farandole.data.transform import Transform
 from farandole.data.turns import Piece, Place, Turns
@@ -41,7 +42,7 @@ class ParquetLoader(BaseDataLoader):
 
     def __init__(
         self,
-        path_or_dataset: str | os.PathLike[str] | Dataset,
+        path_or_dataset: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Dataset,
         batch_size: int,
         columns: Sequence[str] | None = None,
         *,
@@ -65,8 +66,8 @@ class ParquetLoader(BaseDataLoader):
         """Opens the data set.
 
         Args:
-            path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; or what
-                `Dataset.open` made of it.
+            path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; one file, a pattern such
+                as `/data/2024-*/*.parquet`, or a list of files, directories and patterns; or what `Dataset.open` made.
             batch_size: Rows of one batch of this rank.
             columns: Which columns; default: all of numbers, and of vectors of one length. Columns of strings and bytes
                 are read where they are named: as NumPy arrays of objects, and by a `transformation_fn`.
@@ -123,22 +124,34 @@ class ParquetLoader(BaseDataLoader):
         self._next = (0, 0)
         self._made = self._taken = self._next
         self._turns: Turns | None = None
-        if storage_options and not isinstance(path_or_dataset, Dataset):
+        self._paths: str | list[str] | None = None
+        if isinstance(path_or_dataset, str | os.PathLike):
+            self._paths = full_path(os.fspath(path_or_dataset))
+        elif not isinstance(path_or_dataset, Dataset):
+            self._paths = [full_path(os.fspath(path)) for path in path_or_dataset]
+        if storage_options and self._paths is not None:
             from farandole.spark.common.store import StorageOptions  # noqa: PLC0415 - loaded with fsspec
 
-            StorageOptions((os.fspath(path_or_dataset),), storage_options)
-        self._open(path_or_dataset)
+            StorageOptions((self._paths,) if isinstance(self._paths, str) else tuple(self._paths), storage_options)
+        self._open(path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or "")
 
-    def _open(self, path_or_dataset: str | os.PathLike[str] | Dataset) -> None:
-        given = path_or_dataset
-        self.dataset = given if isinstance(given, Dataset) else open_dataset(os.fspath(given))
+    def _open(self, given: str | Sequence[str] | Dataset) -> None:
+        self.dataset = given if isinstance(given, Dataset) else open_dataset(given)
         self._convert = converter(self.framework)
         self._wrap = wrapper(self.framework)
+        encoding = encoding_at(self.dataset.url) if self.dataset.prepared else None
+        self._ragged = {} if encoding is None else dict(encoding.ragged)
+        if self._columns is None and self._ragged:
+            stored = self.dataset.columns
+            self._columns = [one.name for one in stored if one.dtype not in TEXTS or one.name in self._ragged]
         self._reader = self._make_reader(self.rank, self.size)
         self._fields = self._reader.columns
+        self._ragged = {field.name: self._ragged[field.name] for field in self._fields if field.name in self._ragged}
+        if self._ragged and self._transform is not None:
+            raise ValueError(f"a transformation_fn gets no ragged columns: leave out {', '.join(self._ragged)}")
         if self.tail == "pad" and any(field.name == WEIGHTS for field in self._fields):
             raise ValueError(f"a column is called {WEIGHTS}, as the weights of rows are with tail='pad'")
-        texts = [field.name for field in self._fields if field.dtype in TEXTS]
+        texts = [field.name for field in self._fields if field.dtype in TEXTS and field.name not in self._ragged]
         if texts and self.framework == "torch" and self._transform is None:
             raise ValueError(
                 f'tensors hold no strings: a transformation_fn, or framework="numpy", can read {", ".join(texts)}'
@@ -167,8 +180,10 @@ class ParquetLoader(BaseDataLoader):
         """Names of the columns that are read."""
         return [field.name for field in self._fields]
 
-    def signature(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def signature(self) -> dict[str, tuple[str, tuple[int | None, ...]]]:
         """Name of NumPy's dtype and shape of one row, of each column of a batch; `object` for strings and bytes.
+
+        The length of a ragged column is `None`.
 
         Raises:
             ValueError: There is a `transformation_fn`: only its results tell.
@@ -177,6 +192,7 @@ class ParquetLoader(BaseDataLoader):
             raise ValueError("a transformation_fn decides what its batches hold: apply it to the dataset instead")
         kinds = dict.fromkeys(TEXTS, "object")
         columns = {field.name: (kinds.get(field.dtype, field.dtype), field.shape) for field in self._fields}
+        columns |= {name: (one.dtype, (None,)) for name, one in self._ragged.items()}
         return {**columns, WEIGHTS: ("float32", ())} if self.tail == "pad" else columns
 
     @property
@@ -334,8 +350,13 @@ class ParquetLoader(BaseDataLoader):
         weights = WEIGHTS if self.tail == "pad" else None
         try:
             if self._transform is None:
+                fields = [field for field in self._fields if field.name not in self._ragged]
                 for batch in batches:
-                    yield self._convert(batch, self._fields, weights)
+                    made = self._convert(batch, fields, weights)
+                    if self._ragged:
+                        padded = {name: one.read(batch, name) for name, one in self._ragged.items()}
+                        made |= self._wrap(batch, padded, None)
+                    yield made
             else:
                 for batch, result in self._transform.run(iter(batches), self._fields):
                     yield self._wrap(batch, result, weights)
@@ -401,7 +422,7 @@ class ParquetLoader(BaseDataLoader):
         vars(self).update(state)
         if options:
             configure(url, options)
-        self._open(url)
+        self._open(self._paths or url)
         if self.dataset.fingerprint != fingerprint:
             raise ValueError(f"the files have changed since the loader was pickled: {url}")
 

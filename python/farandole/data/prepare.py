@@ -20,15 +20,20 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from farandole._native import prepare as native
 from farandole.data import places
+from farandole.data.learning import Wish, encoding_at, learn, needed, note_encoding
+from farandole.data.sides import split_of
 from farandole.data.sources import Source, Unit, open_source
 from farandole.data.sql import query
 from farandole.spark.common.columns import Column, Roles, check_present
+from farandole.spark.common.encoding import sources_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
+    from farandole.spark.common.encoding import Encoding
+    from farandole.spark.common.ragged import Pad, Ragged
     from farandole.spark.common.store import AbstractFilesystemStore
 
 PART_BYTES = 128 << 20
@@ -56,7 +61,24 @@ class PreparedData:
     """Rows that the validation column puts on neither side."""
     resumed: int = 0
     """Partitions that a killed preparation had finished."""
+    encoding: Encoding | None = field(default=None, repr=False)
+    """What became of categories and missing values, where rows were encoded."""
     place: places.Place | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def categories(self) -> dict[str, list[Any]]:
+        """The categories of each column that has some; the index of the first is 2, in labels 0."""
+        return {} if self.encoding is None else {name: list(one) for name, one in self.encoding.categories.items()}
+
+    @property
+    def fill(self) -> dict[str, Any]:
+        """What took the place of missing values, where rows were encoded."""
+        return {} if self.encoding is None else dict(self.encoding.fill)
+
+    @property
+    def ragged(self) -> dict[str, Ragged]:
+        """How lists of different lengths are padded, by column."""
+        return {} if self.encoding is None else dict(self.encoding.ragged)
 
     def release(self) -> None:
         """Says that this process uses the data no more; it stays where it is."""
@@ -82,6 +104,11 @@ def prepare_data(
     validation: float | str | None = None,
     seed: int = 0,
     fill: Mapping[str, Any] | float | str | None = None,
+    categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] = (),
+    validation_stratify: str | None = None,
+    validation_group: str | None = None,
+    validation_time: str | None = None,
+    ragged: Mapping[str, Pad] | None = None,
     allow_nan: bool = False,
     compression: Literal["none", "snappy", "lz4", "zstd"] = "none",
     row_group_rows: int | None = None,
@@ -113,7 +140,17 @@ def prepare_data(
             rows are left out altogether.
         seed: Of that choice.
         fill: What takes the place of nulls and NaN: one value for all columns it makes sense for, or values by column
-            (`"*"` for all others). Without it they are errors that name the column.
+            (`"*"` for all others). Without it they are errors that name the column. `"mean"`, `"median"` and
+            `"most_frequent"` are learned from the rows; a validation column leaves out those that it holds out. A
+            feature `<column>__missing` says where a column is missing.
+        categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for one that
+            is no category, and from 2 on the categories, sorted; labels become the indices of their classes, from 0 on.
+            By name their categories, or how many there may be, the most frequent ones; else they are learned.
+        validation_stratify: Column of classes: the share is held out of each, of every class with two rows at least
+            one.
+        validation_group: Column of groups: all rows of a group are on one side.
+        validation_time: Column of times or numbers: the latest rows are held out.
+        ragged: How columns of lists of different lengths are padded, as `{"tokens": Pad(max_length=512)}`.
         allow_nan: Takes NaN and infinities as values like any others.
         compression: Of the files.
         row_group_rows: Rows of a row group; default: by size, as suits shuffling.
@@ -150,7 +187,10 @@ def prepare_data(
         "compression": compression,
         "row_group_rows": row_group_rows,
     }
-    return prepare(opened, cast("AbstractFilesystemStore", place), roles, spec, "data", threads=threads, reuse=reuse)
+    split = split_of(roles.validation, validation_stratify, validation_group, validation_time, seed)
+    wish = Wish.of(categories, fill, roles.labels, split, ragged)
+    kept = cast("AbstractFilesystemStore", place)
+    return prepare(opened, kept, roles, spec, "data", wish, threads=threads, reuse=reuse)
 
 
 def roles_of(
@@ -196,7 +236,7 @@ def spec_of(
         "weight": roles.weight,
         "validation": split,
         "seed": seed,
-        "fill": {name: _text(value) for name, value in cast("Mapping[str, Any]", filled).items()},
+        "fill": texts(cast("Mapping[str, Any]", filled)),
         "allow_nan": allow_nan,
     }
 
@@ -227,8 +267,28 @@ def other_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, An
     return {"below": largest if sides[1] else least + 1}
 
 
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def texts(fill: Mapping[str, Any]) -> dict[str, str]:
+    """Values for what is missing, written out as the native writer wants them.
+
+    Args:
+        fill: Values by column.
+    """
+    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fill.items()}
+
+
+def _units(source: Source, roles: Roles, encoding: Encoding | None) -> list[Unit]:
+    """The rows as they are written."""
+    if encoding is None:
+        return source.units(roles.selected)
+
+    def encoded(unit: Unit) -> Unit:
+        def batches() -> Iterator[pa.RecordBatch]:
+            return (encoding.encode(batch, roles.selected) for batch in unit.batches())
+
+        return Unit(unit.name, batches, unit.whole)
+
+    side = [] if encoding.sides is None else [encoding.sides.split.column]
+    return [encoded(unit) for unit in source.units(sources_of([*roles.selected, *side], source.schema.names))]
 
 
 def prepare(
@@ -237,6 +297,7 @@ def prepare(
     roles: Roles,
     spec: Mapping[str, Any],
     kind: Literal["data", "fit"],
+    wish: Wish | None = None,
     *,
     threads: int = 2,
     reuse: bool = True,
@@ -249,19 +310,25 @@ def prepare(
         roles: The columns.
         spec: What `spec_of` said, and more.
         kind: Who asks: it decides how long the data is kept, see `places`.
+        wish: Categories, and what takes the place of missing values, as in `spec`.
         threads: Files read at the same time.
         reuse: Whether data that was prepared before will do.
     """
     validates = spec["validation"] is not None
+    wish = wish or Wish(fill=spec["fill"], labels=frozenset(roles.labels))
+    encodes = needed(wish, roles.kept, source.schema.names)
     if source.print is None:
         key = f"once-{uuid.uuid4().hex}"
     else:
-        told = json.dumps([_FORM, source.print, spec], sort_keys=True)
+        told = json.dumps([_FORM, source.print, spec, *wish.told()], sort_keys=True)
         key = f"{kind}-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
         place = places.find(store, key, validates=validates) if reuse else None
         if place is not None:
             return described(place, validates=validates, reused=True)
-    units = source.units(roles.selected)
+    encoding = learn(source, roles, wish, threads) if encodes else None
+    units = _units(source, roles, encoding)
+    if encoding is not None:
+        spec = {**spec, "fill": texts(encoding.plain_fill), **encoding.split}
     resumable = source.print is not None and source.ordered
     place, begun = places.take(store, key, resumable=resumable, replace=not reuse)
     val_url = place.val_url if validates else None
@@ -269,13 +336,14 @@ def prepare(
     try:
         if begun:
             place.resume(text, store.prefix_path)
+        note_encoding(place, encoding, validates=validates)
         found = len(place.done)
         parts = _Writing(place, store.prefix_path, text).run(units, threads)
         other = other_split(parts, spec)
         if other is not None and source.print is not None:  # a stream cannot be read again
             text = json.dumps({**json.loads(text), "validation": other})
             place.done.clear()
-            parts = _Writing(place, store.prefix_path, text).run(source.units(roles.selected), threads)
+            parts = _Writing(place, store.prefix_path, text).run(_units(source, roles, encoding), threads)
         committed = json.loads(native.commit(store.prefix_path, text, parts))
         place.finish()
     except ValueError:
@@ -292,16 +360,33 @@ def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedD
     """What the manifests of a place say."""
     train = json.loads(native.read_manifest(place.train_url) or "{}")
     val = json.loads(native.read_manifest(place.val_url) or "{}") if validates else {"rows": 0}
+    encoding = encoding_at(place.train_url)
     return PreparedData(
         index=place.index,
         train_url=place.train_url,
         val_url=place.val_url if validates else None,
         train_rows=train["rows"],
         val_rows=val["rows"],
-        columns={one["name"]: Column(one["name"], one["element"], tuple(one["shape"])) for one in train["columns"]},
+        columns=columns_of(((one["name"], one["element"], one["shape"]) for one in train["columns"]), encoding),
+        encoding=encoding,
         place=place,
         **more,
     )
+
+
+def columns_of(stored: Iterable[tuple[str, str, Sequence[int]]], encoding: Encoding | None) -> dict[str, Column]:
+    """Columns as batches hold them.
+
+    Args:
+        stored: Name, element and shape of each.
+        encoding: Of the rows, if they are encoded: lists of different lengths have their largest one.
+    """
+    lists = {} if encoding is None else encoding.ragged
+    columns = {name: Column(name, element, tuple(shape)) for name, element, shape in stored}
+    return {
+        name: Column(name, lists[name].dtype, (lists[name].max_length,)) if name in lists else one
+        for name, one in columns.items()
+    }
 
 
 class _Writing:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from farandole.data import files as found_files
+from farandole.data.content import content_of
+from farandole.data.lazy import is_lazy, lazy_batches, lazy_schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,13 +66,14 @@ class Source:
     """Streams of these columns; refuses files that disagree about them."""
     ordered: bool = True
     """Whether a stream has the same rows in the same order each time it is read."""
+    again: bool = True
+    """Whether rows can be read more than once."""
 
 
 def is_frame(value: Any) -> bool:
     """Whether a value holds rows: a pyarrow, pandas or polars table, a Ray data set, or what streams Arrow."""
-    return (
-        _is_pandas(value) or _is_arrow_dataset(value) or _is_ray_dataset(value) or hasattr(value, "__arrow_c_stream__")
-    )
+    kinds = (_is_pandas, _is_arrow_dataset, _is_ray_dataset, is_lazy)
+    return any(kind(value) for kind in kinds) or hasattr(value, "__arrow_c_stream__")
 
 
 def open_source(
@@ -109,6 +112,8 @@ def open_source(
         return _dataset(source)
     if _is_ray_dataset(source):
         return _ray_dataset(source)
+    if is_lazy(source):
+        return _lazy(source)
     table = held(source)
     if table is not None:
         return _table(table)
@@ -134,6 +139,15 @@ def held(source: Any) -> pa.Table | None:
     if hasattr(source, "__arrow_c_stream__") and hasattr(source, "__len__"):
         return pa.table(source)
     return None
+
+
+def _lazy(frame: Any) -> Source:
+    """A polars query, which is run once for each pass over its rows."""
+
+    def units(columns: list[str]) -> list[Unit]:
+        return [Unit("the lazy frame", lambda: lazy_batches(frame, columns))]
+
+    return Source(lazy_schema(frame), None, units, ordered=False)
 
 
 def _is_pandas(value: Any) -> bool:
@@ -180,45 +194,14 @@ def _table(table: pa.Table) -> Source:
         chosen = table.select(columns)
         return [Unit("the table", lambda: iter(chosen.to_batches(max_chunksize=_BATCH_ROWS)))]
 
-    return Source(table.schema, _content(table), units)
+    return Source(table.schema, content_of(table), units)
 
 
 def _stream(reader: pa.RecordBatchReader) -> Source:
     def units(columns: list[str]) -> list[Unit]:
         return [Unit("the stream", lambda: (batch.select(columns) for batch in reader))]
 
-    return Source(reader.schema, None, units)
-
-
-class _Hash:
-    """A file that keeps nothing but the hash of what is written to it."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self.digest = hashlib.blake2b(digest_size=16)
-        self._at = 0
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        self._at += len(memoryview(data).cast("B"))
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-
-def _content(table: pa.Table) -> str:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    file = _Hash()
-    with pa.ipc.new_stream(pa.PythonFile(file, mode="w"), table.schema.remove_metadata()) as stream:
-        for batch in table.replace_schema_metadata(None).to_batches():
-            stream.write_batch(batch)
-    return f"table {file.digest.hexdigest()}"
+    return Source(reader.schema, None, units, again=False)
 
 
 def listed(

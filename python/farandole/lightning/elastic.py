@@ -28,7 +28,9 @@ from farandole.common import basics
 from farandole.common.elastic import leave, run_fn
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.runner import scratch
-from farandole.torch.elastic.state import ElasticSampler, TorchState, copied
+from farandole.torch.elastic.copies import copied
+from farandole.torch.elastic.sampler import ElasticSampler
+from farandole.torch.elastic.state import TorchState
 from farandole.torch.functions import broadcast_object
 
 if TYPE_CHECKING:
@@ -131,6 +133,11 @@ class LightningState(TorchState):
         """Spreads everything of rank 0, and keeps it."""
         self._checkpoint = broadcast_object(self._checkpoint, root_rank=0)
         super().sync()
+
+    def _check_storable(self) -> None:
+        raise NotImplementedError(
+            "Lightning writes its own checkpoints: give the trainer a ModelCheckpoint, and fit a ckpt_path"
+        )
 
     def samplers(self) -> list[ElasticSampler]:
         """The samplers among the attributes."""

@@ -4,26 +4,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.ray.adapter import gpus
-from farandole.ray.crew import NOT_FOR_WORKERS, AgentHolder
+from farandole.ray.crew import NOT_FOR_WORKERS, AgentHolder, Needs, RayCrew, room
+from farandole.ray.drains import Drains
 from farandole.ray.results import headline
-from farandole.ray.strategy import create_placement_group, current_placement_group
+from farandole.ray.strategy import current_placement_group, reserved
 from farandole.ray.utils import needed
 from farandole.runner import environment, outcome
 from farandole.runner import warm as warm_workers
 from farandole.runner.agent import Work
+from farandole.runner.elastic.conduct import conduct as conduct_elastic
 from farandole.runner.gang import Agents, conduct, payload
 from farandole.runner.limits import start_limit
 from farandole.runner.outcome import Ending
 from farandole.runner.streams import Streams
-from farandole.spark.common.backend import Backend
+from farandole.spark.common.backend import Backend, elastic_bounds, elastic_registrar
 from farandole.spark.common.check import at_least
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from farandole.runner.gang import Output
 
 
 class RayBackend(Backend):
@@ -32,23 +37,34 @@ class RayBackend(Backend):
     `TorchEstimator(backend=RayBackend(num_workers=4), ...).fit(frame)` trains there. The store has to be one that all
     nodes reach. `ray.init` has been called, or is called with its defaults.
 
+    With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost the others go on, and another one
+    takes its place when Ray has the resources. The fewest workers that train have their resources at once. Further ones
+    wait in Ray's queue where there is no room, which makes an autoscaler add nodes.
+
     Args:
-        num_workers: Number of ranks.
+        num_workers: Number of ranks, or of those that an elastic job begins with.
         use_gpu: Whether each gets GPUs.
         gpus_per_worker: GPUs of a rank; 1 by default with `use_gpu`.
         cpus_per_worker: CPUs that Ray reserves for a rank.
         env: Variables to set in the workers; `None` as a value removes one.
         pass_env: Names of further variables of the driver that travel, or patterns such as `"WANDB_*"`.
-        placement_group_timeout: Seconds that Ray may take to reserve resources.
+        placement_group_timeout: Seconds that Ray may take to reserve resources; in an elastic job, those of
+            `min_num_proc` workers.
         start_timeout: Seconds that all workers may take to start after that; default as in `farandole.spark.run`.
         stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
         verbose: 0 is silent but for the workers, 1 says what is waited for, 2 also says where each rank runs.
         warm: Whether workers start warm, from a fork server of their node that has imported torch; by default they do
             where this process has imported it, unless `FARANDOLE_WARM_WORKERS` says `off`.
+        min_num_proc: Fewest ranks that train; default: `num_workers`.
+        max_num_proc: Most ranks that train; default: `num_workers`.
+        elastic_timeout: Seconds an elastic job may wait for `min_num_proc` ranks; default as in
+            `farandole.spark.run_elastic`.
+        reset_limit: Worlds after the first that an elastic job may form; default: any number.
 
     Raises:
-        ValueError: A number is out of range, or `gpus_per_worker` contradicts `use_gpu`.
+        ValueError: A number is out of range or contradicts another one, `gpus_per_worker` contradicts `use_gpu`, or
+            `elastic_timeout` or `reset_limit` is given for a job that is not elastic.
         ImportError: Ray is not installed.
     """
 
@@ -67,9 +83,18 @@ class RayBackend(Backend):
         stderr: TextIO | None = None,
         verbose: int = 1,
         warm: bool | None = None,
+        min_num_proc: int | None = None,
+        max_num_proc: int | None = None,
+        elastic_timeout: float | None = None,
+        reset_limit: int | None = None,
     ) -> None:
         needed()
         self._num_workers = at_least("num_workers", 1)(num_workers)
+        self._bounds = elastic_bounds(num_workers, min_num_proc, max_num_proc)
+        limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
+        self._limits = {name: value for name, value in limits.items() if value is not None}
+        if self._limits and not self._bounds:
+            raise ValueError(f"only elastic jobs take these, which min_num_proc makes a job: {', '.join(self._limits)}")
         self._gpus = gpus(gpus_per_worker, use_gpu, "gpus_per_worker")
         self._cpus = cpus_per_worker
         self._env = dict(env or {})
@@ -87,7 +112,10 @@ class RayBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; also raises `TimeoutError` where Ray does not reserve the resources in time."""
+        """As `Backend.run`; also raises `TimeoutError` where Ray does not reserve the resources in time.
+
+        An elastic job returns the results of its last world.
+        """
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415 - as above
 
@@ -99,39 +127,32 @@ class RayBackend(Backend):
         ray = needed()
         if not ray.is_initialized():
             ray.init()
-        with _Room(size, self._cpus, self._gpus, self._placed_within) as group:
-            logs.start()
+        logs.start()
+        warmth = warm_workers.wanted(self._warm, by_default=True)
+        if self._bounds:
+            needs, least = Needs(self._cpus, self._gpus), self._bounds.get("min_num_proc", size)
+            with room(needs, least, self._placed_within, output.say):
+                registrar, most = elastic_registrar(size, self._bounds, self._limits, limit)
+                work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth, elastic=True)
+                crew = RayCrew(registrar, work, most, needs, output)
+                return conduct_elastic(registrar, crew, output, on_progress, Drains(), ends_on_error=True)
+        with self._reserved(output) as group:
             registrar = Registrar(size, start_timeout=limit)
-            warmth = warm_workers.wanted(self._warm, by_default=True)
             work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth)
             agents = RayAgents(work, size, self._cpus, self._gpus, group)
             endings = conduct(registrar, agents, size, output, on_progress, limit, "Ray actors to start")
         return outcome.results(endings, size)
 
-    def num_processes(self) -> int:
-        """Number of ranks."""
-        return self._num_workers
-
-
-class _Room:
-    """Resources for all workers at once: two jobs never hold half of what each needs."""
-
-    def __init__(self, size: int, cpus: float, gpus: float, limit: float) -> None:
-        self._wanted = ({"CPU": cpus, "GPU": gpus}, size, limit, "PACK")
-        self._made: Any = None
-
-    def __enter__(self) -> Any:
+    def _reserved(self, output: Output) -> contextlib.AbstractContextManager[Any]:
+        """The placement group of a job of fixed size: the current one, or one of its own."""
         group = current_placement_group()
-        if group is None:
-            group, _ = create_placement_group(*self._wanted)
-            self._made = group
-        return group
+        if group is not None:
+            return contextlib.nullcontext(group)
+        return reserved(self._cpus, self._gpus, self._num_workers, self._placed_within, output.say)
 
-    def __exit__(self, *_: object) -> None:
-        if self._made is not None:
-            from ray.util.placement_group import remove_placement_group  # noqa: PLC0415 - Ray may be absent
-
-            remove_placement_group(self._made)
+    def num_processes(self) -> int:
+        """Number of ranks, or of those that the job begins with."""
+        return self._num_workers
 
 
 class RayAgents(Agents):

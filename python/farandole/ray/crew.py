@@ -2,24 +2,29 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Workers of an elastic job on Ray: an actor holds the agent of each, and another actor follows one that died.
 
+The fewest workers with which a job goes on have a placement group, so that Ray gives room to all of them or to none:
+of two jobs that do not fit at once, one waits. Further workers are placed one by one.
+
 Where Ray has no room for an actor it waits in Ray's queue, which is what makes an autoscaler add nodes; the worker
 joins when its actor runs. Who is in the world, and when the job is done, the registrar decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole.ray.results import headline
+from farandole.ray.strategy import current_placement_group, reserved
 from farandole.ray.utils import needed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from farandole._native.registrar import Registrar
     from farandole.runner.agent import Work
@@ -45,7 +50,10 @@ class AgentHolder:
     def serve(self, work: Work, task: int) -> Ending:
         """Runs the worker of one task to its end."""
         from farandole.runner.agent import serve  # noqa: PLC0415 - in the actor
+        from farandole.runner.worker import EXECUTOR  # noqa: PLC0415 - as above
 
+        if work.elastic:  # its worker leaves when Ray drains the node
+            work = replace(work, env={**work.env, EXECUTOR: needed().get_runtime_context().get_node_id()})
         # Ray's daemon of the node started this process, and outlives it: its fork server is there for the next job.
         return serve(work, task, owner=os.getppid())
 
@@ -58,11 +66,33 @@ class Needs:
         cpus: CPUs.
         gpus: GPUs; Ray chooses them and sets `CUDA_VISIBLE_DEVICES`.
         pauses: Seconds before another actor follows one that failed, at first and at most.
+        group: A placement group with bundles for the first workers.
+        grouped: How many it has.
     """
 
     cpus: float = 1
     gpus: float = 0
     pauses: tuple[float, float] = PAUSES
+    group: Any = None
+    grouped: int = 0
+
+    def options(self, node: str | None, number: int) -> dict[str, Any]:
+        """Options of an actor.
+
+        Args:
+            node: The node it has to be on; `None` leaves it to Ray.
+            number: Of its slot there.
+        """
+        options: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_restarts": 0}
+        if node is not None:
+            options["resources"] = {f"node:{node}": 0.001}
+        elif number < self.grouped:
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 - Ray may be absent
+
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self.group, placement_group_capture_child_tasks=False
+            )
+        return options
 
     def pause(self, before: float | None, healthy: float) -> float:
         """Seconds before the next actor of a seat: longer with every failure, and short again after a healthy one.
@@ -75,11 +105,35 @@ class Needs:
         return first if before is None or healthy > longest else min(2 * before, longest)
 
 
+@contextlib.contextmanager
+def room(needs: Needs, least: int, limit: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Reserves room for the fewest workers of a job at once, and gives it back afterwards.
+
+    Nothing is reserved inside of another placement group, such as a trial's of Ray Tune, which holds the room already.
+
+    Args:
+        needs: What each worker needs; gets the placement group.
+        least: Fewest workers; 0 reserves nothing.
+        limit: Seconds that Ray may take.
+        say: Gets what is waited for.
+
+    Raises:
+        TimeoutError: Ray did not reserve it in time.
+    """
+    if not least or not (needs.cpus or needs.gpus) or current_placement_group() is not None:
+        yield
+        return
+    with reserved(needs.cpus, needs.gpus, least, limit, say) as group:
+        needs.group, needs.grouped = group, least
+        yield
+
+
 @dataclass
 class _Seat:
     """Room for one worker: on a node, or wherever Ray finds it."""
 
     node: str | None
+    number: int = 0
     given_up: threading.Event = field(default_factory=threading.Event)
     task: int | None = None
     actor: Any = None
@@ -155,7 +209,7 @@ class RayCrew:
             gone = [place for place in self._seats if place not in wanted]
             left = [self._seats.pop(place) for place in gone]
             for place in new:
-                seat = self._seats[place] = _Seat(place[0])
+                seat = self._seats[place] = _Seat(*place)
                 seat.thread = threading.Thread(target=self._work_on, args=(seat,), name="farandole-ray", daemon=True)
         for seat in left:
             seat.given_up.set()
@@ -188,18 +242,17 @@ class RayCrew:
             ending = self._one(seat, task)
             if ending is not None and ending.succeeded and task not in self.dismissed:
                 return  # its function has returned
+            if task in self.dismissed:
+                seat.number = self._needs.grouped  # its place in the group may be on a node that Ray drains
             pause = self._needs.pause(pause, time.monotonic() - began)
             seat.given_up.wait(pause)
 
     def _one(self, seat: _Seat, task: int) -> Ending | None:
         """One actor from its start to its end; `None` where it had no worker, or died with it."""
         ray = needed()
-        placed = {"resources": {f"node:{seat.node}": 0.001}} if seat.node is not None else {}
         remote = ray.remote(AgentHolder)
         seat.task = task
-        seat.actor = remote.options(
-            num_cpus=self._needs.cpus, num_gpus=self._needs.gpus, max_restarts=0, **placed
-        ).remote()
+        seat.actor = remote.options(**self._needs.options(seat.node, seat.number)).remote()
         try:
             if seat.given_up.is_set():
                 return None

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import random
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray.adapter import Adapter, BaseParams
-from farandole.ray.crew import NOT_FOR_WORKERS, PAUSES, Needs, RayCrew
+from farandole.ray.crew import NOT_FOR_WORKERS, PAUSES, Needs, RayCrew, room
+from farandole.ray.drains import Drains
 from farandole.ray.utils import needed
 from farandole.runner.elastic.discovery import HostDiscovery
 
@@ -184,6 +186,23 @@ class TestDiscovery(RayHostDiscovery):
         return {host: slots for host, slots in hosts.items() if host not in self._removed}
 
 
+def _member(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose worker joins the world even if the function does not: results are those of members."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from farandole.common import basics  # noqa: PLC0415 - in the worker
+
+        worlds: list[bool] = []
+        basics.on_init(lambda: worlds.append(True))
+        result = fn(*args, **kwargs)
+        if not worlds:
+            basics.init()
+        return result
+
+    return call
+
+
 class ElasticAdapter(Adapter):
     """A job whose ranks come and go. Each `run` is a job of its own.
 
@@ -226,6 +245,7 @@ class ElasticAdapter(Adapter):
 
         Raises:
             FarandoleJobError: The job failed, or had too few ranks for too long.
+            TimeoutError: Ray had no room for `min_workers` in `elastic_timeout` seconds.
         """
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415 - as above
@@ -236,23 +256,29 @@ class ElasticAdapter(Adapter):
 
         logs.start()
         output = Output(sys.stdout, sys.stderr)
-        packed = payload(fn, args or (), kwargs)
+        packed = payload(_member(fn) if callable(fn) else fn, args or (), kwargs)
         most = self._most()
         params = self.params
-        registrar = Registrar.elastic(
-            params.min_workers, params.min_workers, most, timeout=params.elastic_timeout, reset_limit=params.reset_limit
-        )
         taken, _ = environment.chosen(os.environ, (), NOT_FOR_WORKERS)
-        work = Work(registrar.ticket, packed, {**taken, **self._env}, None, True, _START_WITHIN, elastic=True)
         needs = Needs(params.cpus_per_worker, params.gpus_per_worker or 0, params.cooldown_range or PAUSES)
         hosts = self._discovery.find_available_hosts_and_slots if self._discovery is not None else None
-        crew = RayCrew(registrar, work, most, needs, output, hosts)
 
         def hand_over(_: int, record: dict[str, Any]) -> None:
             for callback in callbacks or ():
                 callback(record)
 
-        return conduct(registrar, crew, output, hand_over)
+        least = params.min_workers if hosts is None else 0
+        with room(needs, least, params.elastic_timeout, output.say):
+            registrar = Registrar.elastic(
+                params.min_workers,
+                params.min_workers,
+                most,
+                timeout=params.elastic_timeout,
+                reset_limit=params.reset_limit,
+            )
+            work = Work(registrar.ticket, packed, {**taken, **self._env}, None, True, _START_WITHIN, elastic=True)
+            crew = RayCrew(registrar, work, most, needs, output, hosts)
+            return conduct(registrar, crew, output, hand_over, Drains())
 
     def _most(self) -> int:
         params = self.params

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray import membership
+from farandole.ray.drains import Drains
 from farandole.ray.utils import needed
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Regime:
         self._registrar = Registrar.elastic(size, least or size, size, timeout=timeout, reset_limit=reset_limit)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._nodes: dict[int, str] = {}
+        self._drains = Drains()
         self._waiting: set[int] = set()
         self._worlds = 0
         self._over = threading.Event()
@@ -64,8 +65,8 @@ class Regime:
         for worker in group.get_workers():
             with self._lock:
                 task = next(self._numbers)
-                self._nodes[task] = worker.metadata.node_id
                 self._waiting.add(task)
+            self._drains.worker(task, worker.metadata.node_id)
             asked.append(worker.execute_async(membership.enlist, self._registrar.ticket, task))
         needed().get(asked)
 
@@ -83,7 +84,8 @@ class Regime:
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + _LOOK_EVERY
                 self._free()
-                self._dismiss(draining())
+                for task, reason in self._drains.news():
+                    self._registrar.dismiss(task, reason)
 
     def _take(self, event: Event) -> None:
         with self._lock:
@@ -94,7 +96,7 @@ class Regime:
                 logger.info("a world of %d ranks has formed", len(seats))
             elif event.kind in ("exit", "lost", "dismissed") and event.task is not None:
                 self._waiting.discard(event.task)
-                self._nodes.pop(event.task, None)
+                self._drains.ended(event.task)
                 logger.info("worker %d: %s", event.task, event.text or event.kind)
             elif event.kind == "aborted":
                 logger.warning("the job has ended: %s", event.text)
@@ -105,18 +107,3 @@ class Regime:
             waits = self._worlds > 0 and bool(self._waiting)
         if waits:
             self._barrier.reset.remote()
-
-    def _dismiss(self, nodes: dict[str, str]) -> None:
-        with self._lock:
-            leaving = [(task, nodes[node]) for task, node in self._nodes.items() if node in nodes]
-            for task, _ in leaving:
-                del self._nodes[task]
-        for task, reason in leaving:
-            self._registrar.dismiss(task, reason)
-
-
-def draining() -> dict[str, str]:
-    """Why workers have to leave, by the id of the node that Ray is about to lose."""
-    from ray._private.state import state  # noqa: PLC0415 - Ray Train's own watcher has no other door
-
-    return {node: f"Ray drains its node {node}" for node in state.get_draining_nodes() or {}}

@@ -4,29 +4,71 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray.utils import map_blocking, needed
 from farandole.ray.worker import BaseHorovodWorker
+from farandole.runner.slots import LONGEST_WAIT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 logger = logging.getLogger(__name__)
 
+_POLL = 0.5
+_NEWS_EVERY = 15.0
+
+
+class _Running:
+    """How many jobs of this process hold resources that they give back when they end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs = 0
+
+    def jobs(self) -> int:
+        """How many there are."""
+        with self._lock:
+            return self._jobs
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Counts one job."""
+        with self._lock:
+            self._jobs += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._jobs -= 1
+
+
+_RUNNING = _Running()
+
 
 def create_placement_group(
-    resources_per_bundle: Mapping[str, float], num_bundles: int, pg_timeout: float, pg_strategy: str
+    resources_per_bundle: Mapping[str, float],
+    num_bundles: int,
+    pg_timeout: float,
+    pg_strategy: str,
+    say: Callable[[str], None] = logger.info,
+    before: Callable[[], int] = lambda: 0,
 ) -> tuple[Any, list[Any]]:
-    """Reserves resources of the cluster.
+    """Reserves resources of the cluster: all of them at once, or nothing.
 
     Args:
         resources_per_bundle: Such as `{"CPU": 1, "GPU": 1}`.
         num_bundles: Number of bundles.
         pg_timeout: Seconds that Ray may take to reserve them.
         pg_strategy: Ray's name of how bundles are spread, such as `"PACK"`.
+        say: Gets what is waited for, every 15 s.
+        before: How many jobs are waited for that end by themselves. While there are some, the time does not count, for
+            a day at most.
 
     Returns:
         The placement group and its bundles.
@@ -39,15 +81,74 @@ def create_placement_group(
 
     wanted = {name: number for name, number in resources_per_bundle.items() if number}
     group = placement_group([dict(wanted) for _ in range(num_bundles)], strategy=pg_strategy)
-    ready, _ = ray.wait([group.ready()], timeout=pg_timeout)
-    if not ready:
-        available = ray.available_resources()
+    available: Any = None
+    try:
+        in_time = _reserved(
+            group, pg_timeout, lambda held: say(f"{num_bundles} bundles of {wanted} wait; {held}"), before
+        )
+        if not in_time:
+            available = ray.available_resources()
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    if not in_time:
         remove_placement_group(group)
         raise TimeoutError(
             f"Ray did not reserve {num_bundles} bundles of {wanted} ({pg_strategy}) within {pg_timeout:g} s. Resources "
             f"that were free: {available}; of the cluster: {ray.cluster_resources()}"
         )
     return group, group.bundle_specs
+
+
+def _reserved(group: Any, limit: float, say: Callable[[str], None], before: Callable[[], int]) -> bool:
+    """Waits until a group's resources are reserved; whether they are in time."""
+    ray = needed()
+    ready = [group.ready()]
+    began = counted = time.monotonic()
+    news_at = began + _NEWS_EVERY
+    while True:
+        now = time.monotonic()
+        left = min(limit - (now - counted), LONGEST_WAIT - (now - began))
+        if ray.wait(ready, timeout=max(0.0, min(_POLL, left)))[0]:
+            return True
+        if left <= 0:
+            return False
+        held = before()
+        if held:
+            counted = time.monotonic()
+        if now >= news_at:
+            news_at = now + _NEWS_EVERY
+            say(f"{held} other jobs of this process hold resources, free are {ray.available_resources()}")
+
+
+@contextlib.contextmanager
+def reserved(
+    cpus: float, gpus: float, number: int, limit: float, say: Callable[[str], None] = logger.info
+) -> Iterator[Any]:
+    """Resources for a number of workers at once, given back afterwards: two jobs never hold half of what each needs.
+
+    Args:
+        cpus: CPUs of a worker.
+        gpus: GPUs of a worker.
+        number: Number of workers.
+        limit: Seconds that Ray may take. While other jobs of this process hold resources they do not count, for a day
+            at most: the trials of a search wait for each other.
+        say: As `create_placement_group`.
+
+    Yields:
+        The placement group, with a bundle for each worker.
+
+    Raises:
+        TimeoutError: As `create_placement_group`.
+    """
+    from ray.util.placement_group import remove_placement_group  # noqa: PLC0415 - as Ray itself
+
+    group, _ = create_placement_group({"CPU": cpus, "GPU": gpus}, number, limit, "PACK", say, _RUNNING.jobs)
+    with _RUNNING.one():
+        try:
+            yield group
+        finally:
+            remove_placement_group(group)
 
 
 class BaseStrategy(ABC):
@@ -191,7 +292,7 @@ class PGStrategy(BaseStrategy):
         return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
 
     def create_workers(self) -> tuple[list[Any], list[Any]]:
-        """As `BaseStrategy.create_workers`.."""
+        """As `BaseStrategy.create_workers`."""
         if self._given is not None:
             self.placement_group = self._given
         else:

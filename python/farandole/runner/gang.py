@@ -9,7 +9,6 @@ closed and every agent it could reach has reported its worker's end.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -19,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.common import pickling
 from farandole.runner.errors import FarandoleJobError, signal_name
+from farandole.runner.hearing import Hearing
 from farandole.runner.outcome import Ending, failure
 from farandole.runner.pickles import culprit
-from farandole.runner.watcher import NOBODY, RANK
+from farandole.runner.watcher import NOBODY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from farandole._native.registrar import Event, Registrar, Seat
     from farandole.runner.rank_files import RankFiles
     from farandole.runner.watcher import Watcher
-
-PROGRESS = "progress"
-"""Kind of the records that `farandole.spark.task.report` sends."""
 
 _WAIT = 0.25
 _WAIT_FOR_ROWS = 0.02
@@ -227,7 +224,7 @@ def conduct(
             output.files.close()
 
 
-class _Gang:
+class _Gang(Hearing):
     def __init__(
         self,
         registrar: Registrar,
@@ -239,14 +236,11 @@ class _Gang:
         activity: str,
         watcher: Watcher,
     ) -> None:
-        self.registrar = registrar
+        super().__init__(registrar, output, on_progress, watcher)
         self.agents = agents
         self.size = size
-        self.output = output
-        self.on_progress = on_progress
         self.start_timeout = start_timeout
         self.activity = activity
-        self.watcher = watcher
         self.seen = _Seen(time.monotonic())
 
     def run(self) -> list[Ending]:
@@ -344,12 +338,8 @@ class _Gang:
     def host(self, task: int | None) -> str | None:
         return next((seat["host"] for seat in self.seen.seats if seat["task"] == task), None)
 
-    def pump(self, timeout: float) -> None:
-        try:
-            for event in (*self.registrar.events(timeout), *self.agents.news()):
-                self.take(event)
-        finally:
-            self.output.flush()
+    def news(self) -> Iterable[Any]:
+        return self.agents.news()
 
     def take(self, event: Event) -> None:
         match event.kind:
@@ -370,17 +360,6 @@ class _Gang:
             case "result":
                 if self.seen.assigned:
                     self.seen.results[event.task or 0] = event.data or b""
-
-    def metric(self, event: Event) -> None:
-        if event.data is None:
-            return
-        if event.text == RANK:
-            self.watcher.said(event.task or 0, json.loads(event.data))
-        elif event.text == PROGRESS:
-            record = json.loads(event.data)
-            self.watcher.record(record)
-            if self.on_progress is not None:
-                self.on_progress(event.rank or 0, record)
 
     def registered(self, event: Event) -> None:
         task = event.task or 0
@@ -433,14 +412,11 @@ class _Gang:
             self.seen.forming_since = time.monotonic()
 
     def log(self, event: Event) -> None:
-        if event.dropped:
-            self.output.say(f"{event.dropped} lines of workers were dropped: the driver could not keep up")
-        text = event.text or ""
         if event.stream == "stderr" and event.task is not None:
             tail = self.seen.tails.setdefault(event.task, [])
-            tail.append(text)
+            tail.append(event.text or "")
             del tail[:-_TAIL]
-        self.output.line(event.rank, event.stream, text)
+        super().log(event)
 
     def seen_failure(self) -> FarandoleJobError:
         """The first failure as the registrar told it, for when its task does not come back with more."""

@@ -12,11 +12,17 @@ import contextlib
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from farandole.runner.limits import start_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+LONGEST_WAIT: Final = 86_400.0
+"""Seconds that a job waits for the slots of others where nobody says a limit: those jobs have limits of their own."""
+
+_LEAST_LEFT = 0.1
 _LOOK_EVERY = 0.25
 _NEWS_EVERY = 15.0
 
@@ -37,16 +43,18 @@ class Slots:
         self._jobs: dict[object, int] = {}
 
     @contextlib.contextmanager
-    def taken(self, number: int, say: Callable[[str], None], patience: float | None = None) -> Iterator[None]:
+    def taken(self, number: int, say: Callable[[str], None], patience: float = LONGEST_WAIT) -> Iterator[float]:
         """Holds slots for one job.
 
-        Without `patience` it waits for as long as the jobs before it run, which have limits of their own. A job that
-        needs more slots than there are runs when no other does: whatever runs it says what is missing.
+        A job that needs more slots than there are runs when no other does: whatever runs it says what is missing.
 
         Args:
             number: Slots of the job.
             say: Gets what is waited for, at once and every 15 s.
             patience: The longest wait, in seconds.
+
+        Yields:
+            Seconds that the job has waited.
 
         Raises:
             TimeoutError: The slots did not become free in time; the message says who holds them.
@@ -59,7 +67,7 @@ class Slots:
                     if time.monotonic() >= news_at:
                         news_at = time.monotonic() + _NEWS_EVERY
                         say(self._waiting(job, number))
-                    if patience is not None and time.monotonic() - began >= patience:
+                    if time.monotonic() - began >= patience:
                         late = f"Timed out waiting for {self._awaited}: 0 of {number} after {patience:g} s"
                         raise TimeoutError(f"{late}; {self._waiting(job, number)}")
                     self._changed.wait(_LOOK_EVERY)
@@ -68,11 +76,31 @@ class Slots:
                 self._queue.remove(job)
                 self._changed.notify_all()
         try:
-            yield
+            yield time.monotonic() - began
         finally:
             with self._changed:
                 del self._jobs[job]
                 self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def started(self, number: int, say: Callable[[str], None], start_timeout: float | None) -> Iterator[float]:
+        """Holds slots for one job, whose wait for them is a part of the time that it may take to start.
+
+        Args:
+            number: As `taken`.
+            say: As `taken`.
+            start_timeout: Seconds for the wait and the start together, as the user gave them. `None` waits up to
+                `LONGEST_WAIT`, and leaves the start what `start_limit` says.
+
+        Yields:
+            Seconds that are left for the start.
+
+        Raises:
+            TimeoutError: As `taken`.
+        """
+        limit = start_limit(start_timeout)
+        with self.taken(number, say, LONGEST_WAIT if start_timeout is None else limit) as waited:
+            yield limit if start_timeout is None else max(limit - waited, _LEAST_LEFT)
 
     def _may_run(self, job: object, number: int) -> bool:
         if self._queue[0] is not job:

@@ -79,7 +79,7 @@ def wanted(asked: bool | None, by_default: bool) -> Warm | None:
     if on is None:
         on = _switch()
     if on is None:
-        on = "torch" in sys.modules and (by_default or _in_notebook() or _in_search())
+        on = "torch" in sys.modules and (by_default or _in_notebook() or in_search())
     if not on:
         return None
     idle = os.environ.get(IDLE, "")
@@ -161,7 +161,7 @@ def _in_notebook() -> bool:
     return in_notebook() or "DATABRICKS_RUNTIME_VERSION" in os.environ
 
 
-def _in_search() -> bool:
+def in_search() -> bool:
     """Whether a search over parameters of Spark ML called: it fits again and again."""
     frame = sys._getframe()  # noqa: SLF001 - the callers' modules
     while frame is not None:

@@ -23,7 +23,7 @@ from farandole.common import pickling
 PAYLOAD_FD: Final = "FARANDOLE_PAYLOAD_FD"
 RESULT_FD: Final = "FARANDOLE_RESULT_FD"
 EXECUTOR: Final = "FARANDOLE_SPARK_EXECUTOR"
-"""What the driver of an elastic job on Spark wants to know of each worker: its executor."""
+"""What the driver of an elastic job wants to know of each worker: its executor of Spark, or its node of Ray."""
 
 TOLD: Final = "FARANDOLE_SPARK_TOLD"
 """Whether the driver shows what its ranks say of themselves; the words are those of `farandole.spark.task`."""

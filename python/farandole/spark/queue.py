@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The jobs of this process on one Spark application wait for each other's slots.
+"""The jobs of this process on one Spark application, elastic ones too, wait for each other's slots.
 
 Spark starts no barrier stage before it has all of its slots, but asks again only every few seconds and gives up after
 some time; and the tasks of a gang without a barrier would hold what slots they got while another gang holds the rest.

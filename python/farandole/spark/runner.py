@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.runner import outcome
@@ -26,11 +27,11 @@ from farandole.spark.queue import queue
 from farandole.spark.session import Cluster
 from farandole.spark.shim import Shim
 from farandole.spark.spill import Spill
-from farandole.spark.training import telling
+from farandole.spark.training import Training, telling
 from farandole.spark.word import Word
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pyspark.resource import ResourceProfile
 
@@ -77,8 +78,8 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         args: Its arguments.
         kwargs: Its keyword arguments.
         num_proc: Number of processes; default: Spark's default parallelism.
-        start_timeout: Seconds all tasks may take to start; default: `FARANDOLE_SPARK_START_TIMEOUT`, or Horovod's name
-            of it, else 600.
+        start_timeout: Seconds all tasks may take to start, the wait for slots of other jobs of this process included;
+            default: `FARANDOLE_SPARK_START_TIMEOUT`, or Horovod's name of it, else 600, without that wait.
         env: Variables to set in every worker; `None` as a value removes one.
         stdout: Text stream that gets the workers' stdout, each line as `[rank]<stdout>:line`; by default it stays in
             the logs of the Spark tasks.
@@ -242,44 +243,103 @@ def run_elastic_with(
     cluster.check(least)
     if resource_profile is not None:
         cluster.check_profiles()
-    limit, patience = start_limit(start_timeout), elastic_limit(elastic_timeout)
+    start_limit(start_timeout)
+    patience = elastic_limit(elastic_timeout)
     output = Output(stdout, stderr, prefix_output_with_timestamp, verbose)
-    packed = payload(fn, args, kwargs)
-    spill = None if store is None else Spill.below(store)
+    job = _Job(
+        cluster, output, payload(fn, args, kwargs), None if store is None else Spill.below(store), env, executable
+    )
 
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
-    from farandole.common import logs  # noqa: PLC0415
 
-    logs.start()
-    try:
+    # With fewer slots than it may have workers it would hold some that the next gang in the queue counts on.
+    with job.begun(fn, "run_elastic", most, start_timeout, resource_profile) as (limit, training):
         registrar = Registrar.elastic(
             first, least, most, timeout=patience, reset_limit=reset_limit, start_timeout=limit
         )
-        shim = Shim.of(cluster.context)
-        with telling(shim, getattr(fn, "__qualname__", "run"), "run_elastic") as training:
-            work = Work(
-                registrar.ticket,
-                ahead.sent(cluster.session, packed) if spill is None else spill.carried(packed),
-                _handed_on() | training.variables() | dict(env or {}),
-                executable,
-                output.streaming,
-                limit,
-                elastic=True,
+        work = job.work(registrar.ticket, training, limit, elastic=True)
+        crew = SparkCrew(cluster, work, most, output, resource_profile)
+        with job.heard(crew.tag, first, training):
+            found = elastic.conduct(
+                registrar, crew, output, on_progress, Decommissions(cluster), training, ends_on_error=ends_on_error
             )
-            crew = SparkCrew(cluster, work, most, output, resource_profile)
-            training.tagged(crew.tag, first)
-            word = training.heard(Word(shim, crew.tag, training, output))
-            try:
-                found = elastic.conduct(
-                    registrar, crew, output, on_progress, Decommissions(cluster), training, ends_on_error=ends_on_error
-                )
-            except FarandoleJobError as error:
-                word.explain(error)
-                raise
-        return found if spill is None else [spill.fetched(value) for value in found]
-    finally:
-        if spill is not None:
-            spill.clear()
+        return job.fetched(found)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a job of a fixed size and an elastic one have in common.
+
+    Attributes:
+        cluster: Where it runs.
+        output: Where lines go.
+        packed: The pickled function.
+        spill: Where what is large travels.
+        env: Variables of the workers.
+        executable: Their interpreter.
+    """
+
+    cluster: Cluster
+    output: Output
+    packed: bytes
+    spill: Spill | None
+    env: Mapping[str, str | None] | None
+    executable: str | None
+
+    @contextlib.contextmanager
+    def begun(
+        self,
+        fn: Callable[..., Any],
+        kind: str,
+        number: int,
+        start_timeout: float | None,
+        profile: ResourceProfile | None,
+    ) -> Iterator[tuple[float, Training]]:
+        """Holds what the job needs: the seconds that are left for its start, and what tells the plugin of it."""
+        from farandole.common import logs  # noqa: PLC0415 - starts its threads here
+
+        logs.start()
+        with contextlib.ExitStack() as held:
+            if self.spill is not None:
+                held.callback(self.spill.clear)
+            limit = held.enter_context(_turn(self.cluster, number, self.output, start_timeout, profile))
+            shim = Shim.of(self.cluster.context)
+            yield limit, held.enter_context(telling(shim, getattr(fn, "__qualname__", "run"), kind))
+
+    def work(self, ticket: str, training: Training, limit: float, **more: Any) -> Work:
+        """What its agents get."""
+        packed = (
+            ahead.sent(self.cluster.session, self.packed) if self.spill is None else self.spill.carried(self.packed)
+        )
+        changes = _handed_on() | training.variables() | dict(self.env or {})
+        return Work(ticket, packed, changes, self.executable, self.output.streaming, limit, **more)
+
+    @contextlib.contextmanager
+    def heard(self, tag: str, number: int, training: Training) -> Iterator[None]:
+        """Hears what Spark says of the job while it runs, and explains its failure by that."""
+        training.tagged(tag, number)
+        word = training.heard(Word(Shim.of(self.cluster.context), tag, training, self.output))
+        try:
+            yield
+        except FarandoleJobError as error:
+            word.explain(error)
+            raise
+
+    def fetched(self, found: list[Any]) -> list[Any]:
+        """The results, those that travelled by the store too."""
+        return found if self.spill is None else [self.spill.fetched(value) for value in found]
+
+
+@contextlib.contextmanager
+def _turn(
+    cluster: Cluster, number: int, output: Output, start_timeout: float | None, profile: ResourceProfile | None
+) -> Iterator[float]:
+    """Waits for a job's slots and holds them; the seconds that are left for its start."""
+    if profile is not None:
+        yield start_limit(start_timeout)  # nobody knows the slots of another profile
+        return
+    with queue(cluster).started(number, output.say, start_timeout) as left:
+        yield left
 
 
 def elastic_sizes(
@@ -343,49 +403,27 @@ def run_with(
     cluster.check(size)
     if resource_profile is not None:
         cluster.check_profiles()
-    limit = start_limit(start_timeout)
+    start_limit(start_timeout)
     output = Output(stdout, stderr, prefix_output_with_timestamp, verbose)
     warmth = warm_workers.wanted(warm, by_default=False)
-    packed = payload(fn, args, kwargs)
     spill = None if store is None else Spill.below(store)
+    job = _Job(cluster, output, payload(fn, args, kwargs), spill, env, executable)
 
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
-    from farandole.common import logs  # noqa: PLC0415
 
-    logs.start()
-    with contextlib.ExitStack() as held:
-        if spill is not None:
-            held.callback(spill.clear)
-        if resource_profile is None:  # nobody knows the slots of another one
-            patience = None if start_timeout is None else limit
-            held.enter_context(queue(cluster).taken(size, output.say, patience))
+    with job.begun(fn, "run", size, start_timeout, resource_profile) as (limit, training):
         # The tasks of a local master are threads of this process's JVM.
         here = cluster.context is not None and cluster.is_local
         where = {"host": "127.0.0.1", "bind": ""} if here else {}
         registrar = Registrar(size, start_timeout=limit, **where)
-        shim = Shim.of(cluster.context)
-        with telling(shim, getattr(fn, "__qualname__", "run"), "run") as training:
-            work = Work(
-                registrar.ticket,
-                ahead.sent(cluster.session, packed) if spill is None else spill.carried(packed),
-                _handed_on() | training.variables() | dict(env or {}),
-                executable,
-                output.streaming,
-                limit,
-                warmth,
-                rejoin_after=0.0 if cluster.is_dynamic else LEFT_ALONE,
-            )
-            meeting = _meeting(cluster, registrar, size, spill)
-            agents = SparkAgents(cluster, work, size, output, resource_profile, meeting)
-            training.tagged(agents.tag, size)
-            word = training.heard(Word(shim, agents.tag, training, output))
-            try:
-                endings = conduct(registrar, agents, size, output, on_progress, limit, "Spark tasks to start", training)
-                found = outcome.results(endings, size)
-            except FarandoleJobError as error:
-                word.explain(error)
-                raise
-        return found if spill is None else [spill.fetched(value) for value in found]
+        rejoin_after = 0.0 if cluster.is_dynamic else LEFT_ALONE
+        work = job.work(registrar.ticket, training, limit, warm=warmth, rejoin_after=rejoin_after)
+        meeting = _meeting(cluster, registrar, size, spill)
+        agents = SparkAgents(cluster, work, size, output, resource_profile, meeting)
+        with job.heard(agents.tag, size, training):
+            endings = conduct(registrar, agents, size, output, on_progress, limit, "Spark tasks to start", training)
+            found = outcome.results(endings, size)
+        return job.fetched(found)
 
 
 def _handed_on() -> dict[str, str | None]:

@@ -153,6 +153,6 @@ def report(record: Mapping[str, Any]) -> bool:
         Whether there is a driver to report to.
     """
     from farandole._native import launcher  # noqa: PLC0415 - only workers need it
-    from farandole.runner.gang import PROGRESS  # noqa: PLC0415 - as above
+    from farandole.runner.hearing import PROGRESS  # noqa: PLC0415 - as above
 
     return launcher.report(PROGRESS, json.dumps(record).encode())

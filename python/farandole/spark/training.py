@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A run as Spark's Training tab shows it: its state, epochs, ranks and events, told to the Spark plugin.
+"""A run as Spark's Training tab and the run viewer show it: its state, epochs, ranks and events.
 
-Without the plugin everything here does nothing. Nothing here raises.
+The Spark plugin and the run's journal are told of it. Where neither is, everything here does nothing. Nothing here
+raises.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import secrets
 import time
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from farandole.runner.watcher import Watcher
 from farandole.runner.worker import TOLD
@@ -36,6 +37,16 @@ _LONGEST = 2000
 _CURRENT: ContextVar[Training | None] = ContextVar("farandole_training", default=None)
 
 
+class Told(Protocol):
+    """What is told of a run: the Spark plugin, or a journal."""
+
+    def put(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
+        """Takes a row of a run, in place of the one of that name."""
+
+    def gauge(self, name: str, value: float) -> None:
+        """Takes a number of the whole run."""
+
+
 class Training(Watcher):
     """One run.
 
@@ -44,10 +55,19 @@ class Training(Watcher):
         name: What the user calls the run.
         what: The estimator's class, or `run`.
         parameters: Plain values by name.
+        journal: What else is told.
     """
 
-    def __init__(self, shim: Shim | None, name: str = "", what: str = "", parameters: Mapping[str, Any] = {}) -> None:
+    def __init__(
+        self,
+        shim: Shim | None,
+        name: str = "",
+        what: str = "",
+        parameters: Mapping[str, Any] = {},
+        journal: Told | None = None,
+    ) -> None:
         self._shim = shim
+        self._all: list[Told] = [one for one in (shim, journal) if one is not None]
         self._id = f"{int(time.time() * 1000):x}-{secrets.token_hex(3)}"
         self._run: dict[str, Any] = {
             "name": name,
@@ -87,8 +107,8 @@ class Training(Watcher):
         return word
 
     def variables(self) -> dict[str, str | None]:
-        """What workers are told so that they say of themselves what the tab shows."""
-        return {} if self._shim is None else {TOLD: "1"}
+        """What workers are told so that they say of themselves what is shown."""
+        return {TOLD: "1"} if self._all else {}
 
     def tagged(self, tag: str, size: int) -> None:
         """The tag of the Spark jobs that run it, by which the tab finds their stages.
@@ -107,7 +127,7 @@ class Training(Watcher):
         Args:
             seats: One for each rank.
         """
-        if self._shim is None:
+        if not self._all:
             return
         self._seats = [{"rank": seat["rank"], "task": seat["task"], "host": seat["host"]} for seat in seats]
         self._seats.sort(key=lambda seat: seat["rank"])
@@ -122,7 +142,7 @@ class Training(Watcher):
             task: Its number.
             where: The executor's.
         """
-        if self._shim is not None:
+        if self._all:
             self._places[task] = where
 
     def holds(self, executor: str) -> bool:
@@ -148,7 +168,7 @@ class Training(Watcher):
             task: Number of its task.
             record: Its process, GPU, and where its time goes.
         """
-        if self._shim is None:
+        if not self._all:
             return
         self._said.setdefault(task, {}).update({name: finite(value) for name, value in record.items()})
         now = time.monotonic()
@@ -161,7 +181,7 @@ class Training(Watcher):
         Args:
             record: As `farandole.spark.common.progress` describes it.
         """
-        if self._shim is None:
+        if not self._all:
             return
         kind = record.get("kind")
         if kind == "step":
@@ -197,8 +217,7 @@ class Training(Watcher):
         self._run["restarts"] += 1
         self.event("restart", reason)
         self._told()
-        if self._shim is not None:
-            self._shim.gauge("restarts", self._run["restarts"])
+        self._gauge("restarts", self._run["restarts"])
 
     def ended(self, error: BaseException | None) -> None:
         """The run is over.
@@ -216,8 +235,12 @@ class Training(Watcher):
 
     def _rate(self, record: Mapping[str, Any]) -> None:
         speed = record.get("rows_per_second")
-        if self._shim is not None and isinstance(speed, int | float) and math.isfinite(speed):
-            self._shim.gauge("rowsPerSecond", speed)
+        if isinstance(speed, int | float) and math.isfinite(speed):
+            self._gauge("rowsPerSecond", speed)
+
+    def _gauge(self, name: str, value: float) -> None:
+        for one in self._all:
+            one.gauge(name, value)
 
     def _tell_ranks(self, *, logged: bool) -> None:
         self._ranks_at = time.monotonic()
@@ -229,36 +252,41 @@ class Training(Watcher):
         self._put("ranks", {"ranks": ranks}, logged=logged)
         for gauge, name in _TIMES:
             known = [value for one in ranks if isinstance(value := one.get(name), int | float)]
-            if known and self._shim is not None:
-                self._shim.gauge(gauge, sum(known) / len(known))
+            if known:
+                self._gauge(gauge, sum(known) / len(known))
 
     def _told(self) -> None:
         self._put("run", self._run)
 
     def _put(self, key: str, body: Mapping[str, Any], *, logged: bool = True) -> None:
-        if self._shim is not None:
+        for one in self._all:
             with contextlib.suppress(Exception):  # a record that JSON cannot hold: the training goes on without it
-                self._shim.put(self._id, key, finite(dict(body)), logged=logged)
+                one.put(self._id, key, finite(dict(body)), logged=logged)
 
 
 @contextlib.contextmanager
-def telling(shim: Shim | None, name: str, what: str, parameters: Mapping[str, Any] = {}) -> Iterator[Training]:
-    """Tells the plugin of what runs inside: of the run that is under way in this context already, or of a new one.
+def telling(
+    shim: Shim | None, name: str, what: str, parameters: Mapping[str, Any] = {}, journal: Told | None = None
+) -> Iterator[Training]:
+    """Tells the plugin and a journal of what runs inside.
+
+    Inside of a run that is under way in this context already, that run is told of it.
 
     Args:
         shim: The plugin; `None` where there is none.
         name: What the user calls the run.
         what: The estimator's class, or `run`.
         parameters: Plain values by name.
+        journal: What else is told.
     """
     outer = _CURRENT.get()
     if outer is not None:
         yield outer
         return
-    if shim is None:
+    if shim is None and journal is None:
         yield SILENT
         return
-    run = Training(shim, name, what, parameters)
+    run = Training(shim, name, what, parameters, journal)
     token = _CURRENT.set(run)
     try:
         yield run

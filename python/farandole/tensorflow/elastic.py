@@ -105,12 +105,15 @@ class TensorFlowState(ObjectState):
 
     def restore(self) -> None:
         """Puts back what was kept last."""
+        self._put_back()
+        super().restore()
+
+    def _put_back(self) -> None:
         for variable, value in zip(self.variables, self._kept, strict=True):
             if self.session is None:
                 variable.assign(value)
             else:
                 variable.load(value, self.session)
-        super().restore()
 
     def sync(self) -> None:
         """Spreads rank 0's variables and attributes, and keeps them."""
@@ -122,6 +125,16 @@ class TensorFlowState(ObjectState):
             self.session.run(self._spread)
         self._keep()
         super().sync()
+
+    def _arrays(self) -> list[Any]:
+        return self._kept
+
+    def _take_arrays(self, arrays: list[Any]) -> None:
+        self._kept = [
+            value.view(variable.dtype.base_dtype.as_numpy_dtype)
+            for variable, value in zip(self.variables, arrays, strict=True)
+        ]
+        self._put_back()
 
 
 def __getattr__(name: str) -> Any:

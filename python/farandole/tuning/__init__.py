@@ -2,12 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Searches over hyperparameters whose trials are jobs of several processes.
 
-`optimize` runs an Optuna study, `farandole.ray.tune` makes trials of Ray Tune, and the estimators work in Spark's
-`CrossValidator` and `TrainValidationSplit`. `report` is how a training function tells the search how it goes, wherever
-it runs.
+`optimize` runs an Optuna study, `fmin` a Hyperopt search, `farandole.ray.tune` makes trials of Ray Tune, and the
+estimators work in Spark's `CrossValidator` and `TrainValidationSplit`. `report` is how a training function tells the
+search how it goes, wherever it runs.
 """
 
+from farandole.tuning.points import fmin
 from farandole.tuning.records import report
 from farandole.tuning.study import TrialBackend, optimize
 
-__all__ = ["TrialBackend", "optimize", "report"]
+__all__ = ["TrialBackend", "fmin", "optimize", "report"]

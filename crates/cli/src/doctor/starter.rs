@@ -13,9 +13,10 @@ use super::Page;
 const NAMED: usize = 16;
 
 /// Variables that name this process's rank: those that must be there, and who sets them. The first one has the rank.
-const STARTERS: [(&[&str], &str); 7] = [
+const STARTERS: [(&[&str], &str); 8] = [
     (&["OMPI_COMM_WORLD_RANK"], "mpirun of Open MPI"),
     (&["PMI_RANK"], "mpirun of MPICH or Intel MPI, or srun with PMI"),
+    (&["MV2_COMM_WORLD_RANK"], "mpirun_rsh of MVAPICH"),
     (&["PMIX_RANK"], "a starter with PMIx"),
     (&["SLURM_PROCID", "SLURM_STEP_ID"], "srun"),
     (&["JSM_NAMESPACE_RANK"], "jsrun"),
@@ -118,6 +119,10 @@ mod tests {
     }
 
     impl Surroundings for Played {
+        fn package(&self) -> std::path::PathBuf {
+            std::path::PathBuf::new()
+        }
+
         fn variable(&self, name: &str) -> Option<String> {
             self.variables.get(name).map(|value| (*value).to_owned())
         }

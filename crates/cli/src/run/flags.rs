@@ -396,6 +396,20 @@ const fn own_turn(name: &'static str, does: Does, help: &'static str) -> Flag {
     Flag { name, takes: Takes::Nothing, does, help, ..PLAIN }
 }
 
+/// Variables of Horovod's that mean nothing here, and the flag that says why.
+pub(crate) const IGNORED_VARIABLES: [(&str, &str); 10] = [
+    ("HOROVOD_CYCLE_TIME", "cycle-time-ms"),
+    ("HOROVOD_HIERARCHICAL_ALLREDUCE", "hierarchical-allreduce"),
+    ("HOROVOD_HIERARCHICAL_ALLGATHER", "hierarchical-allgather"),
+    ("HOROVOD_TORUS_ALLREDUCE", "torus-allreduce"),
+    ("HOROVOD_MPI_THREADS_DISABLE", "mpi-threads-disable"),
+    ("HOROVOD_NUM_NCCL_STREAMS", "num-nccl-streams"),
+    ("HOROVOD_THREAD_AFFINITY", "thread-affinity"),
+    ("HOROVOD_GLOO_TIMEOUT_SECONDS", "gloo-timeout-seconds"),
+    ("HOROVOD_CONTROLLER", "gloo"),
+    ("HOROVOD_CPU_OPERATIONS", "gloo"),
+];
+
 /// Pairs of which the last one given counts.
 const OPPOSITES: [(&str, &str); 9] = [
     ("log-with-timestamp", "log-without-timestamp"),
@@ -530,6 +544,13 @@ pub(crate) fn reference() -> String {
             knob.key
         ));
     }
+    page.push_str(
+        "| `-v`, `--version` | Print the version |  |  |\n| `-h`, `--help` | Print the flags |  |  |\n",
+    );
+    let ignored = IGNORED_VARIABLES.map(|(name, flag)| format!("`{name}` (`--{flag}`)")).join(", ");
+    page.push_str(&format!(
+        "\nThese variables of Horovod's mean nothing here, for the reason of the flag; the command says so once: {ignored}.\n"
+    ));
     page.push_str(
         "\nThe exit status is that of the worker that failed first, 128 + n for signal n, and 1 when the job could not \
          begin or a host was lost.\n",

@@ -17,7 +17,7 @@ use farandole::launcher::{HostSlots, Shell, placements};
 use farandole::registrar::host::network_of;
 
 use super::file::{self, File};
-use super::flags::{Does, FLAGS, Flag, Takes, checked, is_elastic, is_switch, knob_flags};
+use super::flags::{Does, FLAGS, Flag, IGNORED_VARIABLES, Takes, checked, is_elastic, is_switch, knob_flags};
 
 /// What the user asked for.
 #[derive(Debug)]
@@ -87,6 +87,7 @@ impl RunOptions {
                 given.insert("bind_address".to_owned(), network_of(&interfaces)?);
             }
         }
+        remarks.extend(ignored_variables());
         remarks.dedup();
         let config = Config::read(environment, &given).map_err(|error| named(error, matches, &path))?;
         let switched = config.min_num_proc.is_some() || !config.host_discovery_script.is_empty();
@@ -206,6 +207,16 @@ fn named(mut error: farandole::config::Error, matches: &ArgMatches, file: &str) 
         error.name = format!("{file}: farandole.{}", error.name);
     }
     error
+}
+
+/// Variables of Horovod's that are set and mean nothing here, with the reason.
+fn ignored_variables() -> impl Iterator<Item = String> {
+    IGNORED_VARIABLES.iter().filter_map(|(name, flag)| {
+        environment(name).filter(|value| !["0", "false"].contains(&value.as_str()))?;
+        let flag = FLAGS.iter().find(|known| known.name == *flag)?;
+        let Does::Nothing(why) = flag.does else { return None };
+        Some(format!("{name} means nothing here: {why}"))
+    })
 }
 
 /// Lets a flag have its effect.

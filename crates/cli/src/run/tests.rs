@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::ArgMatches;
 use farandole::launcher::elastic::ElasticJob;
 
-use super::flags::{FLAGS, Takes, knob_flags, reference};
+use super::flags::{Does, FLAGS, IGNORED_VARIABLES, Takes, knob_flags, reference};
 use super::options::RunOptions;
 use crate::arguments;
 
@@ -168,6 +168,14 @@ fn what_means_nothing_says_so_once() {
     assert_eq!(options.remarks.len(), 4, "{:?}", options.remarks);
     assert!(options.remarks.iter().all(|remark| remark.contains(" means nothing here: ")));
     assert!(read(&["-np", "2"]).unwrap().remarks.is_empty());
+}
+
+#[test]
+fn every_variable_that_means_nothing_has_a_flag_that_says_why() {
+    for (variable, name) in IGNORED_VARIABLES {
+        let flag = FLAGS.iter().find(|flag| flag.name == name).unwrap();
+        assert!(matches!(flag.does, Does::Nothing(_)), "{variable}");
+    }
 }
 
 #[test]

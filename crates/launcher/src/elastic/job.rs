@@ -151,7 +151,7 @@ impl ElasticJob {
 }
 
 fn of_registrar(source: farandole_registrar::Error) -> Error {
-    Error::Registrar { task: TaskId(0), source: Box::new(source) }
+    Error::Begin { source: Box::new(source) }
 }
 
 /// The hosts there are at first; `None` when the caller no longer wants to know.

@@ -77,6 +77,15 @@ pub(super) const STARTERS: &[Starter] = &[
         own_names: true,
     },
     Starter {
+        name: "MVAPICH's mpirun_rsh",
+        key: "mvapich",
+        rank: "MV2_COMM_WORLD_RANK",
+        size: &["MV2_COMM_WORLD_SIZE"],
+        spread: Spread::LocalSize("MV2_COMM_WORLD_LOCAL_SIZE"),
+        exact: &[],
+        own_names: true,
+    },
+    Starter {
         name: "Horovod's variables",
         key: "horovod",
         rank: "HOROVOD_RANK",

@@ -28,6 +28,8 @@ pub struct Entry {
     pub path: String,
     /// Its size.
     pub bytes: u64,
+    /// When it was last written, if the backend says so.
+    pub modified: Option<SystemTime>,
 }
 
 /// What is at a path: a file, or a directory, which object stores do not know and make up from names.
@@ -267,8 +269,11 @@ impl Store {
         let below = |whole: &str| {
             whole.strip_prefix(self.prefix.as_ref()).unwrap_or(whole).trim_start_matches('/').to_owned()
         };
-        let entry =
-            |meta: object_store::ObjectMeta| Entry { path: below(meta.location.as_ref()), bytes: meta.size };
+        let entry = |meta: object_store::ObjectMeta| Entry {
+            path: below(meta.location.as_ref()),
+            bytes: meta.size,
+            modified: Some(SystemTime::from(meta.last_modified)),
+        };
         let mut entries: Vec<Entry> = self
             .ask("list", path, async |backend| backend.list(Some(&at)).map_ok(entry).try_collect().await)?;
         entries.sort_by(|a, b| a.path.cmp(&b.path));

@@ -7,15 +7,14 @@ Who is in the world, and when the job is done, the registrar decides; this start
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.gang import PROGRESS
+from farandole.runner.hearing import Hearing
 from farandole.runner.outcome import Ending, failure, results
-from farandole.runner.watcher import NOBODY, RANK
+from farandole.runner.watcher import NOBODY
 from farandole.runner.worker import EXECUTOR as WHERE
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def conduct(
             output.files.close()
 
 
-class _Job:
+class _Job(Hearing):
     def __init__(
         self,
         registrar: Registrar,
@@ -114,12 +113,9 @@ class _Job:
         *,
         ends_on_error: bool,
     ) -> None:
-        self.registrar = registrar
+        super().__init__(registrar, output, on_progress, watcher)
         self.crew = crew
-        self.output = output
-        self.on_progress = on_progress
         self.departures = departures
-        self.watcher = watcher
         self.ends_on_error = ends_on_error
         self.worlds = 0
         self.exits: dict[int, Event] = {}
@@ -189,13 +185,6 @@ class _Job:
             return failure(self.ending(task))
         return FarandoleJobError(event.text or "the job failed"), None
 
-    def pump(self, timeout: float) -> None:
-        try:
-            for event in self.registrar.events(timeout):
-                self.take(event)
-        finally:
-            self.output.flush()
-
     def take(self, event: Event) -> None:
         match event.kind:
             case "log":
@@ -226,19 +215,12 @@ class _Job:
         self.watcher.event(f"{who} is gone", event.text)
 
     def metric(self, event: Event) -> None:
-        if event.data is None:
-            return
-        if event.text == WHERE and event.task is not None:
+        if event.text == WHERE and event.task is not None and event.data is not None:
             self.watcher.located(event.task, event.data.decode())
             if self.departures is not None:
                 self.departures.worker(event.task, event.data.decode())
-        elif event.text == RANK:
-            self.watcher.said(event.task or 0, json.loads(event.data))
-        elif event.text == PROGRESS:
-            record = json.loads(event.data)
-            self.watcher.record(record)
-            if self.on_progress is not None:
-                self.on_progress(event.rank or 0, record)
+        else:
+            super().metric(event)
 
     def assigned(self) -> None:
         self.worlds += 1
@@ -251,7 +233,5 @@ class _Job:
             self.output.say(f"rank {seat['rank']} is worker {seat['task']} on {seat['host']}", level=2)
 
     def log(self, event: Event) -> None:
-        if event.dropped:
-            self.output.say(f"{event.dropped} lines of workers were dropped: the driver could not keep up")
         if self.output.streaming:
-            self.output.line(event.rank, event.stream, event.text or "")
+            super().log(event)

@@ -8,6 +8,7 @@ type 0 is sparse and `size`, `indices` and `values` count. They go back out the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     import numpy.typing as npt
+
+    from farandole.spark.common.encoding import Encoding
 
 VECTOR = pa.struct(
     [
@@ -45,12 +50,38 @@ def fill_of(fill: Any, name: str) -> Fill | None:
         fill: of an estimator: a value for all columns, or values by column, of which `"*"` stands for all others.
         name: of the column.
     """
-    given = fill if isinstance(fill, dict) else {"*": fill}
+    given = fill if isinstance(fill, Mapping) else {"*": fill}
     named = name in given
     value = given[name] if named else given.get("*")
     if value is None:
         return None
     return Fill(str(value).lower() if isinstance(value, bool) else str(value), named)
+
+
+def features(
+    batch: pa.RecordBatch, present: Sequence[str], names: Iterable[str], encoding: Encoding, *, fixed: bool = False
+) -> dict[str, npt.NDArray[Any]]:
+    """Columns as arrays by name, as they were in training.
+
+    Args:
+        batch: whose columns go by number.
+        present: their names.
+        names: of the columns that are wanted.
+        encoding: categories and what takes the place of nulls and NaN.
+        fixed: whether lists of different lengths are padded to the largest length.
+
+    Raises:
+        ValueError: as `rows`.
+    """
+    places = {name: index for index, name in enumerate(present)}
+
+    def one(name: str) -> npt.NDArray[Any]:
+        if name in encoding.ragged:
+            return encoding.ragged[name].of_arrow(batch.column(places[name]), name, fixed=fixed)
+        column = encoding.column(name, places, lambda source: batch.column(places[source]))
+        return rows(column, name, None if name in encoding.categories else fill_of(encoding.fill, name))
+
+    return {name: one(name) for name in names}
 
 
 def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[Any]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from abc import ABC, abstractmethod
@@ -16,12 +17,13 @@ from farandole.runner.elastic.conduct import conduct as conduct_elastic
 from farandole.runner.gang import Output, conduct, payload
 from farandole.runner.limits import elastic_limit, start_limit
 from farandole.runner.local import LocalAgents, LocalCrew
+from farandole.runner.slots import Slots
 from farandole.runner.streams import Streams
 from farandole.spark import runner, training
 from farandole.spark.common.check import at_least
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from farandole._native.registrar import Registrar
     from farandole.runner.gang import Agents
@@ -141,7 +143,7 @@ class SparkBackend(Backend):
         **kwargs: Any,
     ) -> None:
         self._num_proc = None if num_proc is None else at_least("num_proc", 1)(num_proc)
-        self._bounds = _bounds(num_proc, min_num_proc, max_num_proc)
+        self._bounds = elastic_bounds(num_proc, min_num_proc, max_num_proc)
         self._env = dict(env) if env is not None else None
         if isinstance(pass_env, str) or not all(isinstance(one, str) for one in pass_env):
             raise TypeError(f"pass_env is a list of names and patterns of variables: {pass_env!r}")
@@ -263,7 +265,7 @@ class LocalBackend(Backend):
         reset_limit: int | None = None,
     ) -> None:
         self._given = num_proc
-        self._bounds = _bounds(num_proc, min_num_proc, max_num_proc)
+        self._bounds = elastic_bounds(num_proc, min_num_proc, max_num_proc)
         self._num_proc = _cores() if num_proc is None else at_least("num_proc", 1)(num_proc)
         if num_proc is None and self._bounds:
             self._num_proc = runner.elastic_sizes(None, min_num_proc, max_num_proc, _cores)[0]
@@ -287,7 +289,7 @@ class LocalBackend(Backend):
     ) -> list[Any]:
         """As `Backend.run`."""
         size = self._num_proc
-        limit = start_limit(self._start_timeout)
+        start_limit(self._start_timeout)
         changes: dict[str, str | None] = {**self._env, **(env or {})}
         if "OMP_NUM_THREADS" not in os.environ:
             changes.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
@@ -296,20 +298,32 @@ class LocalBackend(Backend):
         under_way = training.current()
         changes |= under_way.variables()
         warmth = warm_workers.wanted(self._warm, by_default=True)
-        if self._bounds:
-            registrar, most = self._elastic_registrar(limit)
-            work = Work(
-                registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth, elastic=True
+        with self._turn(output) as limit:
+            if self._bounds:
+                where = {"host": "127.0.0.1", "bind": ""}  # as that of a job of fixed size
+                registrar, most = elastic_registrar(size, self._bounds, self._limits, limit, **where)
+                work = Work(
+                    registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth, elastic=True
+                )
+                return conduct_elastic(
+                    registrar, LocalCrew(work, most), output, on_progress, watcher=under_way, ends_on_error=True
+                )
+            registrar = self._registrar(size, limit)
+            work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth)
+            endings = conduct(
+                registrar, self._agents(work, size), size, output, on_progress, limit, "workers to start", under_way
             )
-            return conduct_elastic(
-                registrar, LocalCrew(work, most), output, on_progress, watcher=under_way, ends_on_error=True
-            )
-        registrar = self._registrar(size, limit)
-        work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth)
-        endings = conduct(
-            registrar, self._agents(work, size), size, output, on_progress, limit, "workers to start", under_way
-        )
-        return outcome.results(endings, size)
+            return outcome.results(endings, size)
+
+    @contextlib.contextmanager
+    def _turn(self, output: Output) -> Iterator[float]:
+        """Inside of one of Spark's searches, waits for cores; the seconds that are left for the start."""
+        if type(self) is not LocalBackend or not warm_workers.in_search():
+            yield start_limit(self._start_timeout)
+            return
+        most = max(self._num_proc, self._bounds.get("max_num_proc", 0))
+        with _CORES.started(most, output.say, self._start_timeout) as left:
+            yield left
 
     def _registrar(self, size: int, limit: float) -> Registrar:
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
@@ -318,27 +332,6 @@ class LocalBackend(Backend):
         logs.start()
         # Nobody elsewhere needs to reach it, whatever the variables say of other jobs.
         return Registrar(size, start_timeout=limit, host="127.0.0.1", bind="")
-
-    def _elastic_registrar(self, limit: float) -> tuple[Registrar, int]:
-        """A registrar whose workers come and go, and the largest number of them."""
-        from farandole._native.registrar import Registrar  # noqa: PLC0415 - as above
-        from farandole.common import logs  # noqa: PLC0415
-
-        logs.start()
-        least, most = self._bounds.get("min_num_proc"), self._bounds.get("max_num_proc")
-        first, least, most = runner.elastic_sizes(self._num_proc, least, most, _cores)
-        patience, resets = elastic_limit(self._limits.get("elastic_timeout")), self._limits.get("reset_limit")
-        registrar = Registrar.elastic(
-            first,
-            least,
-            most,
-            timeout=patience,
-            reset_limit=None if resets is None else int(resets),
-            start_timeout=limit,
-            host="127.0.0.1",
-            bind="",
-        )
-        return registrar, most
 
     def _agents(self, work: Work, size: int) -> Agents:
         return LocalAgents(work, range(size))
@@ -364,7 +357,11 @@ def _cores() -> int:
     return max(1, len(os.sched_getaffinity(0)))
 
 
-def _bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:
+_CORES = Slots(_cores, "cores")
+"""What the jobs of searches on this host share."""
+
+
+def elastic_bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:
     """Fewest and most processes of an elastic job, as they were given; nothing for a job of fixed size.
 
     Raises:
@@ -377,3 +374,35 @@ def _bounds(first: int | None, least: int | None, most: int | None) -> dict[str,
     for name, value in bounds.items():
         at_least(name, 1)(value)
     return bounds
+
+
+def elastic_registrar(
+    first: int, bounds: Mapping[str, int], limits: Mapping[str, float], start: float, **where: str
+) -> tuple[Registrar, int]:
+    """A registrar whose workers come and go, and the largest number of them.
+
+    Args:
+        first: Workers that the first world waits for.
+        bounds: As `elastic_bounds` returned them.
+        limits: `elastic_timeout` and `reset_limit`, as far as they were given.
+        start: Seconds that workers may take to start.
+        **where: `host` and `bind` of `Registrar.elastic`.
+    """
+    from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+    from farandole.common import logs  # noqa: PLC0415
+
+    logs.start()
+    first, least, most = runner.elastic_sizes(
+        first, bounds.get("min_num_proc"), bounds.get("max_num_proc"), lambda: first
+    )
+    patience, resets = elastic_limit(limits.get("elastic_timeout")), limits.get("reset_limit")
+    registrar = Registrar.elastic(
+        first,
+        least,
+        most,
+        timeout=patience,
+        reset_limit=None if resets is None else int(resets),
+        start_timeout=start,
+        **where,
+    )
+    return registrar, most

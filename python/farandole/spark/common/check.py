@@ -74,6 +74,18 @@ def fill(value: Any) -> Any:
     return value
 
 
+def categories(value: Any) -> dict[str, Any]:
+    """Names of columns, or by name their categories, or how many there may be; `None` for all."""
+    if isinstance(value, str):
+        raise TypeError(f"categories must be a list of column names, or a dict by name: {value!r}")
+    by_name = dict(value) if isinstance(value, Mapping) else dict.fromkeys(value or ())
+    for name, one in by_name.items():
+        is_count = isinstance(one, Integral) and not isinstance(one, bool)
+        if not isinstance(name, str) or not (one is None or is_count or isinstance(one, list | tuple)):
+            raise TypeError(f"categories of a column are a list of values, a number of them or None: {name!r}: {one!r}")
+    return {name: list(one) if isinstance(one, tuple) else one for name, one in by_name.items()}
+
+
 def flag(name: str) -> Callable[[Any], bool]:
     """True or False."""
 
@@ -96,6 +108,20 @@ def text(name: str) -> Callable[[Any], str]:
         return value
 
     return convert
+
+
+def ragged(value: Any) -> dict[str, Any]:
+    """A `Pad` by column."""
+    from farandole.spark.common.ragged import Pad, Ragged
+
+    if not isinstance(value, Mapping) or not all(isinstance(one, Pad | Ragged | Mapping) for one in value.values()):
+        raise TypeError(f"ragged must be a dict of Pad by column: {value!r}")
+    return dict(value)
+
+
+def optional(name: str) -> Callable[[Any], str | None]:
+    """A string with something in it, or `None`."""
+    return lambda value: None if value is None else text(name)(value)
 
 
 def run_id(value: Any) -> str:

@@ -11,16 +11,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from farandole.spark.common.encoding import SUFFIX, source_of
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from pyspark.sql.types import DataType, StructType
 
 _USABLE = (
     "numbers, booleans, dates, times, arrays of these (nested or not) and Spark ML vectors are supported, strings and "
-    "bytes where a transformation_fn makes numbers of them"
+    "bytes where a transformation_fn makes numbers of them, and strings as categories"
 )
 _TEXTS = ("string", "varchar", "char", "binary")
+_CATEGORIES = ("string", "varchar", "char", "boolean", "byte", "short", "integer", "long")
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,14 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
     Raises:
         ValueError: naming the column and what might have been meant.
     """
-    for role, name in roles.described():
+    for role, given in roles.described():
+        name = source_of(given, present)
+        if name != given and role != "feature column":
+            raise ValueError(
+                f"{role} {given!r} is not in the {where}: a feature alone can say where {name!r} is missing"
+            )
         if name not in present:
+            name = name.removesuffix(SUFFIX)
             same = [one for one in present if one.lower() == name.lower()]
             close = same or difflib.get_close_matches(name, present, n=1)
             hint = f", did you mean {close[0]!r}?" if close else ""
@@ -91,20 +100,27 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
         raise ValueError(f"validation column {roles.validation!r} is also a feature, label or weight column")
 
 
-def check_types(roles: Roles, schema: StructType, *, texts: bool = False) -> None:
+def check_types(roles: Roles, schema: StructType, *, texts: bool = False, categories: Collection[str] = ()) -> None:
     """Refuses columns of a type that no tensor can hold.
 
     Args:
         roles: the columns asked for, all of them in the schema.
         schema: the DataFrame's.
         texts: whether strings and bytes are welcome, since a `transformation_fn` makes numbers of them.
+        categories: columns of categories, which may be strings.
 
     Raises:
         ValueError: naming the column and its type.
     """
     for role, name in roles.described():
+        if source_of(name, schema.names) != name:
+            continue
         kind = schema[name].dataType
         shown = kind.simpleString()
+        if name in categories:
+            if kind.typeName() not in _CATEGORIES:
+                raise ValueError(f"{role} {name!r} has type {shown}: categories are strings, integers or booleans")
+            continue
         if role == "sample weight column":
             if not _is_number(kind):
                 raise ValueError(f"{role} {name!r} must be a number or a boolean, its type is {shown}")

@@ -13,19 +13,28 @@ import contextlib
 import inspect
 import secrets
 import sys
+import threading
 import time
+import uuid
 import warnings
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from pyspark.ml import Estimator, Model
+from pyspark.ml import Estimator
 
+from farandole.data.learning import WORDS, Wish
+from farandole.data.sides import split_of
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import Backend, SparkBackend
+from farandole.spark.common.classes import ClassParams
 from farandole.spark.common.columns import Roles, check_present, check_types
+from farandole.spark.common.copies import encoded
 from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.finite import NotFiniteError
-from farandole.spark.common.params import EstimatorParams, ModelParams
-from farandole.spark.common.prepare import find_data, prepare_data
+from farandole.spark.common.journal import recorded
+from farandole.spark.common.model import FarandoleModel, check_columns, check_form
+from farandole.spark.common.params import EstimatorParams
+from farandole.spark.common.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.progress import Progress, progress
 from farandole.spark.common.runs import alone, begin, mapped, name_of
 from farandole.spark.common.tracking import MlflowTracker, Tracker
@@ -35,28 +44,27 @@ from farandole.spark.shim import Shim
 from farandole.spark.training import telling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    import pandas as pd
     from pyspark.ml.param import Param
     from pyspark.sql import DataFrame
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.spark.common.chart import Chart
+    from farandole.data.sides import Split
     from farandole.spark.common.fingerprint import Part
-    from farandole.spark.common.history import Entry
     from farandole.spark.common.store import AbstractFilesystemStore
 
 
-class FarandoleEstimator(EstimatorParams, Estimator[Any]):
+class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
     """What the estimators of all frameworks share."""
 
-    def fit(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
+    def fit(self, df: Any, params: Any = None, *, ui: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
         """Trains on a DataFrame, or on a pyarrow, pandas or polars table.
 
         Args:
             df: the rows.
             params: values of parameters that hold for this call; a list of them fits a model with each.
+            ui: whether to open the run viewer on the store and print its link.
 
         Returns:
             The fitted model, or a list of them.
@@ -64,10 +72,38 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         Raises:
             ValueError: a parameter, a column or the data does not fit; the message names it.
         """
+        self._show(ui)
         with mapped(params is not None):
             return super().fit(df, params)
 
-    def fit_on_parquet(self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None) -> Any:
+    def fitMultiple(  # noqa: N802 - Spark's name
+        self,
+        dataset: DataFrame,
+        paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803 - as above
+    ) -> Iterator[tuple[int, Any]]:
+        """Fits a model with each map of parameters; Spark's tuners call this, and threads share what it returns.
+
+        The rows are prepared once for all maps that need the same columns. Each fit waits until there are slots for
+        all of its processes.
+
+        Args:
+            dataset: the rows.
+            paramMaps: values of parameters, a map for each model.
+
+        Returns:
+            An iterator over pairs of the number of a map and its model, which threads may ask at the same time.
+        """
+        estimator, rows = self.copy(), f"rows-{uuid.uuid4().hex}"
+
+        def fit(number: int) -> Any:
+            with same_rows(rows):
+                return estimator.fit(dataset, paramMaps[number])
+
+        return _Fits(fit, len(paramMaps))
+
+    def fit_on_parquet(
+        self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None, *, ui: bool = False
+    ) -> Any:
         """Trains on the Parquet data that is already in the store, without a DataFrame.
 
         With `backend=LocalBackend(...)` no Spark session is needed. Validation data is used when it is there.
@@ -75,6 +111,7 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         Args:
             params: values that hold for this call.
             dataset_idx: number of the data set; without it the store's unnumbered one.
+            ui: whether to open the run viewer on the store and print its link.
 
         Returns:
             The fitted model.
@@ -84,8 +121,15 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             FarandoleJobError: a worker failed.
             RunDiffersError: a `ValueError`: the run of `run_id` was begun with other data or parameters.
         """
+        self._show(ui)
         with mapped(params is not None):
             return (self.copy(params) if params else self)._fit_prepared(dataset_idx)
+
+    def _show(self, ui: bool) -> None:
+        if ui and self.getStore() is not None:
+            from farandole.ui import show
+
+            sys.stderr.write(f"the runs of this store are at {show(self._store()).link}\n")
 
     def _fit(self, dataset: DataFrame) -> Any:
         if not hasattr(dataset, "mapInArrow"):
@@ -95,7 +139,8 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
             raise ValueError("fit takes a DataFrame that ends, this one is a stream: write it to a table and fit that")
         backend, store, roles = self._backend(), self._store(), self._roles()
         check_present(roles, dataset.columns, "DataFrame")
-        check_types(roles, dataset.schema, texts=self.getTransformationFn() is not None)
+        texts = self.getTransformationFn() is not None
+        check_types(roles, dataset.schema, texts=texts, categories=self.getCategories())
         store.check_writable()
         backend.check()
         with progress(self.getVerbose()) as shown:
@@ -112,6 +157,9 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
                 seed,
                 parts,
                 fill=self.getFill(),
+                categories=self.getCategories(),
+                split=self._split(),
+                ragged=self.getRagged(),
                 allow_nan=self.getAllowNan(),
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
@@ -139,18 +187,20 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         with progress(self.getVerbose()) as shown:
             shown.message("preparing data")
             spec = spec_of(roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan())
-            with prepare(source, store, roles, spec, "fit") as prepared:
+            with prepare(source, store, roles, spec, "fit", self._wish()) as prepared:
                 shown.message(_described(prepared))
                 return self._train(self._backend(), prepared, shown)  # as above
 
     def _fit_prepared(self, dataset_idx: int | None) -> Any:
         self._check()
         backend, store = self._backend(), self._store()
-        prepared = find_data(store, self._roles(), dataset_idx)
+        found = find_data(store, self._roles(), dataset_idx)
         if store.saving_runs():
             store.check_writable()
         backend.check()
-        with progress(self.getVerbose()) as shown:
+        wish = replace(self._wish(), split=None)  # it is split already
+        made = encoded(store, found, self._roles(), wish, allow_nan=self.getAllowNan())
+        with progress(self.getVerbose()) as shown, made as prepared:
             shown.message(_described(prepared))
             return self._train(self._backend(), prepared, shown)  # as in `_fit`
 
@@ -174,6 +224,14 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         unused = sorted(set(fill) - {"*", *self._roles().kept}) if isinstance(fill, dict) else []
         if unused:
             raise ValueError(f"fill is for features, labels and weights, and these are none: {', '.join(unused)}")
+        strange = sorted(set(self.getCategories()) - {*self._roles().features, *self.getLabelCols()})
+        if strange:
+            raise ValueError(f"categories are features or labels, and these are none: {', '.join(strange)}")
+        self._split()  # refuses what does not go together
+        columns = self._class_columns() | ({} if self.getThresholds() is None else {"thresholds": ""})
+        if columns:
+            form = check_form(next(iter(columns)), self._output_form(), self.getLabelCols())
+            check_columns(columns, form, self.getThresholds())
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
             raise ValueError(f"loss_weights needs one number per label column {len(self.getLabelCols())}: {weights}")
@@ -213,7 +271,10 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         if any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told):
             more["on_progress"] = report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
-        with telling(Shim.active(), job.run_id, type(self).__name__, self._plain()) as run:
+        with (
+            recorded(self, job) as journal,
+            telling(Shim.active(), job.run_id, type(self).__name__, self._plain(), journal) as run,
+        ):
             while True:
                 try:
                     return backend.run(train, args=(job,), **more)
@@ -302,6 +363,44 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
     def _store(self) -> AbstractFilesystemStore:
         return cast("AbstractFilesystemStore", self.getStore())
 
+    def _wish(self) -> Wish:
+        """Categories, and what takes the place of missing values."""
+        return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols(), self._split(), self.getRagged())
+
+    def _split(self) -> Split | None:
+        """How validation rows are chosen, if not by rows alone."""
+        columns = self.getValidationStratify(), self.getValidationGroup(), self.getValidationTime()
+        return split_of(self.getValidation(), *columns, self.getRandomSeed() or 0)
+
+    def _carried(self, prepared: Prepared) -> dict[str, Any]:
+        """What the fitted model goes on with: categories, values for what is missing, and what is said of predictions.
+
+        Args:
+            prepared: its data.
+        """
+        given, asked = self.getFill(), {"verbose": self.getVerbose(), **self._class_params()}
+        if form := self._output_form():
+            asked["output_form"] = form
+        if prepared.encoding is None:
+            return {"fill": given, **asked}
+        plain = {} if given is None else dict(given) if isinstance(given, dict) else {"*": given}
+        values = {name: value for name, value in plain.items() if value not in WORDS}
+        return {
+            "fill": {**values, **prepared.fill} or None,
+            "learned": dict(prepared.encoding.learned),
+            "categories": prepared.categories,
+            "ragged": {name: asdict(one) for name, one in prepared.ragged.items()},
+            **asked,
+        }
+
+    def _output_form(self) -> str | None:
+        """The form of the model's only output: as it was set, or as its loss takes it; `None` if that does not tell."""
+        return self.getOutputForm() or (self._form_of_loss() if len(self.getLabelCols()) == 1 else None)
+
+    def _form_of_loss(self) -> str | None:
+        """The form that the framework's loss takes, if it is one of those that are known."""
+        return None
+
     def _inputs(self) -> list[list[str]]:
         """The columns of each of the model's inputs: `feature_cols=["a", ["b", "c"]]` makes two inputs."""
         return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureCols()]
@@ -315,47 +414,26 @@ class FarandoleEstimator(EstimatorParams, Estimator[Any]):
         )
 
 
-class FarandoleModel(ModelParams, Model):
-    """What the models of all frameworks share."""
+class _Fits:
+    """An iterator that fits one model in each call; several threads may ask it at the same time.
 
-    def transform(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds the model's predictions to a DataFrame.
+    Args:
+        fit: makes the model of a number.
+        total: how many there are.
+    """
 
-        Args:
-            df: the rows.
-            params: values of parameters that hold for this call.
+    def __init__(self, fit: Callable[[int], Any], total: int) -> None:
+        self._fit = fit
+        self._numbers = iter(range(total))
+        self._lock = threading.Lock()
 
-        Returns:
-            The DataFrame with the columns of `getOutputCols`.
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self
 
-        Raises:
-            ValueError: a column is missing or does not fit; the message names it.
-        """
-        return super().transform(df, params)
-
-    def _inputs(self) -> list[list[str]]:
-        """The columns of each of the model's inputs, as in the estimator."""
-        return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureColumns() or []]
-
-    def history_frame(self) -> pd.DataFrame:
-        """The history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_` before it."""
-        from farandole.spark.common.history import frame
-
-        return frame(self.getHistory() or [])
-
-    def plot_history(self, *names: str) -> Chart:
-        """The history as a chart: notebooks show it, `plot_history().save("history.svg")` writes it.
-
-        Args:
-            *names: which numbers, such as `"loss"`; default: all.
-        """
-        from farandole.spark.common.chart import Chart
-
-        return Chart(self._entries(), names or None)
-
-    def _entries(self) -> list[Entry]:
-        """The history as entries, whatever form its framework gives it."""
-        return self.getHistory() or []
+    def __next__(self) -> tuple[int, Any]:
+        with self._lock:
+            number = next(self._numbers)
+        return number, self._fit(number)
 
 
 HorovodEstimator = FarandoleEstimator

@@ -30,7 +30,8 @@ DECIDE = frozenset(
         "model", "optimizer", "loss", "loss_constructors", "loss_weights", "sample_weight_col", "feature_cols",
         "label_cols", "validation", "batch_size", "random_seed", "shuffle", "train_steps_per_epoch",
         "validation_steps_per_epoch", "label_shapes", "input_shapes", "input_dtypes", "backward_passes_per_step",
-        "gradient_compression", "callbacks", "fill", "transformation_fn", "transformation_edit_fields",
+        "gradient_compression", "callbacks", "fill", "categories", "ragged", "validation_stratify",
+        "validation_group", "validation_time", "transformation_fn", "transformation_edit_fields",
         "transformation_removed_fields", "train_minibatch_fn", "data_module", "precision", "gradient_clip_norm",
         "lr_scheduler", "lr_scheduler_interval", "best_checkpoint", "deterministic", "trainer_args",
         "checkpoint_callback",
@@ -47,7 +48,8 @@ ELSEWHERE = frozenset(
         "inmemory_cache_all", "mp_start_method", "tensorflow_dataset_prefetch_buffer_size", "on_failure",
         "max_restarts", "mlflow", "checkpoint_every", "compile", "logger", "log_every_n_steps", "loader_num_epochs",
         "terminate_on_nan", "profiler", "debug_data_loader", "train_async_data_loader_queue_size",
-        "val_async_data_loader_queue_size", "custom_objects", "backend_env",
+        "val_async_data_loader_queue_size", "custom_objects", "backend_env", "predictionCol", "rawPredictionCol",
+        "probabilityCol", "predictedLabelCol", "labelIndexCol", "thresholds", "class_names", "output_form",
     }
 )  # fmt: skip
 """The result does not depend on it, or only on the last digits."""

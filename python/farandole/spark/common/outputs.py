@@ -98,18 +98,18 @@ def found_outputs(dataset: DataFrame, labels: Sequence[str], probe: Callable[[Ba
 
 
 def add_predictions(
-    dataset: DataFrame, names: Sequence[str], added: Sequence[Output], predict: Callable[[Batches], Batches]
+    dataset: DataFrame, names: Sequence[str], added: Sequence[types.DataType], predict: Callable[[Batches], Batches]
 ) -> DataFrame:
-    """The DataFrame with one more column per output.
+    """The DataFrame with more columns.
 
     Args:
         dataset: any.
         names: of the new columns.
-        added: what they hold.
+        added: their types.
         predict: appends the columns to batches whose columns go by number.
     """
     inner = numbered(dataset)
-    fields = [types.StructField(f"output{index}", one.spark_type) for index, one in enumerate(added)]
+    fields = [types.StructField(f"output{index}", one) for index, one in enumerate(added)]
     predicted = inner.mapInArrow(_mapped(predict), types.StructType([*inner.schema.fields, *fields]))
     return predicted.toDF(*dataset.columns, *names)
 

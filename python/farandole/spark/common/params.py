@@ -123,6 +123,19 @@ class EstimatorParams(Params):
         "compress_sparse_cols", "compress vectors, which are written dense", check.flag("compress_sparse_cols")
     )
     fill = declare("fill", "what takes the place of nulls and NaN, for all columns or by column", check.fill)
+    validation_stratify = declare(
+        "validation_stratify", "column of classes: the share is held out of each", check.optional("validation_stratify")
+    )
+    validation_group = declare(
+        "validation_group", "column of groups, whose rows stay together", check.optional("validation_group")
+    )
+    validation_time = declare(
+        "validation_time", "column of times: the latest rows are held out", check.optional("validation_time")
+    )
+    ragged = declare("ragged", "how lists of different lengths are padded, by column", check.ragged)
+    categories = declare(
+        "categories", "columns that become indices of categories, which are learned or given", check.categories
+    )
     allow_nan = declare("allow_nan", "take NaN and infinities as values like any others", check.flag("allow_nan"))
     shuffle_buffer_size = declare(
         "shuffle_buffer_size", "ignored",
@@ -203,6 +216,11 @@ class EstimatorParams(Params):
     setCategoricalCols, getCategoricalCols = accessors("categorical_cols")
     setCompressSparseCols, getCompressSparseCols = accessors("compress_sparse_cols")
     setFill, getFill = accessors("fill")
+    setCategories, getCategories = accessors("categories")
+    setRagged, getRagged = accessors("ragged")
+    setValidationStratify, getValidationStratify = accessors("validation_stratify")
+    setValidationGroup, getValidationGroup = accessors("validation_group")
+    setValidationTime, getValidationTime = accessors("validation_time")
     setAllowNan, getAllowNan = accessors("allow_nan")
     setShuffleBufferSize, getShuffleBufferSize = accessors("shuffle_buffer_size")
     setShufflingBufferSize, getShufflingBufferSize = setShuffleBufferSize, getShuffleBufferSize  # Horovod's names
@@ -236,7 +254,7 @@ class EstimatorParams(Params):
                     "train_steps_per_epoch", "validation_steps_per_epoch", "label_shapes", "gradient_compression",
                     "continuous_cols", "categorical_cols", "shuffle_buffer_size", "transformation_fn",
                     "transformation_edit_fields", "transformation_removed_fields", "mp_start_method",
-                    "fill",
+                    "fill", "validation_stratify", "validation_group", "validation_time",
                 )
             ),
             metrics=[],
@@ -249,6 +267,8 @@ class EstimatorParams(Params):
             backward_passes_per_step=1,
             callbacks=[],
             compress_sparse_cols=False,
+            categories={},
+            ragged={},
             allow_nan=False,
             train_reader_num_workers=2,
             val_reader_num_workers=2,
@@ -291,7 +311,17 @@ class ModelParams(Params):
     run_id = declare("run_id", "name of the run that trained the model", check.text("run_id"))
     paths = declare("paths", "where the run left its data, checkpoint and logs", check.anything)
     batch_size = declare("batch_size", "most rows predicted at once", check.at_least("batch_size", 1))
+    fill = declare("fill", "what takes the place of nulls and NaN", check.fill)
+    verbose = declare("verbose", "0 says nothing about predictions", check.at_least("verbose", 0))
+    learned = declare("learned", "which values of fill were learned, and as what", check.anything)
+    categories = declare("categories", "categories of the columns that have some", check.categories)
+    ragged = declare("ragged", "how lists of different lengths are padded, by column", check.ragged)
 
+    setFill, getFill = accessors("fill")
+    setCategories, getCategories = accessors("categories")
+    setRagged, getRagged = accessors("ragged")
+    setLearned, getLearned = accessors("learned")
+    setVerbose, getVerbose = accessors("verbose")
     setHistory, getHistory = accessors("history")
     setModel, getModel = accessors("model")
     setFeatureColumns, getFeatureColumns = accessors("feature_columns")
@@ -315,7 +345,8 @@ class ModelParams(Params):
         super().__init__()
         self._setDefault(
             history=None, model=None, feature_columns=None, label_columns=None, output_cols=None, run_id=None,
-            paths=None,
+            paths=None, fill=None, categories={}, ragged={}, learned={},
+            verbose=1,
             batch_size=4096,
         )  # fmt: skip
 

@@ -17,27 +17,34 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import pickle
 import threading
 import uuid
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import cloudpickle
+
 from farandole._native import prepare as native
 from farandole.data import places
 from farandole.data.datasets import linked, open_dataset
+from farandole.data.learning import Learner, Wish, encoding_at, needed, note_encoding
 from farandole.data.prepare import PreparedData as Prepared
-from farandole.data.prepare import described, other_split, spec_of
+from farandole.data.prepare import columns_of, described, other_split, spec_of, texts
 from farandole.spark.common import plan
-from farandole.spark.common.columns import Column, Roles, check_present
+from farandole.spark.common.columns import Roles, check_present
+from farandole.spark.common.encoding import Encoding, sources_of
 from farandole.spark.session import Cluster
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
+    from farandole.data.sides import Split
     from farandole.spark.common.store import AbstractFilesystemStore
 
 _RESULT = "partition int, error string, of_store boolean, part binary"
@@ -87,6 +94,23 @@ class _Turn:
 
 _CACHE = _Cache()
 _TURNS = _Turns()
+_SAME_ROWS: ContextVar[str | None] = ContextVar("farandole_same_rows", default=None)
+
+
+@contextlib.contextmanager
+def same_rows(name: str) -> Iterator[None]:
+    """Says that all frames that are prepared in this context, and in others of the same name, have the same rows.
+
+    It counts where no plan tells: on Spark Connect.
+
+    Args:
+        name: of the rows, which nobody else uses.
+    """
+    token = _SAME_ROWS.set(name)
+    try:
+        yield
+    finally:
+        _SAME_ROWS.reset(token)
 
 
 def clear_training_cache() -> None:
@@ -108,6 +132,9 @@ def prepare_data(
     partitions_per_process: int = 10,
     *,
     fill: Mapping[str, Any] | float | str | None = None,
+    categories: Sequence[str] | Mapping[str, Any] = (),
+    split: Split | None = None,
+    ragged: Mapping[str, Any] | None = None,
     allow_nan: bool = False,
     compress_sparse: bool = False,
 ) -> Iterator[Prepared]:
@@ -125,6 +152,9 @@ def prepare_data(
         seed: of the split.
         partitions_per_process: most partitions per training process.
         fill: what takes the place of nulls and NaN, see `farandole.data.prepare_data`.
+        categories: columns that become indices, see `farandole.data.prepare_data`.
+        split: how validation rows are chosen, if not by rows alone.
+        ragged: how lists of different lengths are padded, by column.
         allow_nan: takes NaN and infinities as values like any others.
         compress_sparse: compresses vectors, which are written dense.
 
@@ -135,31 +165,38 @@ def prepare_data(
         ValueError: no rows, no rows on one side of the split, or data that does not fit; naming the column.
         OSError: the store refused.
     """
-    names = roles.selected
+    side = [] if split is None else [split.column]
+    check_present(Roles(tuple(side), ()), df.columns, "DataFrame")
+    names = sources_of([*roles.selected, *side], df.columns)
+    wish = Wish.of(categories, fill, roles.labels, split, ragged).of_rows(sources_of(roles.kept, df.columns))
+    encoded = _Encoded(wish, roles, df.schema) if needed(wish, roles.kept, df.columns) else None
     # mapInArrow takes no names with dots or backticks: columns travel by number, and get their names back in tasks.
     chosen = df.select(*[_quoted(df, name).alias(f"column{index}") for index, name in enumerate(names)])
     options = {**spec_of(roles, seed, fill, allow_nan=allow_nan), "compress_sparse": compress_sparse}
     merged = chosen.coalesce(num_processes * partitions_per_process)
     words = plan.lasting(chosen)
     if words is not None:
-        told = json.dumps([words, options], sort_keys=True)
+        told = json.dumps([words, options, *wish.told()], sort_keys=True)
         key = f"fit-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
         with _TURNS.of(f"{store.prefix_path}\n{key}"):
             place = places.find(store, key, validates=options["validation"] is not None)
             if place is None:
-                prepared = _prepare(store, merged, names, options, key)
+                prepared = _prepare(store, merged, names, options, key, encoded)
             else:
                 prepared = described(place, validates=options["validation"] is not None, reused=True)
         with prepared:
             yield prepared
         return
-    source = plan.fingerprint(chosen)
-    key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{json.dumps(options, sort_keys=True)}"
+    by_plan = plan.fingerprint(chosen)
+    source = by_plan if by_plan is not None else _SAME_ROWS.get()
+    told = json.dumps([options, *wish.told()], sort_keys=True)
+    key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{told}"
     with _TURNS.of(key) if source is not None else contextlib.nullcontext():
-        entry = None if source is None else _lookup(key, chosen)
+        entry = None if source is None else _lookup(key, None if by_plan is None else chosen)
         if entry is None:
             fingerprint = f"once-{uuid.uuid4().hex}"
-            entry = _Entry(key, chosen, fingerprint, _prepare(store, merged, names, options, fingerprint), users=1)
+            made = _prepare(store, merged, names, options, fingerprint, encoded)
+            entry = _Entry(key, chosen, fingerprint, made, users=1)
             with _CACHE.lock:
                 _CACHE.entries.append(entry)
     try:
@@ -171,9 +208,82 @@ def prepare_data(
             _forget([one for one in idle if one.key.startswith("None\n")] + idle[:-_REMEMBERED])
 
 
+@dataclass(frozen=True)
+class _Encoded:
+    """Rows that are encoded before they are written: what to learn of them, and for which columns."""
+
+    wish: Wish
+    roles: Roles
+    schema: Any
+
+    def learn(self, df: DataFrame, names: list[str]) -> Encoding:
+        """Looks at the rows, where there is something to learn.
+
+        Args:
+            df: the rows, whose columns go by number.
+            names: of its columns.
+        """
+        counted = self.wish.plan(_arrow_schema(self.schema, names), self.roles)
+        known = self.wish.known()
+        if known is not None:
+            return known
+        validation = self.roles.validation
+        read, split = self.wish.reads(counted, self.roles), self.wish.split
+
+        def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            return _count(batches, read, Learner(counted, validation, split))
+
+        chosen = df.select(*[f"column{names.index(name)}" for name in read])
+        told = "farandole: learning categories and values for what is missing"
+        whole = Learner(counted, split=split)
+        for row in Cluster.active().collect(chosen.mapInArrow(count, "error string, part binary"), told):
+            if row.error is not None:
+                raise ValueError(row.error)
+            whole.merge(cloudpickle.loads(row.part))
+        return self.wish.fulfilled(counted, whole)
+
+
+def _count(batches: Iterator[pa.RecordBatch], names: list[str], learner: Learner) -> Iterator[pa.RecordBatch]:
+    """Runs in a Spark task: what a partition's rows teach."""
+    import pyarrow as pa
+
+    error = None
+    for batch in batches:
+        try:
+            if error is None:
+                learner.add(batch.rename_columns(names))
+        except ValueError as problem:
+            error = str(problem)
+    columns = [pa.array([error], pa.string()), pa.array([pickle.dumps(learner)], pa.binary())]
+    yield pa.RecordBatch.from_arrays(columns, names=["error", "part"])
+
+
+def _arrow_schema(schema: Any, names: list[str]) -> pa.Schema:
+    """The types of columns as their rows arrive; of those that Arrow has no type for, one that teaches nothing."""
+    import pyarrow as pa
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    def kind(name: str) -> pa.DataType:
+        try:
+            return to_arrow_type(schema[name].dataType)
+        except Exception:  # noqa: BLE001 - it differs by Spark's version
+            return pa.binary()
+
+    return pa.schema([(name, kind(name)) for name in names])
+
+
 def _prepare(
-    store: AbstractFilesystemStore, df: DataFrame, names: list[str], options: dict[str, Any], key: str
+    store: AbstractFilesystemStore,
+    df: DataFrame,
+    names: list[str],
+    options: dict[str, Any],
+    key: str,
+    encoded: _Encoded | None,
 ) -> Prepared:
+    encoding = None if encoded is None else encoded.learn(df, names)
+    if encoding is not None:
+        options = {**options, "fill": texts(encoding.plain_fill), **encoding.split}
+    wanted = names if encoded is None else encoded.roles.selected
     resumable = not key.startswith("once")
     place, begun = places.take(store, key, resumable=resumable)
     val_url = None if options["validation"] is None else place.val_url
@@ -185,11 +295,13 @@ def _prepare(
             place.resume(spec, store.prefix_path)
             same = {number for number, source in enumerate(sources or []) if place.told.get(number) == source}
             done = {number: part for number, part in place.done.items() if number in same}
-        parts = _write(df, names, store, spec, _Progress(place.train_url, done, sources))
+        note_encoding(place, encoding, validates=val_url is not None)
+        rows = _Rows(names, wanted, encoding)
+        parts = _write(df, rows, store, spec, _Progress(place.train_url, done, sources))
         other = other_split(parts, options)
         if other is not None:
             spec = json.dumps({**json.loads(spec), "validation": other})
-            parts = _write(df, names, store, spec, _Progress(place.train_url, {}, sources))
+            parts = _write(df, rows, store, spec, _Progress(place.train_url, {}, sources))
         committed = json.loads(native.commit(store.prefix_path, spec, parts))
         place.finish()
     except ValueError:
@@ -222,7 +334,8 @@ def find_data(store: AbstractFilesystemStore, roles: Roles, idx: int | None = No
     if not store.is_parquet_dataset(url):
         raise ValueError(f"there is no training data at {url}")
     train = open_dataset(url)
-    columns = {one.name: Column(one.name, one.dtype, tuple(one.shape)) for one in train.columns}
+    encoding = encoding_at(url)
+    columns = columns_of(((one.name, one.dtype, one.shape) for one in train.columns), encoding)
     check_present(Roles(roles.features, roles.labels, roles.weight), list(columns), "training data")
     val_url = store.get_val_data_path(idx)
     val = open_dataset(val_url) if store.is_parquet_dataset(val_url) else None
@@ -236,13 +349,15 @@ def find_data(store: AbstractFilesystemStore, roles: Roles, idx: int | None = No
         val_rows=0 if val is None else val.rows,
         columns=columns,
         reused=True,
+        encoding=encoding,
     )
 
 
-def _lookup(key: str, frame: DataFrame) -> _Entry | None:
+def _lookup(key: str, frame: DataFrame | None) -> _Entry | None:
+    """What was prepared under a key; of the same rows as a frame, where one is given."""
     with _CACHE.lock:
         for entry in list(_CACHE.entries):
-            if entry.key != key or not _same(entry.frame, frame):
+            if entry.key != key or (frame is not None and not _same(entry.frame, frame)):
                 continue
             manifest = native.read_manifest(entry.prepared.train_url)
             if manifest is not None and json.loads(manifest)["fingerprint"] == entry.fingerprint:
@@ -282,15 +397,27 @@ class _Progress:
             places.note(self.train_url, partition, part, source=self.sources[partition])
 
 
-def _write(
-    df: DataFrame, names: list[str], store: AbstractFilesystemStore, spec: str, progress: _Progress
-) -> list[bytes]:
+@dataclass(frozen=True)
+class _Rows:
+    """What becomes of the batches that Spark hands over."""
+
+    names: list[str]
+    """Of their columns, which go by number."""
+    wanted: list[str]
+    encoding: Encoding | None
+
+    def encoded(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        named = batch.rename_columns(self.names)
+        return named if self.encoding is None else self.encoding.encode(named, self.wanted)
+
+
+def _write(df: DataFrame, form: _Rows, store: AbstractFilesystemStore, spec: str, progress: _Progress) -> list[bytes]:
     preparation = uuid.uuid4().hex[:8]
     url, storage = store.prefix_path, store.storage_options
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         storage.apply()
-        return write_partition(batches, names, url, spec, preparation, progress)
+        return write_partition(batches, form, url, spec, preparation, progress)
 
     rows = Cluster.active().collect(df.mapInArrow(write, _RESULT), "farandole: preparing data")
     rows.sort(key=lambda row: row.partition)
@@ -301,13 +428,13 @@ def _write(
 
 
 def write_partition(
-    batches: Iterator[pa.RecordBatch], names: list[str], url: str, spec: str, preparation: str, progress: _Progress
+    batches: Iterator[pa.RecordBatch], form: _Rows, url: str, spec: str, preparation: str, progress: _Progress
 ) -> Iterator[pa.RecordBatch]:
     """Runs in a Spark task: writes one partition and yields one row about it.
 
     Args:
         batches: the partition.
-        names: of its columns.
+        form: what becomes of its batches.
         url: the store's prefix.
         spec: what to write, see `farandole._native.prepare`.
         preparation: a name that no other preparation has.
@@ -328,7 +455,7 @@ def write_partition(
         writer = native.PartitionWriter(url, spec, partition, f"{preparation}-{context.taskAttemptId()}")
         try:
             for batch in batches:
-                writer.write(batch.rename_columns(names))
+                writer.write(form.encoded(batch))
             part = writer.finish()
             progress.note(partition, part)
         except (ValueError, OSError) as problem:

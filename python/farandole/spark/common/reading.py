@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common.source import Missing
 from farandole.spark.common.transform import Transformation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from farandole.data.prepare import PreparedData
     from farandole.spark.common.columns import Column
     from farandole.spark.common.params import EstimatorParams
+    from farandole.spark.common.ragged import Ragged
     from farandole.spark.common.store import RemoteStore
 
 
@@ -41,6 +42,7 @@ class Data:
     val_threads: int
     in_memory: bool
     missing: Missing
+    ragged: Mapping[str, Ragged] = field(default_factory=dict)
 
     def module(
         self, kind: Any, *, epochs: int, transformation: Any, rank: int, size: int, steps: tuple[int, int]
@@ -106,6 +108,7 @@ def data_of(
         val_threads=estimator.getValReaderNumWorkers(),
         in_memory=estimator.getInmemoryCacheAll(),
         missing=missing_of(estimator, prepared),
+        ragged={name: one for name, one in prepared.ragged.items() if name in columns},
     )
 
 

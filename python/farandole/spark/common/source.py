@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from farandole._native.reader import Batch
+    from farandole.spark.common.ragged import Ragged
 
     Arrays = dict[str, npt.NDArray[Any]]
 
@@ -91,6 +92,8 @@ class Source:
         least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
         missing: what becomes of nulls, NaN and infinities.
         moves: whether an epoch may go on with another number of processes.
+        ragged: columns of lists of different lengths.
+        fixed: whether these are padded to their largest length in every batch.
 
     Raises:
         OSError: the data cannot be read, in the words of `seen`; while batches are read, too.
@@ -112,6 +115,8 @@ class Source:
         least: int = 1,
         missing: Missing | None = None,
         moves: bool = False,
+        ragged: Mapping[str, Ragged] | None = None,
+        fixed: bool = False,
     ) -> None:
         missing = missing or Missing()
         with seen(url):
@@ -126,12 +131,14 @@ class Source:
                 shuffle=shuffle,
                 threads=threads,
                 tail="pad",
-                cast={name: dtype for name, dtype in columns.items() if dtype is not None},
+                cast={name: to for name, to in columns.items() if to is not None and name not in (ragged or {})},
                 fill=dict(missing.fill) or None,
                 allow_nan=missing.allow_nan,
                 cache=directory_for(dataset, list(columns)) if in_memory and moves else None,
             )
-        texts = [one.name for one in self._reader.columns if one.dtype in TEXTS]
+        self._ragged = dict(ragged or {})
+        self._fixed = fixed or (in_memory and not moves)
+        texts = [one.name for one in self._reader.columns if one.dtype in TEXTS and one.name not in self._ragged]
         if texts and transformation is None:
             raise ValueError(f"tensors hold no strings: a transformation_fn can make numbers of {', '.join(texts)}")
         self.steps = self._reader.steps()
@@ -257,10 +264,15 @@ class Source:
 
     def _rows(self, batch: Batch) -> Rows:
         count = max(self._least, batch.valid_rows)
-        arrays = {name: array(batch, name)[:count] for name in self._names}
+        arrays = {name: self._array(batch, name)[:count] for name in self._names}
         if self._transformation is not None:
             arrays = self._transformation(arrays)
         return Rows(arrays, count, batch.valid_rows)
+
+    def _array(self, batch: Batch, name: str) -> npt.NDArray[Any]:
+        if name in self._ragged:
+            return self._ragged[name].read(batch, name, fixed=self._fixed)
+        return array(batch, name)
 
     def _from_memory(self, number: int) -> Generator[Rows]:
         if not self._shuffle:
@@ -289,6 +301,7 @@ def sample(
     rows: int,
     transformation: Callable[[Arrays], Arrays] | None,
     missing: Missing | None = None,
+    ragged: Mapping[str, Ragged] | None = None,
 ) -> Arrays:
     """The first rows of a data set, as a training process would get them.
 
@@ -298,9 +311,13 @@ def sample(
         rows: how many; a smaller data set repeats itself.
         transformation: as in `Source`.
         missing: as in `Source`.
+        ragged: as in `Source`.
     """
     casts: dict[str, str | None] = dict.fromkeys(columns)
-    source = Source(url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows, missing=missing)
+    source = Source(
+        url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows, missing=missing,
+        ragged=ragged, fixed=True,
+    )  # fmt: skip
     with closing(source.epoch(0, 1)) as batches:
         return dict(next(batches).columns)
 

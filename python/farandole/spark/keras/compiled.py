@@ -45,6 +45,31 @@ def compile_arguments(model: Any) -> dict[str, Any]:
     return dict(config.config) if config is not None and model.compiled else {}
 
 
+_FORMS = {
+    "probabilities": {"binary_crossentropy", "categorical_crossentropy", "sparse_categorical_crossentropy"},
+    "values": {"mean_squared_error", "mean_absolute_error", "huber", "log_cosh", "poisson"},
+}
+
+
+def form_of(loss: Any) -> str | None:
+    """The form of a model's output that a loss of Keras takes, see `farandole.spark.common.classes`.
+
+    Args:
+        loss: a loss, its name, or a list of one; of one's own it tells nothing.
+    """
+    if isinstance(loss, list | tuple) and len(loss) == 1:
+        loss = loss[0]
+    try:
+        made = keras.losses.get(loss)
+    except (ValueError, TypeError):
+        return None
+    if made is None or not getattr(made, "__module__", "").startswith("keras."):
+        return None
+    name = getattr(getattr(made, "fn", made), "__name__", type(made).__name__)
+    form = next((form for form, names in _FORMS.items() if name in names), None)
+    return "logits" if form == "probabilities" and getattr(made, "_fn_kwargs", {}).get("from_logits") else form
+
+
 def has_own_step(model: Any) -> bool:
     """Whether the model trains in a way of its own, which needs no loss.
 

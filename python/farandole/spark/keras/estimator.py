@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`KerasEstimator`: a Keras model fitted data-parallel on a DataFrame."""
 
-# ruff: noqa: ARG002 - keyword_only reads the arguments
+# ruff: noqa: ARG002, N803 - keyword_only reads the arguments; Spark ML's names
 
 from __future__ import annotations
 
@@ -99,6 +99,10 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         feature_cols: Columns for the model; a list in the list makes one input of several columns.
         label_cols: Columns to compare the outputs with.
         validation: Share of rows held out, or a column: true or positive rows are held out.
+        validation_stratify: Column of classes: the share `validation` is held out of each, of every class with two
+            rows at least one.
+        validation_group: Column of groups: all rows of a group are on one side.
+        validation_time: Column of times or numbers: the latest rows are held out.
         gradient_compression: Such as `farandole.keras.Compression.fp16`.
         batch_size: Rows per step and process; default 32.
         val_batch_size: The same for validation; default: `batch_size`.
@@ -135,6 +139,21 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         shuffle_buffer_size: Ignored.
         compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
         fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+            `"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` says
+            where a column is missing.
+        categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
+            one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
+            a list of categories, of how many there may be, or of None for all. What is not given is learned.
+        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
+        predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
+        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        probabilityCol: Column for the probability of each class.
+        predictedLabelCol: Column for the name of the class.
+        labelIndexCol: Column for the index of the label's class, where labels are strings.
+        thresholds: One number of each class; the class of the largest probability by threshold is predicted.
+        class_names: Names of the classes, where the label has none of its own.
+        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
+            `"log_probabilities"`; default: what its loss takes, where that is known.
         allow_nan: Whether NaN and infinities are values like any others; default False.
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.
@@ -161,6 +180,9 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         feature_cols: Sequence[str | Sequence[str]] | None = None,
         label_cols: Sequence[str] | None = None,
         validation: float | str | None = None,
+        validation_stratify: str | None = None,
+        validation_group: str | None = None,
+        validation_time: str | None = None,
         gradient_compression: Any = None,
         batch_size: int | None = None,
         val_batch_size: int | None = None,
@@ -192,6 +214,16 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         data_module: type | None = None,
         compress_sparse_cols: bool | None = None,
         fill: Any = None,
+        categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] | None = None,
+        ragged: Mapping[str, Any] | None = None,
+        predictionCol: str | None = None,
+        rawPredictionCol: str | None = None,
+        probabilityCol: str | None = None,
+        predictedLabelCol: str | None = None,
+        labelIndexCol: str | None = None,
+        thresholds: Sequence[float] | None = None,
+        class_names: Sequence[str] | None = None,
+        output_form: str | None = None,
         allow_nan: bool | None = None,
         continuous_cols: Sequence[str] | None = None,
         categorical_cols: Sequence[str] | None = None,
@@ -256,13 +288,16 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             label_columns=self.getLabelCols(),
             custom_objects=copy.custom_objects,
             run_id=job.run_id,
-            fill=self.getFill(),
+            **self._carried(prepared),
             paths=job.paths(),
             outputs=[
                 Output(one.column.dtype, bool(one.column.shape), _size(output))
                 for one, output in zip(job.labels, outputs, strict=True)
             ],
         )
+
+    def _form_of_loss(self) -> str | None:
+        return compiled.form_of(self.getLoss() or compiled.compile_arguments(self.getModel()).get("loss"))
 
     def _own_parts(self) -> list[Part]:
         return parts_of(self.getModel(), self.getOptimizer(), self.getLoss())
@@ -274,7 +309,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         transformation = transformation_of(self)
         columns = {name: prepared.columns[name] for name in raw}
         if transformation is not None:
-            made = sample(prepared.train_url, raw, 2, transformation, missing_of(self, prepared))
+            made = sample(prepared.train_url, raw, 2, transformation, missing_of(self, prepared), prepared.ragged)
             columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in made.items()}
             missing = [name for name in raw if name not in columns]
             if missing:

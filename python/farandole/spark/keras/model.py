@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`KerasModel`: a fitted Keras model that transforms DataFrames."""
 
-# ruff: noqa: ARG002, N815, PLC0415 - keyword_only reads the arguments; Spark ML's names; cycle with persistence
+# ruff: noqa: ARG002, N803, N815, PLC0415 - keyword_only reads the arguments; Spark ML's names; cycle with persistence
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from pyspark.ml.util import MLReadable, MLWritable
 from farandole.common import pickling
 from farandole.spark.ahead import sent
 from farandole.spark.common import check
-from farandole.spark.common.columns import Roles, check_present, check_types
-from farandole.spark.common.estimator import FarandoleModel
 from farandole.spark.common.history import entries
-from farandole.spark.common.outputs import Output, add_predictions, found_outputs
+from farandole.spark.common.model import FarandoleModel
+from farandole.spark.common.outputs import Output
 from farandole.spark.common.outputs import outputs as outputs_param
 from farandole.spark.common.params import accessors, declare
 from farandole.spark.keras import payload
@@ -59,15 +58,28 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         batch_size: Most rows predicted at once; default 4096.
         outputs: What is known of the outputs; found out when omitted.
         fill: What takes the place of nulls and NaN, as in the estimator.
+        categories: The categories of each column that has some.
+        verbose: 0 says nothing about predictions; default 1.
+        learned: Which values of `fill` were learned, and as what, as `{"age": "mean"}`.
+        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
+        predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
+        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        probabilityCol: Column for the probability of each class.
+        predictedLabelCol: Column for the name of the class.
+        labelIndexCol: Column for the index of the label's class, where labels are strings.
+        thresholds: One number of each class; the class of the largest probability by threshold is predicted.
+        class_names: Names of the classes, where the label has none of its own.
+        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
+            `"log_probabilities"`; default: what its loss takes, where that is known.
     """
 
     feature_columns = declare("feature_columns", "columns given to the model", check.features)
     custom_objects = declare("custom_objects", "classes and functions by name", dict)
     outputs = declare("outputs", "size and label type of each output", outputs_param)
-    fill = declare("fill", "what takes the place of nulls and NaN", check.fill)
 
-    setFill, getFill = accessors("fill")
     setCustomObjects, getCustomObjects = accessors("custom_objects")
+
+    _framework = "Keras"
 
     @keyword_only
     def __init__(
@@ -84,9 +96,21 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         batch_size: int | None = None,
         outputs: Sequence[Output] | None = None,
         fill: Any = None,
+        categories: Mapping[str, Sequence[Any]] | None = None,
+        ragged: Mapping[str, Any] | None = None,
+        learned: Mapping[str, str] | None = None,
+        verbose: int | None = None,
+        predictionCol: str | None = None,
+        rawPredictionCol: str | None = None,
+        probabilityCol: str | None = None,
+        predictedLabelCol: str | None = None,
+        labelIndexCol: str | None = None,
+        thresholds: Sequence[float] | None = None,
+        class_names: Sequence[str] | None = None,
+        output_form: str | None = None,
     ) -> None:
         super().__init__()
-        self._setDefault(custom_objects={}, outputs=None, fill=None)
+        self._setDefault(custom_objects={}, outputs=None)
         given = cast("dict[str, Any]", self._input_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.setParams(**{name: value for name, value in given.items() if value is not None})
 
@@ -113,29 +137,15 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
 
         return KerasModelReader(cls)
 
-    def _transform(self, dataset: DataFrame) -> DataFrame:
-        features, labels, names = self.getFeatureColumns(), self.getLabelColumns(), self.getOutputCols()
-        if self.getModel() is None or not features or not labels:
-            raise ValueError("model, feature_columns and label_columns are required")
-        groups = tuple((one,) if isinstance(one, str) else tuple(one) for one in features)
-        roles = Roles(features=tuple(name for group in groups for name in group), labels=())
-        check_present(roles, dataset.columns, "DataFrame")
-        check_types(roles, dataset.schema)
-        taken = [name for name in names if name in dataset.columns]
-        if taken:
-            raise ValueError(f"the DataFrame already has an output column: {', '.join(taken)}")
-        if len(names) != len(labels):
-            raise ValueError(f"output_cols needs one name per label column {len(labels)}: {names}")
-        predictor = Predictor(
+    def _predictor(self, dataset: DataFrame) -> Predictor:
+        return Predictor(
             model=sent(dataset.sparkSession, payload.pack(self.getModel())),
             custom_objects=pickling.dumps(custom_objects(self.getModel(), self.getCustomObjects())),
             backend=keras.backend.backend(),
             columns=tuple(dataset.columns),
-            groups=groups,
-            labels=tuple(labels),
+            groups=tuple(tuple(group) for group in self._inputs()),
+            labels=tuple(self.getLabelColumns()),
             kinds=(),
             batch_size=self.getBatchSize(),
-            fill=self.getFill(),
+            encoding=self._encoding(),
         )
-        outputs = self.getOrDefault("outputs") or found_outputs(dataset, labels, predictor.probe)
-        return add_predictions(dataset, names, outputs, predictor.with_kinds([one.kind for one in outputs]).predict)

@@ -15,18 +15,22 @@ import contextlib
 import hashlib
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from farandole.spark.ahead import Ahead, arrived
+from farandole.spark.common.encoding import Encoding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
     import pyarrow as pa
+
+    from farandole.spark.common.classes import Added
 
 _KEPT = 2
 _MODELS: dict[str, Any] = {}
@@ -44,16 +48,19 @@ class Predictor:
     labels: tuple[str, ...]
     kinds: tuple[str, ...]
     batch_size: int
-    fill: Any = None
-    """What takes the place of nulls, for all columns or by column."""
+    encoding: Encoding = field(default_factory=Encoding)
+    """Categories, and what takes the place of nulls."""
+    added: Added | None = None
+    """Columns in Spark ML's manner."""
 
-    def with_kinds(self, kinds: Sequence[str]) -> Predictor:
+    def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
         """The same, knowing what its predictions become.
 
         Args:
             kinds: one per output: `vector`, or NumPy's name of a number.
+            added: columns in Spark ML's manner, if there are any.
         """
-        return replace(self, kinds=tuple(kinds))
+        return replace(self, kinds=tuple(kinds), added=added)
 
     def predict(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Every batch with its predictions appended.
@@ -66,9 +73,11 @@ class Predictor:
         from farandole.spark.common.outputs import column_of
 
         for batch in batches:
-            found = self._outputs(batch)
+            found = self.outputs(batch)
             columns = [column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)]
-            added = [f"output{index}" for index in range(len(self.labels))]
+            if self.added is not None:
+                columns += self.added.made(batch, found[0])
+            added = [f"output{index}" for index in range(len(columns))]
             yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
 
     def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -83,11 +92,16 @@ class Predictor:
         for batch in batches:  # to their end, or Spark would not use this worker again
             if batch.num_rows and not found:
                 found = True
-                sizes = [values[0].size for values in self._outputs(batch.slice(0, 1))]
+                sizes = [values[0].size for values in self.outputs(batch.slice(0, 1))]
                 yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
 
+    @cached_property
+    def _content(self) -> str:
+        """What tells the model from others; found out once in a task."""
+        return self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
+
     def _load(self) -> Any:
-        key = self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
+        key = self._content
         if key not in _MODELS:
             _prepare(self.backend)
             import cloudpickle
@@ -101,20 +115,24 @@ class Predictor:
             _MODELS[key] = payload.unpack(arrived(self.model), known, safe_mode=False, compiled=False)
         return _MODELS[key]
 
-    def _outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
-        """Shape (rows, elements) per output."""
+    def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
+        """What the model returns of some rows, (rows, elements) per output.
+
+        Args:
+            batch: whose columns go by number.
+        """
         count = batch.num_rows
         if count == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in self.labels]
         model = self._load()
 
-        from farandole.spark.common.arrow import fill_of, rows
+        from farandole.spark.common.arrow import features
         from farandole.spark.common.columns import Column
         from farandole.spark.keras.arrays import flat_outputs, inputs_of, model_inputs, output_keys, told_misfit
         from farandole.spark.keras.job import Shape
 
         names = [name for group in self.groups for name in group]
-        values = {name: rows(batch.column(self.columns.index(name)), name, fill_of(self.fill, name)) for name in names}
+        values = features(batch, self.columns, names, self.encoding, fixed=True)
         columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()}
         shape = Shape(*inputs_of(model, self.groups, columns), None)
         parts: list[list[npt.NDArray[Any]]] = []

@@ -297,6 +297,8 @@ class Trainer:
             transformation=objects.transformation,
             missing=job.data.missing,
             moves=self.moves,
+            ragged=job.data.ragged,
+            fixed=True,  # Keras asks for one shape
         )
 
 

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`TorchEstimator` of Lightning: a `LightningModule` fitted data-parallel on a DataFrame."""
 
-# ruff: noqa: ARG002, PLC0415 - keyword_only reads the arguments; cycle with persistence
+# ruff: noqa: ARG002, PLC0415, N803 - keyword_only reads the arguments; cycle with persistence; Spark ML's names
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from farandole.spark.lightning.remote import compression_hook, train
 from farandole.spark.lightning.wrapped import wrap
 from farandole.spark.torch import mapping, payload
 from farandole.spark.torch.job import Job, Label, Loop
-from farandole.spark.torch.losses import constructed
+from farandole.spark.torch.losses import constructed, form_of
 from farandole.spark.torch.parts import parts_of
 from farandole.spark.torch.tensors import inputs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.backend import Backend
@@ -97,6 +97,10 @@ class LightningEstimator(
         feature_cols: Columns for the model; a list in the list makes one tensor of several columns.
         label_cols: Columns to compare the outputs with; in `transform` they name the outputs.
         validation: Share of rows held out, or a column: true or positive rows are held out.
+        validation_stratify: Column of classes: the share `validation` is held out of each, of every class with two
+            rows at least one.
+        validation_group: Column of groups: all rows of a group are on one side.
+        validation_time: Column of times or numbers: the latest rows are held out.
         sample_weight_col: Column with each row's weight.
         batch_size: Rows per step and process; default 32.
         val_batch_size: The same for validation; default: `batch_size`.
@@ -108,6 +112,21 @@ class LightningEstimator(
         shuffle: Whether each epoch has its own order; default True.
         partitions_per_process: Most files of prepared data per process; default 10.
         fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+            `"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` says
+            where a column is missing.
+        categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
+            one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
+            a list of categories, of how many there may be, or of None for all. What is not given is learned.
+        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
+        predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
+        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        probabilityCol: Column for the probability of each class.
+        predictedLabelCol: Column for the name of the class.
+        labelIndexCol: Column for the index of the label's class, where labels are strings.
+        thresholds: One number of each class; the class of the largest probability by threshold is predicted.
+        class_names: Names of the classes, where the label has none of its own.
+        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
+            `"log_probabilities"`; default: what its loss takes, where that is known.
         allow_nan: Whether NaN and infinities are values like any others; default False.
         run_id: Name of the run; default `pytorch_<time>`.
         resume: `"force"` goes on with a run that was begun with something else, too; default `"auto"`.
@@ -171,6 +190,9 @@ class LightningEstimator(
         feature_cols: Sequence[str | Sequence[str]] | None = None,
         label_cols: Sequence[str] | None = None,
         validation: float | str | None = None,
+        validation_stratify: str | None = None,
+        validation_group: str | None = None,
+        validation_time: str | None = None,
         sample_weight_col: str | None = None,
         batch_size: int | None = None,
         val_batch_size: int | None = None,
@@ -182,6 +204,16 @@ class LightningEstimator(
         shuffle_buffer_size: int | None = None,
         partitions_per_process: int | None = None,
         fill: Any = None,
+        categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] | None = None,
+        ragged: Mapping[str, Any] | None = None,
+        predictionCol: str | None = None,
+        rawPredictionCol: str | None = None,
+        probabilityCol: str | None = None,
+        predictedLabelCol: str | None = None,
+        labelIndexCol: str | None = None,
+        thresholds: Sequence[float] | None = None,
+        class_names: Sequence[str] | None = None,
+        output_form: str | None = None,
         allow_nan: bool | None = None,
         run_id: str | None = None,
         resume: str | None = None,
@@ -284,20 +316,25 @@ class LightningEstimator(
                 Output(one.column.dtype, bool(one.column.shape), size)
                 for one, size in zip(base.labels, sizes, strict=True)
             ]
+        input_dtypes = [one.dtype for one in base.inputs] if prepared.encoding else self.getInputDtypes()
         return TorchModel(
             history=trained.history,
             model=module,
             feature_columns=self.getFeatureCols(),
             input_shapes=self.getInputShapes(),
-            input_dtypes=self.getInputDtypes(),
+            input_dtypes=input_dtypes,
             label_columns=self.getLabelCols(),
             run_id=base.run_id,
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
-            fill=self.getFill(),
+            **self._carried(prepared),
             paths=base.paths(),
             outputs=outputs,
         )
+
+    def _form_of_loss(self) -> str | None:
+        loss = self.getLoss()
+        return form_of(loss[0] if isinstance(loss, list | tuple) and loss else loss)
 
     def _own_parts(self) -> list[Part]:
         model = self.getModel()
@@ -325,7 +362,7 @@ class LightningEstimator(
         losses = self._losses(len(names))
         shapes = self.getLabelShapes()
         labels = tuple(Label(*one) for one in mapping.labels_of(names, columns, losses, shapes))
-        made = inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes())
+        made = inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared)
         objects = LightningObjects(
             module=self.getModel(),
             transformation=transformation,

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`TorchEstimator`: a PyTorch model fitted data-parallel on a DataFrame."""
 
-# ruff: noqa: ARG002, PLC0415 - keyword_only reads the arguments; cycle with persistence
+# ruff: noqa: ARG002, PLC0415, N803 - keyword_only reads the arguments; cycle with persistence; Spark ML's names
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
 from farandole.spark.torch import callbacks, mapping, payload
 from farandole.spark.torch.job import Job, Label, Loop, Objects, Trained
-from farandole.spark.torch.losses import constructed, weighted
+from farandole.spark.torch.losses import constructed, form_of, weighted
 from farandole.spark.torch.model import TorchModel
 from farandole.spark.torch.params import TorchParams
 from farandole.spark.torch.parts import parts_of
@@ -28,7 +28,7 @@ from farandole.spark.torch.remote import train
 from farandole.spark.torch.tensors import inputs_of, told_mapping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.backend import Backend
@@ -91,6 +91,10 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         feature_cols: Columns for the model; a list in the list makes one tensor of several columns.
         label_cols: Columns to compare the outputs with.
         validation: Share of rows held out, or a column: true or positive rows are held out.
+        validation_stratify: Column of classes: the share `validation` is held out of each, of every class with two
+            rows at least one.
+        validation_group: Column of groups: all rows of a group are on one side.
+        validation_time: Column of times or numbers: the latest rows are held out.
         sample_weight_col: Column with each row's weight in the loss.
         batch_size: Rows per step and process; default 32.
         val_batch_size: The same for validation; default: `batch_size`.
@@ -128,6 +132,21 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         shuffle_buffer_size: Ignored.
         compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
         fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+            `"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` says
+            where a column is missing.
+        categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
+            one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
+            a list of categories, of how many there may be, or of None for all. What is not given is learned.
+        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
+        predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
+        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        probabilityCol: Column for the probability of each class.
+        predictedLabelCol: Column for the name of the class.
+        labelIndexCol: Column for the index of the label's class, where labels are strings.
+        thresholds: One number of each class; the class of the largest probability by threshold is predicted.
+        class_names: Names of the classes, where the label has none of its own.
+        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
+            `"log_probabilities"`; default: what its loss takes, where that is known.
         allow_nan: Whether NaN and infinities are values like any others; default False.
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.
@@ -166,6 +185,9 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         feature_cols: Sequence[str | Sequence[str]] | None = None,
         label_cols: Sequence[str] | None = None,
         validation: float | str | None = None,
+        validation_stratify: str | None = None,
+        validation_group: str | None = None,
+        validation_time: str | None = None,
         sample_weight_col: str | None = None,
         batch_size: int | None = None,
         val_batch_size: int | None = None,
@@ -198,6 +220,16 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         mp_start_method: str | None = None,
         compress_sparse_cols: bool | None = None,
         fill: Any = None,
+        categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] | None = None,
+        ragged: Mapping[str, Any] | None = None,
+        predictionCol: str | None = None,
+        rawPredictionCol: str | None = None,
+        probabilityCol: str | None = None,
+        predictedLabelCol: str | None = None,
+        labelIndexCol: str | None = None,
+        thresholds: Sequence[float] | None = None,
+        class_names: Sequence[str] | None = None,
+        output_form: str | None = None,
         allow_nan: bool | None = None,
         continuous_cols: Sequence[str] | None = None,
         categorical_cols: Sequence[str] | None = None,
@@ -270,24 +302,29 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             objects.model.load_state_dict(state["model"])
             objects.optimizer.load_state_dict(state["optimizer"])
             tracker.model(objects.model, "pytorch")
+        input_dtypes = [one.dtype for one in job.inputs] if prepared.encoding else self.getInputDtypes()
         return TorchModel(
             history=trained.history,
             model=objects.model,
             feature_columns=self.getFeatureCols(),
             input_shapes=self.getInputShapes(),
-            input_dtypes=self.getInputDtypes(),
+            input_dtypes=input_dtypes,
             label_columns=self.getLabelCols(),
             optimizer=objects.optimizer,
             run_id=job.run_id,
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
-            fill=self.getFill(),
+            **self._carried(prepared),
             paths=job.paths(),
             outputs=[
                 Output(one.column.dtype, bool(one.column.shape), output[1:].numel())
                 for one, output in zip(job.labels, outputs, strict=True)
             ],
         )
+
+    def _form_of_loss(self) -> str | None:
+        loss = self.getLoss()
+        return form_of(loss[0] if isinstance(loss, list | tuple) and loss else loss)
 
     def _own_parts(self) -> list[Part]:
         losses = self._losses()
@@ -336,7 +373,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             run_id=run_id,
             data=data_of(self, prepared, raw, unseeded=0 if self.getDeterministic() else None),
             loop=Loop.of(self),
-            inputs=inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes()),
+            inputs=inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared),
             labels=tuple(Label(*one) for one in mapping.labels_of(labels, columns, losses, shapes)),
             weight=self.getSampleWeightCol(),
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(labels)] * len(labels)),

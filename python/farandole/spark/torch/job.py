@@ -38,6 +38,8 @@ class Input:
     shape: tuple[int, ...]
     """Shape of one batch, -1 for its rows."""
     dtype: str = "float32"
+    ragged: bool = False
+    """Whether batches have other lengths than the one in `shape`."""
 
     @property
     def name(self) -> str:

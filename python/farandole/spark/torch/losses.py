@@ -30,6 +30,31 @@ if TYPE_CHECKING:
 _INDEXED = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 _INDEXED_FUNCTIONS = (functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss)
 
+_FORMS: dict[str, tuple[Any, ...]] = {
+    "logits": (
+        nn.CrossEntropyLoss, nn.MultiMarginLoss, nn.BCEWithLogitsLoss, functional.cross_entropy,
+        functional.multi_margin_loss, functional.binary_cross_entropy_with_logits,
+    ),
+    "log_probabilities": (nn.NLLLoss, functional.nll_loss),
+    "probabilities": (nn.BCELoss, functional.binary_cross_entropy),
+    "values": (
+        nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, functional.mse_loss, functional.l1_loss,
+        functional.smooth_l1_loss, functional.huber_loss,
+    ),
+}  # fmt: skip
+
+
+def form_of(loss: Any) -> str | None:
+    """The form of a model's output that a loss of torch takes, see `farandole.spark.common.classes`.
+
+    Args:
+        loss: of any kind; of one's own it tells nothing.
+    """
+    for form, losses in _FORMS.items():
+        if any(loss is one or type(loss) is one for one in losses):
+            return form
+    return None
+
 
 def constructed(objects: Objects, **arguments: Any) -> list[Any]:
     """The losses: those that were given, or what their constructors make.

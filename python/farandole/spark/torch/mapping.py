@@ -43,7 +43,7 @@ def transformed_columns(
     Raises:
         ValueError: the transformation leaves out a column that is needed.
     """
-    arrays = sample(prepared.train_url, names, _ROWS, transformation, missing)
+    arrays = sample(prepared.train_url, names, _ROWS, transformation, missing, prepared.ragged)
     tensors = tensors_of(arrays)
     if transformation is None:
         return {name: prepared.columns[name] for name in names}, tensors

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`TorchModel`: a fitted PyTorch model that transforms DataFrames."""
 
-# ruff: noqa: ARG002, N815, PLC0415 - keyword_only reads the arguments; Spark ML's names; cycle with persistence
+# ruff: noqa: ARG002, N803, N815, PLC0415 - keyword_only reads the arguments; Spark ML's names; cycle with persistence
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.spark.ahead import sent
 from farandole.spark.common import check
-from farandole.spark.common.columns import Roles, check_present, check_types
-from farandole.spark.common.estimator import FarandoleModel
-from farandole.spark.common.outputs import Output, add_predictions, found_outputs
+from farandole.spark.common.model import FarandoleModel
+from farandole.spark.common.outputs import Output
 from farandole.spark.common.outputs import outputs as outputs_param
 from farandole.spark.common.params import accessors, declare
 from farandole.spark.torch import payload
 from farandole.spark.torch.predict import Predictor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from pyspark.sql import DataFrame
@@ -58,6 +57,19 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         outputs: What is known of the outputs; found out when omitted.
         use_gpu: Whether to predict on a GPU; default: where Spark assigned one to the task.
         fill: What takes the place of nulls and NaN, as in the estimator.
+        categories: The categories of each column that has some.
+        verbose: 0 says nothing about predictions; default 1.
+        learned: Which values of `fill` were learned, and as what, as `{"age": "mean"}`.
+        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
+        predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
+        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        probabilityCol: Column for the probability of each class.
+        predictedLabelCol: Column for the name of the class.
+        labelIndexCol: Column for the index of the label's class, where labels are strings.
+        thresholds: One number of each class; the class of the largest probability by threshold is predicted.
+        class_names: Names of the classes, where the label has none of its own.
+        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
+            `"log_probabilities"`; default: what its loss takes, where that is known.
         _metadata: Horovod's description of columns; not needed.
     """
 
@@ -69,15 +81,14 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     use_gpu = declare("use_gpu", "whether to predict on a GPU", check.flag("use_gpu"))
     outputs = declare("outputs", "size and label type of each output", outputs_param)
 
-    fill = declare("fill", "what takes the place of nulls and NaN", check.fill)
-
-    setFill, getFill = accessors("fill")
     setInputShapes, getInputShapes = accessors("input_shapes")
     setOptimizer, getOptimizer = accessors("optimizer")
     setInputDtypes, getInputDtypes = accessors("input_dtypes")
     setLoss, getLoss = accessors("loss")
     setLossConstructors, getLossConstructors = accessors("loss_constructors")
     setUseGpu, getUseGpu = accessors("use_gpu")
+
+    _framework = "torch"
 
     @keyword_only
     def __init__(
@@ -99,10 +110,22 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         outputs: Sequence[Output] | None = None,
         use_gpu: bool | None = None,
         fill: Any = None,
+        categories: Mapping[str, Sequence[Any]] | None = None,
+        ragged: Mapping[str, Any] | None = None,
+        learned: Mapping[str, str] | None = None,
+        verbose: int | None = None,
+        predictionCol: str | None = None,
+        rawPredictionCol: str | None = None,
+        probabilityCol: str | None = None,
+        predictedLabelCol: str | None = None,
+        labelIndexCol: str | None = None,
+        thresholds: Sequence[float] | None = None,
+        class_names: Sequence[str] | None = None,
+        output_form: str | None = None,
         _metadata: Any = None,
     ) -> None:
         super().__init__()
-        names = ("input_shapes", "input_dtypes", "optimizer", "loss", "loss_constructors", "outputs", "use_gpu", "fill")
+        names = ("input_shapes", "input_dtypes", "optimizer", "loss", "loss_constructors", "outputs", "use_gpu")
         self._setDefault(**dict.fromkeys(names))
         given = cast("dict[str, Any]", self._input_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         self.setParams(**{name: value for name, value in given.items() if name != "_metadata"})
@@ -123,30 +146,17 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     def _prediction_fn(self) -> Callable[..., Any] | None:
         return None
 
-    def _transform(self, dataset: DataFrame) -> DataFrame:
-        features, names = self._inputs(), self.getOutputCols()
-        if self.getModel() is None or not features or not self.getLabelColumns():
-            raise ValueError("model, feature_columns and label_columns are required")
-        roles = Roles(features=tuple(name for group in features for name in group), labels=())
-        check_present(roles, dataset.columns, "DataFrame")
-        check_types(roles, dataset.schema)
-        taken = [name for name in names if name in dataset.columns]
-        if taken:
-            raise ValueError(f"the DataFrame already has an output column: {', '.join(taken)}")
-        if len(names) != len(self.getLabelColumns()):
-            raise ValueError(f"output_cols needs one name per label column {len(self.getLabelColumns())}: {names}")
-        predictor = Predictor(
+    def _predictor(self, dataset: DataFrame) -> Predictor:
+        return Predictor(
             model=sent(dataset.sparkSession, payload.pack(self.getModel())),
             columns=tuple(dataset.columns),
-            features=tuple(tuple(group) for group in features),
+            features=tuple(tuple(group) for group in self._inputs()),
             shapes=self.getInputShapes(),
             dtypes=self.getInputDtypes(),
-            labels=len(names),
+            labels=len(self.getLabelColumns()),
             kinds=(),
             batch_size=self.getBatchSize(),
             use_gpu=self.getUseGpu(),
-            fill=self.getFill(),
+            encoding=self._encoding(),
             function=self._prediction_fn(),
         )
-        outputs = self.getOrDefault("outputs") or found_outputs(dataset, self.getLabelColumns(), predictor.probe)
-        return add_predictions(dataset, names, outputs, predictor.with_kinds([one.kind for one in outputs]).predict)

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from farandole.spark.ahead import Ahead, arrived
+from farandole.spark.common.encoding import Encoding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
     import torch
+
+    from farandole.spark.common.classes import Added
 
 _KEPT = 2
 _MODELS: dict[str, Any] = {}
@@ -45,18 +49,21 @@ class Predictor:
     kinds: tuple[str, ...]
     batch_size: int
     use_gpu: bool | None
-    fill: Any = None
-    """What takes the place of nulls, for all columns or by column."""
+    encoding: Encoding = field(default_factory=Encoding)
+    """Categories, and what takes the place of nulls."""
+    added: Added | None = None
+    """Columns in Spark ML's manner."""
     function: Any = None
     """Makes outputs of the model and its inputs; `None` calls the model."""
 
-    def with_kinds(self, kinds: Sequence[str]) -> Predictor:
+    def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
         """The same, knowing what its predictions become.
 
         Args:
             kinds: one per output: `vector`, or NumPy's name of a number.
+            added: columns in Spark ML's manner, if there are any.
         """
-        return replace(self, kinds=tuple(kinds))
+        return replace(self, kinds=tuple(kinds), added=added)
 
     def predict(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Every batch with its predictions appended.
@@ -68,11 +75,12 @@ class Predictor:
 
         from farandole.spark.common.outputs import column_of
 
-        model = self._load()
         for batch in batches:
-            found = self._outputs(model, batch)
+            found = self.outputs(batch)
             columns = [column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)]
-            added = [f"output{index}" for index in range(self.labels)]
+            if self.added is not None:
+                columns += self.added.made(batch, found[0])
+            added = [f"output{index}" for index in range(len(columns))]
             yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
 
     def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -85,13 +93,18 @@ class Predictor:
 
         for batch in batches:
             if batch.num_rows:
-                sizes = [values[0].size for values in self._outputs(self._load(), batch.slice(0, 1))]
+                sizes = [values[0].size for values in self.outputs(batch.slice(0, 1))]
                 yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
                 return
 
+    @cached_property
+    def _content(self) -> str:
+        """What tells the model from others; found out once in a task."""
+        return self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
+
     def _load(self) -> torch.nn.Module:
         device = self._device()
-        key = f"{self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()} {device}"
+        key = f"{self._content} {device}"
         if key not in _MODELS:
             from farandole.spark.torch import payload
 
@@ -113,25 +126,25 @@ class Predictor:
         choice = choose_device(torch.cuda.device_count(), 0, 1, assigned, visible)
         return "cpu" if choice is None else f"cuda:{choice.index}"
 
-    def _outputs(self, model: torch.nn.Module, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
-        """Shape (rows, elements) per output."""
+    def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
+        """What the model returns of some rows, (rows, elements) per output.
+
+        Args:
+            batch: whose columns go by number.
+        """
         import torch
 
-        from farandole.spark.common.arrow import fill_of, rows
+        from farandole.spark.common.arrow import features
         from farandole.spark.torch.tensors import outputs_of, told_misfit
 
         if batch.num_rows == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
+        model = self._load()
+        names = [name for group in self.features for name in group]
         columns = {
             # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
-            name: torch.from_numpy(
-                np.require(
-                    rows(batch.column(self.columns.index(name)), name, fill_of(self.fill, name)),
-                    requirements=("C", "W"),
-                )
-            )
-            for group in self.features
-            for name in group
+            name: torch.from_numpy(np.require(values, requirements=("C", "W")))
+            for name, values in features(batch, self.columns, names, self.encoding).items()
         }
         inputs = [self._input(columns, index) for index in range(len(self.features))]
         device = next((one.device for one in model.parameters()), torch.device("cpu"))

@@ -126,6 +126,7 @@ def sources(
             least=_FOR_A_NORM,
             missing=data.missing,
             moves=moves,
+            ragged=data.ragged,
         )
 
     train = source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)

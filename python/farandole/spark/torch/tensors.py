@@ -21,6 +21,7 @@ from farandole.spark.torch.job import Input
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from farandole.data.prepare import PreparedData
     from farandole.spark.common.columns import Column
     from farandole.spark.common.source import Rows
     from farandole.spark.torch.job import Label
@@ -34,6 +35,7 @@ def inputs_of(
     columns: Mapping[str, Column],
     shapes: Sequence[Sequence[int]] | None,
     dtypes: Sequence[str] | None,
+    prepared: PreparedData | None = None,
 ) -> tuple[Input, ...]:
     """The tensor that each group of feature columns becomes.
 
@@ -42,12 +44,23 @@ def inputs_of(
         columns: by name.
         shapes: one per input, where the user set them.
         dtypes: one per input, where the user set them.
+        prepared: the data; an input of nothing but categories is int64, as embeddings take it, and so are lists of
+            integers of different lengths.
+
+    Raises:
+        ValueError: such a column is listed together with others.
     """
     made: list[Input] = []
+    categories, ragged = ((), ()) if prepared is None else (prepared.categories, prepared.ragged)
     for index, group in enumerate(groups):
         size = sum(columns[name].size for name in group)
         shape = (size,) if shapes is None else row_shape(shapes[index], size)
-        made.append(Input(tuple(group), (-1, *shape), "float32" if dtypes is None else dtypes[index]))
+        lists = [name for name in group if name in ragged]
+        if lists and len(group) > 1:
+            raise ValueError(f"a ragged column is an input by itself: {lists[0]!r}")
+        indices = all(name in categories or (name in lists and "int" in columns[name].dtype) for name in group)
+        dtype = ("int64" if indices else "float32") if dtypes is None else dtypes[index]
+        made.append(Input(tuple(group), (-1, *shape), dtype, ragged=bool(lists)))
     return tuple(made)
 
 
@@ -78,7 +91,8 @@ def input_tensor(columns: Mapping[str, torch.Tensor], one: Input, rows: int, dev
     """
     dtype = getattr(torch, one.dtype)
     if len(one.columns) == 1:
-        return sent(columns[one.columns[0]][:rows], dtype, device).reshape(one.shape)
+        tensor = sent(columns[one.columns[0]][:rows], dtype, device)
+        return tensor if one.ragged else tensor.reshape(one.shape)
     parts = [columns[name][:rows].to(dtype).reshape(rows, -1) for name in one.columns]
     return sent(torch.cat(parts, dim=1), dtype, device).reshape(one.shape)
 

@@ -12,6 +12,9 @@ Tensors on the host are used where they lie, tensors on a GPU go through host me
 `new_group`, as torch asks for anyway; `use_local_synchronization=True` is refused. Groups end with the session, not
 with `destroy_process_group`.
 
+With `enable_reconfigure=True` (torch 2.15) a group has no members before `torch.distributed._reconfigure`, which
+changes them as often as it is called. See `docs/user-guide/elastic.md`.
+
 Example:
     import torch.distributed as dist
     import farandole.torch.distributed
@@ -22,7 +25,8 @@ Example:
 
 import torch.distributed as dist
 
-from farandole.torch.distributed._backend import FarandoleBackend, create
+from farandole.torch.distributed._backend import FarandoleBackend
+from farandole.torch.distributed._create import create
 from farandole.torch.distributed._rendezvous import register
 
 __all__ = ["FarandoleBackend"]

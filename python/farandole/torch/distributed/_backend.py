@@ -18,10 +18,9 @@ from torch._C._distributed_c10d import Backend
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.handles import set_number
-from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
 from farandole.torch._handles import DTYPES
-from farandole.torch.distributed._groups import agree, join_world
+from farandole.torch.distributed._groups import agree
 from farandole.torch.distributed._tensors import (
     flat,
     joined,
@@ -37,36 +36,9 @@ from farandole.torch.distributed._work import Completer, FarandoleWork, Pending
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from farandole.common.process_sets import ProcessSet
+
 Tensors = list[torch.Tensor]
-
-
-def create(options: Any, _: Any) -> FarandoleBackend:
-    """Makes the backend of a new group; torch calls it in every member.
-
-    Raises:
-        ValueError: When torch's rank or size is not Farandole's, or the group cannot be had.
-    """
-    if not options.global_ranks_in_group:
-        join_world()
-        theirs, ours = (options.group_rank, options.group_size), (basics.rank(), basics.size())
-        if theirs != ours:
-            raise ValueError(
-                f"torch.distributed was told rank {theirs[0]} of {theirs[1]}, but this process is rank {ours[0]} of "
-                f"{ours[1]}: start it by farandole run, or say init_method='farandole://'"
-            )
-        # A group that is bound to a device is one torch splits others from, which tells those who are no members.
-        options.process_group.bound_device_id = torch.device("cpu", 0)
-        return FarandoleBackend(*ours, global_process_set, options.group_id)
-    ranks = list(options.global_ranks_in_group)
-    if not isinstance(options.split_from, FarandoleBackend):
-        raise ValueError("groups of backend farandole need a default group of backend farandole")
-    if not options.group_id.isdecimal():
-        raise ValueError("new_group(use_local_synchronization=True) is not supported: all ranks must call new_group")
-    if ranks != sorted(ranks):
-        raise ValueError(f"the ranks of a group must be in ascending order: {ranks}")
-    process_set = agree(ranks)
-    assert process_set is not None  # noqa: S101 - agree returns the set that was asked for
-    return FarandoleBackend(options.group_rank, options.group_size, process_set, options.group_id)
 
 
 class FarandoleBackend(Backend):

@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import torch
 
 from farandole.common import basics
+from farandole.common.commits import plain_or_raise
 from farandole.common.elastic import ObjectState
+from farandole.torch.elastic.copies import Later, copied
 from farandole.torch.elastic.sampler import ElasticSampler
 from farandole.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
@@ -51,43 +54,32 @@ class _DictHandler(StateHandler):
         self._saved: Any = None
         self._spare: Any = None
         """The copy before the last: its memory is used again."""
+        self._lent: Any = None
+        """A copy that is being written to a store."""
         self.save()
 
-    def save(self) -> None:
-        """Keeps a copy of the state. One that is interrupted changes nothing."""
-        taken = copied(self.value.state_dict(), self._spare)
+    def save(self, later: Later | None = None) -> None:
+        """Keeps a copy of the state. One that is interrupted changes nothing.
+
+        Args:
+            later: Takes the tensors that may be copied later; default: all are copied now.
+        """
+        room = None if self._spare is self._lent else self._spare
+        taken = copied(self.value.state_dict(), room, later)
         self._saved, self._spare = taken, self._saved
+
+    def lend(self) -> Any:
+        """The copy that was kept last; it does not change before `take_back`."""
+        self._lent = self._saved
+        return self._lent
+
+    def take_back(self) -> None:
+        """Takes note that nobody reads what `lend` has returned."""
+        self._lent = None
 
     def restore(self) -> None:
         """Loads a copy of the state that was kept last, which stays as it is."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
-
-
-def copied(value: Any, room: Any) -> Any:
-    """A copy of nested mappings, lists and tuples of tensors and other values.
-
-    Args:
-        value: What to copy.
-        room: An earlier copy, whose tensors are written over where they fit: new memory costs more than the copying.
-    """
-    if isinstance(value, torch.Tensor):
-        if (
-            isinstance(room, torch.Tensor)
-            and (room.shape, room.dtype, room.device) == (value.shape, value.dtype, value.device)
-            and room.layout == value.layout == torch.strided
-        ):
-            return room.copy_(value.detach())
-        return value.detach().clone()
-    if isinstance(value, dict):
-        rooms = room if isinstance(room, dict) else {}
-        taken = copy.copy(value)  # of its own class, with what a module notes beside its tensors
-        for key, entry in value.items():
-            taken[key] = copied(entry, rooms.get(key))
-        return taken
-    if type(value) in (list, tuple):
-        rooms = room if isinstance(room, list | tuple) and len(room) == len(value) else [None] * len(value)
-        return type(value)(copied(entry, place) for entry, place in zip(value, rooms, strict=True))
-    return copy.deepcopy(value)
 
 
 class ModelStateHandler(_DictHandler):
@@ -157,49 +149,145 @@ class TorchState(ObjectState):
     Args:
         model: A module.
         optimizer: Plain or distributed.
+        in_background: Whether another thread copies what optimizers change, while the next forward and backward pass
+            run; optimizers wait for it before their step. Nothing else may change parameters after a commit.
         **kwargs: Further attributes and their first values.
+
+    Raises:
+        ValueError: `in_background` without an optimizer.
     """
 
     _handlers: dict[str, StateHandler]
+    _later: Later | None
 
     def __init__(
-        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        in_background: bool = False,
+        **kwargs: Any,
     ) -> None:
         values = {"model": model, "optimizer": optimizer, **kwargs}
         handlers = {name: _handler(value) for name, value in values.items()}
         self.__dict__["_handlers"] = {name: handler for name, handler in handlers.items() if handler is not None}
+        optimizers = [value for value in values.values() if isinstance(value, torch.optim.Optimizer)]
+        if in_background and not optimizers:
+            raise ValueError("in_background=True needs an optimizer in the state, whose step waits for the copy")
+        self.__dict__["_later"] = Later() if in_background else None
         plain = {name: value for name, value in kwargs.items() if handlers[name] is None}
         for name in handlers:
             if name not in plain:
                 self.__dict__[name] = values[name]
+        self._follow()
         super().__init__(bcast_object=broadcast_object, get_rank=basics.rank, **plain)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Gives an attribute a new value, which is kept at once if it is handled."""
         if name in self._handlers:
+            self._settle()
             self._handlers[name].set_value(value)
+            self._follow()
         super().__setattr__(name, value)
+
+    def _follow(self) -> None:
+        """Has the optimizers that there are now wait for copies."""
+        if self._later is not None:
+            values = [handler.value for handler in self._handlers.values()]
+            self._later.follow([one for one in values if isinstance(one, torch.optim.Optimizer)])
 
     def save(self) -> None:
         """Keeps everything as it is."""
-        for handler in self._handlers.values():
-            handler.save()
+        self._settle()
+        if self._later is None:
+            for handler in self._handlers.values():
+                handler.save()
+        else:
+            self._save_later(self._later)
         super().save()
+
+    def _save_later(self, later: Later) -> None:
+        later.begin()
+        try:
+            for handler in self._handlers.values():
+                if isinstance(handler, _DictHandler):
+                    handler.save(later)
+                else:
+                    handler.save()
+        finally:
+            later.start()  # also where one of them was interrupted: another one counts on its copies
 
     def restore(self) -> None:
         """Puts everything back that was kept last."""
+        self._settle()
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
         """Spreads everything of rank 0, and keeps it."""
+        self._settle()
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
+
+    def _settle(self) -> None:
+        """Waits for copies under way."""
+        if self._later is not None:
+            self._later.wait()
 
     def reset(self) -> None:
         """Has samplers deal out anew among the ranks there are now."""
         for handler in self._handlers.values():
             if isinstance(handler, SamplerStateHandler):
                 handler.value.reset()
+
+    # What the store of `save_to` gets.
+
+    def _check_storable(self) -> None:
+        plain_or_raise(self._plain(), _is_plain, "numbers, strings, tensors, and lists and dicts of them")
+        for name, handler in self._handlers.items():
+            if not isinstance(handler, _DictHandler):
+                raise NotImplementedError(f"state.{name} has a handler of your own, which has nothing for a store")
+
+    def _lend(self) -> Any:
+        handled = {name: one.lend() for name, one in self._handlers.items() if isinstance(one, _DictHandler)}
+        whole = None if self._later is None else self._later.whole
+        return whole, {"handled": handled, "plain": copy.deepcopy(self._plain())}
+
+    def _take_back(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, _DictHandler):
+                handler.take_back()
+
+    def _pack(self, lent: Any) -> bytes:
+        whole, content = lent
+        if whole is not None:
+            whole.result()
+        return _packed(content)
+
+    def _unpack(self, data: bytes) -> Any:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+    def _take_in(self, content: Any) -> None:
+        handled = content["handled"]
+        if sorted(handled) != sorted(self._handlers):
+            raise ValueError(f"it has {sorted(handled)}, and this state {sorted(self._handlers)}")
+        self._take_plain(content["plain"])
+        for name, handler in self._handlers.items():
+            handler.value.load_state_dict(handled[name])
+
+
+def _packed(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be loaded without running code."""
+    try:
+        torch.load(io.BytesIO(_packed(value)), weights_only=True)
+    except Exception:  # noqa: BLE001 - of pickle, or of what is pickled
+        return False
+    return True

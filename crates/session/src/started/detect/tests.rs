@@ -56,7 +56,7 @@ fn a_process_that_has_imported_mpi4py_by_itself_is_alone() {
 #[test]
 fn every_starter_tells_rank_size_and_whether_hosts_are_several() {
     type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, u32, u32, bool);
-    let cases: [Case<'_>; 7] = [
+    let cases: [Case<'_>; 8] = [
         (&OPENMPI, "openmpi", 1, 4, true),
         (&SLURM, "slurm", 3, 4, false),
         (&TORCHRUN, "torchrun", 0, 2, true),
@@ -69,6 +69,13 @@ fn every_starter_tells_rank_size_and_whether_hosts_are_several() {
             true,
         ),
         (&[("HOROVOD_RANK", "1"), ("HOROVOD_SIZE", "2"), ("HOROVOD_LOCAL_SIZE", "2")], "horovod", 1, 2, true),
+        (
+            &[("MV2_COMM_WORLD_RANK", "2"), ("MV2_COMM_WORLD_SIZE", "4"), ("MV2_COMM_WORLD_LOCAL_SIZE", "2")],
+            "mvapich",
+            2,
+            4,
+            false,
+        ),
         (&[("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")], "torchrun", 1, 2, true),
     ];
     for (pairs, key, rank, size, one_host) in cases {
@@ -163,7 +170,7 @@ proptest! {
     /// Whatever stands in the variables: a rank of its size, an error, or nothing.
     #[test]
     fn any_environment_is_a_place_an_error_or_nobodys(
-        values in prop::collection::vec(prop::option::of("[0-9]{1,2}|-1|x|"), 20)
+        values in prop::collection::vec(prop::option::of("[0-9]{1,2}|-1|x|"), 24)
     ) {
         let names = STARTERS.iter().flat_map(|starter| {
             starter.size.iter().copied().chain([starter.rank, SLURM_STEP])

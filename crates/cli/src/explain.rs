@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole explain`: what limits the speed of a run, in three lines.
+
+use std::io::Write as _;
+
+use anyhow::Result;
+use clap::{Arg, ArgAction, ArgMatches, Command};
+use farandole::ui::explain;
+
+use crate::{store, ui};
+
+/// The command line.
+pub(crate) fn command() -> Command {
+    store::with_options(Command::new("explain"))
+        .about(
+            "Says what limits the speed of a run: a slow rank, the data, the reduction or the computation. Prints a \
+             verdict, the numbers that it is based on, and what to try next. Works for running and ended runs.",
+        )
+        .arg_required_else_help(true)
+        .arg(
+            Arg::new("run")
+                .value_name("RUN")
+                .required(true)
+                .help("Directory of the run, such as /data/farandole/runs/mine or s3://bucket/prefix/runs/mine"),
+        )
+        .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print JSON instead of three lines"))
+}
+
+/// Runs it.
+pub(crate) fn explain_run(matches: &ArgMatches) -> Result<i32> {
+    let run = ui::absolute(matches.get_one::<String>("run").cloned().unwrap_or_default());
+    store::configure_by(matches, std::slice::from_ref(&run))?;
+    let told = explain(&run)?;
+    let mut out = std::io::stdout();
+    if matches.get_flag("json") {
+        writeln!(out, "{}", serde_json::to_string(&told)?)?;
+    } else {
+        writeln!(out, "verdict: {}\nwhy:     {}\nnext:    {}", told.verdict, told.why, told.next)?;
+    }
+    Ok(0)
+}

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole ui`: the runs of stores as a page in the browser.
+
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::{Arg, ArgMatches, Command, value_parser};
+use farandole::launcher::Wish;
+use farandole::ui::{Settings, Viewer};
+
+use crate::store;
+use crate::surroundings::Surroundings;
+
+/// How long a signal waits.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// The command line.
+pub(crate) fn command() -> Command {
+    store::with_options(Command::new("ui"))
+        .about(
+            "Shows the runs of stores in the browser: what is training now, curves, parameters, comparisons. The page is \
+             served on 127.0.0.1 until Ctrl-C; its link has a token. From another machine: ssh -L PORT:127.0.0.1:PORT.",
+        )
+        .arg_required_else_help(true)
+        .arg(
+            Arg::new("stores")
+                .value_name("STORE")
+                .required(true)
+                .num_args(1..)
+                .help("Stores, or directories of runs, such as /data/farandole or s3://bucket/prefix"),
+        )
+        .arg(
+            Arg::new("port")
+                .long("port")
+                .value_name("PORT")
+                .default_value("0")
+                .value_parser(value_parser!(u16))
+                .help("Port on 127.0.0.1; 0 is any that is free"),
+        )
+}
+
+/// Runs it.
+pub(crate) fn ui(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
+    let stores: Vec<String> =
+        matches.get_many::<String>("stores").unwrap_or_default().cloned().map(absolute).collect();
+    store::configure_by(matches, &stores)?;
+    let port = matches.get_one("port").copied().unwrap_or_default();
+    let settings = Settings { stores, page: page(surroundings), port };
+    let mut viewer = Viewer::start(&settings)?;
+    // A closed stdout ends it: nobody has the link.
+    let mut out = std::io::stdout();
+    writeln!(out, "the runs are at {} (Ctrl-C ends this)", viewer.url())?;
+    out.flush()?;
+    while surroundings.wish() == Wish::GoOn {
+        std::thread::sleep(LOOK);
+    }
+    viewer.close();
+    Ok(0)
+}
+
+/// Where the page's script and style are.
+fn page(surroundings: &dyn Surroundings) -> PathBuf {
+    surroundings.package().join("ui")
+}
+
+/// A path of this host as it is from its root; a URL as it is.
+pub(crate) fn absolute(store: String) -> String {
+    if store.contains(":/") {
+        return store;
+    }
+    std::path::absolute(&store).map_or(store, |path| path.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stores_and_a_port_are_read() {
+        let matches = command()
+            .try_get_matches_from(["ui", "a", "s3://b/c", "--port", "80", "--option", "k=v"])
+            .unwrap();
+        assert_eq!(matches.get_many::<String>("stores").unwrap().collect::<Vec<_>>(), ["a", "s3://b/c"]);
+        assert_eq!(matches.get_one::<u16>("port"), Some(&80));
+        assert!(command().try_get_matches_from(["ui"]).is_err());
+        assert!(command().try_get_matches_from(["ui", "a", "--port", "70000"]).is_err());
+    }
+
+    #[test]
+    fn a_path_is_told_from_its_root_and_a_url_as_it_is() {
+        assert!(absolute("here".to_owned()).starts_with('/'));
+        assert_eq!(absolute("dbfs:/a".to_owned()), "dbfs:/a");
+        assert_eq!(absolute("s3://a".to_owned()), "s3://a");
+    }
+}

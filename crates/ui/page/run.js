@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+// The page of one run, and the comparison of several.
+
+/** How much longer than the median a rank's own work takes before it is marked. */
+const SLOW = 1.3;
+
+/** A table of names and values; nothing where there are none. */
+function table(title, pairs) {
+  const rows = pairs.filter(([, value]) => words(value) !== "");
+  if (!rows.length) return null;
+  return section(title, make("table", { class: "pairs" }, make("tbody", {}, rows.map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, words(value)))))));
+}
+
+function section(title, ...content) {
+  return make("section", { "data-section": title }, make("h2", {}, title), content);
+}
+
+/** What a run is doing, in one line. */
+function headline(told) {
+  const { summary, record } = told;
+  const now = record.now;
+  const parts = [
+    summary.what, summary.started ? `started ${moment(summary.started)}` : "", duration(lasted(summary)),
+    summary.user ? `by ${summary.user}` : "", summary.size ? `${summary.size} ranks` : "",
+    summary.epochs ? `epoch ${brief(summary.done ?? 0)} of ${brief(summary.epochs)}` : summary.done ? `${summary.done} epochs` : "",
+    summary.restarts ? `${summary.restarts} restarts` : "",
+    summary.state === "running" && now ? `batch ${words(now.step)} of ${words(now.steps)}, ${brief(now.rows_per_second)} rows/s` : "",
+  ];
+  return make("p", { id: "headline" }, badge(summary.state), "  ", parts.filter(Boolean).join("  ·  "));
+}
+
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const middle = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+}
+
+/** Seconds that a rank computes in a step: what it does not wait. */
+function ownWork(rank) {
+  return typeof rank.step_seconds === "number" ? rank.step_seconds - (rank.data_seconds || 0) - (rank.reduce_seconds || 0) : NaN;
+}
+
+/** Where each rank is and where its time goes. */
+function ranks(record) {
+  const all = Array.isArray(record.ranks) ? record.ranks.filter((one) => one && typeof one === "object") : [];
+  if (!all.length) return null;
+  const works = all.map(ownWork).filter(Number.isFinite);
+  const usual = works.length > 1 ? median(works) : NaN;
+  const time = (seconds) => (typeof seconds === "number" ? `${(seconds * 1000).toFixed(1)} ms` : "");
+  const share = (part, whole) => (typeof part === "number" && whole > 0 ? `${Math.round((part / whole) * 100)} %` : "");
+  const rows = all.map((rank) => {
+    const slow = ownWork(rank) > SLOW * usual;
+    const cells = [rank.rank, rank.host, rank.pid, rank.executor, rank.gpu, time(rank.step_seconds), time(ownWork(rank)),
+      share(rank.data_seconds, rank.step_seconds), share(rank.reduce_seconds, rank.step_seconds)];
+    const mark = slow ? `computes ${(ownWork(rank) / usual).toFixed(1)} times as long as the median` : "";
+    return make("tr", { class: slow ? "slow" : null }, cells.map((cell, index) => make("td", { class: index === 1 ? "" : "number" }, cell ?? "")), make("td", {}, mark));
+  });
+  const heads = ["Rank", "Host", "Process", "Executor", "GPU", "Step", "Computes", "Waits for data", "Reduces", ""];
+  return section("Ranks", make("div", { class: "wide" }, make("table", { class: "list" }, make("thead", {}, make("tr", {}, heads.map((head, index) => make("th", { scope: "col", class: index === 1 || index === 9 ? "" : "number" }, head)))), make("tbody", {}, rows))));
+}
+
+/** What limits the speed of the run, where its ranks have measured it. */
+function limits(told) {
+  const { verdict, why, next } = told.explanation || {};
+  if (!verdict || /^(unknown|failed)/.test(verdict)) return null;
+  return section("What limits it", make("p", {}, make("strong", {}, verdict)), make("p", {}, why), make("p", {}, next));
+}
+
+function events(record) {
+  const all = Array.isArray(record.events) ? record.events.filter((one) => one && typeof one === "object") : [];
+  if (!all.length) return null;
+  const rows = all.map((event) => make("tr", {}, make("td", {}, moment(event.time)), make("td", {}, words(event.what)), make("td", { class: "reason" }, words(event.reason))));
+  return section("Events", make("table", { class: "list" }, make("tbody", {}, rows)));
+}
+
+/** The files of a run; texts can be read here. */
+function files(run, told) {
+  if (!told.files.length) return null;
+  const output = make("pre", { hidden: true, tabindex: "0" });
+  const read = async (file) => {
+    try {
+      const response = await fetch(`api/output?run=${encodeURIComponent(run)}&file=${encodeURIComponent(file)}`, { cache: "no-store" });
+      output.textContent = await response.text();
+      output.hidden = false;
+    } catch (error) {
+      problem(error.message);
+    }
+  };
+  const name = (file) => (file.text ? make("button", { class: "link", click: () => read(file.path) }, file.path) : file.path);
+  const rows = told.files.map((file) => make("tr", {}, make("td", {}, name(file)), make("td", { class: "number" }, bytes(file.bytes))));
+  return section("Files", make("p", {}, told.url), make("table", { class: "list" }, make("tbody", {}, rows)), output);
+}
+
+/** Everything about a run but its curves. */
+function facts(run, told) {
+  const { summary, record } = told;
+  const object = (value) => (value && typeof value === "object" && !Array.isArray(value) ? Object.entries(value) : []);
+  const told_data = object(record.data).filter(([name]) => name !== "told");
+  return [
+    summary.reason ? section(summary.state === "failed" ? "Why it failed" : "Why it ended", make("pre", {}, record.reason || summary.reason)) : null,
+    limits(told), ranks(record), events(record),
+    make("div", { class: "columns" },
+      table("Parameters", object(record.parameters)),
+      make("div", {}, table("Data", told_data), table("Environment", object(record.environment)), table("Code", object(record.code)), table("Begun with", object(told.fingerprint)))),
+    files(run, told),
+  ].filter(Boolean);
+}
+
+/** The page of one run. */
+function drawRun(main, run) {
+  const title = make("h1", {}, run.replace(/^\d+\//, ""));
+  const head = make("div", {});
+  const charts = make("div", {});
+  const rest = make("div", { class: "facts" });
+  main.replaceChildren(make("p", {}, make("a", { href: "#/" }, "All runs")), title, head, charts, rest);
+  const panel = new Panel([run], charts);
+  const refresh = async () => {
+    const told = await ask("run", `api/run?run=${encodeURIComponent(run)}`);
+    if (told) {
+      title.textContent = told.summary.name;
+      document.title = told.summary.name;
+      head.replaceChildren(headline(told));
+      const open = rest.querySelector("pre:not([hidden])[tabindex]");
+      const text = open ? open.textContent : null;
+      rest.replaceChildren(...facts(run, told));
+      const pre = rest.querySelector("pre[tabindex]");
+      if (text !== null && pre) { pre.textContent = text; pre.hidden = false; }
+    }
+    await panel.refresh();
+  };
+  return { refresh, close: () => { panel.close(); forget("run"); } };
+}
+
+/** What differs between the parts of several runs: a row for each name. */
+function differences(title, names, parts) {
+  const keys = [...new Set(parts.flatMap((part) => Object.keys(part)))].sort();
+  const rows = keys.map((key) => [key, parts.map((part) => words(part[key]))]).filter(([, values]) => new Set(values).size > 1);
+  if (!rows.length) return null;
+  const head = make("tr", {}, make("th", {}), names.map((name) => make("th", { scope: "col" }, name)));
+  return section(title, make("div", { class: "wide" }, make("table", { class: "list" }, make("thead", {}, head), make("tbody", {}, rows.map(([key, values]) => make("tr", {}, make("th", { scope: "row" }, key), values.map((value) => make("td", {}, value))))))));
+}
+
+/** The comparison of several runs. */
+function drawComparison(main, runs) {
+  const charts = make("div", {});
+  const rest = make("div", { class: "facts" });
+  main.replaceChildren(make("p", {}, make("a", { href: "#/" }, "All runs")), make("h1", {}, `${runs.length} runs`), charts, rest);
+  document.title = `${runs.length} runs`;
+  const panel = new Panel(runs, charts);
+  const known = new Map();
+  const refresh = async () => {
+    for (const run of runs) {
+      const told = await ask(`compared ${run}`, `api/run?run=${encodeURIComponent(run)}`);
+      if (told) known.set(run, told);
+    }
+    const all = runs.map((run) => known.get(run)).filter(Boolean);
+    const names = all.map((told) => told.summary.name);
+    const result = (told) => ({ state: told.summary.state, epochs: told.summary.done, time: duration(lasted(told.summary)), best: told.summary.best ? `${told.summary.best.name} ${brief(told.summary.best.value)} @ ${told.summary.best.epoch}` : "", ...told.summary.last });
+    rest.replaceChildren(...[
+      differences("Results", names, all.map(result)),
+      differences("Parameters that differ", names, all.map((told) => told.record.parameters || {})),
+      differences("Begun with", names, all.map((told) => told.fingerprint)),
+      differences("Environment that differs", names, all.map((told) => ({ ...told.record.environment, ...told.record.code }))),
+    ].filter(Boolean));
+    await panel.refresh();
+  };
+  return { refresh, close: () => { panel.close(); for (const run of runs) forget(`compared ${run}`); } };
+}

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! All runs of all sources. A run is read again only if the size or time of one of its files has changed.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Instant, SystemTime};
+
+use farandole_store::Store;
+use serde::Serialize;
+
+use crate::error::{Error, Result};
+use crate::record::{self, Summary};
+use crate::source::{FINGERPRINT, Files, HISTORY, RECORD, Source, Stamp};
+
+/// Files that a summary is read from.
+const SUMMED: [&str; 3] = [RECORD, HISTORY, FINGERPRINT];
+
+/// The list of runs.
+#[derive(Debug, Serialize)]
+pub(crate) struct Listing {
+    /// The stores, in the order of their numbers.
+    pub(crate) stores: Vec<String>,
+    pub(crate) runs: Vec<Summary>,
+    /// Stores that could not be read, and why.
+    pub(crate) problems: Vec<String>,
+}
+
+/// A run that was found.
+#[derive(Clone, Debug)]
+pub(crate) struct Found {
+    pub(crate) summary: Summary,
+    pub(crate) directory: Store,
+    pub(crate) files: Arc<Files>,
+}
+
+/// Every source, with what is known of it.
+#[derive(Debug)]
+pub(crate) struct Catalog(Vec<(Source, Mutex<Known>)>);
+
+#[derive(Debug, Default)]
+struct Known {
+    at: Option<Instant>,
+    runs: BTreeMap<String, Run>,
+}
+
+#[derive(Debug)]
+struct Run {
+    found: Found,
+    stamps: [Option<Stamp>; 3],
+}
+
+impl Catalog {
+    /// A catalog of these stores.
+    ///
+    /// # Errors
+    /// Text that is no store.
+    pub(crate) fn open(urls: &[String]) -> Result<Self> {
+        let sources = urls.iter().map(|url| Ok((Source::open(url)?, Mutex::default())));
+        Ok(Self(sources.collect::<Result<_>>()?))
+    }
+
+    /// Every run.
+    pub(crate) fn list(&self) -> Listing {
+        let stores = self.0.iter().map(|(source, _)| source.url()).collect();
+        let mut listing = Listing { stores, runs: Vec::new(), problems: Vec::new() };
+        let now = SystemTime::now();
+        for (index, (source, known)) in self.0.iter().enumerate() {
+            let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Err(error) = known.refresh(index, source) {
+                listing.problems.push(error.to_string());
+            }
+            listing.runs.extend(known.runs.values().map(|run| {
+                let summary = &run.found.summary;
+                Summary { state: record::state_at(summary, now).to_owned(), ..summary.clone() }
+            }));
+        }
+        listing
+    }
+
+    /// The run of a name such as `0/a`.
+    ///
+    /// # Errors
+    /// [`Error::Missing`]; a store that cannot be asked.
+    pub(crate) fn find(&self, run: &str) -> Result<Found> {
+        let missing = || Error::Missing { what: run.to_owned() };
+        let (number, id) = run.split_once('/').ok_or_else(missing)?;
+        let index: usize = number.parse().map_err(|_| missing())?;
+        let (source, known) = self.0.get(index).ok_or_else(missing)?;
+        let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.refresh(index, source)?;
+        let mut found = known.runs.get(id).ok_or_else(missing)?.found.clone();
+        found.summary.state = record::state_at(&found.summary, SystemTime::now()).to_owned();
+        Ok(found)
+    }
+}
+
+impl Known {
+    fn refresh(&mut self, index: usize, source: &Source) -> Result<()> {
+        if self.at.is_some_and(|at| at.elapsed() < source.patience()) {
+            return Ok(());
+        }
+        let root = source.root()?;
+        let mut fresh = BTreeMap::new();
+        let mut changed = Vec::new();
+        for (id, files) in Source::list(&root)? {
+            let stamps = SUMMED.map(|name| files.get(name).copied());
+            match self.runs.remove(&id) {
+                Some(mut run) if run.stamps == stamps => {
+                    run.found.files = Arc::new(files);
+                    fresh.insert(id, run);
+                }
+                _ => changed.push((id, files, stamps)),
+            }
+        }
+        let read = |(id, files, stamps): &(String, Files, [Option<Stamp>; 3])| -> Result<(String, Run)> {
+            let directory = root.child(id)?;
+            let summary = record::summary(format!("{index}/{id}"), id, &directory, files);
+            let found = Found { summary, directory, files: Arc::new(files.clone()) };
+            Ok((id.clone(), Run { found, stamps: *stamps }))
+        };
+        fresh.extend(together(&changed, source.readers(), read).into_iter().flatten());
+        self.runs = fresh;
+        self.at = Some(Instant::now());
+        Ok(())
+    }
+}
+
+/// Calls `work` with every item, on several threads.
+fn together<T: Sync, R: Send>(items: &[T], threads: usize, work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let one = || {
+        let mut made = Vec::new();
+        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+            made.push(work(item));
+        }
+        made
+    };
+    std::thread::scope(|scope| {
+        let count = threads.min(items.len()).saturating_sub(1);
+        let others: Vec<_> = (0..count).map(|_| scope.spawn(one)).collect();
+        let mut made = one();
+        // A panic of a thread has already been printed; the results of the others are used.
+        made.extend(others.into_iter().filter_map(|thread| thread.join().ok()).flatten());
+        made
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_item_is_worked_on_once() {
+        let items: Vec<u32> = (0..100).collect();
+        let mut made = together(&items, 4, |item| item * 2);
+        made.sort_unstable();
+        assert_eq!(made, (0..100).map(|item| item * 2).collect::<Vec<_>>());
+        assert!(together(&Vec::<u32>::new(), 4, |item| *item).is_empty());
+    }
+
+    #[test]
+    fn a_run_is_found_by_its_name_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(folder.path().join("runs/a")).unwrap();
+        std::fs::write(folder.path().join("runs/a/_record.json"), r#"{"name": "first", "state": "ended"}"#)
+            .unwrap();
+        std::fs::write(folder.path().join("secret"), "x").unwrap();
+        let catalog = Catalog::open(&[folder.path().to_string_lossy().into_owned()]).unwrap();
+        let listing = catalog.list();
+        assert_eq!(listing.runs.iter().map(|run| run.run.as_str()).collect::<Vec<_>>(), ["0/a"]);
+        assert_eq!(catalog.find("0/a").unwrap().summary.name, "first");
+        for wrong in ["a", "1/a", "0/", "0/..", "0/../a", "0/a/", "x/a"] {
+            assert!(matches!(catalog.find(wrong), Err(Error::Missing { .. })), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_store_that_is_not_there_has_no_runs() {
+        let folder = tempfile::tempdir().unwrap();
+        let catalog = Catalog::open(&[folder.path().join("none").to_string_lossy().into_owned()]).unwrap();
+        assert!(catalog.list().runs.is_empty());
+    }
+}

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The curves of runs, as many points as a chart has room for.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::Serialize;
+
+use crate::catalog::Found;
+use crate::error::{Error, Result};
+use crate::series::{self, Series};
+use crate::source::{HISTORY, STEPS, Stamp};
+use crate::thin::{smooth, thin};
+
+/// Most numbers in the cache, 8 bytes each.
+const MOST: usize = 64 << 20;
+/// Pixels of the widest chart.
+const WIDEST: usize = 8192;
+
+/// What a chart asks for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Window {
+    /// Whether the axis is seconds and not epochs.
+    pub(crate) by_seconds: bool,
+    pub(crate) from: f64,
+    pub(crate) to: f64,
+    pub(crate) pixels: usize,
+    /// From 0, no smoothing, up to 1.
+    pub(crate) weight: f64,
+}
+
+impl Window {
+    /// Reads it from a request's parameters.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`].
+    pub(crate) fn of(get: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let number = |name: &'static str, default: f64| match get(name) {
+            None => Ok(default),
+            Some(value) => match value.parse::<f64>() {
+                Ok(number) if number.is_finite() => Ok(number),
+                _ => Err(Error::Parameter { name, value }),
+            },
+        };
+        let pixels = get("pixels").unwrap_or_else(|| "1000".to_owned());
+        let Ok(wide) = pixels.parse::<usize>() else {
+            return Err(Error::Parameter { name: "pixels", value: pixels });
+        };
+        Ok(Self {
+            by_seconds: get("x").as_deref() == Some("seconds"),
+            from: number("from", f64::MIN)?,
+            to: number("to", f64::MAX)?,
+            pixels: wide.clamp(1, WIDEST),
+            weight: number("smooth", 0.0)?.clamp(0.0, 0.9999),
+        })
+    }
+}
+
+/// The curves of one run.
+#[derive(Debug, Serialize)]
+pub(crate) struct Curves {
+    run: String,
+    name: String,
+    curves: Vec<Line>,
+}
+
+#[derive(Debug, Serialize)]
+struct Line {
+    /// Such as `val_loss`.
+    name: String,
+    /// `epoch` or `step`: what the points are of.
+    of: &'static str,
+    /// Points that the run has.
+    points: usize,
+    x: Vec<f64>,
+    y: Vec<Option<f64>>,
+}
+
+/// A cache of the numbers of runs, valid while the files do not change.
+#[derive(Debug, Default)]
+pub(crate) struct Shelf(Mutex<HashMap<(String, &'static str), (Stamp, Arc<Series>)>>);
+
+impl Shelf {
+    /// The numbers of one file of a run; empty where it has no such file.
+    ///
+    /// # Errors
+    /// A store that cannot be asked.
+    pub(crate) fn series(&self, found: &Found, file: &'static str) -> Result<Arc<Series>> {
+        let Some(&stamp) = found.files.get(file) else { return Ok(Arc::default()) };
+        let key = (found.directory.url(), file);
+        if let Some((known, series)) = self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&key)
+            && *known == stamp
+        {
+            return Ok(Arc::clone(series));
+        }
+        // Without the lock, because a large file takes seconds.
+        let text = found.directory.read(file)?;
+        let series = Arc::new(if file == STEPS { series::steps(&text) } else { series::history(&text) });
+        let mut shelf = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let held: usize = shelf.values().map(|(_, series)| series.numbers()).sum();
+        if held + series.numbers() > MOST {
+            shelf.clear();
+        }
+        shelf.insert(key, (stamp, Arc::clone(&series)));
+        Ok(series)
+    }
+
+    /// The curves of a run in a window.
+    ///
+    /// # Errors
+    /// A store that cannot be asked.
+    pub(crate) fn curves(&self, found: &Found, window: Window) -> Result<Curves> {
+        let mut curves = Vec::new();
+        for (file, of) in [(HISTORY, "epoch"), (STEPS, "step")] {
+            let series = self.series(found, file)?;
+            let x = if window.by_seconds { &series.seconds } else { &series.epoch };
+            for (name, column) in &series.columns {
+                let smoothed = (window.weight > 0.0).then(|| smooth(column, window.weight));
+                let y = smoothed.as_deref().unwrap_or(column);
+                let curve = thin(x, y, window.from, window.to, window.pixels);
+                curves.push(Line { name: name.clone(), of, points: x.len(), x: curve.x, y: curve.y });
+            }
+        }
+        Ok(Curves { run: found.summary.run.clone(), name: found.summary.name.clone(), curves })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn window(pairs: &[(&str, &str)]) -> Result<Window> {
+        Window::of(|name| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned()))
+    }
+
+    #[test]
+    fn a_window_has_defaults_and_bounds() {
+        let plain = window(&[]).unwrap();
+        assert_eq!((plain.by_seconds, plain.pixels, plain.weight), (false, 1000, 0.0));
+        let given =
+            window(&[("x", "seconds"), ("pixels", "99999999"), ("smooth", "7"), ("from", "-1")]).unwrap();
+        assert_eq!((given.by_seconds, given.pixels, given.from), (true, WIDEST, -1.0));
+        assert!(given.weight < 1.0);
+        for wrong in [("pixels", "-1"), ("from", "NaN"), ("to", "x"), ("smooth", "")] {
+            assert!(matches!(window(&[wrong]), Err(Error::Parameter { .. })), "{wrong:?}");
+        }
+    }
+}

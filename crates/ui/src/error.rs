@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What can go wrong with the viewer.
+
+use std::path::PathBuf;
+
+/// Result of this room.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A viewer that cannot start, or a request that cannot be answered.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No store was given.
+    #[error("the viewer needs at least one store")]
+    NoStore,
+    /// A file of the page is not installed.
+    #[error("a file of the viewer's page is not installed, in a checkout run make viewer: {path}")]
+    Page {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The port cannot be had, or no thread.
+    #[error("the viewer cannot listen on 127.0.0.1, port {port}: {source}")]
+    Listen {
+        /// The port that was asked for; 0 is any.
+        port: u16,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A store refused.
+    #[error(transparent)]
+    Store(#[from] farandole_store::Error),
+    /// A request names a run or a file that is not there.
+    #[error("not found: {what}")]
+    Missing {
+        /// What was asked for.
+        what: String,
+    },
+    /// A request's parameter does not fit.
+    #[error("a parameter does not fit ({name}): {value}")]
+    Parameter {
+        /// Its name.
+        name: &'static str,
+        /// What was given.
+        value: String,
+    },
+}
+
+/// What a caller may do about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The caller named something that cannot be.
+    Usage,
+    /// The system or the store refused.
+    Environment,
+}
+
+impl Error {
+    /// Whose fault it is.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::NoStore | Self::Missing { .. } | Self::Parameter { .. } => Fault::Usage,
+            Self::Page { .. } | Self::Listen { .. } => Fault::Environment,
+            Self::Store(error) => match error.fault() {
+                farandole_store::Fault::Usage => Fault::Usage,
+                farandole_store::Fault::Environment => Fault::Environment,
+            },
+        }
+    }
+}

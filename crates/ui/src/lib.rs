@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The run viewer: a page on loopback that shows the runs in stores.
+//!
+//! Owns the server, its addresses and its answers. It reads the files that estimators write into the directory of a run,
+//! and writes nothing.
+//!
+//! ```text
+//! _record.json, logs/history.jsonl, logs/steps.jsonl --[store]--> catalog, curves --[thin]--> JSON --> page
+//! ```
+//!
+//! Invariants:
+//! - `UI-1`: the server listens on loopback only, and answers only addresses that have the token.
+//! - `UI-2`: a request reads no file outside the directories of runs that a listing of the store found.
+//! - `UI-3`: an answer has at most four points for each pixel of a curve; the lowest and the highest value of a pixel are among them.
+//! - `UI-4`: the page may load scripts and styles from this server only, and values arrive as JSON or plain text, never as HTML.
+//! - `UI-5`: all addresses in the page are relative, so that it works behind proxies that add a prefix.
+
+#![forbid(unsafe_code)]
+
+mod answer;
+mod catalog;
+mod curves;
+mod error;
+mod explain;
+mod record;
+mod reply;
+mod series;
+mod server;
+mod source;
+mod table;
+mod thin;
+
+pub use error::{Error, Fault, Result};
+pub use explain::{Explanation, explain};
+pub use server::{Settings, Viewer};

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! An answer, before it is HTTP.
+
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper::Response;
+use hyper::header::{
+    CACHE_CONTROL, CONTENT_DISPOSITION, CONTENT_SECURITY_POLICY, CONTENT_TYPE, ETAG, HeaderValue, LOCATION,
+    REFERRER_POLICY, X_CONTENT_TYPE_OPTIONS,
+};
+use hyper::http::StatusCode;
+use serde::Serialize;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// What the browser lets the page do: run its own script, ask this server, draw.
+pub(crate) const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; \
+                                 connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'";
+
+/// Status, content and what kind it is of.
+#[derive(Clone, Debug)]
+pub(crate) struct Reply {
+    pub(crate) status: StatusCode,
+    kind: &'static str,
+    body: Bytes,
+    /// Name that the browser saves it by.
+    save_as: Option<&'static str>,
+    location: Option<String>,
+}
+
+impl Reply {
+    pub(crate) fn new(kind: &'static str, body: impl Into<Bytes>) -> Self {
+        Self { status: StatusCode::OK, kind, body: body.into(), save_as: None, location: None }
+    }
+
+    pub(crate) fn json(value: &impl Serialize) -> Self {
+        match serde_json::to_vec(value) {
+            Ok(body) => Self::new("application/json", body),
+            Err(error) => Self::failure(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+        }
+    }
+
+    pub(crate) fn text(body: impl Into<Bytes>) -> Self {
+        Self::new("text/plain; charset=utf-8", body)
+    }
+
+    pub(crate) fn file(kind: &'static str, name: &'static str, body: impl Into<Bytes>) -> Self {
+        Self { save_as: Some(name), ..Self::new(kind, body) }
+    }
+
+    pub(crate) fn failure(status: StatusCode, message: &str) -> Self {
+        Self { status, ..Self::text(message.to_owned()) }
+    }
+
+    pub(crate) fn elsewhere(location: String) -> Self {
+        Self { status: StatusCode::FOUND, location: Some(location), ..Self::text("") }
+    }
+
+    /// As HTTP; `seen` is the tag of the content that the browser has already.
+    pub(crate) fn response(self, seen: Option<&str>) -> Response<Full<Bytes>> {
+        let tag = format!("\"{:016x}\"", xxh3_64(&self.body));
+        let known = self.status == StatusCode::OK && seen == Some(tag.as_str());
+        let mut response = Response::new(Full::new(if known { Bytes::new() } else { self.body }));
+        *response.status_mut() = if known { StatusCode::NOT_MODIFIED } else { self.status };
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static(self.kind));
+        headers.insert(CONTENT_SECURITY_POLICY, HeaderValue::from_static(POLICY));
+        headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+        headers.insert(REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        if let Ok(tag) = HeaderValue::try_from(tag) {
+            headers.insert(ETAG, tag);
+        }
+        if let Some(Ok(location)) = self.location.map(HeaderValue::try_from) {
+            headers.insert(LOCATION, location);
+        }
+        if let Some(name) = self.save_as
+            && let Ok(value) = HeaderValue::try_from(format!("attachment; filename=\"{name}\""))
+        {
+            headers.insert(CONTENT_DISPOSITION, value);
+        }
+        response
+    }
+}

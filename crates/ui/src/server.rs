@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The server: HTTP on loopback, in a thread of its own.
+
+use std::convert::Infallible;
+use std::fmt::Write as _;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::header::{ALLOW, HeaderValue, IF_NONE_MATCH};
+use hyper::http::StatusCode;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::TcpStream;
+use tokio::runtime::Builder;
+use tokio::sync::{Semaphore, oneshot};
+
+use crate::answer::Site;
+use crate::catalog::Catalog;
+use crate::curves::Shelf;
+use crate::error::{Error, Result};
+use crate::reply::Reply;
+
+/// Random bytes of a token: 128 bits cannot be guessed.
+const TOKEN_BYTES: usize = 16;
+/// Requests that are answered at the same time; further ones wait.
+const AT_ONCE: usize = 8;
+/// Connections that are open at the same time; further ones wait.
+const CONNECTIONS: usize = 128;
+/// How long a client may take to send the headers of a request.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What a viewer shows, and where.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Stores, or directories of runs, as paths or URLs.
+    pub stores: Vec<String>,
+    /// Directory with `viewer.js` and `viewer.css`.
+    pub page: PathBuf,
+    /// Port on loopback; 0 is any.
+    pub port: u16,
+}
+
+/// A running server; it ends when it is dropped.
+#[derive(Debug)]
+pub struct Viewer {
+    token: String,
+    address: SocketAddr,
+    ends: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Viewer {
+    /// Starts the server. No store is touched before the page asks.
+    ///
+    /// # Errors
+    /// No store, text that is none, a page that is not installed, a port that is taken.
+    pub fn start(settings: &Settings) -> Result<Self> {
+        if settings.stores.is_empty() {
+            return Err(Error::NoStore);
+        }
+        let token = token();
+        let site = Arc::new(Site {
+            token: token.clone(),
+            script: file(&settings.page, "viewer.js")?,
+            style: file(&settings.page, "viewer.css")?,
+            catalog: Catalog::open(&settings.stores)?,
+            shelf: Shelf::default(),
+        });
+        let refuse = |source| Error::Listen { port: settings.port, source };
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, settings.port)).map_err(refuse)?;
+        listener.set_nonblocking(true).map_err(refuse)?;
+        let address = listener.local_addr().map_err(refuse)?;
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(refuse)?;
+        let (ends, ended) = oneshot::channel();
+        let serve = move || {
+            runtime.block_on(async move {
+                tokio::select! {
+                    () = accept(listener, site) => {}
+                    _ = ended => {}
+                }
+            });
+        };
+        let thread =
+            std::thread::Builder::new().name("farandole-ui".to_owned()).spawn(serve).map_err(refuse)?;
+        Ok(Self { token, address, ends: Some(ends), thread: Some(thread) })
+    }
+
+    /// The link, with the token.
+    pub fn url(&self) -> String {
+        format!("http://{}{}", self.address, self.path())
+    }
+
+    /// The link's path, which proxies put behind a prefix of theirs.
+    pub fn path(&self) -> String {
+        format!("/{}/", self.token)
+    }
+
+    /// The port.
+    pub fn port(&self) -> u16 {
+        self.address.port()
+    }
+
+    /// Stops the server. When this returns, the port is closed.
+    pub fn close(&mut self) {
+        drop(self.ends.take());
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has already been printed.
+            drop(thread.join());
+        }
+    }
+}
+
+impl Drop for Viewer {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn file(directory: &Path, name: &str) -> Result<Bytes> {
+    let path = directory.join(name);
+    std::fs::read(&path).map(Bytes::from).map_err(|source| Error::Page { path, source })
+}
+
+fn token() -> String {
+    rand::random::<[u8; TOKEN_BYTES]>().iter().fold(String::new(), |mut text, byte| {
+        // Writing to a string cannot fail.
+        drop(write!(text, "{byte:02x}"));
+        text
+    })
+}
+
+async fn accept(listener: TcpListener, site: Arc<Site>) {
+    let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
+    let connections = Arc::new(Semaphore::new(CONNECTIONS));
+    let workers = Arc::new(Semaphore::new(AT_ONCE));
+    loop {
+        let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return };
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let (site, workers) = (Arc::clone(&site), Arc::clone(&workers));
+                tokio::spawn(async move {
+                    serve(stream, site, workers).await;
+                    drop(permit);
+                });
+            }
+            // Out of descriptors, or the client has disconnected: try again later.
+            Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+        }
+    }
+}
+
+async fn serve(stream: TcpStream, site: Arc<Site>, workers: Arc<Semaphore>) {
+    let service = service_fn(move |request: Request<Incoming>| {
+        let (site, workers) = (Arc::clone(&site), Arc::clone(&workers));
+        async move { Ok::<_, Infallible>(respond(&request, site, workers).await) }
+    });
+    let mut http = http1::Builder::new();
+    http.timer(TokioTimer::new()).header_read_timeout(PATIENCE);
+    // An error here means that the browser has closed the connection.
+    drop(http.serve_connection(TokioIo::new(stream), service).await);
+}
+
+async fn respond(
+    request: &Request<Incoming>,
+    site: Arc<Site>,
+    workers: Arc<Semaphore>,
+) -> Response<Full<Bytes>> {
+    if request.method() != Method::GET && request.method() != Method::HEAD {
+        let mut refused = Reply::failure(StatusCode::METHOD_NOT_ALLOWED, "only GET").response(None);
+        refused.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+        return refused;
+    }
+    let path = request.uri().path().to_owned();
+    let query = request.uri().query().unwrap_or_default().to_owned();
+    let seen = request.headers().get(IF_NONE_MATCH).and_then(|tag| tag.to_str().ok()).map(str::to_owned);
+    let permit = workers.acquire_owned().await;
+    let (told, answer) = oneshot::channel();
+    // Stores block, and they must not be called on a thread of a runtime.
+    let work = move || {
+        let reply = site.answer(&path, &query);
+        drop(permit);
+        // The receiver is gone if the browser has closed the connection.
+        drop(told.send(reply));
+    };
+    let started = std::thread::Builder::new().name("farandole-ui-answer".to_owned()).spawn(work);
+    let reply = match started {
+        Ok(_) => answer.await.ok(),
+        Err(_) => None,
+    };
+    let failed = || Reply::failure(StatusCode::INTERNAL_SERVER_ERROR, "the request could not be answered");
+    reply.unwrap_or_else(failed).response(seen.as_deref())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+
+    use super::*;
+
+    fn ask(port: u16, request: &str) -> String {
+        let mut stream = std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+        write!(stream, "{request} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    fn settings(folder: &Path) -> Settings {
+        Settings { stores: vec![folder.to_string_lossy().into_owned()], page: folder.to_owned(), port: 0 }
+    }
+
+    #[test]
+    fn a_viewer_listens_on_loopback_until_it_is_closed() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("viewer.js"), "").unwrap();
+        std::fs::write(folder.path().join("viewer.css"), "").unwrap();
+        let mut viewer = Viewer::start(&settings(folder.path())).unwrap();
+        assert!(viewer.url().starts_with(&format!("http://127.0.0.1:{}/", viewer.port())));
+        assert_eq!(viewer.path().len(), 2 * TOKEN_BYTES + 2);
+        assert!(ask(viewer.port(), &format!("GET {}", viewer.path())).starts_with("HTTP/1.1 200"));
+        assert!(ask(viewer.port(), &format!("GET {}api/runs", viewer.path())).contains("\"runs\":[]"));
+        assert!(ask(viewer.port(), "GET /").starts_with("HTTP/1.1 404"));
+        assert!(ask(viewer.port(), &format!("POST {}", viewer.path())).starts_with("HTTP/1.1 405"));
+        let port = viewer.port();
+        viewer.close();
+        assert!(std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err());
+    }
+
+    #[test]
+    fn tokens_differ() {
+        assert_ne!(token(), token());
+    }
+
+    #[test]
+    fn a_page_that_is_not_installed_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = Viewer::start(&settings(folder.path())).unwrap_err();
+        assert!(error.to_string().ends_with("viewer.js"), "{error}");
+        let none = Settings { stores: Vec::new(), ..settings(folder.path()) };
+        assert!(matches!(Viewer::start(&none), Err(Error::NoStore)));
+    }
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! A store with runs, and which files each of them has.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, SystemTime};
+
+use farandole_store::Store;
+
+use crate::error::Result;
+
+/// What the driver says of a run.
+pub(crate) const RECORD: &str = "_record.json";
+/// Losses and metrics, a line an epoch.
+pub(crate) const HISTORY: &str = "logs/history.jsonl";
+/// Losses within epochs.
+pub(crate) const STEPS: &str = "logs/steps.jsonl";
+/// What a run was begun with.
+pub(crate) const FINGERPRINT: &str = "_fingerprint.json";
+/// Files that make a directory the one of a run.
+const OF_RUNS: [&str; 4] = [RECORD, HISTORY, FINGERPRINT, "checkpoint"];
+
+/// Size and time of a file: another content has another one.
+pub(crate) type Stamp = (u64, Option<SystemTime>);
+
+/// The files of a run by their path below its directory.
+pub(crate) type Files = BTreeMap<String, Stamp>;
+
+/// A store that was given to the viewer.
+#[derive(Debug)]
+pub(crate) struct Source {
+    store: Store,
+}
+
+impl Source {
+    /// Opens it; touches nothing.
+    ///
+    /// # Errors
+    /// As [`Store::open`].
+    pub(crate) fn open(url: &str) -> Result<Self> {
+        Ok(Self { store: Store::open(url)? })
+    }
+
+    /// Its URL.
+    pub(crate) fn url(&self) -> String {
+        self.store.url()
+    }
+
+    /// How old a listing may be.
+    pub(crate) fn patience(&self) -> Duration {
+        if self.store.is_remote() { Duration::from_secs(5) } else { Duration::from_millis(500) }
+    }
+
+    /// How many files are read at once.
+    pub(crate) fn readers(&self) -> usize {
+        if self.store.is_remote() { 16 } else { 4 }
+    }
+
+    /// The directory of the runs: `runs` below a store's prefix, or what was given.
+    ///
+    /// # Errors
+    /// A store that cannot be asked.
+    pub(crate) fn root(&self) -> Result<Store> {
+        Ok(if self.store.exists("runs")? { self.store.child("runs")? } else { self.store.clone() })
+    }
+
+    /// Every run below `root`, and its files.
+    ///
+    /// # Errors
+    /// A store that cannot be asked.
+    pub(crate) fn list(root: &Store) -> Result<BTreeMap<String, Files>> {
+        let entries = root.list("")?;
+        let runs: BTreeSet<&str> = entries.iter().filter_map(|entry| run_of(&entry.path)).collect();
+        let mut found: BTreeMap<String, Files> =
+            runs.iter().map(|run| ((*run).to_owned(), Files::new())).collect();
+        for entry in &entries {
+            let Some((run, file)) = split(&entry.path, &runs) else { continue };
+            if let Some(files) = found.get_mut(run) {
+                files.insert(file.to_owned(), (entry.bytes, entry.modified));
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// The directory of the run that a file of this path makes one.
+fn run_of(path: &str) -> Option<&str> {
+    OF_RUNS.iter().find_map(|name| match path.strip_suffix(name)? {
+        "" => Some(""),
+        directory => directory.strip_suffix('/'),
+    })
+}
+
+/// The innermost run that a file belongs to, and its path there.
+fn split<'a>(path: &'a str, runs: &BTreeSet<&str>) -> Option<(&'a str, &'a str)> {
+    let inner = path.rmatch_indices('/').map(|(at, _)| (&path[..at], &path[at + 1..]));
+    inner.chain([("", path)]).find(|(run, _)| runs.contains(run))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_is_a_directory_with_one_of_its_files() {
+        assert_eq!(run_of("a/b/_record.json"), Some("a/b"));
+        assert_eq!(run_of("a/logs/history.jsonl"), Some("a"));
+        assert_eq!(run_of("_record.json"), Some(""));
+        assert_eq!(run_of("a/my-_record.json"), None);
+        assert_eq!(run_of("a/logs/steps.jsonl"), None);
+    }
+
+    #[test]
+    fn files_belong_to_the_innermost_run() {
+        let runs = BTreeSet::from(["a", "a/b"]);
+        assert_eq!(split("a/b/logs/x", &runs), Some(("a/b", "logs/x")));
+        assert_eq!(split("a/logs/x", &runs), Some(("a", "logs/x")));
+        assert_eq!(split("c/x", &runs), None);
+        assert_eq!(split("x", &BTreeSet::from([""])), Some(("", "x")));
+    }
+
+    #[test]
+    fn runs_are_found_below_a_prefix_and_without_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |path: &str| {
+            let path = folder.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "{}").unwrap();
+        };
+        write("runs/a/_record.json");
+        write("runs/a/logs/other");
+        write("runs/team/b/checkpoint");
+        write("intermediate_train_data/part-0");
+        let source = Source::open(&folder.path().to_string_lossy()).unwrap();
+        let found = Source::list(&source.root().unwrap()).unwrap();
+        assert_eq!(found.keys().collect::<Vec<_>>(), ["a", "team/b"]);
+        assert_eq!(found["a"].keys().collect::<Vec<_>>(), ["_record.json", "logs/other"]);
+        let inner = Source::open(&folder.path().join("runs/a").to_string_lossy()).unwrap();
+        assert_eq!(Source::list(&inner.root().unwrap()).unwrap().keys().collect::<Vec<_>>(), [""]);
+    }
+}

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Commits of elastic states that also go to a store, so that a job that starts anew goes on from the last one.
+
+    <prefix>/runs/<run_id>/checkpoint             the last commit that was written
+    <prefix>/runs/<run_id>/checkpoint.previous    the one before; the job goes on from it where the last one is damaged
+
+One rank writes, in a thread of its own; training waits for it at its end alone. While a commit is written others are
+skipped, so that a slow store costs freshness and no time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from farandole.spark.common.store import Store
+
+_log = logging.getLogger("farandole")
+
+
+class StoredCommits:
+    """Writes commits and reads the last one back.
+
+    Args:
+        store: Where to, or its URL.
+        run_id: Names the directory there. A job that starts anew has the same one.
+        every: Commits from one that is written to the next.
+
+    Raises:
+        ValueError: `every` is below 1, the store cannot be had, or it keeps no runs.
+    """
+
+    def __init__(self, store: Store | str, run_id: str, every: int) -> None:
+        from farandole.spark.common.store import Store  # noqa: PLC0415 - few states have a store
+
+        if every < 1:
+            raise ValueError(f"every must be at least 1: {every}")
+        made = Store.create(store) if isinstance(store, str) else store
+        if not made.saving_runs():
+            raise ValueError(f"the store keeps no runs, because it was made with save_runs=False: {made!r}")
+        self.run_id = run_id
+        self._remote = made.to_remote(run_id)
+        self._every = every
+        self._begun = 0
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def place(self) -> str | None:
+        """The directory."""
+        return self._remote.run_path
+
+    def is_due(self, commits: int) -> bool:
+        """Whether a commit is to be written.
+
+        Args:
+            commits: Its number.
+        """
+        busy = self._thread is not None and self._thread.is_alive()
+        return not busy and commits - self._begun >= self._every
+
+    def has(self, commits: int) -> bool:
+        """Whether a commit was written, once `wait` has returned.
+
+        Args:
+            commits: Its number.
+        """
+        return self._begun == commits and self._failure is None
+
+    def begin(self, commits: int, pack: Callable[[], bytes], done: Callable[[], None]) -> None:
+        """Has a commit written in another thread.
+
+        Args:
+            commits: Its number.
+            pack: Makes its bytes, there.
+            done: Called there when the bytes are made, or could not be.
+        """
+        self._begun, self._failure = commits, None
+
+        def write() -> None:
+            try:
+                try:
+                    data = pack()
+                finally:
+                    done()
+                self._remote.write_checkpoint(self._remote.checkpoint_filename, data)
+            except Exception as error:  # noqa: BLE001 - training goes on; its end raises it
+                self._failure = error
+                _log.warning("commit %d could not be written to %s: %s", commits, self.place, error)
+
+        self._thread = threading.Thread(target=write, name="farandole-commits", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> Exception | None:
+        """Waits for the commit that is being written; what kept the last one from being written."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._failure
+
+    def resume(self) -> bytes | None:
+        """The commit to go on from; `None` where there is none.
+
+        Raises:
+            ValueError: There are some, and none of them can be used.
+        """
+        return self._remote.resume()
+
+
+def pack(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
+    """A zip archive of arrays and plain values.
+
+    Args:
+        arrays: NumPy's, or what it makes arrays of.
+        plain: What JSON has.
+    """
+    import numpy as np  # noqa: PLC0415 - few states have a store
+
+    buffer = io.BytesIO()
+    named = {f"{number}": np.asarray(array) for number, array in enumerate(arrays)}
+    np.savez(buffer, allow_pickle=False, plain=np.frombuffer(json.dumps(plain).encode(), np.uint8), **named)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> tuple[list[Any], dict[str, Any]]:
+    """The inverse of `pack`; runs no code.
+
+    Args:
+        data: What `pack` returned. Arrays of types that NumPy does not know come back as their bytes.
+    """
+    import numpy as np  # noqa: PLC0415 - as above
+
+    with np.load(io.BytesIO(data), allow_pickle=False) as found:
+        plain = json.loads(found["plain"].tobytes())
+        return [found[f"{number}"] for number in range(len(found.files) - 1)], plain
+
+
+def is_json(value: Any) -> bool:
+    """Whether a value comes back from JSON as it was."""
+    try:
+        return json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        return False
+
+
+def plain_or_raise(values: dict[str, Any], is_plain: Callable[[Any], bool], allowed: str) -> None:
+    """Refuses attributes that a store cannot give back without running code.
+
+    Args:
+        values: By name.
+        is_plain: Whether a value can go to a store.
+        allowed: Such values, in words.
+
+    Raises:
+        TypeError: Naming the attribute.
+    """
+    for name, value in values.items():
+        if not is_plain(value):
+            raise TypeError(
+                f"state.{name} is {type(value).__module__}.{type(value).__qualname__}, which a store cannot give back "
+                f"without running code: keep {allowed}"
+            )

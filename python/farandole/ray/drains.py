@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Nodes that Ray is about to lose: their workers leave before that."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+_EVERY = 1.0
+
+
+class Drains:
+    """Workers whose nodes Ray drains, such as for a spot instance that its cloud takes back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nodes: dict[int, str] = {}
+        self._next = 0.0
+
+    def worker(self, task: int, where: str) -> None:
+        """Takes note of where a worker is.
+
+        Args:
+            task: Its number.
+            where: The id of its node.
+        """
+        with self._lock:
+            self._nodes[task] = where
+
+    def ended(self, task: int) -> None:
+        """Forgets a worker."""
+        with self._lock:
+            self._nodes.pop(task, None)
+
+    def news(self) -> list[tuple[int, str]]:
+        """Workers that have to leave since the last call, and why; Ray is asked once a second."""
+        with self._lock:
+            now = time.monotonic()
+            if not self._nodes or now < self._next:
+                return []
+            self._next = now + _EVERY
+            nodes = _draining()
+            leaving = [(task, node) for task, node in self._nodes.items() if node in nodes]
+            for task, _ in leaving:
+                del self._nodes[task]
+        return [(task, f"Ray drains its node {node}") for task, node in leaving]
+
+
+def _draining() -> set[str]:
+    """The ids of nodes that Ray is about to lose."""
+    from ray._private.state import state  # noqa: PLC0415 - Ray Train's own watcher has no other door
+
+    return set(state.get_draining_nodes() or {})

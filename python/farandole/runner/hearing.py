@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What the driver of any job does with its registrar's events: lines are written, records are handed over."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from farandole.runner.watcher import RANK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from farandole._native.registrar import Event, Registrar
+    from farandole.runner.gang import Output
+    from farandole.runner.watcher import Watcher
+
+PROGRESS = "progress"
+"""Kind of the records that `farandole.spark.task.report` sends."""
+
+
+class Hearing(ABC):
+    """Takes the events of a job.
+
+    Args:
+        registrar: The job's meeting point.
+        output: Where lines go.
+        on_progress: Called with (rank, record) for every record of a worker.
+        watcher: Is told what happens.
+    """
+
+    def __init__(
+        self,
+        registrar: Registrar,
+        output: Output,
+        on_progress: Callable[[int, dict[str, Any]], None] | None,
+        watcher: Watcher,
+    ) -> None:
+        self.registrar = registrar
+        self.output = output
+        self.on_progress = on_progress
+        self.watcher = watcher
+
+    @abstractmethod
+    def take(self, event: Event) -> None:
+        """Takes one event."""
+
+    def news(self) -> Iterable[Any]:
+        """Events that did not come by the registrar."""
+        return ()
+
+    def pump(self, timeout: float) -> None:
+        """Takes the events that there are, or that come in time."""
+        try:
+            for event in (*self.registrar.events(timeout), *self.news()):
+                self.take(event)
+        finally:
+            self.output.flush()
+
+    def metric(self, event: Event) -> None:
+        """Hands over what a worker reports."""
+        if event.data is None:
+            return
+        if event.text == RANK:
+            self.watcher.said(event.task or 0, json.loads(event.data))
+        elif event.text == PROGRESS:
+            record = json.loads(event.data)
+            self.watcher.record(record)
+            if self.on_progress is not None:
+                self.on_progress(event.rank or 0, record)
+
+    def log(self, event: Event) -> None:
+        """Writes a line of a worker."""
+        if event.dropped:
+            self.output.say(f"{event.dropped} lines of workers were dropped: the driver could not keep up")
+        self.output.line(event.rank, event.stream, event.text or "")

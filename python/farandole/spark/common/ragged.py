@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Columns of lists that have different lengths: how they are stored, and how they become arrays.
+
+Prepared data holds the bytes of each row's values, which the native reader gathers as it does any column of bytes. A
+batch is padded when it is handed out, to the shortest of a few lengths that holds its longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import pyarrow as pa
+
+    from farandole._native.reader import Batch
+
+    Array = npt.NDArray[Any]
+
+_KINDS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float32", "float64")
+_LONG = 32
+"""Values of a row from which on rows are copied one by one: a mask of all places costs more then."""
+
+
+@dataclass(frozen=True)
+class Pad:
+    """How the rows of a ragged column become rows of one length.
+
+    Args:
+        value: What stands behind the last value of a row.
+        max_length: Values of a row that are kept; default: those of the longest row that is prepared.
+        buckets: How many lengths batches may have: 8 of 512 are 64, 128, and so on. With 1, the default, each batch has
+            `max_length`.
+    """
+
+    value: float = 0
+    max_length: int | None = None
+    buckets: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be."""
+        for name, number in (("max_length", self.max_length), ("buckets", self.buckets)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, Integral) or number < 1):
+                raise ValueError(f"{name} of a ragged column must be a whole number, 1 or more: {number!r}")
+        if isinstance(self.value, bool) or not isinstance(self.value, Real):
+            raise TypeError(f"value of a ragged column must be a number: {self.value!r}")
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A ragged column, all of it known."""
+
+    dtype: str
+    value: float
+    max_length: int
+    buckets: int = 1
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """One, of whatever form a file or a caller has it in.
+
+        Args:
+            value: itself, or a dict of its fields.
+        """
+        return cls(**value) if isinstance(value, Mapping) else value
+
+    def width(self, longest: int) -> int:
+        """The length of a batch.
+
+        Args:
+            longest: of its rows.
+        """
+        step = -(-self.max_length // self.buckets)
+        return min(self.max_length, max(1, -(-longest // step)) * step)
+
+    def padded(self, starts: Array, values: Array, *, fixed: bool = False) -> Array:
+        """Rows of one length, (rows, length).
+
+        Args:
+            starts: of each row's values, and where the last one's end.
+            values: of all rows, one after the other.
+            fixed: whether every batch has the largest length.
+        """
+        rows = len(starts) - 1
+        lengths = np.minimum(np.diff(starts), self.max_length)
+        width = self.max_length if fixed else self.width(int(lengths.max(initial=0)))
+        out = np.full((rows, width), self.value, self.dtype)
+        whole = values[starts[0] : starts[-1]]
+        if len(whole) == int(lengths.sum()) and len(whole) < _LONG * rows:
+            out[np.arange(width) < lengths[:, None]] = whole
+        else:
+            for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=False)):
+                out[row, :length] = values[start : start + length]
+        return out
+
+    def read(self, batch: Batch, name: str, *, fixed: bool = False) -> Array:
+        """The rows of a batch of prepared data.
+
+        Args:
+            batch: of the native reader.
+            name: of the column.
+            fixed: as in `padded`.
+        """
+        ends, values = batch.texts(name)
+        starts = np.frombuffer(ends, np.int64) // np.dtype(self.dtype).itemsize
+        return self.padded(starts, np.frombuffer(values, self.dtype), fixed=fixed)
+
+    def of_arrow(self, column: Any, name: str, *, fixed: bool = False) -> Array:
+        """The rows of an Arrow column; a null has no values.
+
+        Args:
+            column: of lists.
+            name: of the column.
+            fixed: as in `padded`.
+        """
+        starts, values = self._flat(column, name)
+        return self.padded(starts, values, fixed=fixed)
+
+    def stored(self, column: Any, name: str) -> pa.Array:
+        """An Arrow column of lists as it is prepared: the bytes of each row's values.
+
+        Args:
+            column: of lists; a null has no values.
+            name: of the column.
+
+        Raises:
+            ValueError: lists of other things than numbers, or with nulls in them.
+        """
+        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
+
+        starts, values = self._flat(column, name)
+        size = np.dtype(self.dtype).itemsize
+        ends = pa.py_buffer(np.ascontiguousarray((starts - starts[0]) * size))
+        whole = pa.py_buffer(np.ascontiguousarray(values[starts[0] : starts[-1]]))
+        return pa.Array.from_buffers(pa.large_binary(), len(column), [None, ends, whole])
+
+    def _flat(self, column: Any, name: str) -> tuple[Array, Array]:
+        """Where each row's values start, and the values, no more than count."""
+        import pyarrow.compute as pc  # noqa: PLC0415 - as above
+
+        compute: Any = pc
+        element(column.type, name)
+        lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        if lengths.max(initial=0) > self.max_length:
+            column = compute.list_slice(column, 0, self.max_length)
+            lengths = np.minimum(lengths, self.max_length)
+        values = column.flatten()
+        if values.null_count:
+            raise ValueError(f"column {name!r} has nulls inside of lists: {values.null_count} of {len(values)} values")
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        return starts, values.to_numpy(zero_copy_only=False).astype(self.dtype, copy=False)
+
+
+def element(kind: pa.DataType, name: str) -> str:
+    """NumPy's name of what lists hold.
+
+    Args:
+        kind: of the column.
+        name: of the column.
+
+    Raises:
+        ValueError: no lists of numbers.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        raise ValueError(f"column {name!r} is {kind}: ragged columns are lists of numbers")
+    inner = {"halffloat": "float32", "float": "float32", "double": "float64"}.get(
+        str(kind.value_type), str(kind.value_type)
+    )
+    if inner not in _KINDS:
+        raise ValueError(f"column {name!r} is {kind}: ragged columns are lists of numbers")
+    return inner

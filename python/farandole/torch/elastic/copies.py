@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Copies of states: made at once, or in another thread while the next forward and backward pass run."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+
+class Later:
+    """Copies of tensors that another thread makes, while nothing but an optimizer's step changes them.
+
+    Attributes:
+        whole: Is done when the last copies are whole; fails where they are not.
+    """
+
+    def __init__(self) -> None:
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._under_way: Future[None] | None = None
+        self._sources: list[tuple[torch.Tensor, int]] = []
+        self._addresses: set[int] = set()
+        self._thread = ThreadPoolExecutor(1, "farandole-commit")
+        self.whole: Future[None] = Future()
+        self.whole.set_result(None)
+
+    def follow(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Copies parameters and states of these optimizers, each of which waits for the copies before its step.
+
+        Args:
+            optimizers: Instead of those before.
+        """
+        known = [id(optimizer) for optimizer in self._optimizers]
+        for optimizer in optimizers:
+            if id(optimizer) not in known:
+                optimizer.register_step_pre_hook(self._before_step)
+        self._optimizers = optimizers
+
+    def begin(self) -> None:
+        """Finds out which tensors only the optimizers change; no copies are under way."""
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        states = [entry for one in self._optimizers for state in one.state.values() for entry in state.values()]
+        tensors = [one for one in (*parameters, *states) if isinstance(one, torch.Tensor)]
+        self._addresses = {one.data_ptr() for one in tensors if one.device.type == "cpu" and one.numel() > 0}
+        self._pairs = []
+
+    def takes(self, value: torch.Tensor, room: torch.Tensor) -> bool:
+        """Whether a tensor is copied later; then it will be.
+
+        Args:
+            value: The tensor.
+            room: Memory for the copy.
+        """
+        if value.device.type != "cpu" or value.data_ptr() not in self._addresses:
+            return False
+        if not (value.is_contiguous() and room.is_contiguous()):
+            return False
+        self._pairs.append((room, value.detach()))
+        return True
+
+    def start(self) -> None:
+        """Has the other thread begin."""
+        pairs, self._pairs = self._pairs, []
+        if not pairs:
+            return
+        self.whole = Future()
+        self._sources = [(source, source._version) for _, source in pairs]  # noqa: SLF001 - torch has no other name for it
+
+        def copy_all() -> None:
+            # Torch's own copy would start threads of its own here.
+            for room, source in pairs:
+                ctypes.memmove(room.data_ptr(), source.data_ptr(), source.nbytes)
+
+        self._under_way = self._thread.submit(copy_all)
+
+    def wait(self) -> None:
+        """Waits for the copies.
+
+        Raises:
+            RuntimeError: Something else than an optimizer's step has changed what was being copied.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        try:
+            under_way.result()
+            self._check_versions()
+        except BaseException as error:
+            self.whole.set_exception(error)
+            raise
+        self.whole.set_result(None)
+
+    def _check_versions(self) -> None:
+        sources, self._sources = self._sources, []
+        if any(source._version != version for source, version in sources):  # noqa: SLF001 - as above
+            raise RuntimeError(
+                "parameters were changed by something else than optimizer.step() while a commit copied them: make the "
+                "state without in_background=True"
+            )
+
+    def _before_step(self, *_: Any) -> None:
+        self.wait()
+
+
+def copied(value: Any, room: Any, later: Later | None = None) -> Any:
+    """A copy of nested mappings, lists and tuples of tensors and other values.
+
+    Args:
+        value: What to copy.
+        room: An earlier copy, whose tensors are written over where they fit: new memory costs more than the copying.
+        later: Takes tensors that may be copied later.
+    """
+    if isinstance(value, torch.Tensor):
+        if (
+            isinstance(room, torch.Tensor)
+            and (room.shape, room.dtype, room.device) == (value.shape, value.dtype, value.device)
+            and room.layout == value.layout == torch.strided
+        ):
+            return room if later is not None and later.takes(value, room) else room.copy_(value.detach())
+        return value.detach().clone()
+    if isinstance(value, dict):
+        rooms = room if isinstance(room, dict) else {}
+        taken = copy.copy(value)  # of its own class, with what a module notes beside its tensors
+        for key, entry in value.items():
+            taken[key] = copied(entry, rooms.get(key), later)
+        return taken
+    if type(value) in (list, tuple):
+        rooms = room if isinstance(room, list | tuple) and len(room) == len(value) else [None] * len(value)
+        return type(value)(copied(entry, place, later) for entry, place in zip(value, rooms, strict=True))
+    return copy.deepcopy(value)

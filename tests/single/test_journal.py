@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a fit's driver writes for the run viewer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+import pytest
+
+from farandole.runner.errors import FarandoleJobError
+from farandole.spark import training
+from farandole.spark.common import journal as journals
+from farandole.spark.common.journal import Journal
+from farandole.spark.common.store import LocalStore
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def remote(tmp_path):
+    return LocalStore(str(tmp_path)).to_remote("mine")
+
+
+def record(tmp_path):
+    return json.loads((tmp_path / "runs/mine/_record.json").read_text())
+
+
+def steps(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "runs/mine/logs/steps.jsonl").read_text().splitlines()]
+
+
+def epoch(number, loss, **more):
+    scores = {"loss": loss, "all_metrics": [{"accuracy": 0.5}]}
+    entry = {"epoch": number, "train": scores, "seconds": 2.0, "rows": 100, **more}
+    return {"kind": "epoch", "entry": entry, "epochs": 3, "steps": 4, "rows_per_second": 50.0}
+
+
+def step(number, of, loss):
+    place = {"epoch": number, "epochs": 3, "step": of, "steps": 4}
+    return {"kind": "step", **place, "rows_per_second": 10.0, "loss": loss}
+
+
+def fail(run):
+    run.event("executor lost", "killed")
+    raise FarandoleJobError("rank 1 on b failed")
+
+
+def test_a_run_is_recorded_from_its_start_to_its_end(remote, tmp_path):
+    book = Journal(remote, {"model": "Net", "epochs": 3})
+    with training.telling(None, "mine", "TorchEstimator", {"lr": 0.1, "nan": float("nan")}, book) as run:
+        assert run.variables() == {training.TOLD: "1"}
+        deadline = time.monotonic() + 10
+        while not (tmp_path / "runs/mine/_record.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert record(tmp_path)["state"] == "running"
+        run.seats([{"rank": 0, "task": 7, "host": "a"}])
+        run.said(7, {"pid": 12, "step_seconds": 0.5})
+        run.record(step(0, 2, 1.5))
+        run.record(epoch(0, 1.0))
+        run.record(epoch(1, 0.5))
+        run.record(epoch(2, 0.7))
+        run.restarted("rank 0 was lost")
+    book.close()
+    told = record(tmp_path)
+    assert (told["name"], told["what"], told["model"], told["state"]) == ("mine", "TorchEstimator", "Net", "ended")
+    assert told["parameters"] == {"lr": 0.1, "nan": "nan"}
+    assert told["updated"] >= told["ended"] >= told["started"]
+    assert told["last"] == {"loss": 0.7, "accuracy": 0.5}
+    assert (told["done"], told["best"]) == (3, {"name": "loss", "value": 0.5, "epoch": 2})
+    assert told["ranks"][0] | {"executor": None} == {
+        "rank": 0, "task": 7, "host": "a", "executor": None, "pid": 12, "step_seconds": 0.5,
+    }  # fmt: skip
+    assert [one["what"] for one in told["events"]] == ["restart"]
+    assert told["restarts"] == 1
+    assert told["environment"]["python"]
+    assert [(one["epoch"], one["loss"]) for one in steps(tmp_path)] == [(0.5, 1.5)]
+
+
+def test_a_failed_run_says_why_and_its_events_stay_when_it_goes_on(remote, tmp_path):
+    book = Journal(remote, {})
+    with pytest.raises(FarandoleJobError), training.telling(None, "mine", "x", {}, book) as run:
+        fail(run)
+    book.close()
+    told = record(tmp_path)
+    assert (told["state"], told["reason"]) == ("failed", "rank 1 on b failed")
+    book = Journal(remote, {})
+    with training.telling(None, "mine", "x", {}, book):
+        pass
+    book.close()
+    told = record(tmp_path)
+    assert told["state"] == "ended"
+    assert "reason" not in told
+    assert [one["what"] for one in told["events"]] == ["executor lost"]
+
+
+def test_an_epoch_that_comes_again_replaces_what_came_after_it(remote, tmp_path):
+    clock = Clock()
+    book = Journal(remote, {}, clock)
+    for number in range(2):
+        for of in (2, 4):
+            book.put("", "step", step(number, of, 1.0))
+            clock.now += 1
+        body = {"epoch": number, "values": {"loss": 1.0}, "seconds": 2.0}
+        book.put("", f"epoch/{number}", body)
+    book.put("", "step", step(1, 2, 9.0))
+    book.close()
+    told = steps(tmp_path)
+    assert [one["epoch"] for one in told] == [0.5, 1.0, 1.5]
+    assert told[-1]["loss"] == 9.0
+    assert [one["seconds"] for one in told] == [0.0, 1.0, 2.0]
+
+
+def test_steps_are_thinned_and_the_last_ones_are_there(remote, tmp_path, monkeypatch):
+    monkeypatch.setattr(journals, "_MOST_STEPS", 100)
+    book = Journal(remote, {})
+    for number in range(5000):
+        book.put("", "step", {**step(0, number, 1.0), "steps": 5000})
+    book.close()
+    told = [one["epoch"] for one in steps(tmp_path)]
+    assert 40 < len(told) <= 100
+    assert told == sorted(told)
+    assert told[-1] > 0.95
+
+
+def test_a_store_that_fails_fails_no_run(remote, tmp_path, caplog):
+    (tmp_path / "runs").write_text("not a directory")
+    with caplog.at_level(logging.WARNING, "farandole"):
+        book = Journal(remote, {})
+        with training.telling(None, "mine", "x", {}, book) as run:
+            run.event("something", None)
+        book.close()
+    assert len([one for one in caplog.records if "run viewer" in one.message]) == 1

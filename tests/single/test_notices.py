@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Signals that tell a worker of an elastic job to leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+SCRIPT = """
+import os, signal, sys, time
+from farandole.common import notices
+
+def leave(reason):
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    print("told:", reason, flush=True)
+    if sys.argv[1] == "again":
+        os.kill(os.getpid(), signal.SIGTERM)
+    print("registered", flush=True)
+
+notices.leave = leave
+with notices.heeded():
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    print("goes on", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def ended(how: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "FARANDOLE_ELASTIC": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=60, check=False, env=env
+    )
+
+
+def test_a_signal_ends_the_process_only_after_the_registrar_knows_of_the_first_one() -> None:
+    found = ended("once")
+    assert found.returncode == -signal.SIGTERM, found.stderr
+    assert found.stdout.splitlines() == ["told: it got SIGTERM", "registered", "goes on"]
+
+
+def test_a_second_signal_while_the_registrar_is_told_ends_the_process() -> None:
+    found = ended("again")
+    assert found.returncode == -signal.SIGTERM, found.stderr
+    assert "goes on" not in found.stdout

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a real fit leaves for the run viewer, and how the viewer shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+
+import pyarrow as pa
+import pytest
+import torch
+
+from farandole.spark.common import LocalBackend, LocalStore
+from farandole.spark.torch import TorchEstimator
+
+
+def estimator(tmp_path, **more):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    return TorchEstimator(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), loss=torch.nn.MSELoss(),
+        feature_cols=["x"], label_cols=["y"], backend=LocalBackend(2, verbose=0), store=LocalStore(str(tmp_path)),
+        run_id="mine", batch_size=4, epochs=2, verbose=0, random_seed=1, **more,
+    )  # fmt: skip
+
+
+def rows():
+    return pa.table({"x": [number / 64 for number in range(64)], "y": [number / 32 for number in range(64)]})
+
+
+def test_a_fit_is_recorded_and_shown(tmp_path, capfd):
+    model = estimator(tmp_path).fit(rows(), ui=True)
+    link = re.search(r"at (http://127\.0\.0\.1:\S+)", capfd.readouterr().err)
+    assert link is not None
+    told = json.loads((tmp_path / "runs/mine/_record.json").read_text())
+    assert (told["state"], told["what"], told["model"], told["size"]) == ("ended", "TorchEstimator", "Sequential", 2)
+    assert (told["epochs"], told["done"], told["parameters"]["batch_size"]) == (2, 2, 4)
+    assert told["data"]["training rows"] == 64
+    assert told["environment"]["torch"] == torch.__version__
+    assert [(one["rank"], one["pid"] > 0) for one in told["ranks"]] == [(0, True), (1, True)]
+    assert all(one["step_seconds"] > 0 for one in told["ranks"])
+    assert told["best"]["value"] == min(entry["train"]["loss"] for entry in model.getHistory())
+    with urllib.request.urlopen(f"{link[1]}api/runs", timeout=10) as answer:
+        (run,) = json.load(answer)["runs"]
+    assert (run["name"], run["state"], run["done"]) == ("mine", "ended", 2)
+    with model.show() as viewer:
+        assert viewer.url.endswith("#/run/0%2Fmine")
+        assert viewer.url.startswith(link[1])
+        with urllib.request.urlopen(f"{link[1]}api/curves?run=0/mine", timeout=10) as answer:
+            curves = json.load(answer)["runs"][0]["curves"]
+    assert [one["x"] for one in curves if one["name"] == "loss" and one["of"] == "epoch"] == [[1.0, 2.0]]
+
+
+def test_a_failed_fit_says_why_in_its_record(tmp_path):
+    def fail(_state):
+        raise RuntimeError("no more disk")
+
+    with pytest.raises(Exception, match="no more disk"):
+        estimator(tmp_path, callbacks=[fail]).fit(rows())
+    told = json.loads((tmp_path / "runs/mine/_record.json").read_text())
+    assert told["state"] == "failed"
+    assert "no more disk" in told["reason"]

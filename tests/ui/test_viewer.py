@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The run viewer in a real browser."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.ui.conftest import entry, write_history, write_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def ready(page: Page, link: str) -> None:
+    """Opens the page and waits for its first answer."""
+    page.goto(link)
+    page.wait_for_selector("body[data-ready]")
+
+
+def points(page: Page, chart: str) -> int:
+    """Points of training that a run has by its page's data, as the server told the page last."""
+    return page.evaluate(
+        """async (chart) => {
+            const run = decodeURIComponent(location.hash.replace("#/run/", ""));
+            const told = await (await fetch("api/curves?run=" + encodeURIComponent(run))).json();
+            return told.runs[0].curves.find((one) => one.name === chart).points;
+        }""",
+        chart,
+    )
+
+
+def test_the_list_leads_to_a_run_and_its_curves(page, shown, tmp_path):
+    write_run(tmp_path, "first")
+    write_run(tmp_path, "second", state="failed", reason="rank 1 on b was lost")
+    link = shown()
+    ready(page, link)
+    assert page.locator("#rows tr").count() == 2
+    assert page.locator("#count").inner_text() == "2 runs"
+    page.fill("#filter", "state:failed")
+    assert page.locator("#rows td.state").all_inner_texts() == ["failed"]
+    assert page.locator("#count").inner_text() == "1 of 2 runs"
+    page.click("#rows a")
+    page.wait_for_selector("figure[data-chart=loss] canvas")
+    assert page.locator("figure").count() == 4, "loss, accuracy, seconds of an epoch, rows per second"
+    assert "rank 1 on b was lost" in page.locator("main").inner_text()
+    assert "0123456789abcdef" in page.locator("[data-section=Code]").inner_text()
+    assert page.locator("tr.slow td").all_inner_texts()[:2] == ["2", "c"]
+    assert "restart" in page.locator("[data-section=Events]").inner_text()
+    page.goto(f"{link}#/run/0%2Ffirst")
+    page.wait_for_selector("text=straggler: rank 2 on c computes 2.1 times as long as the median")
+
+
+def test_names_and_values_are_never_html(page, errors, shown, tmp_path):
+    alerts = []
+    page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
+    parameters = {HOSTILE: HOSTILE, "a": [HOSTILE]}
+    events = [{"time": 1, "what": HOSTILE, "reason": HOSTILE}]
+    directory = write_run(
+        tmp_path, "hostile", name=HOSTILE, model=HOSTILE, user=HOSTILE, state=HOSTILE, reason=HOSTILE,
+        parameters=parameters, events=events, ranks=[{"rank": HOSTILE, "host": HOSTILE}], environment=parameters,
+    )  # fmt: skip
+    history = [entry(0) | {"train": {"loss": 1.0, "all_metrics": [{HOSTILE: 1.0}]}}]
+    write_history(directory, history)
+    (directory / f"{HOSTILE.replace('/', '')}.log").write_text(f"<script>alert(2)</script>{HOSTILE}")
+    link = shown()
+    ready(page, link)
+    assert page.locator("#rows a").inner_text() == HOSTILE
+    page.click("#rows a")
+    page.wait_for_selector(f'figure[data-chart="{HOSTILE}"] canvas')
+    page.click("[data-section=Files] button")
+    page.wait_for_selector("[data-section=Files] pre:not([hidden])")
+    assert "<script>" in page.locator("[data-section=Files] pre").inner_text()
+    assert page.locator("img").count() == 0
+    assert page.locator("script").count() == 1
+    assert not alerts
+    # A script that got into the page all the same would not run, and nothing could be sent elsewhere.
+    inline = "Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'})"
+    page.evaluate(f"document.body.append({inline})")
+    assert page.evaluate("window.ran") is None
+    assert len(errors) == 1
+    assert "Content Security Policy" in errors.pop()
+
+
+def test_runs_are_compared_on_one_chart(page, shown, tmp_path):
+    write_run(tmp_path, "fast", quality=0.5, parameters={"batch_size": 64, "random_seed": 1})
+    write_run(tmp_path, "slow", quality=2.0)
+    ready(page, shown())
+    page.keyboard.press("j")
+    page.keyboard.press("x")
+    page.keyboard.press("j")
+    page.keyboard.press("x")
+    assert page.locator("#compare").inner_text() == "Compare 2"
+    page.keyboard.press("c")
+    page.wait_for_selector("figure[data-chart=loss] canvas")
+    labels = page.locator("figure[data-chart=loss] .u-label").all_inner_texts()
+    assert sorted(labels[1:]) == ["fast", "fast (val)", "slow", "slow (val)"]
+    differing = page.locator('[data-section="Parameters that differ"]').inner_text()
+    assert "batch_size" in differing
+    assert "random_seed" not in differing
+
+
+def test_a_live_run_grows_without_reloading(page, shown, tmp_path):
+    now = int(time.time() * 1000)
+    directory = write_run(tmp_path, "live", epochs=3, state="running", ended=None, updated=now, done=3)
+    link = shown()
+    ready(page, f"{link}#/run/0%2Flive")
+    page.wait_for_selector("figure[data-chart=loss] canvas")
+    page.evaluate("window.same = true")
+    assert points(page, "loss") == 3
+    before = page.locator("figure[data-chart=loss] canvas").screenshot()
+    write_history(directory, [entry(epoch) for epoch in range(8)])
+    page.wait_for_selector('figure[data-chart=loss][data-points="8"]', timeout=10_000)
+    assert page.locator("figure[data-chart=loss] canvas").screenshot() != before
+    assert page.evaluate("window.same")
+
+
+def test_zoom_smoothing_and_files_of_a_run(page, shown, tmp_path):
+    write_run(tmp_path, "one", epochs=200)
+    ready(page, f"{shown()}#/run/0%2Fone")
+    over = page.locator("figure[data-chart=loss] .u-over")
+    over.wait_for()
+    box = over.bounding_box()
+    assert box is not None
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.mouse.move(box["x"] + 100, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 200, box["y"] + 60)
+    page.mouse.up()
+    page.wait_for_selector("button:has-text('Reset zoom'):not([disabled])")
+    page.wait_for_timeout(100)
+    assert any("from=" in one and "api/curves" in one for one in asked), asked
+    page.dblclick("figure[data-chart=loss] .u-over")
+    page.wait_for_selector("button:has-text('Reset zoom')[disabled]")
+    page.locator("input[type=range]").fill("0.5")
+    page.wait_for_timeout(300)
+    assert any("smooth=0.5" in one for one in asked)
+    with page.expect_download() as download:
+        page.click("text=CSV")
+    rows = list(csv.DictReader(open(download.value.path(), newline="")))  # noqa: SIM115 - the browser's own copy
+    assert len(rows) == 200
+    assert rows[0]["run"] == "one"
+    assert float(rows[5]["val_loss"]) == pytest.approx(entry(5)["validation"]["loss"])
+    with page.expect_download() as download:
+        page.click("figure[data-chart=loss] button")
+    picture = open(download.value.path(), "rb").read()  # noqa: SIM115 - as above
+    assert picture.startswith(b"\x89PNG")
+    assert download.value.suggested_filename == "loss.png"
+
+
+def test_keys_and_themes(page, shown, tmp_path):
+    write_run(tmp_path, "one")
+    ready(page, shown())
+    page.keyboard.press("/")
+    page.keyboard.type("nothing like this")
+    assert page.locator("#rows tr").count() == 0
+    assert page.locator("#nothing").is_visible()
+    page.fill("#filter", "")
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("figure canvas")
+    page.keyboard.press("u")
+    page.wait_for_selector("#rows tr")
+    page.keyboard.press("?")
+    assert page.locator("dialog[open]").is_visible()
+    page.keyboard.press("Escape")
+    paper = "getComputedStyle(document.body).backgroundColor"
+    page.keyboard.press("t")
+    light = page.evaluate(paper)
+    page.keyboard.press("t")
+    assert page.evaluate(paper) != light
+
+
+def test_a_page_behind_a_proxy_with_a_prefix_works(page, shown, tmp_path):
+    write_run(tmp_path, "one")
+    link = shown()
+    port, token = link.split("/")[2].rpartition(":")[2], link.split("/")[3]
+    # Proxies that keep their prefix ask the server for it, too.
+    ready(page, f"http://127.0.0.1:{port}/user/ada/proxy/absolute/{port}/{token}/")
+    page.click("#rows a")
+    page.wait_for_selector("figure canvas")
+
+
+@pytest.mark.slow
+def test_a_thousand_runs_load_within_a_second(page, shown, tmp_path):
+    for number in range(1000):
+        write_run(tmp_path, f"run-{number:04d}", epochs=30, quality=1 + number % 7, started=number)
+    link = shown()
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+
+    def processor_time() -> float:
+        """Seconds of this process, which has the server, and of the page's."""
+        found = session.send("Performance.getMetrics")["metrics"]
+        return time.process_time() + next(one["value"] for one in found if one["name"] == "ProcessTime")
+
+    times, costs = [], []
+    for _ in range(3):
+        began, spent = time.monotonic(), processor_time()
+        ready(page, link)
+        times.append(time.monotonic() - began)
+        costs.append(processor_time() - spent)
+    print(f"1,000 runs: {times} s, of processors {costs} s")
+    assert page.locator("#count").inner_text() == "1000 runs"
+    drawn = page.locator("#rows tr").count()
+    assert 100 <= drawn < 1000
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    page.wait_for_function(f"document.querySelectorAll('#rows tr').length > {drawn}")
+    page.fill("#filter", "run-0123")
+    assert page.locator("#rows tr").count() == 1
+    # Where other programs use the cores, the processors' time says how long it takes without them.
+    assert min(times) < 1 or max(costs) < 1, (times, costs)
+
+
+@pytest.mark.slow
+def test_a_million_points_are_drawn(page, shown, tmp_path):
+    directory = write_run(tmp_path, "long", epochs=1)
+    line = '{"epoch": %d, "train": {"loss": %.6f, "all_metrics": []}, "seconds": 0.1, "rows": 10}\n'
+    with (directory / "logs" / "history.jsonl").open("w") as file:
+        for epoch in range(1_000_000):
+            file.write(line % (epoch, 50.0 if epoch == 777_777 else 1 / (1 + epoch / 1e5)))
+    link = f"{shown()}#/run/0%2Flong"
+    began = time.monotonic()
+    ready(page, link)
+    page.wait_for_selector("figure[data-chart=loss] canvas")
+    first = time.monotonic() - began
+    told, took = page.evaluate(
+        """async () => {
+            const began = performance.now();
+            const told = await (await fetch("api/curves?run=0%2Flong&pixels=600")).json();
+            return [told.runs[0].curves.find((one) => one.name === "loss"), performance.now() - began];
+        }"""
+    )
+    print(f"1 M points: first shown after {first:.2f} s, then {took:.0f} ms for {len(told['x'])} points of each curve")
+    assert told["points"] == 1_000_000
+    assert len(told["x"]) <= 2400
+    assert max(told["y"]) == 50.0
+    assert took < 500, "four curves, by HTTP and JSON"
+    assert first < 15
+
+
+def test_the_command_prints_the_link_and_ends_by_ctrl_c(tmp_path):
+    import signal
+
+    write_run(tmp_path, "one")
+    program = [sys.executable, "-m", "farandole", "ui", str(tmp_path)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        link = command.stdout.readline().split()[4]
+        with urllib.request.urlopen(f"{link}api/runs", timeout=10) as answer:
+            assert [run["name"] for run in json.load(answer)["runs"]] == ["one"]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://{link.split('/')[2]}/api/runs", timeout=10)
+        command.send_signal(signal.SIGINT)
+        command.wait(20)
