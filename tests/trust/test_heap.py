@@ -34,7 +34,7 @@ def job(name):
     return backend(2, verbose=0, env=env, stderr=sys.stderr, **more).run(functools.partial(soak, kind, SECONDS, 7))
 
 
-@pytest.mark.timeout(max(120, 3 * SECONDS))
+@pytest.mark.timeout(max(240, 3 * SECONDS))
 @pytest.mark.usefixtures("spark")
 def test_memory_stays_within_half_more_than_what_is_alive():
     cloudpickle.register_pickle_by_value(heap_soak)

@@ -61,7 +61,7 @@ impl Suite {
 
 /// The key of a suite.
 pub(super) enum Cipher {
-    Ring(LessSafeKey),
+    Ring(Box<LessSafeKey>),
     #[cfg(target_arch = "x86_64")]
     Aegis([u8; 16]),
 }
@@ -77,7 +77,8 @@ impl Cipher {
             #[cfg(not(target_arch = "x86_64"))]
             Suite::Aegis128X2 => return None,
         };
-        UnboundKey::new(algorithm, key).ok().map(LessSafeKey::new).map(Self::Ring)
+        let key = LessSafeKey::new(UnboundKey::new(algorithm, key).ok()?);
+        Some(Self::Ring(Box::new(key)))
     }
 
     /// Encrypts a payload where it lies.
