@@ -1,28 +1,28 @@
-# Every command of the project. `make demo` and `make test` set up everything they need.
+# All commands of the project. `make demo` and `make test` install everything that they need.
 PYTHON ?= python3
 VENV := .venv
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 BIN := $(VENV)/bin
 SOURCES := $(shell find crates python -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.toml -o -name '*.proto') Cargo.toml Cargo.lock pyproject.toml
-# One interpreter for every build of the extension, so that wheel, tests and lints share what cargo built.
+# All builds of the extension use one interpreter, so the wheel, the tests and the lints share what cargo built.
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
-# Spark runs in this process's JVM and its Python workers are this environment's.
+# Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install tools deny docs clean
+.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install tools deny docs release release-again clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
 
 RUST_TESTS := cargo test --release --workspace --exclude farandole-python
-# Deadlines are short and machines shared: what fails is tried once more, and that is said. Tests in Python wait for starts
-# and deadlines half of the time, so two halves run side by side; the output of each comes when it has ended.
+# Deadlines are short and machines are shared, so a failed test runs once more, with a message. Python tests spend half of
+# their time waiting, so two halves run in parallel. The output of each half appears when it has ended.
 test: install loom
 	$(RUST_TESTS) --no-fail-fast || { echo "make test: once more, for the failures above"; $(RUST_TESTS); }
 	@echo "make test: the tests in Python, in two halves side by side"
 	$(MAKE) --no-print-directory -j2 --output-sync=target test-jobs test-rest
 
-# What starts clusters and jobs as users do, and all the rest.
+# Tests that start clusters and jobs as users do. `test-rest` runs all others.
 JOBS := tests/spark tests/ray tests/storage tests/launcher tests/launch tests/trust tests/chaos
 test-jobs:
 	$(BIN)/python -m pytest $(JOBS) -m "not slow" --reruns 1 --durations=25
@@ -30,22 +30,22 @@ test-jobs:
 test-rest:
 	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS)) -m "not slow" --reruns 1 --durations=25
 
-# Ray on this host: ranks that stay, ranks that come and go, estimators, nodes that are killed. `test` has the short ones.
+# Ray on this host: static and elastic jobs, estimators, killed nodes. `test` runs the short tests of it.
 test-ray: install
 	$(BIN)/python -m pytest tests/ray --reruns 1 --durations=10
 
-# Jobs on several hosts, which are namespaces with a real sshd each, and jobs that other starters start. Needs root; what a
-# machine lacks is named and its tests are skipped.
+# Jobs on several hosts (namespaces with a real sshd each), and jobs of other launchers. Needs root. If a program is
+# missing, its tests are skipped and a message names it.
 test-launch: install packages
 	$(BIN)/python -m pytest tests/launch --reruns 1 --durations=10
 
-# An elastic job on four hosts, which are namespaces, for 20 minutes of faults; what happened goes to target/chaos.json.
-# `make test` does the same for 100 s. FARANDOLE_CHAOS_SEED draws other faults.
+# An elastic job on four hosts (namespaces) under faults for 20 minutes. The report is target/chaos.json. `make test` does
+# the same for 100 s. FARANDOLE_CHAOS_SEED selects other faults.
 chaos: install packages
 	FARANDOLE_CHAOS_SECONDS=$${FARANDOLE_CHAOS_SECONDS:-1200} FARANDOLE_CHAOS_REPORT=$(CURDIR)/target/chaos.json \
 	$(BIN)/python -m pytest tests/chaos
 
-# Debian packages that tests use where they are there.
+# Debian packages that some tests need.
 packages:
 	@.ci/packages
 
@@ -54,21 +54,21 @@ packages:
 test-ui: install packages
 	$(BIN)/python -m pytest tests/ui --reruns 1 --durations=10
 
-# Every order of what two sides of shared memory and the threads of an engine may do and see.
+# loom tries all orders of memory operations in the shared ring and in the engine's threads.
 loom:
 	RUSTFLAGS="--cfg loom" cargo test --release --target-dir target/loom -p farandole-shm -p farandole-transport -p farandole-engine \
 	--lib loom_
 
-# Garbage for a minute a target, others every time; `make test` takes a second each, and the same.
+# Feeds garbage to each target for a minute, with a new seed each time. `make test` takes a second each, with a fixed seed.
 fuzz: export FARANDOLE_FUZZ_SECONDS ?= 60
 fuzz: install
 	cargo test --release -p farandole-fuzz --no-fail-fast
 	$(BIN)/python -m pytest tests/trust/test_garbage.py
 
-# The rooms with unsafe code that any process can run. AddressSanitizer: shm, transport, collectives; its runtime comes with
-# the compiler, which takes the option with RUSTC_BOOTSTRAP=1 and needs no nightly for it. valgrind, where installed: shm,
-# also what is read before it was written; it does not know `mremap` of a detached range (shm_6).
-# Not covered: launcher's hook between fork and exec, telemetry's NVTX, and what Python, TensorFlow and CUDA call through C.
+# The crates with unsafe code that needs no special process. AddressSanitizer checks shm, transport and collectives. Its
+# runtime comes with the compiler, and RUSTC_BOOTSTRAP=1 allows the option without a nightly compiler. valgrind, if
+# installed, checks shm, also for reads of uninitialized memory. It does not support `mremap` of a detached range (shm_6).
+# Not covered: launcher's hook between fork and exec, telemetry's NVTX, and calls from Python, TensorFlow and CUDA through C.
 sanitize:
 	ASAN_OPTIONS=allocator_may_return_null=1 RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" \
 	cargo test --release --target $(HOST) --target-dir target/asan \
@@ -78,8 +78,8 @@ sanitize:
 	CARGO_TARGET_$(shell echo $(HOST) | tr a-z- A-Z_)_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
 	cargo test --target-dir target/valgrind -p farandole-shm --lib --tests -- --skip shm_6
 
-# Stores against real services: S3 as in `test`, besides GCS, Azure and HDFS, which this installs below .tools. Those of
-# Kerberos want its kinit (Debian: apt-get install krb5-user), and are skipped without it.
+# Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, which this target installs below .tools. Tests
+# of Kerberos need kinit (Debian: apt-get install krb5-user), and are skipped without it.
 test-storage: install .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
 	$(BIN)/python -m pytest tests/storage
 
@@ -92,12 +92,12 @@ test-storage: install .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/
 jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/farandole/*.java)
 	cd jvm-shim && mvn -q -B test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath -Dmdep.includeScope=test
 
-# Spark for minutes: clusters, executors that are killed, large results; then what asks something of Spark itself on older
-# pyspark, each in an environment of its own that sees the other packages of this one. Side by side, for alone they wait
-# for starts and deadlines more than half of the time.
+# Slow tests of Spark: clusters, killed executors, large results. Then the tests that depend on Spark run on older versions
+# of pyspark, each in its own environment, which sees the other packages of this one. Both parts run in parallel, because
+# they spend more than half of their time waiting.
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py plugin.py)
-# JVMs of tests live for seconds: what their better compiler takes of two cores is not earned
-# back (a short session: 24 s of processor time with it, 14 without, one run each).
+# JVMs of tests live for seconds. The JIT's C2 compiler costs more processor time than it saves in such short runs (one
+# short session: 24 s of processor time with it, 14 s without).
 test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
 test-spark: install .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 	@echo "test-spark: two halves side by side, for about half an hour; the output of each comes when it has ended"
@@ -112,8 +112,8 @@ spark-older:
 		PYSPARK_PYTHON=$$python $$python -m pytest $(SPARK_FACING) -m "not newest" --reruns 1 --durations=20 || exit 1; \
 	done
 
-# 3.5 comes without its Connect server, which is a jar of its own: the last version whose jar is where jars are. Made again
-# when this recipe may have changed, or what the environment sees of the other one.
+# pyspark 3.5 does not contain its Connect server, so the jar is downloaded: 3.5.7 is the last version with such a jar. The
+# environment is created again if this file or the packages of the main environment have changed.
 .tools/pyspark-%/ready: Makefile $(VENV)/.packages
 	$(PYTHON) -m venv --without-pip --clear $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D)/bin/python "pyspark==$(if $(filter 3.5,$*),3.5.7,$*.*)"
@@ -122,7 +122,7 @@ spark-older:
 	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
 	touch $@
 
-# The retired framework in an environment of its own: its last wheel wants a NumPy that nothing else here would take.
+# MXNet is retired. It has its own environment, because its last wheel needs a NumPy that is too old for everything else.
 test-mxnet: install .tools/mxnet/bin/mxnet-is-here
 	$(BIN)/uv pip install --quiet --python .tools/mxnet/bin/python --no-deps --reinstall dist/farandole-*.whl
 	.tools/mxnet/bin/python -m pytest tests/retired
@@ -132,16 +132,15 @@ test-mxnet: install .tools/mxnet/bin/mxnet-is-here
 	$(BIN)/uv pip install --quiet --python .tools/mxnet/bin/python mxnet==1.9.1 numpy==1.23.5 cloudpickle pytest pytest-timeout pytest-rerunfailures
 	touch $@
 
-# The whole grid of faults, of which `test` takes a part; what every rank heard, and when, goes to target/faults.jsonl.
+# The whole grid of faults. `test` runs a part of it. target/faults.jsonl records the error of every rank and its time.
 test-faults: install
 	rm -f target/faults.jsonl
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
 	$(BIN)/python -m pytest tests/elastic -m slow --reruns 1
 	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
 
-# What strangers can reach and what their files can do, losses of power, a thousand fits in one process, ten minutes of random
-# collectives, a driver that is stopped or cut off from its executors: half an hour at most, in two halves side by side.
-# `test` has the short ones of them.
+# Open ports, hostile files, losses of power, a thousand fits in one process, ten minutes of random collectives, a driver that
+# is stopped or cut off from its executors: half an hour at most, in two parallel halves. `test` runs the short ones.
 SOAKS := tests/trust/test_soak.py tests/trust/test_heap.py
 test-trust: install packages
 	$(MAKE) --no-print-directory -j2 --output-sync=target trust-soaks trust-rest
@@ -160,12 +159,12 @@ lint: $(VENV)/.packages
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	cargo xtask check
-	$(BIN)/ruff check python tests examples bench
-	$(BIN)/ruff format --check python tests examples bench
+	$(BIN)/ruff check python tests examples bench release docs
+	$(BIN)/ruff format --check python tests examples bench release docs
 	$(BIN)/pyright
 	PYTHONPATH=python $(BIN)/lint-imports --no-cache --no-logo
 
-# Everything that only a GPU can show; where there is none it says so.
+# All checks that need a GPU. Without a GPU it prints that there is none.
 gpu-check: install
 	$(BIN)/python bench/gpu_check.py
 
@@ -183,12 +182,12 @@ bench: install
 
 install: $(VENV)/.wheel
 
-# TensorFlow's ops: a library of their own, a file of the package. In a checkout it is a link to what cargo built.
+# TensorFlow's ops are a separate library and a file of the package. In a checkout, that file is a link to cargo's output.
 tensorflow-ops:
 	cargo build --release -p farandole-tensorflow
 	ln -sf ../../../target/release/libfarandole_tensorflow.so python/farandole/tensorflow/libfarandole_tensorflow.so
 
-# The Spark plugin: one jar of Java, which travels in the wheel. In a checkout it is where the package looks for it.
+# The Spark plugin is one jar, which the wheel contains. In a checkout it is at the same place in the package.
 SHIM := python/farandole/spark/farandole-spark.jar
 shim: $(SHIM)
 
@@ -196,7 +195,7 @@ $(SHIM): jvm-shim/spark/pom.xml $(shell find jvm-shim/spark/src -type f) | tools
 	cd jvm-shim/spark && mvn -q -B -Dstyle.color=never package
 	cp jvm-shim/spark/target/farandole-spark.jar $@
 
-# The page of the run viewer: one script and one style, ours and uPlot's, which npm brings with its licence.
+# The page of the run viewer: one script and one style. Both contain ours and uPlot's, with the licence of uPlot.
 PAGE := python/farandole/ui/viewer
 UPLOT := crates/ui/page/node_modules/uplot
 SCRIPTS := $(addprefix crates/ui/page/,dom.js list.js charts.js run.js main.js)
@@ -209,7 +208,7 @@ $(PAGE).js: $(SCRIPTS) crates/ui/page/viewer.css crates/ui/page/package-lock.jso
 	echo '(() => {'; echo '"use strict";'; cat $(SCRIPTS); echo '})();'; } > $@
 
 wheel: $(VENV)/.packages tensorflow-ops $(SHIM) $(PAGE).js
-	rm -rf dist
+	rm -f dist/*.whl
 	$(BIN)/maturin build --release --out dist
 	$(BIN)/uv build --quiet --wheel --out-dir dist python/horovod-compat
 
@@ -222,18 +221,35 @@ $(VENV)/.packages: pyproject.toml | tools
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra torch --extra lightning --extra tensorflow-cpu --extra spark --extra examples --extra dev
-	$(BIN)/uv cache prune --quiet # pyspark is a source archive: an install leaves 2.4 GB of what it was built from
+	$(BIN)/uv cache prune --quiet # pyspark is a source archive, and its build leaves 2.4 GB in the cache
 	touch $@
 
 tools:
 	@sh .ci/tools "$(PYTHON)"
 
-# The generated reference, then the site, in target/docs/html. Sphinx is installed for this target alone.
+# Generates the reference of the settings, then builds the site in target/docs/html. Only this target installs Sphinx.
 docs: $(VENV)/.packages
 	cargo xtask docs
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d target/docs/doctrees docs target/docs/html
 	@echo "make docs: target/docs/html/index.html"
+
+# What a release uploads, in dist/release: a wheel for glibc 2.17 with licences and a bill of materials, an sdist,
+# farandole-horovod. Then the wheel is installed into empty environments and used. Needs a clean checkout.
+release: $(SHIM) $(PAGE).js .tools/release/ready
+	.tools/release/bin/python release/build.py dist/release
+	.tools/release/bin/python release/smoke.py dist/release $(SMOKE)
+
+# Builds the release once more and fails if a byte differs.
+release-again: $(SHIM) $(PAGE).js .tools/release/ready
+	.tools/release/bin/python release/build.py dist/release-again
+	.tools/release/bin/python release/compare.py dist/release dist/release-again
+
+.tools/release/ready: pyproject.toml | tools
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet uv
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python -r pyproject.toml --extra release
+	touch $@
 
 deny:
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny

@@ -67,7 +67,7 @@ os._exit(0)
 """
 
 COST = """
-import json, statistics, time
+import json, statistics, sys, time
 import torch
 import farandole.torch as hvd
 from farandole.torch.elastic import TorchState
@@ -99,7 +99,7 @@ calls = {
     "commit_in_background": step_of(*background, behind.commit),
 }
 times = {name: [] for name in calls}
-for _ in range(8):
+for _ in range(int(sys.argv[1])):
     for name, call in calls.items():
         hvd.barrier()
         for index in range(11):
@@ -268,11 +268,11 @@ def goodput(folder: Path, seconds: float) -> tuple[float, int]:
     return share, kills
 
 
-def cost(folder: Path) -> dict[str, float]:
+def cost(folder: Path, rounds: int) -> dict[str, float]:
     """Ratios of steps that are fault tolerant, or followed by a commit, to those that are neither; two ranks."""
     script = folder / "cost.py"
     script.write_text(COST)
-    command = [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable, str(script)]
+    command = [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable, str(script), str(rounds)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (line,) = (line for line in done.stdout.splitlines() if "{" in line)
     times = json.loads(line[line.index("{") :])
@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--goodput", type=float, default=600.0, help="seconds of the run with a SIGKILL a minute")
     parser.add_argument("--keep", action="store_true", help="leave bench/results as it is")
+    parser.add_argument("--rounds", type=int, default=8, help="of ten steps of each kind, for the cost without a fault")
     parser.add_argument("--cost", action="store_true", help="measure only the cost without a fault, and save nothing")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -304,7 +305,7 @@ def main() -> None:
 
     def costs() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            for name, ratio in cost(Path(folder)).items():
+            for name, ratio in cost(Path(folder), arguments.rounds).items():
                 row(f"cost of {name} without a fault, 25 M parameters", ratio, 1.03, "x")
 
     if arguments.cost:

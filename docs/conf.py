@@ -2,9 +2,18 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Settings of the documentation site, which `make docs` builds."""
 
+import sys
+from pathlib import Path
+
+from pygments.lexers.special import TextLexer
+from sphinx.highlighting import lexers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 project = "Farandole"
 copyright = "the Farandole authors"  # noqa: A001 - Sphinx's name
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "api_reference"]
+lexers["ssh-config"] = TextLexer()  # Pygments has none for it
 source_suffix = {".md": "markdown"}
 html_theme = "pydata_sphinx_theme"
 html_title = "Farandole"
@@ -13,7 +22,13 @@ html_theme_options = {"navbar_align": "left", "navigation_with_keys": False, "sh
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", ".*")
+]  # annotations name types of Spark, torch and others, which have sites of their own
+python_maximum_signature_line_length = 90
+python_use_unqualified_type_names = True
+add_module_names = False
+toc_object_entries_show_parents = "hide"
 suppress_warnings = [
-    "misc.highlighting_failure",  # an ssh configuration has no highlighter
-    "myst.header",  # the generated reference begins its entries at level two
+    "ref.python",  # each framework's module exports ProcessSet and the operations, so a bare name has several targets
 ]

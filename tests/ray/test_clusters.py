@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(330)]
 
-LIMIT = 200
+LIMIT = 280
 
 TRAIN = """
 def train():
@@ -231,7 +231,7 @@ finally:
 def told(script, folder, *words):
     """What a script prints. Ray's client sends its token only where it is told to."""
     (folder / "script.py").write_text(script)
-    env = {**os.environ, "RAY_AUTH_MODE": "token"}
+    env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120"}
     command = [sys.executable, folder / "script.py", folder, *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, env=env)
     assert ended.returncode == 0, ended.stdout + ended.stderr

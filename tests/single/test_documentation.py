@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -54,3 +55,51 @@ def test_messages_of_the_troubleshooting_page_stand_in_the_sources():
     missing = [message for message in messages if message not in sources]
     assert messages
     assert not missing
+
+
+def test_the_table_of_versions_has_the_bounds_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {re.split(r"[\[>]", one)[0]: one for extra in project["optional-dependencies"].values() for one in extra}
+    names = {"PyTorch": "torch", "Python": None, "Linux, x86-64": None}
+    page = (DOCS / "versions.md").read_text().split("## Version numbers")[0]
+    rows = dict(re.findall(r"^\| ([A-Z][\w ,-]+?) \| ([\w. ]+?) \|", page, re.MULTILINE))
+    assert project["requires-python"] == f">={rows['Python']}"
+    bounds = {name: f">={rows[name]}" for name in rows if names.get(name, name) is not None}
+    told = {name: wanted[names.get(name) or name.lower()] for name in bounds}
+    assert len(bounds) == 9
+    assert {name: requirement for name, requirement in told.items() if bounds[name] not in requirement} == {}
+
+
+def test_prose_has_at_most_a_hundred_columns():
+    pages = [*ROOT.glob("*.md"), *(page for page in DOCS.rglob("*.md") if page.parent.name != "reference")]
+    wide = [f"{page.relative_to(ROOT)}:{number}" for page in pages for number in wide_lines(page)]
+    assert not wide
+
+
+def wide_lines(page: Path) -> list[int]:
+    """Numbers of lines beyond 100 columns, except tables, code, images, headings and single words."""
+    found, fence = [], ""
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        marker = re.match(r"\s*(`{3,})", line)
+        if marker and not fence:
+            fence = marker[1]
+        elif fence:
+            fence = "" if line.strip() == fence else fence
+        elif len(line) > 100 and not line.startswith(("|", "![", "#")) and " " in line.strip().removeprefix("- "):
+            found.append(number)
+    return found
+
+
+def test_every_public_package_is_in_the_reference():
+    sources = ROOT / "python"
+    packages = {
+        ".".join(file.parent.relative_to(sources).parts)
+        for file in (sources / "farandole").rglob("__init__.py")
+        if "__all__" in file.read_text() and not re.search(r"/_", str(file.parent.relative_to(sources)))
+    }
+    shown = {
+        name
+        for page in DOCS.rglob("*.md")
+        for name in re.findall(r"^```\{api\} (\S+)$", page.read_text(), re.MULTILINE)
+    }
+    assert not packages - shown

@@ -80,7 +80,10 @@ struct Line {
 
 /// A cache of the numbers of runs, valid while the files do not change.
 #[derive(Debug, Default)]
-pub(crate) struct Shelf(Mutex<HashMap<(String, &'static str), (Stamp, Arc<Series>)>>);
+pub(crate) struct Shelf(Mutex<HashMap<Place, (Stamp, Arc<Series>)>>);
+
+/// URL of the directory of a run, and a file in it.
+type Place = (String, &'static str);
 
 impl Shelf {
     /// The numbers of one file of a run; empty where it has no such file.

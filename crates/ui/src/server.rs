@@ -4,7 +4,6 @@
 //! The server: HTTP on loopback, in a thread of its own.
 
 use std::convert::Infallible;
-use std::fmt::Write as _;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -132,11 +131,7 @@ fn file(directory: &Path, name: &str) -> Result<Bytes> {
 }
 
 fn token() -> String {
-    rand::random::<[u8; TOKEN_BYTES]>().iter().fold(String::new(), |mut text, byte| {
-        // Writing to a string cannot fail.
-        drop(write!(text, "{byte:02x}"));
-        text
-    })
+    rand::random::<[u8; TOKEN_BYTES]>().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 async fn accept(listener: TcpListener, site: Arc<Site>) {

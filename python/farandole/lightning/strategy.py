@@ -188,4 +188,6 @@ _FIRST = next(
 )
 
 FarandoleEnvironment = environment_class(_FIRST)
+"""The cluster environment of Lightning in a world of Farandole: its ranks and its size."""
 FarandoleStrategy = strategy_class(_FIRST)
+"""Lightning's strategy: `DistributedDataParallel` over Farandole's engine. Its names are `farandole` and `horovod`."""

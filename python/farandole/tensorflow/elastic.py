@@ -127,7 +127,7 @@ class TensorFlowState(ObjectState):
         super().sync()
 
     def _arrays(self) -> list[Any]:
-        return self._kept
+        return [value.numpy() if isinstance(value, tf.Tensor) else value for value in self._kept]
 
     def _take_arrays(self, arrays: list[Any]) -> None:
         self._kept = [

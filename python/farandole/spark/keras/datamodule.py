@@ -8,5 +8,6 @@
 from farandole.spark.common.datamodule import DataModule, NVTabularDataModule, ParquetDataModule
 
 PetastormDataModule = ParquetDataModule
+"""Another name of `ParquetDataModule`, which is the native reader."""
 
 __all__ = ["DataModule", "NVTabularDataModule", "ParquetDataModule", "PetastormDataModule"]

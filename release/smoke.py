@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Installs a built wheel into empty environments and uses it there.
+
+Usage: `python release/smoke.py DIRECTORY [NAME...]`. `NAME` is one of `bare`, `numpy`, `horovod`, `torch-oldest`,
+`torch-newest`, `spark-oldest` and `spark-newest`. Without a name all of them run. `bare`, `numpy` and `horovod` run on
+the oldest and on the newest Python of this machine that the package supports. The others run on the oldest.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+VERSIONS = ("3.11", "3.12", "3.13", "3.14", "3.15")
+"""Versions of Python that are looked for."""
+IMPORT_LIMIT = 0.010
+"""Most seconds of processor time that `import farandole` may take."""
+
+BARE = f"""
+import time
+before = time.process_time()
+import farandole
+took = time.process_time() - before
+assert took <= {IMPORT_LIMIT}, f"import farandole took {{took * 1e3:.1f}} ms of processor time"
+from farandole import _native
+assert _native.__version__ == farandole.__version__
+import importlib.metadata
+files = [str(file) for file in importlib.metadata.files("farandole")]
+named = "libfarandole_tensorflow.so", "farandole-spark.jar", "viewer.js", "LICENSE-THIRD-PARTY.txt", "cdx.json"
+for name in named:
+    assert any(file.endswith(name) for file in files), f"no {{name}} in the wheel"
+print(f"import {{took * 1e3:.1f}} ms")
+"""
+REDUCE = """
+import numpy as np
+import {module} as hvd
+hvd.init()
+total = np.asarray(hvd.allreduce({tensor}, op=hvd.Sum))
+assert hvd.size() == 2, hvd.size()
+assert total.tolist() == [1.0] * 3, total
+print("sum of two ranks", total.tolist())
+"""
+ON_SPARK = """
+from pyspark.sql import SparkSession
+import farandole.spark
+if __name__ == "__main__":
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    def rank_of():
+        import farandole.numpy as hvd
+        hvd.init()
+        return hvd.rank(), hvd.size()
+    ranks = farandole.spark.run(rank_of, num_proc=2)
+    assert ranks == [(0, 2), (1, 2)], ranks
+    print("pyspark", spark.version, ranks)
+    spark.stop()
+"""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one environment gets and what runs in it.
+
+    Attributes:
+        packages: Requirements besides the wheel.
+        script: The program.
+        ranks: How many processes `farandole run` starts; 0 for `python` itself.
+        extra: Other wheels of the directory, by prefix.
+    """
+
+    packages: tuple[str, ...]
+    script: str
+    ranks: int = 0
+    extra: tuple[str, ...] = ()
+
+
+TRIALS = {
+    "bare": Trial((), BARE),
+    "numpy": Trial(
+        ("numpy>=1.26",), REDUCE.format(module="farandole.numpy", tensor="np.full(3, float(hvd.rank()))"), 2
+    ),
+    "horovod": Trial(
+        ("numpy>=1.26",), "import horovod, horovod.runner\nprint('import horovod')", extra=("farandole_horovod-",)
+    ),
+    "torch-oldest": Trial(
+        ("torch==2.6.*", "numpy>=1.26"),
+        "import torch\n" + REDUCE.format(module="farandole.torch", tensor="torch.full((3,), float(hvd.rank()))"),
+        2,
+    ),
+    "torch-newest": Trial(
+        ("torch", "numpy>=1.26"),
+        "import torch\n" + REDUCE.format(module="farandole.torch", tensor="torch.full((3,), float(hvd.rank()))"),
+        2,
+    ),
+    "spark-oldest": Trial(("pyspark==3.5.*", "pyarrow>=15", "pandas>=2.2,<3", "numpy>=1.26"), ON_SPARK),
+    "spark-newest": Trial(("pyspark", "pyarrow>=15", "pandas>=2.2,<3", "numpy>=1.26"), ON_SPARK),
+}
+ON_ONE_PYTHON = {"torch-oldest", "torch-newest", "spark-oldest", "spark-newest"}
+
+
+def pythons() -> dict[str, str]:
+    """The interpreters on the path and in pyenv by version, oldest first. Nothing is downloaded."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = {}
+    for version in VERSIONS:
+        candidates = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+        works = [str(one) for one in candidates if one and _is(version, str(one))]
+        if works:
+            found[version] = works[0]
+    return found
+
+
+def _is(version: str, python: str) -> bool:
+    """Whether an interpreter is of this version; a shim of pyenv may lead nowhere."""
+    command = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() == version
+
+
+def tool(name: str) -> str:
+    """A program beside this interpreter."""
+    return str(Path(sys.executable).parent / name)
+
+
+def attempt(name: str, trial: Trial, python: str, directory: Path, place: Path) -> str:
+    """Makes the environment, installs, runs the script; what the script has printed last."""
+    environment = place / "venv"
+    (wheel,) = directory.glob("farandole-*.whl")
+    extra = [str(file) for prefix in trial.extra for file in directory.glob(f"{prefix}*.whl")]
+    uv = tool("uv")
+    subprocess.run([uv, "venv", "--quiet", "--no-project", "--python", python, str(environment)], check=True)
+    inside = environment / "bin" / "python"
+    install = [uv, "pip", "install", "--quiet", "--python", str(inside)]
+    subprocess.run([*install, str(wheel), *extra, *trial.packages], check=True)
+    script = place / f"smoke_{name.replace('-', '_')}.py"
+    script.write_text(trial.script)
+    command = [str(inside), str(script)]
+    if trial.ranks:
+        command = [str(environment / "bin" / "farandole"), "run", "-np", str(trial.ranks), *command]
+    # Nothing of this machine's environment may help: no PYTHONPATH, no settings of Farandole.
+    kept = {key: value for key, value in os.environ.items() if key in {"HOME", "LANG", "JAVA_HOME"}}
+    env = {**kept, "PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "PYSPARK_PYTHON": str(inside)}
+    ended = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=300, check=False)
+    if ended.returncode != 0:
+        raise SystemExit(f"{name} failed on {python}:\n{ended.stdout}\n{ended.stderr}")
+    return ended.stdout.strip().splitlines()[-1]
+
+
+def main(directory: Path, names: list[str]) -> None:
+    """Runs the trials and prints one line for each."""
+    found = pythons()
+    if not found:
+        raise SystemExit(f"no Python of {', '.join(VERSIONS)} on this machine")
+    oldest, newest = next(iter(found)), list(found)[-1]
+    for name in names or list(TRIALS):
+        for version in [oldest] if name in ON_ONE_PYTHON else dict.fromkeys((oldest, newest)):
+            start = time.monotonic()
+            place = Path(tempfile.mkdtemp(prefix="farandole-smoke-"))
+            try:
+                told = attempt(name, TRIALS[name], found[version], directory, place)
+            finally:
+                shutil.rmtree(place)
+            sys.stdout.write(f"smoke: {name}, Python {version}: {told} ({time.monotonic() - start:.0f} s)\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve(), sys.argv[2:])
