@@ -191,7 +191,9 @@ class ParquetLoader(BaseDataLoader):
         if self._transform is not None:
             raise ValueError("a transformation_fn decides what its batches hold: apply it to the dataset instead")
         kinds = dict.fromkeys(TEXTS, "object")
-        columns = {field.name: (kinds.get(field.dtype, field.dtype), field.shape) for field in self._fields}
+        columns: dict[str, tuple[str, tuple[int | None, ...]]] = {
+            field.name: (kinds.get(field.dtype, field.dtype), field.shape) for field in self._fields
+        }
         columns |= {name: (one.dtype, (None,)) for name, one in self._ragged.items()}
         return {**columns, WEIGHTS: ("float32", ())} if self.tail == "pad" else columns
 
