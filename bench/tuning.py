@@ -111,7 +111,7 @@ def by_ray_tune(trials: int) -> None:
     from farandole.ray.tune import trainable
     from ray import tune
 
-    ray.init(num_cpus=RANKS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=RANKS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         with tempfile.TemporaryDirectory() as folder, timed("ray tune", "search"):
             found = tune.Tuner(

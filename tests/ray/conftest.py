@@ -26,7 +26,7 @@ def own_handlers():
 @pytest.fixture(scope="package")
 def cluster():
     """Ray on this host. Its dashboard is another service, which nothing here asks."""
-    ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield ray
     ray.shutdown()
 

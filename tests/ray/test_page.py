@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_the_first_script_of_the_page_trains_one_model_on_two_ranks(tmp_path):
     script = blocks(PAGE, "python")[0]
     assert "ray.init()" in script
-    script = script.replace("ray.init()", "ray.init(num_cpus=2, include_dashboard=False)")
+    script = script.replace("ray.init()", 'ray.init(address="local", num_cpus=2, include_dashboard=False)')
     (tmp_path / "train.py").write_text(script)
     ended = subprocess.run(
         [sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=120, check=False
