@@ -34,9 +34,11 @@ def test_the_demo_shows_progress_accuracy_the_reloaded_model_history_and_paths(t
     assert float(accuracy[1]) >= 0.95
     assert lines[1] == "predictions identical after save/load"
     assert lines[2].split() == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "seconds", "rows"]
-    paths = dict(line.rsplit(maxsplit=1) for line in lines[23:])
+    paths = dict(line.rsplit(maxsplit=1) for line in lines[23:-1])
     assert list(paths) == ["training data", "validation data", "checkpoint", "logs"]
     assert all(Path(path.removeprefix("file://")).exists() for path in paths.values())
+    assert lines[-1].startswith("see the run in the browser: ")
+    assert lines[-1].endswith(" -m farandole ui farandole-demo")
 
 
 def test_a_function_averages_a_number_over_two_processes_of_spark(tmp_path):

@@ -119,10 +119,6 @@ mod tests {
     }
 
     impl Surroundings for Played {
-        fn package(&self) -> std::path::PathBuf {
-            std::path::PathBuf::new()
-        }
-
         fn variable(&self, name: &str) -> Option<String> {
             self.variables.get(name).map(|value| (*value).to_owned())
         }
