@@ -132,7 +132,8 @@ impl Site {
         if bytes == 0 {
             return Ok(Reply::text(""));
         }
-        let end = found.directory.read_ranges(&file, &[bytes.saturating_sub(TAIL)..bytes])?;
+        let tail = bytes.saturating_sub(TAIL)..bytes;
+        let end = found.directory.read_ranges(&file, std::slice::from_ref(&tail))?;
         Ok(Reply::text(end.into_iter().next().unwrap_or_default()))
     }
 
