@@ -37,7 +37,7 @@ def test_defaults_are_horovods():
 def test_every_parameter_has_a_setter_that_returns_the_estimator_and_a_getter():
     made = TorchEstimator()
     for param in made.params:
-        name = "".join(part.capitalize() for part in param.name.split("_"))
+        name = "".join(part[:1].upper() + part[1:] for part in param.name.split("_"))
         value = made.getOrDefault(param.name)
         assert getattr(made, f"set{name}")(value) is made
         assert getattr(made, f"get{name}")() == value
