@@ -70,5 +70,6 @@ if __name__ == "__main__":
         store=LocalStore("farandole-sequences"),
         backend=LocalBackend(2),
     ).fit(reviews())
-    print(fitted.history_frame()[["epoch", "loss", "val_loss", "val_accuracy"]].to_string(index=False))
-    print(f"validation accuracy {fitted.getHistory()[-1]['validation']['accuracy']:.4f}")
+    history = fitted.history_frame()
+    print(history[["epoch", "loss", "val_loss", "val_accuracy"]].to_string(index=False))
+    print(f"validation accuracy {history['val_accuracy'].iloc[-1]:.4f}")
