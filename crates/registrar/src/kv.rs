@@ -5,8 +5,11 @@
 
 use std::collections::HashMap;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use farandole_world::Generation;
+use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
 /// Longest key.
@@ -27,6 +30,15 @@ pub(crate) enum Full {
     Over,
     #[error("all keys and values together have at most {MAX_TOTAL} bytes")]
     Total,
+}
+
+/// A key and its value, as a journal has them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Pair {
+    pub(crate) generation: Generation,
+    pub(crate) key: String,
+    #[serde(with = "text")]
+    pub(crate) value: Bytes,
 }
 
 /// A value, or a place in the queue for it.
@@ -103,6 +115,13 @@ impl KeyValues {
         Ok(value)
     }
 
+    /// All keys that have values.
+    pub(crate) fn pairs(&self) -> impl Iterator<Item = Pair> {
+        self.slots.iter().filter_map(|(key, slot)| {
+            Some(Pair { generation: self.generation, key: key.clone(), value: slot.value.clone()? })
+        })
+    }
+
     /// Looks `key` up, or queues for it.
     pub(crate) fn get(&mut self, generation: Generation, key: String) -> Lookup {
         if !self.enter(generation) {
@@ -117,6 +136,22 @@ impl KeyValues {
         let (sender, receiver) = oneshot::channel();
         slot.waiters.push(sender);
         Lookup::Wait(receiver)
+    }
+}
+
+/// Bytes as text, in base64.
+pub(crate) mod text {
+    use serde::{Deserialize as _, Deserializer, Serializer, de};
+
+    use super::{Bytes, Engine as _, STANDARD};
+
+    pub(crate) fn serialize<S: Serializer>(bytes: &Bytes, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&STANDARD.encode(bytes))
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Bytes, D::Error> {
+        let text = String::deserialize(from)?;
+        STANDARD.decode(text).map(Bytes::from).map_err(de::Error::custom)
     }
 }
 
