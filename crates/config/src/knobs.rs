@@ -193,6 +193,10 @@ knobs! {
     reset_limit: Option<u32> = "", "RESET_LIMIT", Some("--reset-limit"), false;
     /// Elastic training: seconds for which no new process is started on a host after a failure there, at first and at most; every further failure doubles them.
     blacklist_cooldown_range: Cooldown = "5 300", "BLACKLIST_COOLDOWN_RANGE", Some("--blacklist-cooldown-range"), false;
+    /// Elastic training: a file by which the job outlives `farandole run`: started again with it, the command takes the processes back. It holds the job's secrets. Workers that know of one wait for the registrar.
+    journal: String = "", "JOURNAL", Some("--journal"), true;
+    /// Elastic training: how long processes wait for a `farandole run` with a journal that is gone, before they end.
+    registrar_timeout: Duration = "60", "REGISTRAR_TIMEOUT", Some("--registrar-timeout"), true;
     /// The longest one collective may take before it fails, naming the ranks that did not come.
     collective_timeout: Duration = "1800", "COLLECTIVE_TIMEOUT", Some("--collective-timeout"), true;
     /// How long a silent peer is waited for: a stopped process, a lost host, a partition.

@@ -78,6 +78,8 @@ pub struct Task {
     pub start_timeout: Duration,
     /// How long the registrar may be silent before the worker is ended.
     pub peer_timeout: Duration,
+    /// The same where it may come back: the worker works on so long. Nothing where it has no journal.
+    pub outage: Duration,
 }
 
 /// How a worker ended.
@@ -154,6 +156,7 @@ impl Agent {
         }
         task.start_timeout = task.start_timeout.min(LONGEST);
         task.peer_timeout = task.peer_timeout.clamp(SHORTEST, LONGEST);
+        task.outage = task.outage.min(LONGEST);
         let number = task.task;
         let cancel = Cancel::new();
         let phase = Arc::new(Mutex::new(Phase::Starting(cancel.clone())));
@@ -286,9 +289,10 @@ impl Run {
         if let Some(name) = &task.host {
             facts.hostname.clone_from(name);
         }
+        client.wait_out(task.outage);
         client.register(task.attempt, &facts, deadline)?;
         let stop = self.signals.clone();
-        client.watch(2 * task.peer_timeout, move |verdict| {
+        client.watch(task.outage.max(2 * task.peer_timeout), move |verdict| {
             // An agent that has ended hears nothing.
             drop(stop.send(Signal::Stop(verdict)));
         });
@@ -404,7 +408,7 @@ impl Run {
         let time = match ended_by {
             Some(Signal::Stop(_)) => LATE_REPORT,
             Some(Signal::Cancelled(..)) => CANCELLED_REPORT,
-            _ => REPORT,
+            _ => REPORT.max(self.task.outage),
         };
         let deadline = Instant::now() + time;
         let peer_error = !how.is_success() && stderr_tail.iter().any(|line| is_peer_error(line));

@@ -33,6 +33,7 @@ fn registrar(tasks: u32) -> Registrar {
         port_range: PortRange { first: 0, last: 0 },
         start_timeout: LIMIT,
         peer_timeout: Duration::from_secs(5),
+        outage: Duration::ZERO,
         relays: false,
     })
     .unwrap()
@@ -66,6 +67,7 @@ fn task(registrar: &Registrar, number: u32, script: &str) -> (Task, mpsc::Receiv
         output: Output::Sink(Arc::new(Lines(Mutex::new(sender)))),
         start_timeout: LIMIT,
         peer_timeout: Duration::from_secs(5),
+        outage: Duration::ZERO,
     };
     (task, lines)
 }
@@ -341,6 +343,7 @@ fn endless_and_missing_patience_are_bounded() {
         port_range: PortRange { first: 0, last: 0 },
         start_timeout: Duration::MAX,
         peer_timeout: Duration::ZERO,
+        outage: Duration::ZERO,
         relays: false,
     })
     .unwrap();

@@ -122,12 +122,20 @@ impl Journal {
     ///
     /// # Errors
     /// `Journal`.
-    pub(crate) fn begin(&self, ticket: &Ticket, identity: &Identity, port: u16, machine: &Elastic) -> Result<()> {
+    pub(crate) fn begin(
+        &self,
+        ticket: &Ticket,
+        identity: &Identity,
+        port: u16,
+        machine: &Elastic,
+    ) -> Result<()> {
         let head = Head::new(self.purpose.clone(), ticket, identity, port);
         self.writing.lock().head = Some(head);
         let state = Record::State { at: Duration::ZERO, machine: Box::new(machine.clone()) };
-        self.renew(&[state])
-            .map_err(|error| Error::Journal { path: self.path.display().to_string(), reason: error.to_string() })
+        self.renew(&[state]).map_err(|error| Error::Journal {
+            path: self.path.display().to_string(),
+            reason: error.to_string(),
+        })
     }
 
     /// Adds what happened.
@@ -224,7 +232,8 @@ fn read(file: &File, purpose: &str) -> std::result::Result<(Option<Left>, u64), 
         if text.last() != Some(&b'\n') {
             break;
         }
-        let malformed = |error: serde_json::Error| format!("it is no journal that this version can read: {error}");
+        let malformed =
+            |error: serde_json::Error| format!("it is no journal that this version can read: {error}");
         if head.is_none() {
             head = Some(known(serde_json::from_slice(&text).map_err(malformed)?, purpose)?);
         } else {
@@ -254,4 +263,120 @@ fn line(record: &impl Serialize) -> io::Result<Vec<u8>> {
     let mut line = serde_json::to_vec(record)?;
     line.push(b'\n');
     Ok(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kv::Pair;
+    use crate::membership::Liveness;
+    use crate::membership::elastic::Rules;
+    use crate::secret::Secret;
+    use bytes::Bytes;
+    use farandole_world::{Generation, JobId};
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn machine() -> Elastic {
+        let liveness = Liveness { heartbeat_timeout: 5 * SECOND, disconnect_grace: SECOND };
+        Elastic::new(Rules {
+            first: 2,
+            least: 1,
+            most: 4,
+            spares: 0,
+            timeout: SECOND,
+            reset_limit: None,
+            cooldown: (SECOND, SECOND),
+            start_timeout: SECOND,
+            liveness,
+        })
+    }
+
+    fn begun(path: &Path) -> Journal {
+        let secret = Secret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
+        let ticket = secret.ticket(vec!["a:1".to_owned()]).unwrap();
+        let mut journal = Journal::open(path, "train").unwrap();
+        assert!(journal.left().is_none());
+        journal.begin(&ticket, &secret.identity().unwrap(), 7, &machine()).unwrap();
+        journal
+    }
+
+    fn put(key: &str) -> Record {
+        let (key, value) = (key.to_owned(), Bytes::from_static(b"\x00\xff"));
+        Record::Put(Pair { generation: Generation(1), key, value })
+    }
+
+    fn keys(path: &Path) -> Vec<String> {
+        let left = Journal::open(path, "train").unwrap().left().unwrap();
+        assert_eq!(left.head.port, 7);
+        let key = |record: Record| match record {
+            Record::Put(pair) => Some(pair.key),
+            _ => None,
+        };
+        left.records.into_iter().filter_map(key).collect()
+    }
+
+    #[test]
+    fn a_line_that_is_cut_off_is_left_out_and_the_next_one_is_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = begun(&path);
+        [put("a"), put("b")].iter().for_each(|record| journal.note(record));
+        drop(journal);
+        let text = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &text[..text.len() - 3]).unwrap();
+        let again = Journal::open(&path, "train").unwrap();
+        again.note(&put("c"));
+        drop(again);
+        assert_eq!(keys(&path), ["a", "c"]);
+    }
+
+    #[test]
+    fn it_is_for_its_owner_for_one_process_and_for_one_job() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        std::fs::write(&path, "").unwrap();
+        std::fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
+        let refused = |purpose: &str| Journal::open(&path, purpose).err().unwrap().to_string();
+        let journal = begun(&path);
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(refused("train").contains("another launcher works with it"), "{}", refused("train"));
+        drop(journal);
+        assert!(refused("other").contains("it is of another job, train"), "{}", refused("other"));
+        std::fs::write(&path, "no journal\n").unwrap();
+        assert!(refused("train").contains("no journal that this version can read"), "{}", refused("train"));
+    }
+
+    #[test]
+    fn a_new_file_takes_the_place_of_a_long_one_and_none_is_left_in_the_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = begun(&path);
+        let record = put(&"k".repeat(1000));
+        while !journal.is_long() {
+            journal.note(&record);
+        }
+        let state = Record::State { at: SECOND, machine: Box::new(machine()) };
+        journal.replace(&[state, put("a")]);
+        assert!(!journal.is_long() && std::fs::metadata(&path).unwrap().len() < LONG / 100);
+        journal.note(&put("b"));
+        assert!(Journal::open(&path, "train").is_err(), "the new file is locked, too");
+        drop(journal);
+        assert_eq!(keys(&path), ["a", "b"]);
+        let journal = Journal::open(&path, "train").unwrap();
+        journal.finish();
+        journal.note(&put("c"));
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_journal_that_cannot_be_written_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = begun(&path);
+        // A file that takes no more.
+        journal.writing.lock().file = Some(File::open(&path).unwrap());
+        journal.note(&put("a"));
+        assert!(!path.exists(), "half of what happened is worse than nothing");
+    }
 }

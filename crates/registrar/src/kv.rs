@@ -5,8 +5,6 @@
 
 use std::collections::HashMap;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use farandole_world::Generation;
 use serde::{Deserialize, Serialize};
@@ -141,9 +139,10 @@ impl KeyValues {
 
 /// Bytes as text, in base64.
 pub(crate) mod text {
+    use base64::Engine as _;
+    use base64::engine::general_purpose::STANDARD;
+    use bytes::Bytes;
     use serde::{Deserialize as _, Deserializer, Serializer, de};
-
-    use super::{Bytes, Engine as _, STANDARD};
 
     pub(crate) fn serialize<S: Serializer>(bytes: &Bytes, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(&STANDARD.encode(bytes))

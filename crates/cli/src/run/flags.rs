@@ -336,6 +336,20 @@ pub(crate) const FLAGS: &[Flag] = &[
         "Elastic: seconds for which there may be too few processes before the job fails",
     ),
     elastic(
+        "journal",
+        &[],
+        Takes::Text,
+        "journal",
+        "Elastic: a file by which the job outlives this command: started again with it after it was killed, it takes the processes back; holds the job's secrets",
+    ),
+    elastic(
+        "registrar-timeout",
+        &[],
+        Takes::Text,
+        "registrar_timeout",
+        "Elastic: seconds for which processes wait for a command with a journal that is gone, before they end",
+    ),
+    elastic(
         "reset-limit",
         &[],
         Takes::Count,

@@ -109,6 +109,7 @@ fn elastic(
     let discovery = options.discovery(&place, rules.most.saturating_add(rules.spares));
     let verbose = options.verbose;
     let heard = |happening: Happening<'_>| match happening {
+        Happening::Resumed { workers } => say(&format!("goes on with a job that has {workers} processes")),
         Happening::Loss(what) => say(what),
         Happening::World { world, hosts } => {
             if verbose || world.generation.0 > 1 {
@@ -120,7 +121,13 @@ fn elastic(
             }
         }
     };
-    let job = ElasticJob { elastic: rules, work: work(options, &place, surroundings) };
+    let journal = options.journal();
+    let outage = options.config.registrar_timeout;
+    let mut work = work(options, &place, surroundings);
+    if journal.is_some() {
+        work.outage = outage;
+    }
+    let job = ElasticJob { elastic: rules, work, journal };
     Ok(job.run(discovery, sink, &|| surroundings.wish(), &heard)?)
 }
 

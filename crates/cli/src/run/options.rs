@@ -120,6 +120,11 @@ impl RunOptions {
         self.config.min_num_proc.is_some() || !self.config.host_discovery_script.is_empty()
     }
 
+    /// The file by which the job outlives this process.
+    pub(crate) fn journal(&self) -> Option<PathBuf> {
+        Some(PathBuf::from(&self.config.journal)).filter(|path| !path.as_os_str().is_empty())
+    }
+
     /// Where the processes go: as asked for, as the batch system says, or here.
     ///
     /// # Errors

@@ -384,7 +384,6 @@ impl Core {
             self.start_timeout,
         ));
     }
-
 }
 
 #[cfg(test)]

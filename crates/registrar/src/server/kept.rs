@@ -93,6 +93,10 @@ impl Core {
         if let Some(world) = resumed.world.clone() {
             self.publish(world);
         }
+        if let Some(journal) = journal {
+            // Steps by other rules than those before them would be done again by the wrong ones.
+            self.write_whole(machine, now, journal);
+        }
         // Nothing that merely happens is refused.
         let decisions = step(machine, journal.as_deref(), now, What::Resumes).unwrap_or_default();
         let verdict = Arc::new(Verdict { reason: GONE.to_owned(), cause: None, retry: false });
@@ -109,13 +113,18 @@ impl Core {
         let membership = self.membership.lock();
         let Members::Elastic(machine, Some(journal)) = &*membership else { return };
         if journal.is_long() {
-            let state = Record::State { at: self.now(), machine: machine.clone() };
-            let (kv, meetings) = (self.kv.lock(), self.meetings.lock());
-            let puts = kv.pairs().map(Record::Put);
-            let met = meetings.formed().iter().cloned().map(Record::Met);
-            let records: Vec<Record> = [state].into_iter().chain(puts).chain(met).collect();
-            journal.replace(&records);
+            self.write_whole(machine, self.now(), journal);
         }
+    }
+
+    /// Has the journal tell the present state and nothing before it; membership is locked.
+    fn write_whole(&self, machine: &Elastic, now: Duration, journal: &Journal) {
+        let state = Record::State { at: now, machine: Box::new(machine.clone()) };
+        let (kv, meetings) = (self.kv.lock(), self.meetings.lock());
+        let puts = kv.pairs().map(Record::Put);
+        let met = meetings.formed().iter().cloned().map(Record::Met);
+        let records: Vec<Record> = [state].into_iter().chain(puts).chain(met).collect();
+        journal.replace(&records);
     }
 
     /// The job is over: there is nothing to go on with.
@@ -126,7 +135,12 @@ impl Core {
     }
 
     /// Publishes a value. One that was heard of and not noted is published again by its task, which has no answer yet.
-    pub(super) fn put(&self, generation: Generation, key: String, value: Bytes) -> std::result::Result<(), Full> {
+    pub(super) fn put(
+        &self,
+        generation: Generation,
+        key: String,
+        value: Bytes,
+    ) -> std::result::Result<(), Full> {
         let mut kv = self.kv.lock();
         kv.put(generation, key.clone(), value.clone())?;
         self.note_put(generation, key, value);
@@ -134,7 +148,12 @@ impl Core {
     }
 
     /// Publishes a value unless there is one, and returns what there is.
-    pub(super) fn put_if_absent(&self, generation: Generation, key: String, value: Bytes) -> std::result::Result<Bytes, Full> {
+    pub(super) fn put_if_absent(
+        &self,
+        generation: Generation,
+        key: String,
+        value: Bytes,
+    ) -> std::result::Result<Bytes, Full> {
         let mut kv = self.kv.lock();
         let held = kv.put_if_absent(generation, key.clone(), value)?;
         self.note_put(generation, key, held.clone());

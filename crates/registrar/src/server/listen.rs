@@ -12,7 +12,11 @@ use crate::host;
 
 /// Listens on the first free port of the range. A host that is no address of this machine (a service name, an
 /// address behind NAT) is offered in the ticket while we listen on every address.
-pub(super) fn listen(host: Option<&str>, bound: Option<IpAddr>, ports: PortRange) -> Result<(TcpListener, u16, Vec<String>)> {
+pub(super) fn listen(
+    host: Option<&str>,
+    bound: Option<IpAddr>,
+    ports: PortRange,
+) -> Result<(TcpListener, u16, Vec<String>)> {
     let bound = bound.map(|address| address.to_string());
     let any: &[&str] = if dual_stack() { &["::", "0.0.0.0"] } else { &["0.0.0.0"] };
     let binds: Vec<String> = if let Some(bound) = &bound {

@@ -32,8 +32,8 @@ use tonic::transport::{Identity as TlsIdentity, Server, ServerTlsConfig};
 use self::auth::Gate;
 use self::core::{Core, rules};
 use self::kept::Kept;
-use self::listen::listen;
 pub use self::kept::Resumed;
+use self::listen::listen;
 use self::service::Service;
 use crate::error::{Error, Result};
 use crate::event::Event;
@@ -221,7 +221,7 @@ impl Registrar {
         // Without a largest number there may be any number of workers: what is more waits its turn to connect.
         let agents = |workers: u32| workers.saturating_add(elastic.spares).min(LIVING) + LEAVERS;
         let connected = Connected { least: agents(first), most: agents(most) };
-        let mut options = Options { tasks: TASKS, ..options };
+        let options = Options { tasks: TASKS, ..options };
         let Some(mut journal) = journal else {
             let known = Known::made_up(options.job_id.clone())?;
             return Self::begin(options, known, connected, |options, made| {
@@ -272,7 +272,9 @@ impl Registrar {
             return Err(Error::Options { reason: "a job has at least one task".to_owned() });
         }
         let connected = Connected { least: options.tasks, most: options.tasks };
-        Self::begin(options, known, connected, |options, made| Ok(Core::new(made.job_id(), options, in_order)))
+        Self::begin(options, known, connected, |options, made| {
+            Ok(Core::new(made.job_id(), options, in_order))
+        })
     }
 
     fn begin(

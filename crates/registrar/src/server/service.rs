@@ -190,9 +190,7 @@ impl Registrar for Service {
         drop(self.current(caller(&request)?)?);
         let caller = caller(&request)?;
         let message = request.into_inner();
-        self.core
-            .put(caller.generation, message.key, message.value)
-            .map_err(|refused| full(&refused))?;
+        self.core.put(caller.generation, message.key, message.value).map_err(|refused| full(&refused))?;
         Ok(Response::new(wire::PutReply {}))
     }
 

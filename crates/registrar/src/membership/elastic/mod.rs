@@ -43,7 +43,7 @@ use farandole_world::{Generation, HostHash, TaskId, World, assign_as_listed};
 use serde::{Deserialize, Serialize};
 
 use super::{Decision, Input, Liveness, Presence, Refusal};
-use crate::exit::{Exit, Verdict};
+use crate::exit::Verdict;
 use hosts::Hosts;
 pub(crate) use steps::{Step, What};
 use world::{Present, Why};
