@@ -11,7 +11,10 @@ from typing import Final
 import pytest
 from tests.started import on_host, together
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give processes other host names")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give processes other host names"),
+]
 # The ranks of the first host bring 256 and 1, which bfloat16 rounds to 256, as float16 does with 2048 and 1; the
 # second host brings the same with the other sign, without the 1. Rounded between hosts the sum is 0, else it is 1.
 TORCH: Final = """
@@ -100,7 +103,6 @@ def test_torch_rounds_partial_sums_where_the_compressor_says_so() -> None:
         assert values == ([1.0] if name.startswith(("exact", "uncompressed")) else [0.0]), name
 
 
-@pytest.mark.slow
 def test_tensorflow_rounds_partial_sums_where_the_compressor_says_so() -> None:
     for name, values in sums(TENSORFLOW).items():
         assert values == ([1.0] if name.startswith("exact") else [0.0]), name
