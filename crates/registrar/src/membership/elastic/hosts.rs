@@ -7,11 +7,12 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use farandole_world::TaskId;
+use serde::{Deserialize, Serialize};
 
 /// After how many times the longest cooldown without a failure a host's failures are forgotten.
 const FORGIVEN: u32 = 2;
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Host {
     name: String,
     slots: u32,
@@ -22,7 +23,7 @@ struct Host {
 }
 
 /// Hosts in the order in which they were first seen.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Hosts {
     all: Vec<Host>,
     known: bool,
@@ -33,6 +34,11 @@ pub(super) struct Hosts {
 impl Hosts {
     pub(super) fn new(cooldown: (Duration, Duration)) -> Self {
         Self { all: Vec::new(), known: false, cooldown }
+    }
+
+    /// Has hosts cool down for other times from now on.
+    pub(super) fn cool_down(&mut self, cooldown: (Duration, Duration)) {
+        self.cooldown = cooldown;
     }
 
     /// Whether somebody tells which hosts there are; otherwise workers come by themselves.
