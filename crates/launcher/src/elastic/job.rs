@@ -298,9 +298,10 @@ impl Conduct<'_> {
         self.hosts.extend(tasks.iter().map(|task| (*task, host.clone())));
         let here = self.found.is_here(&host);
         if !here || self.lasting {
-            let started = match here {
-                true => self.crew.start_apart(host, tasks.clone()),
-                false => self.crew.start_there(host, tasks.clone()),
+            let started = if here {
+                self.crew.start_apart(host, tasks.clone())
+            } else {
+                self.crew.start_there(host, tasks.clone())
             };
             if let Err(error) = started {
                 self.not_started(tasks, &error);
