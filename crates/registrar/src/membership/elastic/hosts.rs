@@ -27,13 +27,15 @@ struct Host {
 pub(super) struct Hosts {
     all: Vec<Host>,
     known: bool,
+    /// Nobody has told which hosts there are since the registrar started again.
+    outdated: bool,
     /// Shortest and longest cooldown.
     cooldown: (Duration, Duration),
 }
 
 impl Hosts {
     pub(super) fn new(cooldown: (Duration, Duration)) -> Self {
-        Self { all: Vec::new(), known: false, cooldown }
+        Self { all: Vec::new(), known: false, outdated: false, cooldown }
     }
 
     /// Has hosts cool down for other times from now on.
@@ -46,9 +48,14 @@ impl Hosts {
         self.known
     }
 
+    /// No worker is started until somebody tells again which hosts there are.
+    pub(super) fn outdate(&mut self) {
+        self.outdated = true;
+    }
+
     /// Takes in which hosts there are now. A host that is named twice has the slots of both.
     pub(super) fn discovered(&mut self, hosts: Vec<(String, u32)>) {
-        self.known = true;
+        (self.known, self.outdated) = (true, false);
         for host in &mut self.all {
             (host.listed, host.slots) = (false, 0);
         }
@@ -126,7 +133,7 @@ impl Hosts {
         };
         self.all
             .iter()
-            .filter(|host| !host.is_cooling(now))
+            .filter(|host| !self.outdated && !host.is_cooling(now))
             .flat_map(|host| std::iter::repeat_n(host.name.clone(), free(host)))
             .collect()
     }

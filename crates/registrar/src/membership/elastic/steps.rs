@@ -71,9 +71,11 @@ impl Elastic {
         self.losses.clear();
     }
 
-    /// Goes on after an outage, in which nobody was heard: all have the usual time to show that they live. Whether the
-    /// workers that were about to start have done so is not known, and others are started in their place.
+    /// Continues after an outage, in which nobody was heard: all have the usual time to show that they live. Whether the
+    /// workers that were about to start have done so is not known. Others are started in their place when the hosts are
+    /// known again, which may have changed.
     fn resume(&mut self, now: Duration) -> Vec<Decision> {
+        self.hosts.outdate();
         self.workers.retain(|_, worker| worker.stage != Stage::Starting);
         for worker in self.workers.values_mut() {
             worker.presence = Presence::at(now);
