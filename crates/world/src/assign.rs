@@ -5,10 +5,12 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use serde::{Deserialize, Serialize};
+
 use crate::{CrossRank, Error, Generation, HostHash, LocalRank, Rank, Seat, TaskId, World};
 
 /// A task and the host it runs on.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskPlace {
     /// The task.
     pub task: TaskId,
