@@ -21,15 +21,22 @@ Example:
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.expressions import SqlExpressions
 from farandole.data.loader import ParquetLoader
+from farandole.data.mixing import MixedLoader
+from farandole.data.pools import LengthLoader, WeightedLoader
 from farandole.data.prepare import PreparedData, prepare_data
+from farandole.data.stream import StreamLoader
 from farandole.spark.common.ragged import Pad
 
 __all__ = [
     "AsyncDataLoaderMixin",
     "BaseDataLoader",
+    "LengthLoader",
+    "MixedLoader",
     "Pad",
     "ParquetLoader",
     "PreparedData",
     "SqlExpressions",
+    "StreamLoader",
+    "WeightedLoader",
     "prepare_data",
 ]

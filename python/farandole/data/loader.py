@@ -124,6 +124,8 @@ class ParquetLoader(BaseDataLoader):
         self._next = (0, 0)
         self._made = self._taken = self._next
         self._turns: Turns | None = None
+        self._length_suffix = ""
+        """How columns of lengths of ragged columns are called; there are none without it."""
         self._paths: str | list[str] | None = None
         if isinstance(path_or_dataset, str | os.PathLike):
             self._paths = full_path(os.fspath(path_or_dataset))
@@ -357,6 +359,9 @@ class ParquetLoader(BaseDataLoader):
                     made = self._convert(batch, fields, weights)
                     if self._ragged:
                         padded = {name: one.read(batch, name) for name, one in self._ragged.items()}
+                        if self._length_suffix:
+                            lengths = {name: one.lengths(batch, name) for name, one in self._ragged.items()}
+                            padded |= {name + self._length_suffix: counts for name, counts in lengths.items()}
                         made |= self._wrap(batch, padded, None)
                     yield made
             else:
