@@ -265,3 +265,18 @@ def test_a_split_holds_the_same_rows_out_on_spark_as_without(spark, tmp_path, by
     plain = prepare_frame(frame.toPandas(), tmp_path / "plain", feature_cols=["id", "day"], validation=0.25, seed=3,
                           **{f"validation_{by}": column})  # fmt: skip
     assert held_out(plain.val_url) == found
+
+
+def test_tables_of_a_catalog_are_prepared_as_other_frames(spark, tmp_path):
+    rows = spark.range(100).selectExpr("id", "cast(id % 3 as string) as kind", "id / 2 as x")
+    rows.write.option("path", f"{tmp_path}/table").partitionBy("kind").saveAsTable("farandole_rows")
+    try:
+        roles = Roles(features=("id", "x", "kind"), labels=(), validation=None)
+        for frame in (spark.table("farandole_rows"), spark.sql("select * from farandole_rows")):
+            with prepare_data(2, LocalStore(str(tmp_path / "store")), frame, roles, 3, categories=["kind"]) as prepared:
+                batch = next(iter(ParquetLoader(prepared.train_url, 100, shuffle=False)))
+                assert sorted(zip(batch["id"].tolist(), batch["x"].tolist(), batch["kind"].tolist(), strict=True)) == [
+                    (row, row / 2, row % 3 + 2) for row in range(100)
+                ]
+    finally:
+        spark.sql("drop table farandole_rows")

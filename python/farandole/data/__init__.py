@@ -21,6 +21,7 @@ Example:
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.expressions import SqlExpressions
 from farandole.data.loader import ParquetLoader
+from farandole.data.media import Audio, Decode, Image
 from farandole.data.mixing import MixedLoader
 from farandole.data.pools import LengthLoader, WeightedLoader
 from farandole.data.prepare import PreparedData, prepare_data
@@ -29,7 +30,10 @@ from farandole.spark.common.ragged import Pad
 
 __all__ = [
     "AsyncDataLoaderMixin",
+    "Audio",
     "BaseDataLoader",
+    "Decode",
+    "Image",
     "LengthLoader",
     "MixedLoader",
     "Pad",
