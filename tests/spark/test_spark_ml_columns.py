@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 
 import cloudpickle
@@ -19,7 +20,7 @@ from pyspark.ml.evaluation import (
 from pyspark.sql import functions as sf
 from tests.single.training import Here
 
-from farandole.data import Pad, ParquetLoader
+from farandole.data import Pad, ParquetLoader, frame_loader
 from farandole.data import prepare_data as prepare_frame
 from farandole.data.sides import split_of
 from farandole.spark.common import LocalStore
@@ -278,5 +279,12 @@ def test_tables_of_a_catalog_are_prepared_as_other_frames(spark, tmp_path):
                 assert sorted(zip(batch["id"].tolist(), batch["x"].tolist(), batch["kind"].tolist(), strict=True)) == [
                     (row, row / 2, row % 3 + 2) for row in range(100)
                 ]
+        loader = frame_loader(spark.table("farandole_rows"), 30, ["id", "x"], cache=tmp_path / "cache")
+        again = pickle.loads(pickle.dumps(loader))
+        assert sorted(row for batch in again for row in batch["id"].tolist()) == list(range(100))
+        with pytest.raises(ValueError, match="the frame has no column 'age': id, x, kind"):
+            frame_loader(spark.table("farandole_rows"), 30, ["age"], cache=tmp_path / "cache")
+        del loader
+        assert not list((tmp_path / "cache").iterdir())
     finally:
         spark.sql("drop table farandole_rows")

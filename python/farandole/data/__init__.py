@@ -20,6 +20,7 @@ Example:
 
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.expressions import SqlExpressions
+from farandole.data.frame_loader import frame_loader
 from farandole.data.loader import ParquetLoader
 from farandole.data.media import Audio, Decode, Image
 from farandole.data.mixing import MixedLoader
@@ -42,5 +43,6 @@ __all__ = [
     "SqlExpressions",
     "StreamLoader",
     "WeightedLoader",
+    "frame_loader",
     "prepare_data",
 ]
