@@ -136,6 +136,10 @@ def test_strings_and_nulls_go_in_and_spark_evaluators_take_what_comes_out(people
         )
         assert told[ours] == pytest.approx(judge.evaluate(scored), abs=1e-6), ours
     assert (told.rows, sum(map(sum, told.confusion)), told.classes) == (240, 240, ["no", "yes"])
+    worse = fitted.importance(people, repeats=2)
+    assert next(iter(worse)) == "sex"
+    assert set(worse) == {"sex", "age", "port"}
+    assert worse["sex"] > 0.1 > abs(worse["age"])
     # A threshold that nothing reaches predicts one class alone.
     fitted.setThreshold(1.0)
     assert {row.prediction for row in fitted.transform(people).collect()} == {0.0}
@@ -241,6 +245,9 @@ def test_a_model_of_values_predicts_them_and_has_metrics_of_values(spark, tmp_pa
     for name in ("mse", "rmse", "mae", "r2"):
         judge = RegressionEvaluator(labelCol="y", predictionCol="prediction", metricName=name)
         assert told[name] == pytest.approx(judge.evaluate(scored), rel=1e-5)
+    assert fitted.importance(line, "r2")["a"] > 0.5
+    with pytest.raises(ValueError, match="metric must be one of mse, rmse, mae, r2: accuracy"):
+        fitted.importance(line, "accuracy")
     with pytest.raises(ValueError, match="probabilityCol is for models of classes, the output_form of this one is"):
         estimator.copy().setProbabilityCol("p").fit(line)
     own = estimator.copy().setOutputForm(None)

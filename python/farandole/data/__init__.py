@@ -26,6 +26,7 @@ from farandole.data.media import Audio, Decode, Image
 from farandole.data.mixing import MixedLoader
 from farandole.data.pools import LengthLoader, WeightedLoader
 from farandole.data.prepare import PreparedData, prepare_data
+from farandole.data.statistics import Statistics, statistics_of
 from farandole.data.stream import StreamLoader
 from farandole.spark.common.ragged import Pad
 
@@ -41,8 +42,10 @@ __all__ = [
     "ParquetLoader",
     "PreparedData",
     "SqlExpressions",
+    "Statistics",
     "StreamLoader",
     "WeightedLoader",
     "frame_loader",
     "prepare_data",
+    "statistics_of",
 ]
