@@ -123,7 +123,8 @@ class Image:
             longest = max(size)
             opened.draft(self.mode if self.mode != "RGBA" else None, (2 * longest, 2 * longest))
             ImageOps.exif_transpose(opened, in_place=True)
-            image = opened.convert(self.mode)
+            opened.load()
+            image = opened if opened.mode == self.mode else opened.convert(self.mode)
         if self.fit == "crop":
             return ImageOps.fit(image, size, smooth)
         if self.fit == "pad":
