@@ -112,6 +112,8 @@ struct Inner {
     session: u64,
     handle: Handle,
     cancel: Cancel,
+    /// Cancelled when a watch has given the registrar up.
+    lost: Cancel,
     outbox: Arc<Outbox>,
     offer: heartbeat::Offer,
     tasks: Mutex<Vec<JoinHandle<()>>>,
@@ -208,6 +210,7 @@ impl Client {
             session: rand::random(),
             handle,
             cancel,
+            lost: Cancel::new(),
             outbox,
             offer: heartbeat::Offer::default(),
             tasks: Mutex::new(vec![pump]),
@@ -390,13 +393,13 @@ impl Client {
     /// Waits until the registrar has confirmed every record sent so far, or the connection is known to be broken.
     ///
     /// # Errors
-    /// `Timeout`, `Closed`, `Forked`.
+    /// `Timeout`, `Closed`, `Lost`, `Forked`.
     pub fn flush(&self, deadline: Instant) -> Result<()> {
         self.own_process()?;
         let started = Instant::now();
         let (number, mut flushed) = self.inner.outbox.flush();
         let confirmed = async move { drop(flushed.wait_for(|flushed| *flushed >= number).await) };
-        self.block_on(deadline, confirmed, || Error::Timeout {
+        self.block_on("the confirmation of records", deadline, confirmed, || Error::Timeout {
             what: "records to reach the driver".to_owned(),
             elapsed: started.elapsed(),
         })
@@ -446,7 +449,7 @@ impl Client {
         let mut stub = self.inner.caller.stub();
         let late =
             || Error::Timeout { what: "the registrar's answer to a farewell".to_owned(), elapsed: PATIENCE };
-        self.block_on(deadline, async move { stub.exit(request).await }, late)?
+        self.block_on("the report of an exit", deadline, async move { stub.exit(request).await }, late)?
             .map(|_| ())
             .map_err(|status| self.error("a farewell", &status))
     }
@@ -468,11 +471,15 @@ impl Client {
 
     /// Shows the registrar from now on that this agent lives, and calls `on_end` once, from another thread, when the
     /// worker must end: by the registrar's verdict, or because the registrar has been gone for `patience`. One whose
-    /// process is stopped, while its kernel takes connections, is waited for eight times as long.
+    /// process is stopped, while its kernel takes connections, is waited for eight times as long. Once the registrar is
+    /// given up, current and later calls fail with `Lost`.
     pub fn watch(&self, patience: Duration, on_end: impl FnOnce(Verdict) + Send + 'static) {
-        let Inner { caller, address, session, offer, .. } = &*self.inner;
+        let Inner { caller, address, session, offer, lost, .. } = &*self.inner;
         let (caller, address, offer) = (caller.clone(), address.clone(), Arc::clone(offer));
-        let beating = heartbeat::beat(caller, address, *session, offer, patience, Box::new(on_end));
+        let lost = lost.clone();
+        let on_end = Box::new(on_end);
+        let beating =
+            heartbeat::Watch { caller, address, session: *session, offer, patience, lost }.beat(on_end);
         let task = self.inner.handle.spawn(beating);
         self.inner.tasks.lock().push(task);
     }
@@ -497,6 +504,7 @@ impl Client {
 
     fn block_on<T>(
         &self,
+        call: &'static str,
         deadline: Instant,
         work: impl Future<Output = T>,
         late: impl FnOnce() -> Error,
@@ -505,6 +513,11 @@ impl Client {
             tokio::select! {
                 done = tokio::time::timeout_at(deadline.into(), work) => done.map_err(|_| late()),
                 () = self.inner.cancel.cancelled() => Err(Error::Closed { what: "the connection to the registrar" }),
+                () = self.inner.lost.cancelled() => Err(Error::Lost {
+                    job: self.job_id().0.clone(),
+                    call,
+                    reason: "it has been silent for too long".to_owned(),
+                }),
             }
         })
     }
@@ -516,7 +529,7 @@ impl Client {
     {
         self.own_process()?;
         let started = Instant::now();
-        self.block_on(deadline, self.repeated(name, make), || Error::Timeout {
+        self.block_on(name, deadline, self.repeated(name, make), || Error::Timeout {
             what: format!("the registrar's answer to {name}"),
             elapsed: started.elapsed(),
         })?
@@ -639,5 +652,20 @@ mod tests {
             let end = tokio::time::timeout(Duration::from_secs(5), directives.message()).await;
             assert!(matches!(end, Ok(Ok(None) | Err(_))), "the stream goes on: {end:?}");
         });
+    }
+
+    #[test]
+    fn records_are_not_waited_for_once_the_registrar_is_given_up() {
+        let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
+        let registrar = Registrar::start(Options::from_config(1, &config)).unwrap();
+        let deadline = Instant::now() + POLL;
+        let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
+        client.register(0, &crate::host::facts(), deadline).unwrap();
+        client.watch(Duration::from_millis(500), drop);
+        drop(registrar);
+        client.log(Stream::Stdout, "a last line").unwrap();
+        let flushed = client.flush(deadline);
+        assert!(matches!(flushed, Err(Error::Lost { .. })), "{flushed:?}");
+        assert!(matches!(client.put("key", b"value"), Err(Error::Lost { .. })));
     }
 }
