@@ -20,7 +20,7 @@ from pyspark.ml.evaluation import (
 from pyspark.sql import functions as sf
 from tests.single.training import Here
 
-from farandole.data import Pad, ParquetLoader, frame_loader
+from farandole.data import Pad, ParquetLoader, frame_loader, statistics_of
 from farandole.data import prepare_data as prepare_frame
 from farandole.data.sides import split_of
 from farandole.spark.common import LocalStore
@@ -289,6 +289,13 @@ def test_tables_of_a_catalog_are_prepared_as_other_frames(spark, tmp_path):
                 assert sorted(zip(batch["id"].tolist(), batch["x"].tolist(), batch["kind"].tolist(), strict=True)) == [
                     (row, row / 2, row % 3 + 2) for row in range(100)
                 ]
+        with pytest.raises(TypeError, match=r"a Spark DataFrame is prepared by estimator\.fit"):
+            prepare_frame(spark.table("farandole_rows"), tmp_path)
+        counted = statistics_of(spark.table("farandole_rows"))
+        assert counted == statistics_of(spark.table("farandole_rows").toPandas())
+        drifted = counted.drift(spark.table("farandole_rows").where("id > 50"))
+        assert drifted["id"].index > 1
+        assert drifted["kind"].index < 0.1
         loader = frame_loader(spark.table("farandole_rows"), 30, ["id", "x"], cache=tmp_path / "cache")
         again = pickle.loads(pickle.dumps(loader))
         assert sorted(row for batch in again for row in batch["id"].tolist()) == list(range(100))

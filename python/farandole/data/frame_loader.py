@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.frames import is_spark
 from farandole.data.loader import ParquetLoader
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def frame_loader(
     root = Path(tempfile.gettempdir() if cache is None else cache)
     directory = root / f"farandole-frame-{uuid.uuid4().hex}"
     try:
-        if _is_spark(frame):
+        if is_spark(frame):
             _check(columns, frame.columns)
             chosen = frame if columns is None else frame.select(*(f"`{name}`" for name in columns))
             chosen.write.parquet(directory.absolute().as_uri())
@@ -61,11 +62,6 @@ def frame_loader(
         raise
     weakref.finalize(loader, _remove, directory, os.getpid())
     return loader
-
-
-def _is_spark(frame: Any) -> bool:
-    kind = type(frame)
-    return kind.__name__ == "DataFrame" and kind.__module__.startswith("pyspark.sql.")
 
 
 def _check(columns: Sequence[str] | None, present: Sequence[str]) -> None:

@@ -40,6 +40,15 @@ def is_arrow_dataset(value: Any) -> bool:
     return any(f"{kind.__module__}.{kind.__name__}" == "pyarrow._dataset.Dataset" for kind in type(value).__mro__)
 
 
+def is_spark(value: Any) -> bool:
+    """Whether a value is a DataFrame of Spark, with Spark Connect or without.
+
+    Args:
+        value: Anything.
+    """
+    return any(kind.__name__ == "DataFrame" and kind.__module__.startswith("pyspark.") for kind in type(value).__mro__)
+
+
 def frame_source(value: Any) -> Source | None:
     """The rows of a frame, a table or a stream; `None` for what is none of them.
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from farandole.data import files as found_files
-from farandole.data.frames import frame_source, is_arrow_dataset, is_frame
+from farandole.data.frames import frame_source, is_arrow_dataset, is_frame, is_spark
 from farandole.data.tables import iceberg_at
 from farandole.data.units import BATCH_ROWS, Source, Unit
 
@@ -85,7 +85,7 @@ def open_source(
     if opened is not None:
         return opened
     kind = type(source)
-    if kind.__module__.startswith("pyspark."):
+    if is_spark(source):
         raise TypeError(
             "a Spark DataFrame is prepared by estimator.fit, or by farandole.spark.common.util.prepare_data"
         )

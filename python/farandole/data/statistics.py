@@ -10,12 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+import cloudpickle
+
 from farandole._native.store import Store as NativeStore
+from farandole.data.frames import is_spark
 from farandole.data.sources import open_source
 from farandole.data.tallies import Mean, Quantile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import pyarrow as pa
 
@@ -80,13 +83,13 @@ class Statistics:
         """How far the columns of another source have drifted, the furthest first.
 
         Args:
-            source: As for `prepare_data`.
+            source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
             reading: `format`, `types` and `options`, as for `prepare_data`.
 
         Raises:
             ValueError: A column is missing, or has another kind of values.
         """
-        found = _counted(open_source(source, **reading), list(self.columns), 2)
+        found = _counted_anywhere(source, list(self.columns), 2, reading)
         drifts = {name: _drift(name, one, found[name]) for name, one in self.columns.items()}
         return dict(sorted(drifts.items(), key=lambda pair: -pair[1].index))
 
@@ -108,7 +111,7 @@ def statistics_of(source: Any, columns: Sequence[str] | None = None, *, threads:
     """Statistics of a source, in one pass over its rows.
 
     Args:
-        source: As for `prepare_data`.
+        source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
         columns: Which columns; default: all.
         threads: Files read at the same time.
         reading: `format`, `types` and `options`, as for `prepare_data`.
@@ -116,9 +119,9 @@ def statistics_of(source: Any, columns: Sequence[str] | None = None, *, threads:
     Raises:
         ValueError: A column is missing.
     """
-    opened = open_source(source, **reading)
-    names = opened.schema.names if columns is None else list(columns)
-    return Statistics({name: tally.statistics() for name, tally in _counted(opened, names, threads).items()})
+    names = None if columns is None else list(columns)
+    found = _counted_anywhere(source, names, threads, reading)
+    return Statistics({name: tally.statistics() for name, tally in found.items()})
 
 
 def kept_statistics(url: str, source: Source, columns: Sequence[str], threads: int) -> Statistics:
@@ -219,10 +222,49 @@ class _Tally:
         return np.bincount(places, rows, len(edges) + 1).astype(np.int64).tolist()
 
 
-def _counted(source: Source, columns: list[str], threads: int) -> dict[str, _Tally]:
-    lacking = [name for name in columns if name not in source.schema.names]
+def _counted_anywhere(
+    source: Any, columns: list[str] | None, threads: int, reading: dict[str, Any]
+) -> dict[str, _Tally]:
+    """Counts in this process, or the rows of a Spark DataFrame on its executors."""
+    if is_spark(source):
+        return _counted_by_spark(source, columns)
+    opened = open_source(source, **reading)
+    return _counted(opened, opened.schema.names if columns is None else columns, threads)
+
+
+def _counted_by_spark(frame: Any, columns: list[str] | None) -> dict[str, _Tally]:
+    from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415 - whoever has a DataFrame has it
+
+    chosen = frame.select(*(f"`{name}`" for name in _present(columns, frame.columns)))
+    kinds = {field.name: _kind(field.type) for field in to_arrow_schema(chosen.schema)}
+
+    def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pickle  # noqa: PLC0415 - in a task
+
+        import pyarrow as pa  # noqa: PLC0415 - as pickle
+
+        found = {name: _Tally(kind) for name, kind in kinds.items()}
+        for batch in batches:
+            for name, tally in found.items():
+                tally.add(batch.column(name))
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)], pa.binary())], names=["part"])
+
+    whole = {name: _Tally(kind) for name, kind in kinds.items()}
+    for row in chosen.mapInArrow(count, "part binary").collect():
+        for name, tally in cloudpickle.loads(bytes(row.part)).items():
+            whole[name].merge(tally)
+    return whole
+
+
+def _present(columns: list[str] | None, present: list[str]) -> list[str]:
+    lacking = [name for name in columns or () if name not in present]
     if lacking:
-        raise ValueError(f"the source has no column {lacking[0]!r}: {', '.join(source.schema.names)}")
+        raise ValueError(f"the source has no column {lacking[0]!r}: {', '.join(present)}")
+    return present if columns is None else columns
+
+
+def _counted(source: Source, columns: list[str], threads: int) -> dict[str, _Tally]:
+    columns = _present(columns, source.schema.names)
     kinds = {name: _kind(source.schema.field(name).type) for name in columns}
 
     def count(unit: Unit) -> dict[str, _Tally]:
