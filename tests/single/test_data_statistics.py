@@ -45,6 +45,19 @@ def test_statistics_are_those_of_the_rows_however_they_are_cut(tmp_path):
     assert (found["tokens"].kind, found["tokens"].least, found["tokens"].most) == ("list", 0, 8)
 
 
+def test_dates_times_and_decimals_are_numbers():
+    days = pa.array([1, 2, None, 5], pa.int32())
+    table = pa.table({
+        "day": days.cast(pa.date32()), "at": days.cast(pa.int64()).cast(pa.timestamp("us", "UTC")),
+        "price": days.cast(pa.decimal128(12, 2)), "word": pa.array(["b", None, "a", "b"]).dictionary_encode(),
+    })  # fmt: skip
+    found = statistics_of(table)
+    for name in ("day", "at", "price"):
+        one = found[name]
+        assert (one.kind, one.missing, one.least, one.most, one.mean) == ("number", 1, 1.0, 5.0, pytest.approx(8 / 3))
+    assert (found["word"].missing, found["word"].values) == (1, {"b": 2, "a": 1})
+
+
 def test_what_has_changed_drifts_and_what_has_not_does_not(tmp_path):
     found = statistics_of(table())
     same = found.drift(table(seed=1))

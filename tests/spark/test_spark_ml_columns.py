@@ -293,6 +293,8 @@ def test_tables_of_a_catalog_are_prepared_as_other_frames(spark, tmp_path):
             prepare_frame(spark.table("farandole_rows"), tmp_path)
         counted = statistics_of(spark.table("farandole_rows"))
         assert counted == statistics_of(spark.table("farandole_rows").toPandas())
+        other = spark.sql("select current_timestamp() as at, array(1, 2) as tokens, true as flag, binary('x') as blob")
+        assert [one.kind for one in statistics_of(other).columns.values()] == ["number", "list", "value", "other"]
         drifted = counted.drift(spark.table("farandole_rows").where("id > 50"))
         assert drifted["id"].index > 1
         assert drifted["kind"].index < 0.1

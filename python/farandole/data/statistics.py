@@ -15,7 +15,7 @@ import cloudpickle
 from farandole._native.store import Store as NativeStore
 from farandole.data.frames import is_spark
 from farandole.data.sources import open_source
-from farandole.data.tallies import Mean, Quantile
+from farandole.data.tallies import Mean, Quantile, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,6 +33,14 @@ _SHOWN = 100
 """Values of a column of strings that are kept, the most frequent ones."""
 _LEAST = 1e-4
 """A share that is taken for 0."""
+
+
+_SPARK_KINDS = {
+    **dict.fromkeys(("byte", "short", "integer", "long", "float", "double", "decimal"), "number"),
+    **dict.fromkeys(("date", "timestamp", "timestamp_ntz"), "number"),
+    **dict.fromkeys(("string", "boolean", "varchar", "char"), "value"),
+    "array": "list",
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics by column."""
+    """Statistics by column. Dates and times are numbers, in the unit that they are stored in."""
 
     columns: dict[str, ColumnStatistics]
 
@@ -154,9 +162,7 @@ class _Tally:
 
     def add(self, column: Any) -> None:
         import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-        import pyarrow.compute as pc  # noqa: PLC0415
 
-        compute: Any = pc
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
         self.rows += len(column)
@@ -164,17 +170,13 @@ class _Tally:
             self.missing += column.null_count
             column = column.drop_null().value_lengths()
         if self.kind in ("number", "list"):
-            before = self.mean.count
+            values = numbers(column)
             self.mean.add(column)
             self.cells.add(column)
             if self.kind == "number":
-                self.missing += len(column) - (self.mean.count - before)
-            ends = compute.min_max(
-                column.filter(compute.is_finite(column)) if pa.types.is_floating(column.type) else column
-            )
-            if ends["min"].as_py() is not None and self.mean.count > before:
-                low, high = (float(one.cast(pa.float64()).as_py()) for one in (ends["min"], ends["max"]))
-                self.least, self.most = min(self.least, low), max(self.most, high)
+                self.missing += len(column) - len(values)
+            if len(values):
+                self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
             return
         self.missing += column.null_count
         if self.kind == "value":
@@ -217,8 +219,8 @@ class _Tally:
         """Rows up to each edge, and above the last one."""
         import numpy as np  # noqa: PLC0415 - optional
 
-        numbers, rows = self.cells.numbers()
-        places = np.searchsorted(np.asarray(edges), numbers, side="left")
+        cells, rows = self.cells.numbers()
+        places = np.searchsorted(np.asarray(edges), cells, side="left")
         return np.bincount(places, rows, len(edges) + 1).astype(np.int64).tolist()
 
 
@@ -233,10 +235,8 @@ def _counted_anywhere(
 
 
 def _counted_by_spark(frame: Any, columns: list[str] | None) -> dict[str, _Tally]:
-    from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415 - whoever has a DataFrame has it
-
     chosen = frame.select(*(f"`{name}`" for name in _present(columns, frame.columns)))
-    kinds = {field.name: _kind(field.type) for field in to_arrow_schema(chosen.schema)}
+    kinds = {field.name: _SPARK_KINDS.get(field.dataType.typeName(), "other") for field in chosen.schema.fields}
 
     def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pickle  # noqa: PLC0415 - in a task
