@@ -289,8 +289,6 @@ def test_tables_of_a_catalog_are_prepared_as_other_frames(spark, tmp_path):
                 assert sorted(zip(batch["id"].tolist(), batch["x"].tolist(), batch["kind"].tolist(), strict=True)) == [
                     (row, row / 2, row % 3 + 2) for row in range(100)
                 ]
-        with pytest.raises(TypeError, match=r"a Spark DataFrame is prepared by estimator\.fit"):
-            prepare_frame(spark.table("farandole_rows"), tmp_path)
         counted = statistics_of(spark.table("farandole_rows"))
         assert counted == statistics_of(spark.table("farandole_rows").toPandas())
         other = spark.sql("select current_timestamp() as at, array(1, 2) as tokens, true as flag, binary('x') as blob")
