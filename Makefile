@@ -179,6 +179,8 @@ bench: install
 	$(BIN)/python bench/tensorflow_training.py
 	$(BIN)/python bench/failures.py
 	$(BIN)/python bench/data.py
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps torchvision # next to which images are decoded
+	$(BIN)/python bench/images.py
 	$(BIN)/python bench/spark_run.py
 	$(BIN)/python bench/spark.py
 	$(BIN)/python bench/spark_rows.py
