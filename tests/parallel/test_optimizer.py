@@ -249,14 +249,49 @@ def optimizer_state_spreads(kind):
     assert torch.equal(layer.weight, before)
     assert optimizer.param_groups[0]["lr"] == 0.5
     state = [optimizer.state[parameter] for parameter in layer.parameters()]
-    return hvd.allgather_object([{key: str(value) for key, value in entry.items()} for entry in state])
+    return [{key: str(value) for key, value in entry.items()} for entry in state]
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_optimizer_state_and_options_spread_without_a_step(pair, kind):
-    for first, *others in pair.run(optimizer_state_spreads, kind):
-        assert all(other == first for other in others)
-        assert (kind == "adam") == ("exp_avg" in first[0])
+    first, *others = pair.run(optimizer_state_spreads, kind)
+    assert all(other == first for other in others)
+    assert (kind == "adam") == ("exp_avg" in first[0])
+
+
+def state_spreads_without_pickle():
+    from farandole.torch import functions
+
+    def refuse(*_):
+        raise AssertionError("something was unpickled")
+
+    functions.cloudpickle.loads, loads = refuse, functions.cloudpickle.loads
+    try:
+        return optimizer_state_spreads("adam")
+    finally:
+        functions.cloudpickle.loads = loads
+
+
+def test_optimizer_state_needs_no_pickle(pair):
+    first, second = pair.run(state_spreads_without_pickle)
+    assert first == second
+
+
+class Schedule:
+    def __init__(self, number):
+        self.number = number
+
+
+def option_that_is_an_object():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer.param_groups[0].update(schedule=Schedule(7 + hvd.rank()), kind=torch.bfloat16, rank=hvd.rank())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    group = optimizer.param_groups[0]
+    return group["schedule"].number, str(group["kind"]), group["rank"]
+
+
+def test_options_of_any_type_spread(pair):
+    assert pair.run(option_that_is_an_object) == [(7, "torch.bfloat16", 0)] * 2
 
 
 def different_groups():

@@ -85,6 +85,14 @@ def test_token_sequences_are_learned_from_without_spark(tmp_path):
 
 
 @pytest.mark.slow
+def test_images_are_decoded_and_learned_from_without_spark(tmp_path):
+    done = run("images_no_spark.py", tmp_path)
+    accuracy = re.search(r"validation accuracy (\d\.\d+)", done.stdout)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.9
+
+
+@pytest.mark.slow
 def test_a_lightning_module_recognises_digits(tmp_path):
     done = run("spark_lightning_digits.py", tmp_path)
     lines = done.stdout.splitlines()

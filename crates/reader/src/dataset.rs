@@ -11,6 +11,7 @@ use farandole_store::{Entry, Store};
 use parking_lot::Mutex;
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::errors::ParquetError;
+use parquet::file::metadata::RowGroupMetaData;
 
 use crate::error::{Error, Result};
 use crate::footer;
@@ -22,6 +23,8 @@ use crate::schema::columns_of;
 /// Files that may be looked into at the same time.
 const STRIPES: usize = 32;
 
+/// A writer of manifests knows the sizes of texts only roughly: by so much it may say too much.
+const OVERSTATED: u64 = 16;
 /// Threads that read footers of files without a manifest.
 const FOOTER_THREADS: usize = 4;
 
@@ -82,6 +85,15 @@ pub struct Dataset {
 
 /// In a directory whose preparation has not ended.
 const UNFINISHED: &str = "_preparation.json";
+
+/// A row group of which a manifest says that it takes more bytes than it does.
+#[derive(Debug)]
+pub(crate) struct Overstated {
+    pub(crate) file: String,
+    pub(crate) group: usize,
+    pub(crate) claimed: u64,
+    pub(crate) found: u64,
+}
 
 impl Dataset {
     /// Opens a directory: by its manifest, or by the footers of its files.
@@ -316,6 +328,21 @@ impl Dataset {
         names.iter().map(one).collect()
     }
 
+    /// The row group that the manifest says takes most, if its file says that it takes a small part of that.
+    pub(crate) fn overstated(&self) -> Result<Option<Overstated>> {
+        let files = self.manifest.files.iter().enumerate();
+        let groups = files.flat_map(|(file, data)| {
+            data.groups.iter().enumerate().map(move |(group, said)| (said.bytes, file, group))
+        });
+        let Some((claimed, file, group)) = groups.max().filter(|_| self.prepared) else { return Ok(None) };
+        let footer = self.footer(file)?;
+        let Some(known) = footer.metadata().row_groups().get(group) else { return Ok(None) };
+        let found = decoded(known, fixed(self.manifest.columns.iter())).bytes;
+        let path = self.manifest.files.get(file).map_or("", |data| &data.path);
+        let overstated = Overstated { file: self.store.name_of(path), group, claimed, found };
+        Ok((found < claimed / OVERSTATED).then_some(overstated))
+    }
+
     pub(crate) fn footer(&self, file: usize) -> Result<Arc<ArrowReaderMetadata>> {
         let (Some(cell), Some(data)) = (self.footers.get(file), self.manifest.files.get(file)) else {
             return Err(Error::Ended);
@@ -395,19 +422,21 @@ fn merge(
 }
 
 fn data_file(entry: Entry, footer: &ArrowReaderMetadata, columns: &[(Column, Option<String>)]) -> DataFile {
-    let widths = columns.iter().filter_map(|(column, _)| column.width());
-    let fixed = widths.fold(0, u64::saturating_add);
-    let count = |number: i64| u64::try_from(number).unwrap_or_default();
-    let groups: Vec<RowGroup> = footer
-        .metadata()
-        .row_groups()
-        .iter()
-        .map(|group| {
-            let rows = count(group.num_rows());
-            let stored = group.columns().iter().map(|chunk| count(chunk.uncompressed_size()));
-            let stored = stored.fold(0, u64::saturating_add);
-            RowGroup { rows, bytes: stored.max(rows.saturating_mul(fixed)) }
-        })
-        .collect();
+    let fixed = fixed(columns.iter().map(|(column, _)| column));
+    let groups = footer.metadata().row_groups().iter().map(|group| decoded(group, fixed)).collect();
     DataFile::new(entry.path, entry.bytes, groups)
+}
+
+/// Bytes of a row in columns whose values have a fixed size.
+fn fixed<'a>(columns: impl Iterator<Item = &'a Column>) -> u64 {
+    columns.filter_map(Column::width).fold(0, u64::saturating_add)
+}
+
+/// A row group as its file's footer describes it.
+fn decoded(group: &RowGroupMetaData, fixed: u64) -> RowGroup {
+    let count = |number: i64| u64::try_from(number).unwrap_or_default();
+    let rows = count(group.num_rows());
+    let stored = group.columns().iter().map(|chunk| count(chunk.uncompressed_size()));
+    let stored = stored.fold(0, u64::saturating_add);
+    RowGroup { rows, bytes: stored.max(rows.saturating_mul(fixed)) }
 }

@@ -14,7 +14,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::batch::Batch;
 use crate::block::{Block, Maker};
 use crate::cache::Cache;
-use crate::dataset::{Dataset, Field};
+use crate::dataset::{Dataset, Field, Overstated};
 use crate::decode::Recipe;
 use crate::error::{Error, Result};
 use crate::footer::last_words;
@@ -89,7 +89,7 @@ impl Epoch {
         let cost: Vec<(u64, u64)> = setup.plan.parts().iter().map(|part| setup.cost(part)).collect();
         let rows = setup.plan.step(0).rows;
         let batch = (Batch::bytes_of(&fields, rows) as u64).saturating_add(setup.texts_of(rows as u64));
-        let share = Share::new(&setup, &cost, batch)?;
+        let share = Share::new(&setup, &cost, batch).map_err(|error| setup.refused(error))?;
         setup.pool.set_limit(usize::try_from(setup.budget).unwrap_or(usize::MAX));
         let apart = setup.dataset.store().is_remote();
         let state = Mutex::new(State::new(&setup.plan, cost, share.blocks, share.ahead, apart));
@@ -193,6 +193,16 @@ impl Drop for Epoch {
 }
 
 impl Setup {
+    /// Why an epoch cannot start with this budget: the manifest may say more than is so.
+    fn refused(&self, error: Error) -> Error {
+        match (error, self.dataset.overstated()) {
+            (Error::Budget { budget, .. }, Ok(Some(Overstated { file, group, claimed, found }))) => {
+                Error::Overstated { file, group, claimed, found, budget }
+            }
+            (error, _) => error,
+        }
+    }
+
     /// Bytes of a part: decoded, and besides while it is loaded.
     fn cost(&self, part: &Part) -> (u64, u64) {
         let files = &self.dataset.manifest().files;

@@ -213,6 +213,23 @@ pub enum Error {
         /// Of that, for batches.
         batches: u64,
     },
+    /// The budget is too small for what the manifest says of a row group, and its file says something else.
+    #[error(
+        "the manifest says that row group {group} of {file} takes {claimed} bytes, and the file says {found}: prepare the \
+         data again (a budget of {budget} bytes is too small for what the manifest says)"
+    )]
+    Overstated {
+        /// The file.
+        file: String,
+        /// The row group.
+        group: usize,
+        /// Bytes by the manifest.
+        claimed: u64,
+        /// Bytes by the footer.
+        found: u64,
+        /// What was allowed.
+        budget: u64,
+    },
     /// Next after an error or the end.
     #[error("this epoch already ended")]
     Ended,
@@ -266,6 +283,7 @@ impl Error {
             | Self::Arrow { .. }
             | Self::Cast { .. }
             | Self::Budget { .. }
+            | Self::Overstated { .. }
             | Self::Ended
             | Self::Dataset(_) => Fault::Usage,
             Self::Store(error) => match error.fault() {

@@ -8,10 +8,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use arrow::array::{ArrayRef, Float32Array, Int64Array, ListArray, RecordBatch};
+use arrow::array::{ArrayRef, Float32Array, Int64Array, ListArray, RecordBatch, StringArray};
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field};
-use farandole_dataset::Tail;
+use farandole_dataset::{MANIFEST, Tail};
 use farandole_prepare::{PartitionWriter, Summary, commit};
 use farandole_reader::{Batch, Dataset, Epoch, Error, Next, Options, Reader};
 use farandole_store::Store;
@@ -199,6 +199,36 @@ fn a_budget_that_is_too_small_is_refused_with_the_least_that_works() {
     };
     let frugal = open("memory://budget/train", options(needed));
     assert_eq!(collect(&frugal, 0), collect(&open("memory://budget/train", options(1 << 30)), 0));
+}
+
+#[test]
+fn a_row_group_of_which_the_manifest_says_too_much_is_named() {
+    let url = "memory://overstated";
+    let store = Store::open(url).unwrap();
+    let texts: ArrayRef = Arc::new(StringArray::from_iter_values((0..100).map(|row| format!("text {row}"))));
+    let batch = RecordBatch::try_from_iter([("text", texts)]).unwrap();
+    for name in ["f0.parquet", "f1.parquet"] {
+        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
+        writer.write(&batch).unwrap();
+        store.write(name, writer.into_inner().unwrap().into()).unwrap();
+    }
+    let mut manifest = Dataset::open(url).unwrap().manifest().clone();
+    let mut refused = |claimed: u64, byte_budget: u64| {
+        manifest.files[1].groups[0].bytes = claimed;
+        store.write(MANIFEST, manifest.to_json().unwrap().into()).unwrap();
+        let columns = Some(vec!["text".to_owned()]);
+        let options = Options { batch_size: 10, columns, byte_budget, ..Options::default() };
+        open(url, options).epoch(0, 0).err()
+    };
+    let error = refused(1 << 60, 64 << 20).unwrap().to_string();
+    let start = "the manifest says that row group 0 of memory://overstated/f1.parquet takes 1152921504606846976 bytes";
+    assert!(error.starts_with(start), "{error}");
+    assert!(refused(1 << 20, 64 << 20).is_none(), "what fits does no harm");
+    let small = refused(2000, 100);
+    assert!(
+        matches!(small, Some(Error::Budget { .. })),
+        "the budget is too small for the file itself: {small:?}"
+    );
 }
 
 #[test]

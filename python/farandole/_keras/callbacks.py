@@ -14,6 +14,7 @@ import farandole.numpy as arrays
 from farandole._keras.optimizer import local_variables
 from farandole._keras.values import as_array, broadcast_variables
 from farandole.common import basics
+from farandole.numpy.plain import allgather_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -101,7 +102,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         del epoch
         logs = {} if logs is None else logs
         names = sorted(name for name, value in logs.items() if _is_number(value))
-        for rank, theirs in enumerate(arrays.allgather_object(names, name="keras.metrics.names")):
+        for rank, theirs in enumerate(allgather_plain(names, name="keras.metrics.names")):
             if theirs != names:
                 raise ValueError(f"ranks have different metrics; rank {rank} has {theirs}, this one: {names}")
         if not names:

@@ -20,16 +20,32 @@ Example:
 
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.expressions import SqlExpressions
+from farandole.data.frame_loader import frame_loader
 from farandole.data.loader import ParquetLoader
+from farandole.data.media import Audio, Decode, Image
+from farandole.data.mixing import MixedLoader
+from farandole.data.pools import LengthLoader, WeightedLoader
 from farandole.data.prepare import PreparedData, prepare_data
+from farandole.data.statistics import Statistics, statistics_of
+from farandole.data.stream import StreamLoader
 from farandole.spark.common.ragged import Pad
 
 __all__ = [
     "AsyncDataLoaderMixin",
+    "Audio",
     "BaseDataLoader",
+    "Decode",
+    "Image",
+    "LengthLoader",
+    "MixedLoader",
     "Pad",
     "ParquetLoader",
     "PreparedData",
     "SqlExpressions",
+    "Statistics",
+    "StreamLoader",
+    "WeightedLoader",
+    "frame_loader",
     "prepare_data",
+    "statistics_of",
 ]

@@ -182,7 +182,9 @@ def _rows(url: str, count: int) -> Iterator[dict[str, Any]]:
     text = native.read_manifest(url)
     if text is None:
         open_dataset(url)  # says what is wrong with it
-        source = open_source(url, format=None if native_store.Store(url).exists("_delta_log") else "parquet")
+        place = native_store.Store(url)
+        is_table = place.exists("_delta_log") or place.exists("metadata")
+        source = open_source(url, format=None if is_table else "parquet")
         shapes: dict[str, tuple[str, list[int]]] = {}
     else:
         manifest = json.loads(text)

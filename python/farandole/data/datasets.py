@@ -11,6 +11,7 @@ from urllib.parse import unquote
 from farandole._native import store as native
 from farandole._native.reader import Dataset
 from farandole.data.files import find, is_file, is_pattern
+from farandole.data.tables import iceberg_files, iceberg_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,20 +24,24 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 def open_dataset(paths: str | Sequence[str]) -> Dataset:
-    """Opens a directory: prepared data by its manifest, a Delta table by its log, other Parquet by its footers.
+    """Opens a directory: prepared data by its manifest, a Delta or Iceberg table by its log, others by footers.
 
     Args:
         paths: A path or URL of a directory; or files: one, a pattern, or a list of files, directories and patterns.
 
     Raises:
         FileNotFoundError: There is no Parquet.
-        ImportError: It is a Delta table, and deltalake is not installed.
-        ValueError: Files that disagree, a table that deltalake cannot read.
+        ImportError: It is a Delta or an Iceberg table, and deltalake or pyiceberg is not installed.
+        ValueError: Files that disagree, a table that deltalake cannot read, an Iceberg table with deleted rows.
         OSError: Files that cannot be read, or a preparation that has not ended.
     """
     if not isinstance(paths, str) or is_pattern(paths) or (paths.endswith(_ENDINGS) and is_file(paths)):
         return _open_files([paths] if isinstance(paths, str) else paths)
     url = paths
+    iceberg = iceberg_table(url)
+    if iceberg is not None:
+        where, files = iceberg_files(iceberg)
+        return Dataset.open_files(where, [(path, {}) for path in files])
     if not native.Store(url).exists("_delta_log"):
         return Dataset.open(url)
     from pyarrow import dataset as ds  # noqa: PLC0415 - only for such tables

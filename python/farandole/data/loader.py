@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
@@ -73,7 +74,7 @@ class ParquetLoader(BaseDataLoader):
                 are read where they are named: as NumPy arrays of objects, and by a `transformation_fn`.
             shuffle: Whether rows come in random order, or in that of the files. Unshuffled, every rank reads all files.
             seed: Of the shuffle; the same on every rank.
-            rank: This rank; default: that of the running job, or 0.
+            rank: This rank; default: that of the running job (or of `torch.distributed`), or 0.
             size: How many ranks share the data; default: that of the running job, or 1.
             tail: What becomes of the rows that do not fill a batch on every rank. `keep`: a shorter last batch, which
                 may be empty on some ranks. `pad`: a last batch filled up with rows of weight 0; batches then have
@@ -124,6 +125,8 @@ class ParquetLoader(BaseDataLoader):
         self._next = (0, 0)
         self._made = self._taken = self._next
         self._turns: Turns | None = None
+        self._length_suffix = ""
+        """How columns of lengths of ragged columns are called; there are none without it."""
         self._paths: str | list[str] | None = None
         if isinstance(path_or_dataset, str | os.PathLike):
             self._paths = full_path(os.fspath(path_or_dataset))
@@ -357,6 +360,9 @@ class ParquetLoader(BaseDataLoader):
                     made = self._convert(batch, fields, weights)
                     if self._ragged:
                         padded = {name: one.read(batch, name) for name, one in self._ragged.items()}
+                        if self._length_suffix:
+                            lengths = {name: one.lengths(batch, name) for name, one in self._ragged.items()}
+                            padded |= {name + self._length_suffix: counts for name, counts in lengths.items()}
                         made |= self._wrap(batch, padded, None)
                     yield made
             else:
@@ -465,10 +471,13 @@ def _first(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _world() -> tuple[int, int]:
-    """Rank and size of the running job."""
+    """Rank and size of the running job: of Farandole, or else of `torch.distributed`."""
     from farandole._native import engine  # noqa: PLC0415 - only a loader without its own rank asks
 
-    if not engine.is_initialized():
-        return 0, 1
-    world = engine.world()
-    return world.rank, world.size
+    if engine.is_initialized():
+        world = engine.world()
+        return world.rank, world.size
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

@@ -15,7 +15,7 @@ import os
 import threading
 import uuid
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from farandole._native import prepare as native
@@ -24,6 +24,7 @@ from farandole.data.learning import Wish, encoding_at, learn, needed, note_encod
 from farandole.data.sides import split_of
 from farandole.data.sources import Source, Unit, open_source
 from farandole.data.sql import query
+from farandole.data.statistics import Statistics, kept_statistics
 from farandole.spark.common.columns import Column, Roles, check_present
 from farandole.spark.common.encoding import sources_of
 
@@ -64,6 +65,7 @@ class PreparedData:
     encoding: Encoding | None = field(default=None, repr=False)
     """What became of categories and missing values, where rows were encoded."""
     place: places.Place | None = field(default=None, repr=False, compare=False)
+    statistics: Statistics | None = field(default=None, repr=False, compare=False)
 
     @property
     def categories(self) -> dict[str, list[Any]]:
@@ -118,6 +120,7 @@ def prepare_data(
     sql: str | None = None,
     threads: int = 2,
     reuse: bool = True,
+    statistics: bool = False,
 ) -> PreparedData:
     """Writes rows to a store in the form that training reads fastest, or finds that this has been done before.
 
@@ -164,6 +167,7 @@ def prepare_data(
             `sql`.
         threads: Files read at the same time.
         reuse: Whether data that was prepared before will do.
+        statistics: Whether the result has those of features and labels: one more pass, kept with the data.
 
     Returns:
         What was prepared, and where. This process holds it until `release`, or its end.
@@ -190,7 +194,11 @@ def prepare_data(
     split = split_of(roles.validation, validation_stratify, validation_group, validation_time, seed)
     wish = Wish.of(categories, fill, roles.labels, split, ragged)
     kept = cast("AbstractFilesystemStore", place)
-    return prepare(opened, kept, roles, spec, "data", wish, threads=threads, reuse=reuse)
+    if statistics and not opened.again:
+        raise ValueError("a stream passes by once, so statistics=True cannot look at it: write it to files first")
+    done = prepare(opened, kept, roles, spec, "data", wish, threads=threads, reuse=reuse)
+    names = sources_of([*roles.features, *roles.labels], opened.schema.names)
+    return done if not statistics else replace(done, statistics=kept_statistics(done.train_url, opened, names, threads))
 
 
 def roles_of(

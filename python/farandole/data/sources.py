@@ -12,22 +12,23 @@ from __future__ import annotations
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from farandole.data import files as found_files
-from farandole.data.content import content_of
-from farandole.data.lazy import is_lazy, lazy_batches, lazy_schema
+from farandole.data.frames import frame_source, is_arrow_dataset, is_frame, is_spark
+from farandole.data.tables import iceberg_at
+from farandole.data.units import BATCH_ROWS, Source, Unit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
+
+__all__ = ["Source", "Unit", "is_frame", "listed", "open_source"]
 
 UNIT_BYTES = 128 << 20
 """Bytes of Parquet, encoded, that are one unit."""
 _BATCH_BYTES = 4 << 20
-_BATCH_ROWS = 65536
 _BLOCK_BYTES = 4 << 20
 _FORMATS = {
     "parquet": "parquet",
@@ -43,37 +44,6 @@ _FORMATS = {
 }
 _TYPED = ("parquet", "ipc")
 """Formats whose files say what types they have; those of others are guessed from each file's first block."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A stream of record batches that can be read again, unless it is a stream itself."""
-
-    name: str
-    batches: Callable[[], Iterator[pa.RecordBatch]]
-    whole: bool = False
-    """Whether it is one partition, however many rows it has."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """What was found: its columns, and how to read some of them."""
-
-    schema: pa.Schema
-    print: str | None
-    """What tells it from other data; `None` when nobody can ask for it again."""
-    units: Callable[[list[str]], list[Unit]]
-    """Streams of these columns; refuses files that disagree about them."""
-    ordered: bool = True
-    """Whether a stream has the same rows in the same order each time it is read."""
-    again: bool = True
-    """Whether rows can be read more than once."""
-
-
-def is_frame(value: Any) -> bool:
-    """Whether a value holds rows: a pyarrow, pandas or polars table, a Ray data set, or what streams Arrow."""
-    kinds = (_is_pandas, _is_arrow_dataset, _is_ray_dataset, is_lazy)
-    return any(kind(value) for kind in kinds) or hasattr(value, "__arrow_c_stream__")
 
 
 def open_source(
@@ -95,113 +65,34 @@ def open_source(
         Its columns and units; nothing but the beginnings or the footers of files has been read.
 
     Raises:
-        ImportError: pyarrow, or for Delta tables deltalake, is not installed.
+        ImportError: pyarrow, or the client of a Delta or Iceberg table, is not installed.
         FileNotFoundError: There is no such file.
         ValueError: Files that cannot be read, or that disagree; the message names the file.
         TypeError: Nothing that holds rows.
     """
     try:
-        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
+        import pyarrow  # noqa: F401, ICN001, PLC0415 - a process that only trains needs none
     except ImportError as error:
         raise ImportError("preparing data needs pyarrow: pip install 'farandole[data]'") from error
 
-    found = listed(source, format, types, options)
+    iceberg = iceberg_at(source)
+    found = None if iceberg is not None else listed(source, format, types, options)
     if found is not None:
         return _fragments(*found)
-    if _is_arrow_dataset(source):
+    if is_arrow_dataset(source):
         return _dataset(source)
-    if _is_ray_dataset(source):
-        return _ray_dataset(source)
-    if is_lazy(source):
-        return _lazy(source)
-    table = held(source)
-    if table is not None:
-        return _table(table)
-    if hasattr(source, "__arrow_c_stream__"):
-        return _stream(pa.RecordBatchReader.from_stream(source))
+    opened = frame_source(source if iceberg is None else iceberg)
+    if opened is not None:
+        return opened
     kind = type(source)
+    if is_spark(source):
+        raise TypeError(
+            "a Spark DataFrame is prepared by estimator.fit, or by farandole.spark.common.util.prepare_data"
+        )
     raise TypeError(
-        "a source is a path or a list of paths, a pyarrow, pandas or polars table, a pyarrow or Ray dataset, or "
-        f"anything with __arrow_c_stream__: {kind.__module__}.{kind.__qualname__}"
+        "a source is a path or a list of paths, a pyarrow, pandas, polars or Iceberg table, a pyarrow or Ray dataset, "
+        f"or anything with __arrow_c_stream__: {kind.__module__}.{kind.__qualname__}"
     )
-
-
-def held(source: Any) -> pa.Table | None:
-    """Rows that are in memory already, and stay there; `None` for what streams past."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    if _is_pandas(source):
-        return pa.Table.from_pandas(source, preserve_index=False)
-    if isinstance(source, pa.RecordBatch):
-        return pa.Table.from_batches([source])
-    if isinstance(source, pa.Table):
-        return source
-    if hasattr(source, "__arrow_c_stream__") and hasattr(source, "__len__"):
-        return pa.table(source)
-    return None
-
-
-def _lazy(frame: Any) -> Source:
-    """A polars query, which is run once for each pass over its rows."""
-
-    def units(columns: list[str]) -> list[Unit]:
-        return [Unit("the lazy frame", lambda: lazy_batches(frame, columns))]
-
-    return Source(lazy_schema(frame), None, units, ordered=False)
-
-
-def _is_pandas(value: Any) -> bool:
-    kind = type(value)
-    return kind.__name__ == "DataFrame" and kind.__module__.partition(".")[0] == "pandas"
-
-
-def _is_arrow_dataset(value: Any) -> bool:
-    return any(f"{kind.__module__}.{kind.__name__}" == "pyarrow._dataset.Dataset" for kind in type(value).__mro__)
-
-
-def _is_ray_dataset(value: Any) -> bool:
-    return any(f"{kind.__module__}.{kind.__name__}" == "ray.data.dataset.Dataset" for kind in type(value).__mro__)
-
-
-def _ray_dataset(dataset: Any) -> Source:
-    """Ray's blocks pass through this process one after the other; it may make other rows when it is read again."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    def plain(table: pa.Table) -> pa.Table:
-        # Ray's tensors are lists under a type of its own.
-        for index, column in enumerate(table.columns):
-            if isinstance(column.type, pa.BaseExtensionType):
-                chunks = [chunk.storage for chunk in column.chunks]
-                table = table.set_column(index, table.schema.names[index], pa.chunked_array(chunks))
-        return table
-
-    def batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
-        chosen = dataset.select_columns(columns)
-        for table in chosen.iter_batches(batch_format="pyarrow", batch_size=_BATCH_ROWS):
-            yield from plain(table).to_batches(max_chunksize=_BATCH_ROWS)
-
-    def units(columns: list[str]) -> list[Unit]:
-        return [Unit("the Ray data set", lambda: batches(columns))]
-
-    first = next(iter(dataset.limit(1).iter_batches(batch_format="pyarrow", batch_size=1)), None)
-    if first is None:
-        raise ValueError("the Ray data set has no rows")
-    return Source(plain(first).schema, None, units, ordered=False)
-
-
-def _table(table: pa.Table) -> Source:
-    def units(columns: list[str]) -> list[Unit]:
-        chosen = table.select(columns)
-        return [Unit("the table", lambda: iter(chosen.to_batches(max_chunksize=_BATCH_ROWS)))]
-
-    return Source(table.schema, content_of(table), units)
-
-
-def _stream(reader: pa.RecordBatchReader) -> Source:
-    def units(columns: list[str]) -> list[Unit]:
-        return [Unit("the stream", lambda: (batch.select(columns) for batch in reader))]
-
-    return Source(reader.schema, None, units, again=False)
 
 
 def listed(
@@ -435,7 +326,7 @@ def _units(fragment: Any, schema: pa.Schema, columns: list[str]) -> Iterator[Uni
         return Unit(name, batches, whole)
 
     if not hasattr(fragment, "row_groups"):
-        yield unit(fragment, _BATCH_ROWS, whole=False)
+        yield unit(fragment, BATCH_ROWS, whole=False)
         return
     ids: list[int] = []
     rows = size = 0
@@ -444,7 +335,7 @@ def _units(fragment: Any, schema: pa.Schema, columns: list[str]) -> Iterator[Uni
         ids.append(group.id)
         rows, size = rows + group.num_rows, size + group.total_byte_size
         if size >= UNIT_BYTES or group is groups[-1]:
-            each = max(256, min(_BATCH_ROWS, _BATCH_BYTES * max(rows, 1) // max(size, 1)))
+            each = max(256, min(BATCH_ROWS, _BATCH_BYTES * max(rows, 1) // max(size, 1)))
             yield unit(fragment.subset(row_group_ids=list(ids)), each, whole=True)
             ids, rows, size = [], 0, 0
 
@@ -455,7 +346,7 @@ def _named(columns: Sequence[str]) -> dict[str, Any]:
     return {name: ds.field(name) for name in columns}  # as texts, names with dots would be paths
 
 
-def _ahead(rows: int = _BATCH_ROWS) -> dict[str, int]:
+def _ahead(rows: int = BATCH_ROWS) -> dict[str, int]:
     return {"batch_size": rows, "batch_readahead": 2, "fragment_readahead": 1}
 
 

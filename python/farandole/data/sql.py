@@ -13,7 +13,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.sources import Source, Unit, held, listed
+from farandole.data.frames import held
+from farandole.data.sources import Source, Unit, listed
+from farandole.data.tables import iceberg_at, iceberg_print, is_iceberg
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,6 +89,10 @@ def _register(
 ) -> str | None:
     import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
 
+    iceberg = source if is_iceberg(source) else iceberg_at(source)
+    if iceberg is not None:
+        context.register_record_batches(name, [iceberg.scan().to_arrow().to_batches()])
+        return iceberg_print(iceberg)
     found = listed(source, kind, types, options)
     if found is not None:
         datasets, told, _ = found

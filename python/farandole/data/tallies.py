@@ -88,6 +88,8 @@ class Quantile:
     """Rows by number, as an integer of the same order without its lowest bits."""
     dropped: int = 0
     """How many bits those are: as few as the cells allow, which depends on all rows alone."""
+    most: int = _CELLS
+    """Cells, at most."""
 
     def add(self, column: pa.Array) -> None:
         """Counts the values of a batch.
@@ -129,6 +131,13 @@ class Quantile:
                 lower = self._number(key)
         return lower
 
+    def numbers(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """The numbers in their order, and the rows of each."""
+        import numpy as np  # noqa: PLC0415 - as above
+
+        keys = sorted(self.cells)
+        return np.array([self._number(key) for key in keys]), np.array([self.cells[key] for key in keys], np.int64)
+
     def below_last(self, share: float) -> float | None:
         """The number at or below which about a share of the rows is, and above which there is a row.
 
@@ -153,7 +162,7 @@ class Quantile:
     def _count(self, pairs: Any) -> None:
         for key, count in pairs:
             self.cells[key] = self.cells.get(key, 0) + count
-        while len(self.cells) > _CELLS:
+        while len(self.cells) > self.most:
             self._drop(1)
 
     def _drop(self, bits: int) -> None:

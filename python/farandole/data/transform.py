@@ -175,12 +175,13 @@ def _checked(result: Any) -> dict[str, Any]:
     return {name: from_arrow(name, result.column(index)) for index, name in enumerate(names)}
 
 
-def from_arrow(name: str, column: Any) -> Any:
+def from_arrow(name: str, column: Any, who: str = "transformation_fn") -> Any:
     """A column as a NumPy array of shape `(rows,)` or, for lists of one length, `(rows, length)`.
 
     Args:
         name: Of the column, for messages.
         column: An Arrow array or chunked array.
+        who: Made the column, for messages.
 
     Raises:
         ValueError: Nulls, lists of different lengths, types that are no numbers.
@@ -193,14 +194,14 @@ def from_arrow(name: str, column: Any) -> Any:
         if isinstance(column, pa.ChunkedArray):
             column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     if column.null_count:
-        raise ValueError(f"transformation_fn left {column.null_count} nulls in column {name}")
+        raise ValueError(f"{who} left {column.null_count} nulls in column {name}")
     kind = column.type
     if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
         lengths = column.value_lengths().unique()
         if len(lengths) > 1:
-            raise ValueError(f"transformation_fn made lists of different lengths in column {name}")
-        values = from_arrow(name, column.flatten())
+            raise ValueError(f"{who} made lists of different lengths in column {name}")
+        values = from_arrow(name, column.flatten(), who)
         return values.reshape(len(column), -1) if len(column) else values.reshape(0, getattr(kind, "list_size", 0))
     if not (kinds.is_integer(kind) or kinds.is_floating(kind) or kinds.is_boolean(kind)):
-        raise ValueError(f"transformation_fn made column {name} of {kind}, which is no number and no list of numbers")
+        raise ValueError(f"{who} made column {name} of {kind}, which is no number and no list of numbers")
     return column.to_numpy(zero_copy_only=False)

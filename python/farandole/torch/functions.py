@@ -12,6 +12,7 @@ import torch
 
 from farandole.common import basics, pickling
 from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.numpy import plain
 from farandole.torch._allgather import gather_rows
 from farandole.torch._broadcast import broadcast_, broadcast_async_
 from farandole.torch._handles import synchronize
@@ -123,11 +124,51 @@ def _load(data: torch.Tensor) -> Any:
 class _Slot:
     """Stands for a tensor in a described optimizer state."""
 
-    def __init__(self, tensor: torch.Tensor, index: int) -> None:
+    def __init__(self, index: int, shape: Sequence[int], dtype: torch.dtype, on_host: bool) -> None:
         self.index = index
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.on_host = tensor.is_cpu
+        self.shape = shape
+        self.dtype = dtype
+        self.on_host = on_host
+
+
+def broadcast_description(description: Any, root_rank: int, name: str) -> Any:
+    """Returns the root's description of an optimizer's state on every rank.
+
+    It travels as a plain value. Only an optimizer with options of other types has it pickled.
+
+    Args:
+        description: Nested dicts, lists and tuples as `described` makes them; ignored on other ranks.
+        root_rank: The rank that sends.
+        name: Names the operation across ranks.
+    """
+    told = None
+    if basics.rank() == root_rank:
+        try:
+            told = plain.pack(description, _plain_form)
+        except TypeError:
+            told = pickling.dumps(description), "pickled"
+    told = plain.broadcast_plain(told, root_rank, name)
+    if basics.rank() == root_rank:
+        return description
+    return plain.unpack(told, _from_plain_form) if isinstance(told, bytes) else cloudpickle.loads(told[0])
+
+
+def _plain_form(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, _Slot):
+        return [value.index, list(value.shape), _plain_form(value.dtype), value.on_host]
+    raise TypeError(f"no plain form of a {type(value).__name__}")
+
+
+def _from_plain_form(told: Any) -> Any:
+    if isinstance(told, str):
+        dtype = getattr(torch, told, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a peer names {told!r} as a data type of tensors, which it is not")
+        return dtype
+    index, shape, dtype, on_host = told
+    return _Slot(index, shape, _from_plain_form(dtype), on_host)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
@@ -156,8 +197,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         states = [optimizer.state.get(parameter) for parameter in parameters]
         description = layout, described(options, tensors), described(states, tensors)
-    expected, options, states = broadcast_object(description, root_rank, "optimizer.description")
-    misfits = [f"rank {rank}: {found}" for rank, found in enumerate(allgather_object(layout)) if found != expected]
+    expected, options, states = broadcast_description(description, root_rank, "optimizer.description")
+    everywhere = plain.allgather_plain(layout, "optimizer.layout")
+    misfits = [f"rank {rank}: {found}" for rank, found in enumerate(everywhere) if found != expected]
     if misfits:
         raise ValueError(f"parameters per group must be {expected} as on rank {root_rank}: {'; '.join(misfits)}")
     if basics.rank() != root_rank:
@@ -176,7 +218,7 @@ def described(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Copies nested dicts, lists and tuples with slots in place of tensors, which it collects."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _Slot(value, len(tensors) - 1)
+        return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype, value.is_cpu)
     if isinstance(value, Mapping):
         return {key: described(entry, tensors) for key, entry in value.items()}
     if isinstance(value, list | tuple):

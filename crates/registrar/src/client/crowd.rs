@@ -40,14 +40,15 @@ async fn join(caller: Caller, ended: Arc<AtomicUsize>) -> std::result::Result<bo
     let on_end = Box::new(move |_| {
         ended.fetch_add(1, Ordering::Relaxed);
     });
-    tokio::spawn(heartbeat::beat(
-        caller.clone(),
-        String::new(),
-        u64::from(task),
-        Arc::default(),
-        Duration::from_secs(60),
-        on_end,
-    ));
+    let watch = heartbeat::Watch {
+        caller: caller.clone(),
+        address: String::new(),
+        session: u64::from(task),
+        offer: Arc::default(),
+        patience: Duration::from_secs(60),
+        lost: Cancel::new(),
+    };
+    tokio::spawn(watch.beat(on_end));
     let wait = wire::AwaitAssignmentRequest { timeout_ms: 50_000, session: Some(u64::from(task)) };
     let mut pieces = caller.stub().await_assignment(caller.request(wait)).await?.into_inner();
     let mut bytes = 0;

@@ -112,11 +112,15 @@ struct Inner {
     session: u64,
     handle: Handle,
     cancel: Cancel,
+    /// Cancelled when a watch has given the registrar up.
+    lost: Cancel,
     outbox: Arc<Outbox>,
     offer: heartbeat::Offer,
     tasks: Mutex<Vec<JoinHandle<()>>>,
     /// What waits for news of hosts.
     changes: Mutex<Option<JoinHandle<()>>>,
+    /// How long a call is repeated while the connection is broken, in milliseconds.
+    patience: AtomicU64,
     made_in: u32,
 }
 
@@ -155,6 +159,7 @@ impl Client {
             .map_err(|_| Error::Options { reason: format!("no task has the number {}", config.task) })?;
         let generation = (config.generation > 0).then_some(Generation(config.generation));
         let client = Self::connect(&ticket, TaskId(task), generation, deadline)?;
+        client.wait_out(config.outage);
         *slot = Some((pid, config.job.clone(), client.clone()));
         Ok(Some(client))
     }
@@ -208,13 +213,30 @@ impl Client {
             session: rand::random(),
             handle,
             cancel,
+            lost: Cancel::new(),
             outbox,
             offer: heartbeat::Offer::default(),
             tasks: Mutex::new(vec![pump]),
             changes: Mutex::new(None),
+            patience: AtomicU64::new(milliseconds(PATIENCE)),
             made_in: std::process::id(),
         };
         Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Every call waits up to `outage` for a registrar that is gone and may come back. A shorter time than before changes
+    /// nothing.
+    pub fn wait_out(&self, outage: Duration) {
+        self.inner.patience.fetch_max(milliseconds(outage), Ordering::AcqRel);
+    }
+
+    fn patience(&self) -> Duration {
+        Duration::from_millis(self.inner.patience.load(Ordering::Acquire))
+    }
+
+    /// Until when a call may take that waits for nothing but its answer.
+    fn soon(&self) -> Instant {
+        Instant::now() + POLL.max(self.patience())
     }
 
     /// The ticket that let this task in.
@@ -309,7 +331,7 @@ impl Client {
     /// `Refused` for an oversized key or value, `Aborted`, `Lost`.
     pub fn put(&self, key: &str, value: &[u8]) -> Result<()> {
         let message = wire::PutRequest { key: key.to_owned(), value: Bytes::copy_from_slice(value) };
-        self.call("a put", Instant::now() + POLL, || {
+        self.call("a put", self.soon(), || {
             let request = self.inner.caller.request(message.clone());
             let mut stub = self.inner.caller.stub();
             async move { stub.put(request).await }
@@ -324,7 +346,7 @@ impl Client {
     /// `Refused` for an oversized key or value, `Aborted`, `Lost`.
     pub fn put_if_absent(&self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
         let message = wire::PutIfAbsentRequest { key: key.to_owned(), value: Bytes::copy_from_slice(value) };
-        let reply = self.call("a claim", Instant::now() + POLL, || {
+        let reply = self.call("a claim", self.soon(), || {
             let request = self.inner.caller.request(message.clone());
             let mut stub = self.inner.caller.stub();
             async move { stub.put_if_absent(request).await }
@@ -390,13 +412,13 @@ impl Client {
     /// Waits until the registrar has confirmed every record sent so far, or the connection is known to be broken.
     ///
     /// # Errors
-    /// `Timeout`, `Closed`, `Forked`.
+    /// `Timeout`, `Closed`, `Lost`, `Forked`.
     pub fn flush(&self, deadline: Instant) -> Result<()> {
         self.own_process()?;
         let started = Instant::now();
         let (number, mut flushed) = self.inner.outbox.flush();
         let confirmed = async move { drop(flushed.wait_for(|flushed| *flushed >= number).await) };
-        self.block_on(deadline, confirmed, || Error::Timeout {
+        self.block_on("the confirmation of records", deadline, confirmed, || Error::Timeout {
             what: "records to reach the driver".to_owned(),
             elapsed: started.elapsed(),
         })
@@ -446,7 +468,7 @@ impl Client {
         let mut stub = self.inner.caller.stub();
         let late =
             || Error::Timeout { what: "the registrar's answer to a farewell".to_owned(), elapsed: PATIENCE };
-        self.block_on(deadline, async move { stub.exit(request).await }, late)?
+        self.block_on("the report of an exit", deadline, async move { stub.exit(request).await }, late)?
             .map(|_| ())
             .map_err(|status| self.error("a farewell", &status))
     }
@@ -468,18 +490,21 @@ impl Client {
 
     /// Shows the registrar from now on that this agent lives, and calls `on_end` once, from another thread, when the
     /// worker must end: by the registrar's verdict, or because the registrar has been gone for `patience`. One whose
-    /// process is stopped, while its kernel takes connections, is waited for eight times as long.
+    /// process is stopped, while its kernel takes connections, is waited for eight times as long. Once the registrar is
+    /// given up, current and later calls fail with `Lost`.
     pub fn watch(&self, patience: Duration, on_end: impl FnOnce(Verdict) + Send + 'static) {
-        let Inner { caller, address, session, offer, .. } = &*self.inner;
+        let Inner { caller, address, session, offer, lost, .. } = &*self.inner;
         let (caller, address, offer) = (caller.clone(), address.clone(), Arc::clone(offer));
-        let beating = heartbeat::beat(caller, address, *session, offer, patience, Box::new(on_end));
+        let lost = lost.clone();
+        let on_end = Box::new(on_end);
+        let beating =
+            heartbeat::Watch { caller, address, session: *session, offer, patience, lost }.beat(on_end);
         let task = self.inner.handle.spawn(beating);
         self.inner.tasks.lock().push(task);
     }
 
     fn slice(&self, deadline: Instant) -> u64 {
-        let left = deadline.saturating_duration_since(Instant::now()).min(POLL);
-        u64::try_from(left.as_millis()).unwrap_or(u64::MAX)
+        milliseconds(deadline.saturating_duration_since(Instant::now()).min(POLL))
     }
 
     fn malformed(&self, call: &'static str, reason: String) -> Error {
@@ -497,6 +522,7 @@ impl Client {
 
     fn block_on<T>(
         &self,
+        call: &'static str,
         deadline: Instant,
         work: impl Future<Output = T>,
         late: impl FnOnce() -> Error,
@@ -505,6 +531,11 @@ impl Client {
             tokio::select! {
                 done = tokio::time::timeout_at(deadline.into(), work) => done.map_err(|_| late()),
                 () = self.inner.cancel.cancelled() => Err(Error::Closed { what: "the connection to the registrar" }),
+                () = self.inner.lost.cancelled() => Err(Error::Lost {
+                    job: self.job_id().0.clone(),
+                    call,
+                    reason: "it has been silent for too long".to_owned(),
+                }),
             }
         })
     }
@@ -516,7 +547,7 @@ impl Client {
     {
         self.own_process()?;
         let started = Instant::now();
-        self.block_on(deadline, self.repeated(name, make), || Error::Timeout {
+        self.block_on(name, deadline, self.repeated(name, make), || Error::Timeout {
             what: format!("the registrar's answer to {name}"),
             elapsed: started.elapsed(),
         })?
@@ -534,7 +565,7 @@ impl Client {
                 Ok(response) => return Ok(response.into_inner()),
                 Err(status) => self.error(name, &status),
             };
-            if !matches!(error, Error::Lost { .. }) || started.elapsed() + pause > PATIENCE {
+            if !matches!(error, Error::Lost { .. }) || started.elapsed() + pause > self.patience() {
                 return Err(error);
             }
             tokio::time::sleep(pause).await;
@@ -568,6 +599,10 @@ impl Client {
             },
         }
     }
+}
+
+fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// A reply put together from its pieces.
@@ -639,5 +674,20 @@ mod tests {
             let end = tokio::time::timeout(Duration::from_secs(5), directives.message()).await;
             assert!(matches!(end, Ok(Ok(None) | Err(_))), "the stream goes on: {end:?}");
         });
+    }
+
+    #[test]
+    fn records_are_not_waited_for_once_the_registrar_is_given_up() {
+        let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
+        let registrar = Registrar::start(Options::from_config(1, &config)).unwrap();
+        let deadline = Instant::now() + POLL;
+        let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
+        client.register(0, &crate::host::facts(), deadline).unwrap();
+        client.watch(Duration::from_millis(500), drop);
+        drop(registrar);
+        client.log(Stream::Stdout, "a last line").unwrap();
+        let flushed = client.flush(deadline);
+        assert!(matches!(flushed, Err(Error::Lost { .. })), "{flushed:?}");
+        assert!(matches!(client.put("key", b"value"), Err(Error::Lost { .. })));
     }
 }

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _LEAST = 1e-15
 """A probability that a loss takes for 0, as Spark ML does."""
-_LOW_BITS = 8
-"""Scores that differ in these bits of a float32 alone count as equal in the area under a curve."""
+MOST_SCORES = 1 << 16
+"""Different scores that are counted apart for the area under a curve. If there are more, neighbours share a count."""
 _TWO = 2
 
 
@@ -53,6 +53,64 @@ class Evaluation:
 
 
 @dataclass
+class ScoreCounts:
+    """Rows of two classes by score, for the area under the ROC curve.
+
+    As in Spark's `BinaryClassificationEvaluator` with `numBins=0`, only equal scores are ties. Beyond `MOST_SCORES`
+    different scores, the least number of low bits is left out that makes them fewer. (Spark has `numBins=1000` by
+    default, and then groups neighbours from 2,000 different scores on.) The result does not depend on the order in
+    which tasks are merged.
+    """
+
+    shift: int = 0
+    """Low bits that are left out."""
+    keys: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Scores in order, as integers of the same order."""
+    counts: Array = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    """Rows of the first and of the second class, (scores, 2)."""
+
+    def add(self, score: Array, index: Array) -> None:
+        """Counts some rows.
+
+        Args:
+            score: of the second class.
+            index: of each row's class, 0 or 1.
+        """
+        bits = (score.astype(np.float64) + 0.0).view(np.int64)  # -0.0 + 0.0 is 0.0
+        ordered = np.where(bits < 0, np.iinfo(np.int64).min - bits, bits)
+        counts = np.stack([index == 0, index == 1], axis=1).astype(np.int64)
+        self._count(ordered >> self.shift, counts)
+
+    def merge(self, other: ScoreCounts) -> None:
+        """Adds what another task has counted.
+
+        Args:
+            other: of other rows.
+        """
+        shift = max(self.shift, other.shift)
+        self.keys, self.shift = self.keys >> (shift - self.shift), shift
+        self._count(other.keys >> (shift - other.shift), other.counts)
+
+    def _count(self, keys: Array, counts: Array) -> None:
+        keys, counts = np.concatenate([self.keys, keys]), np.concatenate([self.counts, counts])
+        while True:
+            found, owners = np.unique(keys, return_inverse=True)
+            if len(found) <= MOST_SCORES:
+                break
+            keys, self.shift = keys >> 1, self.shift + 1
+        self.keys, self.counts = found, np.zeros((len(found), 2), np.int64)
+        np.add.at(self.counts, owners.reshape(-1), counts)
+
+    def area(self) -> float:
+        """The share of pairs of a row of each class whose scores are in order; equal ones count half."""
+        before = area = total = 0
+        for first, second in self.counts.tolist():
+            area += second * (2 * before + first)
+            before, total = before + first, total + second
+        return area / (2 * before * total) if before and total else float("nan")
+
+
+@dataclass
 class ClassSums:
     """What rows of classes add up to."""
 
@@ -62,8 +120,8 @@ class ClassSums:
     loss: float = 0.0
     confusion: dict[tuple[int, int], int] = field(default_factory=dict)
     classes: int = 0
-    ranks: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Rows of the first and of the second class by score, of two classes."""
+    by_score: ScoreCounts = field(default_factory=ScoreCounts)
+    """Rows by score, of two classes."""
 
     def add(self, output: Array, label: Array) -> None:
         """Counts some rows.
@@ -88,17 +146,7 @@ class ClassSums:
             key = divmod(pair, self.classes)
             self.confusion[key] = self.confusion.get(key, 0) + count
         if self.classes == _TWO:
-            self._rank(raw[:, 1], index)
-
-    def _rank(self, score: Array, index: Array) -> None:
-        bits = (score.astype(np.float32) + np.float32(0)).view(np.int32).astype(np.int64)
-        ordered = np.where(bits < 0, -(2**31) - bits, bits) >> _LOW_BITS
-        keys, owners = np.unique(ordered, return_inverse=True)
-        second = np.bincount(owners, index, len(keys)).astype(np.int64)
-        first = np.bincount(owners, minlength=len(keys)) - second
-        for key, *both in zip(keys.tolist(), first.tolist(), second.tolist(), strict=True):
-            before = self.ranks.get(key, (0, 0))
-            self.ranks[key] = (before[0] + both[0], before[1] + both[1])
+            self.by_score.add(raw[:, 1], index)
 
     def merge(self, other: ClassSums) -> None:
         """Adds what another task has counted."""
@@ -106,9 +154,7 @@ class ClassSums:
         self.classes = max(self.classes, other.classes)
         for key, count in other.confusion.items():
             self.confusion[key] = self.confusion.get(key, 0) + count
-        for key, (first, second) in other.ranks.items():
-            before = self.ranks.get(key, (0, 0))
-            self.ranks[key] = (before[0] + first, before[1] + second)
+        self.by_score.merge(other.by_score)
 
     def evaluation(self, names: Sequence[Any] | None) -> Evaluation:
         """The metrics.
@@ -133,16 +179,8 @@ class ClassSums:
             "log_loss": self.loss / max(self.count, 1),
         }
         if self.classes == _TWO:
-            metrics["area_under_roc"] = self._area()
+            metrics["area_under_roc"] = self.by_score.area()
         return Evaluation(self.count, metrics, list(names or range(self.classes)), table.tolist())
-
-    def _area(self) -> float:
-        """The share of pairs of a row of each class whose scores are in order; equal ones count half."""
-        before = area = total = 0
-        for _, (first, second) in sorted(self.ranks.items()):
-            area += second * (2 * before + first)
-            before, total = before + first, total + second
-        return area / (2 * before * total) if before and total else float("nan")
 
 
 @dataclass

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from farandole.spark.common.chart import Chart
-    from farandole.spark.common.evaluation import Evaluation
+    from farandole.spark.common.evaluation import ClassSums, Evaluation, ValueSums
     from farandole.spark.common.history import Entry
     from farandole.ui import Viewer
 
@@ -71,21 +73,74 @@ class FarandoleModel(ModelParams, ClassParams, Model):
             ValueError: a column is missing, or the model has several labels, or an output of unknown form.
         """
         from farandole.spark.common.evaluation import measured, sums
-        from farandole.spark.session import Cluster
 
         self._check_columns(df)
         form, name = self._form("evaluate"), self.getLabelColumns()[0]
-        roles = Roles(features=(), labels=(name,))
+        start = sums(form, self.getThresholds())
+        for part in self._measure(df, name, start, measured, "farandole: evaluating a model"):
+            start.merge(part)
+        return start.evaluation(self.getClasses())
+
+    def _measure(
+        self, df: DataFrame, label: str, start: ClassSums | ValueSums, task: Callable[..., Any], title: str
+    ) -> list[Any]:
+        """What tasks have counted, one object for each.
+
+        Args:
+            df: the rows.
+            label: the label column.
+            start: with nothing counted.
+            task: takes the predictor, what gives labels, and `start`; returns a function for `mapInArrow`.
+            title: of Spark's job.
+        """
+        from farandole.spark.session import Cluster
+
+        roles = Roles(features=(), labels=(label,))
         check_present(roles, df.columns, "DataFrame")
         check_types(roles, df.schema, categories=self.getCategories())
+        mapped = task(self._predictor(df), _label(label, df.columns, self._label_encoding()), start)
+        rows = Cluster.active().collect(numbered(df).mapInArrow(mapped, "part binary"), title)
+        return [cloudpickle.loads(row.part) for row in rows]
+
+    def importance(
+        self, df: DataFrame, metric: str | None = None, *, repeats: int = 1, seed: int = 0
+    ) -> dict[str, float]:
+        """How much worse the model predicts when the values of one column are exchanged between rows.
+
+        Values are exchanged between the rows of a task (65,536 at a time), so rows should be in no order: a DataFrame
+        that is sorted by a column understates its importance. The rows are read once and predicted once for each
+        column and repeat.
+
+        Args:
+            df: the rows, with the label.
+            metric: which metric of `evaluate`; default: `log_loss` of classes, `mse` of values.
+            repeats: orders of each column, whose results are averaged.
+            seed: of the orders.
+
+        Returns:
+            By feature column, how much worse the metric gets; the largest first. Features that are made of a column,
+            such as `age__missing`, change with it.
+
+        Raises:
+            ValueError: as `evaluate`; there is no such metric, or `repeats` is below 1.
+        """
+        from farandole.spark.common.encoding import sources_of
+        from farandole.spark.common.evaluation import sums
+        from farandole.spark.common.importance import importances, permuted
+
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise ValueError(f"repeats must be a whole number, 1 or more: {repeats!r}")
+        self._check_columns(df)
+        form, label = self._form("importance"), self.getLabelColumns()[0]
         start = sums(form, self.getThresholds())
-        measure = measured(self._predictor(df), _label(name, df.columns, self._label_encoding()), start)
-        rows = Cluster.active().collect(
-            numbered(df).mapInArrow(measure, "part binary"), "farandole: evaluating a model"
-        )
-        for row in rows:
-            start.merge(cloudpickle.loads(row.part))
-        return start.evaluation(self.getClasses())
+        features = sources_of([name for group in self._inputs() for name in group], df.columns)
+        names = {df.columns.index(name): name for name in features}
+        found: dict[Any, Any] = {}
+        task = partial(permuted, columns=list(names), seeds=[seed + turn for turn in range(repeats)])
+        for part in self._measure(df, label, start, task, "farandole: importance of columns"):
+            for key, counted in part.items():
+                found.setdefault(key, deepcopy(start)).merge(counted)
+        return importances(found or {None: start}, names, metric)
 
     def getClasses(self) -> list[Any] | None:  # noqa: N802 - Spark ML's manner
         """The names of the classes: `class_names`, else the label's categories; `None` where they are numbers."""

@@ -99,6 +99,16 @@ class Ragged:
                 out[row, :length] = values[start : start + length]
         return out
 
+    def lengths(self, batch: Batch, name: str) -> Array:
+        """How many values each row of a batch of prepared data has, (rows,).
+
+        Args:
+            batch: of the native reader.
+            name: of the column.
+        """
+        ends, _ = batch.texts(name)
+        return np.minimum(np.diff(np.frombuffer(ends, np.int64)) // np.dtype(self.dtype).itemsize, self.max_length)
+
     def read(self, batch: Batch, name: str, *, fixed: bool = False) -> Array:
         """The rows of a batch of prepared data.
 

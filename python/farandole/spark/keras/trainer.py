@@ -24,6 +24,7 @@ from farandole._keras.callbacks import LearningRateScheduleCallback
 from farandole._keras.values import as_array, broadcast_variables
 from farandole.common import basics
 from farandole.common.notices import is_elastic
+from farandole.numpy.plain import broadcast_plain
 from farandole.runner import scratch
 from farandole.spark import task
 from farandole.spark.common.source import Place, Source
@@ -195,7 +196,7 @@ class Trainer:
                 done[0] = len(self.note.get("timing", []))
         self.done = int(arrays.broadcast(done, 0, name="farandole.keras.done")[0])
         if self.moves:
-            self.note, self.best = arrays.broadcast_object((self.note, self.best), 0)
+            self.note, self.best = broadcast_plain((self.note, self.best), 0)
         broadcast_variables([*model.weights, *model.optimizer.variables], 0)
 
     def _scale(self, before: int) -> None:

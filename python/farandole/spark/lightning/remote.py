@@ -18,6 +18,7 @@ import torch
 
 import farandole.torch as hvd
 from farandole.common.notices import is_elastic
+from farandole.numpy.plain import broadcast_plain
 from farandole.runner import scratch
 from farandole.spark.common.consent import VARIABLE, PickleNotAllowedError, given
 from farandole.spark.lightning.elastic import Reached, RunState
@@ -81,7 +82,7 @@ def _train_in_world(
     resume, history = None, list(reached.history)
     if not reached.begun:
         # One read for all: a rank 0 of a lost gang may not have ended yet, and write another in between.
-        found = hvd.broadcast_object(base.store.resume() if rank == 0 else None, root_rank=0)
+        found = broadcast_plain(base.store.resume() if rank == 0 else None, 0)
         if found is not None:
             resume = folder / "resume.ckpt"
             resume.write_bytes(found)

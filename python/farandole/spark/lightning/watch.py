@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import farandole.torch as hvd
+from farandole.numpy.plain import allgather_plain
 from farandole.spark import task
 from farandole.spark.common.consent import given
 from farandole.spark.common.events import scalars
@@ -112,7 +113,7 @@ class Watch:
         self.meter.tell()
         seconds = time.monotonic() - self.started
         logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-        told = hvd.allgather_object((logged, self.rows, self.val_rows, self.total))
+        told = allgather_plain((logged, self.rows, self.val_rows, self.total))
         rows = sum(one[1] for one in told)
         before, loss_before = self._begun
         self._begun = (0, 0.0)

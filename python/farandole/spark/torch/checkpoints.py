@@ -15,6 +15,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import farandole.torch as hvd
+from farandole.numpy.plain import broadcast_plain
 from farandole.spark.common.consent import PickleNotAllowedError
 from farandole.spark.common.events import scalars
 from farandole.spark.torch import payload
@@ -62,15 +63,12 @@ class Checkpoints:
             ValueError: the checkpoint is of another model or optimizer.
         """
         found = self._store.resume() if self.rank == 0 else None
-        rest: dict[str, Any] = {}
-        if hvd.broadcast_object(found is not None, root_rank=0):
-            if found is not None:
-                rest = self._load(found, model, optimizer)
-            rest = hvd.broadcast_object(rest, root_rank=0)
+        rest = None if found is None else payload.pack_state(self._load(found, model, optimizer))
+        rest = broadcast_plain(rest, 0)
         optimizer.load_state_dict(optimizer.state_dict())  # moves its tensors to where the parameters are
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        return rest
+        return {} if rest is None else payload.unpack_state(rest)
 
     def _load(self, found: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         try:

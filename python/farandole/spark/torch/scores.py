@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import farandole.torch as hvd
+from farandole.numpy.plain import allgather_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,7 +123,12 @@ def _has_others() -> bool:
 def _gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     """What torchmetrics asks of a world: the tensor of every rank, whatever their shapes."""
     del group
-    return [one.to(tensor.device) for one in hvd.allgather_object(tensor.detach().cpu())]
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    mine = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), flat.view(torch.uint8).numpy()
+    return [
+        torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape).to(tensor.device)
+        for dtype, shape, data in allgather_plain(mine)
+    ]
 
 
 def _number(value: Any, name: str) -> Any:

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""JPEG files as normalised tensors: a loader with `Decode`, next to torchvision in as many threads.
+
+    pip install torchvision
+    python bench/images.py [--images 1000] [--repeat 5]
+
+Photographs of 500 x 375 pixels, made up of smooth noise, become float32 of 3 x 224 x 224: the middle, normalised. Both
+sides have the files in memory. Prints medians of images per second. Farandole is asked for at least 1.0 x torchvision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import torch
+from saved import save
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
+
+from farandole.data import Decode, Image, ParquetLoader, prepare_data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+THREADS, BATCH = 2, 64
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+def photographs(count: int) -> list[bytes]:
+    """JPEG files."""
+    random = np.random.default_rng(0)
+    files = []
+    for _ in range(count):
+        small = PIL.Image.fromarray(random.integers(0, 256, (25, 33, 3), np.uint8))
+        out = io.BytesIO()
+        small.resize((500, 375), PIL.Image.Resampling.BICUBIC).save(out, "jpeg", quality=90)
+        files.append(out.getvalue())
+    return files
+
+
+def torchvision_pass(files: list[bytes]) -> int:
+    """Decodes all files with torchvision."""
+    steps = v2.Compose(
+        [v2.Resize(224), v2.CenterCrop(224), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    )
+
+    def one(blob: bytes) -> torch.Tensor:
+        encoded = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        return steps(decode_image(encoded, ImageReadMode.RGB))
+
+    count = 0
+    with ThreadPoolExecutor(THREADS) as pool:
+        for start in range(0, len(files), BATCH):
+            count += len(torch.stack(list(pool.map(one, files[start : start + BATCH]))))
+    return count
+
+
+def loader_pass(loader: ParquetLoader) -> int:
+    """Decodes all files with a loader."""
+    return sum(len(batch["image"]) for batch in loader)
+
+
+def median(repeat: int, function: Callable[[], int], count: int) -> float:
+    """Seconds of one pass."""
+    seconds = []
+    for _ in range(repeat + 1):
+        start = time.perf_counter()
+        if function() != count:
+            raise RuntimeError("not all images were decoded")
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def main() -> None:
+    """Measures both."""
+    parser = argparse.ArgumentParser(description="Images next to torchvision.")
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--repeat", type=int, default=5)
+    given = parser.parse_args()
+    torch.set_num_threads(1)  # both have threads of their own
+    files = photographs(given.images)
+    decode = Decode({"image": Image(224, fit="crop", mean=MEAN, std=STD)})
+    with tempfile.TemporaryDirectory() as directory:
+        data = prepare_data(pa.table({"image": files}), directory)
+        loader = ParquetLoader(
+            data.train_url, BATCH, ["image"], framework="torch", transformation_fn=decode, transform_workers=THREADS
+        )
+        seconds = {
+            "torchvision": median(given.repeat, lambda: torchvision_pass(files), len(files)),
+            "farandole": median(given.repeat, lambda: loader_pass(loader), len(files)),
+        }
+    for name, one in seconds.items():
+        speed = seconds["torchvision"] / one
+        print(f"{name:<12} {len(files) / one:8.0f} images/s {speed:6.2f} x")
+    save("images", {"images": given.images, "threads": THREADS, **seconds})
+
+
+if __name__ == "__main__":
+    main()

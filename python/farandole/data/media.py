@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`Decode`: a `transformation_fn` that makes tensors of images and sounds, from bytes or from paths.
+
+Pillow decodes and resizes images, soundfile (libsndfile) decodes sounds. Both release the interpreter's lock meanwhile,
+so the loader's threads decode at the same time.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+_CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
+_FITS = ("stretch", "crop", "pad")
+
+
+@dataclass(frozen=True)
+class Image:
+    """What becomes of a column of images: PNG, JPEG, WebP and other formats of Pillow.
+
+    An image is turned as its EXIF orientation says, converted to `mode`, and resized. A batch has float32 of shape
+    (rows, channels, height, width), from 0 to 1 before `mean` and `std`, or uint8 without scaling.
+
+    Args:
+        height: Of the result, in pixels.
+        width: Of the result; default: `height`.
+        mode: `RGB`, `RGBA` or `L` (gray).
+        fit: `stretch`: resized without regard to proportions. `crop`: resized until it covers the result, and the
+            middle is kept. `pad`: resized until it fits into the result, with black around it.
+        dtype: `float32` or `uint8`.
+        mean: One number for each channel, or one for all, which is subtracted.
+        std: As `mean`; the result is divided by it.
+        channels_last: Whether the shape is (rows, height, width, channels), as Keras has it by default.
+    """
+
+    height: int
+    width: int | None = None
+    mode: str = "RGB"
+    fit: str = "stretch"
+    dtype: str = "float32"
+    mean: float | Sequence[float] = 0.0
+    std: float | Sequence[float] = 1.0
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be."""
+        for name, value in (("height", self.height), ("width", self.height if self.width is None else self.width)):
+            _whole(name, value, "an image")
+        for name, value, known in (
+            ("mode", self.mode, tuple(_CHANNELS)),
+            ("fit", self.fit, _FITS),
+            ("dtype", self.dtype, ("float32", "uint8")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} of an image must be one of {', '.join(known)}: {value!r}")
+        for name, value in (("mean", self.mean), ("std", self.std)):
+            numbers = [value] if isinstance(value, Real) else list(value)  # pyright: ignore[reportArgumentType]
+            if len(numbers) not in (1, _CHANNELS[self.mode]) or not all(math.isfinite(one) for one in numbers):
+                count = _CHANNELS[self.mode]
+                raise ValueError(f"{name} of an image must be one number or {count}, one for each channel: {value!r}")
+            if name == "std" and 0.0 in numbers:
+                raise ValueError(f"std of an image must not be 0: {value!r}")
+        if self.dtype == "uint8" and (self.mean != 0.0 or self.std != 1.0):
+            raise ValueError("mean and std of an image need dtype='float32'")
+
+    def decode(self, blobs: Sequence[Any], column: str) -> Array:
+        """Images as one array.
+
+        Args:
+            blobs: Bytes, or open files, of each row.
+            column: For messages.
+
+        Raises:
+            ImportError: Pillow is not installed.
+            ValueError: An image that cannot be decoded; the message names the column and the row of the batch.
+        """
+        import numpy as np  # noqa: PLC0415 - optional
+
+        try:
+            import PIL.Image  # noqa: PLC0415, F401 - optional
+        except ImportError as error:
+            raise ImportError("decoding images needs Pillow: pip install 'farandole[images]'") from error
+
+        width, channels = self.width or self.height, _CHANNELS[self.mode]
+        pixels = np.empty((len(blobs), self.height, width, channels), np.uint8)
+        for row, blob in enumerate(blobs):
+            try:
+                pixels[row] = np.asarray(self._resized(blob, width)).reshape(self.height, width, channels)
+            except Exception as error:
+                raise ValueError(
+                    f"column {column!r}, row {row} of a batch: cannot decode the image: {error}"
+                ) from error
+        if not self.channels_last:
+            pixels = pixels.transpose(0, 3, 1, 2)
+        if self.dtype == "uint8":
+            return np.ascontiguousarray(pixels)
+        scaled = pixels.astype(np.float32, order="C")
+        shape = (-1,) if self.channels_last else (-1, 1, 1)
+        mean = np.asarray(self.mean, np.float32).reshape(shape)
+        std = np.asarray(self.std, np.float32).reshape(shape)
+        scaled *= 1.0 / (255.0 * std)
+        scaled -= mean / std
+        return scaled
+
+    def _resized(self, blob: Any, width: int) -> Any:
+        from PIL import Image as Pillow  # noqa: PLC0415 - optional
+        from PIL import ImageOps  # noqa: PLC0415
+
+        size, smooth = (width, self.height), Pillow.Resampling.BILINEAR
+        with Pillow.open(io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob) as opened:
+            # A JPEG is decoded at an eighth, a quarter or a half of its size, if that is at least twice the result.
+            longest = max(size)
+            opened.draft(self.mode if self.mode != "RGBA" else None, (2 * longest, 2 * longest))
+            ImageOps.exif_transpose(opened, in_place=True)
+            opened.load()
+            image = opened if opened.mode == self.mode else opened.convert(self.mode)
+        if self.fit == "crop":
+            return ImageOps.fit(image, size, smooth)
+        if self.fit == "pad":
+            return ImageOps.pad(image, size, smooth)
+        return image if image.size == size else image.resize(size, smooth)
+
+
+@dataclass(frozen=True)
+class Audio:
+    """What becomes of a column of sounds: WAV, FLAC, Ogg, MP3 and other formats of libsndfile.
+
+    A batch has float32 of shape (rows, samples), from -1 to 1, or (rows, channels, samples) with several channels. A
+    column `<name>__length` has how many samples of each row are of the sound; zeros follow.
+
+    Args:
+        samples: Of each row: longer sounds are cut.
+        rate: Samples in a second. Sounds of other rates are resampled.
+        channels: 1: the mean of all channels. More: sounds must have as many.
+    """
+
+    samples: int
+    rate: int
+    channels: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be."""
+        for name in ("samples", "rate", "channels"):
+            _whole(name, getattr(self, name), "a sound")
+
+    def decode(self, blobs: Sequence[Any], column: str) -> tuple[Array, Array]:
+        """Sounds as one array, and how many samples each has.
+
+        Args:
+            blobs: Bytes, or open files, of each row.
+            column: For messages.
+
+        Raises:
+            ImportError: soundfile, or for other rates soxr, is not installed.
+            ValueError: A sound that cannot be decoded; the message names the column and the row of the batch.
+        """
+        import numpy as np  # noqa: PLC0415 - optional
+
+        try:
+            import soundfile  # noqa: PLC0415, F401 - optional
+        except ImportError as error:
+            raise ImportError("decoding sounds needs soundfile: pip install 'farandole[audio]'") from error
+
+        whole = np.zeros((len(blobs), self.channels, self.samples), np.float32)
+        lengths = np.zeros(len(blobs), np.int64)
+        for row, blob in enumerate(blobs):
+            try:
+                sound = self._read(blob)
+            except ImportError:
+                raise
+            except Exception as error:
+                raise ValueError(
+                    f"column {column!r}, row {row} of a batch: cannot decode the sound: {error}"
+                ) from error
+            lengths[row] = len(sound)
+            whole[row, :, : len(sound)] = sound.T
+        return (whole[:, 0] if self.channels == 1 else whole), lengths
+
+    def _read(self, blob: Any) -> Array:
+        """(samples, channels)."""
+        import soundfile  # noqa: PLC0415 - optional
+
+        source = io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob
+        with soundfile.SoundFile(source) as opened:
+            rate = opened.samplerate
+            wanted = -(-self.samples * rate // self.rate) + rate // 100  # a little more, for the resampler's edge
+            sound = opened.read(wanted, dtype="float32", always_2d=True)
+        if self.channels == 1:
+            sound = sound.mean(axis=1, keepdims=True)
+        elif sound.shape[1] != self.channels:
+            raise ValueError(f"it has {sound.shape[1]} channels, not {self.channels}")
+        if rate != self.rate:
+            try:
+                import soxr  # noqa: PLC0415 - optional
+            except ImportError as error:
+                raise ImportError("sounds of other rates need soxr: pip install 'farandole[audio]'") from error
+            sound = soxr.resample(sound, rate, self.rate)
+        return sound[: self.samples]
+
+
+class Decode:
+    """A `transformation_fn` that decodes columns of bytes, or of paths, and leaves all others as they are.
+
+    Loaders call it with record batches, estimators with dicts of arrays.
+    """
+
+    batched = True
+    """For estimators: it takes whole batches."""
+
+    def __init__(self, columns: Mapping[str, Image | Audio], *, root: str | os.PathLike[str] | None = None) -> None:
+        """Decodes nothing yet.
+
+        Args:
+            columns: What becomes of each column.
+            root: The directory that paths are relative to, local or the URL of a store; default: where the process
+                works. Columns of bytes need none.
+
+        Raises:
+            TypeError: Something else than an `Image` or an `Audio`.
+            ValueError: No columns.
+        """
+        if not columns:
+            raise ValueError("Decode needs one column at least")
+        for name, one in columns.items():
+            if not isinstance(one, Image | Audio):
+                raise TypeError(f"column {name!r} is decoded by an Image or an Audio: {type(one).__name__}")
+        self.columns, self.root = dict(columns), None if root is None else os.fspath(root)
+
+    def __call__(self, batch: Any) -> dict[str, Array]:
+        """The columns of a batch as arrays.
+
+        Args:
+            batch: A `pyarrow.RecordBatch`, or a dict of arrays.
+
+        Raises:
+            ValueError: A column that is not there, that holds no bytes or paths, or that cannot be decoded.
+            FileNotFoundError: A path without a file.
+        """
+        from farandole.data.transform import from_arrow  # noqa: PLC0415 - with cloudpickle
+
+        is_dict = isinstance(batch, Mapping)
+        names = list(batch) if is_dict else batch.schema.names
+        lacking = [name for name in self.columns if name not in names]
+        if lacking:
+            raise ValueError(f"there is no column {lacking[0]!r} to decode: {', '.join(names)}")
+        made: dict[str, Array] = {}
+        for name in names:
+            if name not in self.columns:
+                made[name] = batch[name] if is_dict else from_arrow(name, batch.column(name), "the data")
+                continue
+            how, values = self.columns[name], batch[name] if is_dict else batch.column(name).to_pylist()
+            blobs = [self._blob(value, name, row) for row, value in enumerate(values)]
+            if isinstance(how, Image):
+                made[name] = how.decode(blobs, name)
+            else:
+                made[name], made[f"{name}__length"] = how.decode(blobs, name)
+        return made
+
+    def _blob(self, value: Any, column: str, row: int) -> bytes:
+        if isinstance(value, bytes | bytearray | memoryview):
+            return bytes(value)
+        if not isinstance(value, str):
+            raise ValueError(f"column {column!r}, row {row} of a batch: {type(value).__name__} is no bytes and no path")
+        if self.root is None and "://" not in value:
+            with open(value, "rb") as opened:  # noqa: PTH123 - bytes of a path that a user gives
+                return opened.read()
+        from farandole._native import store as native  # noqa: PLC0415 - paths alone need it
+
+        whole = value if "://" in value else f"{self.root.rstrip('/')}/{value}"  # pyright: ignore[reportOptionalMemberAccess]
+        directory, _, name = native.full_path(whole).rpartition("/")
+        return bytes(native.Store(directory).read(name))
+
+
+def _whole(name: str, value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} of {what} must be a whole number, 1 or more: {value!r}")

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`MixedLoader`: batches of several data sets, in given proportions."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from farandole.data.data_loader_base import BaseDataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    Batch = dict[str, Any]
+
+_STATE_VERSION = 1
+
+
+class MixedLoader(BaseDataLoader):
+    """Batches of several loaders, each of which goes through its own epochs without an end.
+
+    With `ratios`, every batch comes from one loader. After any number of batches, each loader has given its share of
+    them, give or take one. Without `ratios`, every batch has the rows of one batch of each loader, so the proportions
+    are those of their batch sizes. All ranks take from the same loaders in the same order.
+
+    An iteration is `steps` batches. The next one continues with the rows after them.
+    """
+
+    def __init__(
+        self,
+        loaders: Mapping[str, Any],
+        ratios: Mapping[str, float] | None = None,
+        *,
+        steps: int | None = None,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            loaders: By name: `ParquetLoader`, `WeightedLoader` or `LengthLoader`, with the same columns.
+            ratios: How many batches come from each loader, in proportion: `{"web": 3, "books": 1}`.
+            steps: Batches of one iteration; default: as many as one epoch of all loaders has, or of the longest one
+                without `ratios`.
+
+        Raises:
+            ValueError: No loaders, ratios of other loaders, ratios that are no numbers above 0, a loader without
+                batches, other columns, or `tail="join"`.
+        """
+        if not loaders:
+            raise ValueError("MixedLoader needs one loader at least")
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise ValueError(f"steps must be a whole number, 1 or more: {steps!r}")
+        self.loaders = dict(loaders)
+        self._ratios = None if ratios is None else _shares(ratios, self.loaders)
+        lengths = []
+        for name, loader in self.loaders.items():
+            lengths.append(len(loader))
+            if not lengths[-1]:
+                raise ValueError(f"the loader {name!r} has no batches")
+            if getattr(getattr(loader, "loader", loader), "tail", None) == "join":
+                raise ValueError(f"the loader {name!r} has tail='join': a mix needs the same batches on all ranks")
+        first = next(iter(self.loaders))
+        for name, loader in self.loaders.items():
+            if sorted(loader.columns) != sorted(self.loaders[first].columns):
+                raise ValueError(
+                    f"loaders of a mix have the same columns: {name!r} has {', '.join(sorted(loader.columns))}, "
+                    f"{first!r} has {', '.join(sorted(self.loaders[first].columns))}"
+                )
+        self._steps = steps or (max(lengths) if ratios is None else sum(lengths))
+        self._open: dict[str, Iterator[Batch]] = {}
+        self._first = 0
+        """The step of the next iteration at which it begins."""
+        self._made = self._taken = self._state(0, dict.fromkeys(self.loaders, 0))
+        self._counts = dict.fromkeys(self.loaders, 0)
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that are read."""
+        return next(iter(self.loaders.values())).columns
+
+    def __len__(self) -> int:
+        """Batches of the next iteration."""
+        return self._steps - self._first
+
+    def _state(self, step: int, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Where everything is after a batch."""
+        return {
+            "version": _STATE_VERSION,
+            "step": step,
+            "counts": dict(counts),
+            "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
+        }
+
+    def _iterate(self) -> Iterator[Batch]:
+        first, self._first = self._first, 0
+        for step in range(first, self._steps):
+            if self._ratios is None:
+                batch = self._joined({name: self._next(name) for name in self.loaders})
+            else:
+                batch = self._next(self._turn())
+            self._made = self._state((step + 1) % self._steps, self._counts)
+            yield batch
+
+    def _turn(self) -> str:
+        """The loader that is furthest behind its share."""
+        ratios, step = self._ratios or {}, sum(self._counts.values()) + 1
+        chosen = max(ratios, key=lambda name: ratios[name] * step - self._counts[name])
+        self._counts[chosen] += 1
+        return chosen
+
+    def _next(self, name: str) -> Batch:
+        """The next batch of a loader, of its next epoch if this one is over."""
+        if name in self._open:
+            batch = next(self._open[name], None)
+            if batch is not None:
+                return batch
+        self._open[name] = iter(self.loaders[name])
+        batch = next(self._open[name], None)
+        if batch is None:  # the rest of an epoch, of which nothing was left
+            self._open[name] = iter(self.loaders[name])
+            batch = next(self._open[name], None)
+        if batch is None:
+            raise ValueError(f"the loader {name!r} has no batches")
+        return batch
+
+    def _joined(self, batches: Mapping[str, Batch]) -> Batch:
+        """The rows of several batches, one loader's after the other's."""
+        first = next(iter(batches))
+        return {column: _concatenated(column, batches) for column in batches[first]}
+
+    def _mark(self) -> dict[str, Any]:
+        return self._made
+
+    def _reached(self, mark: dict[str, Any]) -> None:
+        self._taken = mark
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the consumer is: the states of all loaders, and the batches that each has given."""
+        return self._taken
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next iteration continue where a state was taken.
+
+        Args:
+            state: From `state_dict`.
+
+        Raises:
+            ValueError: A state of other loaders, or that this version cannot read.
+        """
+        if state.get("version") != _STATE_VERSION or not isinstance(state.get("loaders"), dict):
+            raise ValueError(f"not a state of MixedLoader: version {state.get('version')}")
+        if set(state["loaders"]) != set(self.loaders):
+            raise ValueError(
+                f"the state is of other loaders: {', '.join(state['loaders'])} there, {', '.join(self.loaders)} here"
+            )
+        self.close()
+        for name, loader in self.loaders.items():
+            loader.load_state_dict(state["loaders"][name])
+        self._first = int(state["step"]) % self._steps
+        self._counts = {name: int(state["counts"][name]) for name in self.loaders}
+        self._made = self._taken = self._state(self._first, self._counts)
+
+    def close(self) -> None:
+        """Ends the iterations of all loaders, and their threads."""
+        for batches in self._open.values():
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+        self._open.clear()
+        for loader in self.loaders.values():
+            loader.close()
+
+
+def _shares(ratios: Mapping[str, float], loaders: Mapping[str, Any]) -> dict[str, float]:
+    """Ratios that add up to 1."""
+    if set(ratios) != set(loaders):
+        strange = sorted(set(ratios) ^ set(loaders))
+        raise ValueError(
+            f"ratios are one for each loader, by name; these have none, or no loader: {', '.join(strange)}"
+        )
+    for name, ratio in ratios.items():
+        if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < ratio < math.inf:
+            raise ValueError(f"the ratio of {name!r} must be a number above 0: {ratio!r}")
+    total = sum(ratios[name] for name in loaders)
+    return {name: ratios[name] / total for name in loaders}
+
+
+def _concatenated(column: str, batches: Mapping[str, Batch]) -> Any:
+    values = {name: batch[column] for name, batch in batches.items()}
+    shapes = {name: tuple(one.shape[1:]) for name, one in values.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(
+            f"column {column!r} has rows of different shapes: {shapes}; ragged columns of a mix need the same "
+            "max_length and buckets=1"
+        )
+    kinds = {name: str(one.dtype) for name, one in values.items()}
+    if len(set(kinds.values())) > 1:
+        raise ValueError(f"column {column!r} has different types, see cast= of ParquetLoader: {kinds}")
+    parts = list(values.values())
+    if hasattr(parts[0], "numpy"):
+        import torch  # noqa: PLC0415 - optional
+
+        return torch.cat(parts)
+    import numpy as np  # noqa: PLC0415 - optional
+
+    return np.concatenate(parts)

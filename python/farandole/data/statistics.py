@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Statistics of the columns of a source, and how far another source has drifted from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import cloudpickle
+
+from farandole._native.store import Store as NativeStore
+from farandole.data.frames import is_spark
+from farandole.data.sources import open_source
+from farandole.data.tallies import Mean, Quantile, numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import pyarrow as pa
+
+    from farandole.data.sources import Source, Unit
+
+_FILE = "_statistics.json"
+_BINS = 10
+_CELLS = 4096
+"""Numbers of a column that are told apart: about three digits."""
+_MOST_VALUES = 65536
+_SHOWN = 100
+"""Values of a column of strings that are kept, the most frequent ones."""
+_LEAST = 1e-4
+"""A share that is taken for 0."""
+
+
+_SPARK_KINDS = {
+    **dict.fromkeys(("byte", "short", "integer", "long", "float", "double", "decimal"), "number"),
+    **dict.fromkeys(("date", "timestamp", "timestamp_ntz"), "number"),
+    **dict.fromkeys(("string", "boolean", "varchar", "char"), "value"),
+    "array": "list",
+}
+
+
+@dataclass(frozen=True)
+class ColumnStatistics:
+    """What is known of a column. Of lists, the numbers are their lengths."""
+
+    kind: str
+    """`number`, `value` (strings and booleans), `list`, or `other`, of which only missing rows are counted."""
+    rows: int
+    missing: int
+    """Nulls, NaN and infinities."""
+    mean: float | None = None
+    least: float | None = None
+    most: float | None = None
+    edges: list[float] = field(default_factory=list)
+    """Of numbers: the deciles, each once."""
+    counts: list[int] = field(default_factory=list)
+    """Of numbers: rows up to each edge, and above the last one."""
+    values: dict[str, int] = field(default_factory=dict)
+    """Of values: rows of the most frequent ones."""
+    distinct: int | None = None
+    """Of values: how many there are; `None` if more than 65,536."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How a column differs from the statistics."""
+
+    index: float
+    """The population stability index: 0 for equal shares; from 0.25 on the column has changed."""
+    missing: float
+    """The share of missing rows, less the one of the statistics."""
+    new: float = 0.0
+    """Of values: the share of rows whose value is not among those of the statistics."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics by column. Dates and times are numbers, in the unit that they are stored in."""
+
+    columns: dict[str, ColumnStatistics]
+
+    def __getitem__(self, name: str) -> ColumnStatistics:
+        """Those of one column."""
+        return self.columns[name]
+
+    def drift(self, source: Any, **reading: Any) -> dict[str, Drift]:
+        """How far the columns of another source have drifted, the furthest first.
+
+        Args:
+            source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
+            reading: `format`, `types` and `options`, as for `prepare_data`.
+
+        Raises:
+            ValueError: A column is missing, or has another kind of values.
+        """
+        found = _counted_anywhere(source, list(self.columns), 2, reading)
+        drifts = {name: _drift(name, one, found[name]) for name, one in self.columns.items()}
+        return dict(sorted(drifts.items(), key=lambda pair: -pair[1].index))
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps({name: asdict(one) for name, one in self.columns.items()})
+
+    @classmethod
+    def of_json(cls, text: str | bytes) -> Self:
+        """From text.
+
+        Args:
+            text: Of `to_json`.
+        """
+        return cls({name: ColumnStatistics(**one) for name, one in json.loads(text).items()})
+
+
+def statistics_of(source: Any, columns: Sequence[str] | None = None, *, threads: int = 2, **reading: Any) -> Statistics:
+    """Statistics of a source, in one pass over its rows.
+
+    Args:
+        source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
+        columns: Which columns; default: all.
+        threads: Files read at the same time.
+        reading: `format`, `types` and `options`, as for `prepare_data`.
+
+    Raises:
+        ValueError: A column is missing.
+    """
+    names = None if columns is None else list(columns)
+    found = _counted_anywhere(source, names, threads, reading)
+    return Statistics({name: tally.statistics() for name, tally in found.items()})
+
+
+def kept_statistics(url: str, source: Source, columns: Sequence[str], threads: int) -> Statistics:
+    """Those that are kept with prepared data; they are computed where there are none.
+
+    Args:
+        url: Of the training data.
+        source: That was prepared.
+        columns: Of the source.
+        threads: Files read at the same time.
+    """
+    store = NativeStore(url)
+    if store.exists(_FILE):
+        kept = Statistics.of_json(store.read(_FILE))
+        if set(columns) <= set(kept.columns):
+            return kept
+    made = Statistics({name: tally.statistics() for name, tally in _counted(source, list(columns), threads).items()})
+    store.write(_FILE, made.to_json().encode())
+    return made
+
+
+class _Tally:
+    """Counts the rows of a column."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.rows, self.missing = kind, 0, 0
+        self.mean, self.cells = Mean(), Quantile(most=_CELLS)
+        self.least, self.most = math.inf, -math.inf
+        self.values: dict[str, int] | None = {}
+
+    def add(self, column: Any) -> None:
+        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
+
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        self.rows += len(column)
+        if self.kind == "list":
+            self.missing += column.null_count
+            column = column.drop_null().value_lengths()
+        if self.kind in ("number", "list"):
+            values = numbers(column)
+            self.mean.add(column)
+            self.cells.add(column)
+            if self.kind == "number":
+                self.missing += len(column) - len(values)
+            if len(values):
+                self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
+            return
+        self.missing += column.null_count
+        if self.kind == "value":
+            counted = column.drop_null().cast(pa.string()).value_counts()
+            self._count(zip(counted.field("values").to_pylist(), counted.field("counts").to_pylist(), strict=True))
+
+    def _count(self, pairs: Any) -> None:
+        if self.values is None:
+            return
+        for value, count in pairs:
+            self.values[value] = self.values.get(value, 0) + count
+        if len(self.values) > _MOST_VALUES:
+            self.values = None
+
+    def merge(self, other: _Tally) -> None:
+        self.rows, self.missing = self.rows + other.rows, self.missing + other.missing
+        self.mean.merge(other.mean)
+        self.cells.merge(other.cells)
+        self.least, self.most = min(self.least, other.least), max(self.most, other.most)
+        if other.values is None:
+            self.values = None
+        else:
+            self._count(other.values.items())
+
+    def statistics(self) -> ColumnStatistics:
+        if self.kind in ("number", "list") and self.mean.count:
+            deciles = [self.cells.at(bin_ / _BINS) for bin_ in range(1, _BINS)]
+            edges = sorted({one for one in deciles if one is not None})
+            return ColumnStatistics(
+                self.kind, self.rows, self.missing, self.mean.value, self.least, self.most, edges, self.binned(edges)
+            )
+        values = self.values if self.kind == "value" else None
+        shown = sorted(values or {}, key=lambda value: (-(values or {})[value], value))[:_SHOWN]
+        return ColumnStatistics(
+            self.kind, self.rows, self.missing, values={value: (values or {})[value] for value in shown},
+            distinct=None if values is None else len(values),
+        )  # fmt: skip
+
+    def binned(self, edges: Sequence[float]) -> list[int]:
+        """Rows up to each edge, and above the last one."""
+        import numpy as np  # noqa: PLC0415 - optional
+
+        cells, rows = self.cells.numbers()
+        places = np.searchsorted(np.asarray(edges), cells, side="left")
+        return np.bincount(places, rows, len(edges) + 1).astype(np.int64).tolist()
+
+
+def _counted_anywhere(
+    source: Any, columns: list[str] | None, threads: int, reading: dict[str, Any]
+) -> dict[str, _Tally]:
+    """Counts in this process, or the rows of a Spark DataFrame on its executors."""
+    if is_spark(source):
+        return _counted_by_spark(source, columns)
+    opened = open_source(source, **reading)
+    return _counted(opened, opened.schema.names if columns is None else columns, threads)
+
+
+def _counted_by_spark(frame: Any, columns: list[str] | None) -> dict[str, _Tally]:
+    chosen = frame.select(*(f"`{name}`" for name in _present(columns, frame.columns)))
+    kinds = {field.name: _SPARK_KINDS.get(field.dataType.typeName(), "other") for field in chosen.schema.fields}
+
+    def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pickle  # noqa: PLC0415 - in a task
+
+        import pyarrow as pa  # noqa: PLC0415 - as pickle
+
+        found = {name: _Tally(kind) for name, kind in kinds.items()}
+        for batch in batches:
+            for name, tally in found.items():
+                tally.add(batch.column(name))
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)], pa.binary())], names=["part"])
+
+    whole = {name: _Tally(kind) for name, kind in kinds.items()}
+    for row in chosen.mapInArrow(count, "part binary").collect():
+        for name, tally in cloudpickle.loads(bytes(row.part)).items():
+            whole[name].merge(tally)
+    return whole
+
+
+def _present(columns: list[str] | None, present: list[str]) -> list[str]:
+    lacking = [name for name in columns or () if name not in present]
+    if lacking:
+        raise ValueError(f"the source has no column {lacking[0]!r}: {', '.join(present)}")
+    return present if columns is None else columns
+
+
+def _counted(source: Source, columns: list[str], threads: int) -> dict[str, _Tally]:
+    columns = _present(columns, source.schema.names)
+    kinds = {name: _kind(source.schema.field(name).type) for name in columns}
+
+    def count(unit: Unit) -> dict[str, _Tally]:
+        found = {name: _Tally(kind) for name, kind in kinds.items()}
+        for batch in unit.batches():
+            for name, tally in found.items():
+                tally.add(batch.column(name))
+        return found
+
+    whole = {name: _Tally(kind) for name, kind in kinds.items()}
+    with ThreadPoolExecutor(threads, "farandole-statistics") as pool:
+        for part in pool.map(count, source.units(columns)):
+            for name, tally in part.items():
+                whole[name].merge(tally)
+    return whole
+
+
+def _kind(kind: pa.DataType) -> str:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    types: Any = pa.types
+    inner = kind.value_type if types.is_dictionary(kind) else kind
+    if types.is_integer(inner) or types.is_floating(inner) or types.is_decimal(inner) or types.is_temporal(inner):
+        return "number"
+    if types.is_string(inner) or types.is_large_string(inner) or types.is_boolean(inner) or inner == pa.string_view():
+        return "value"
+    return "list" if types.is_list(inner) or types.is_large_list(inner) else "other"
+
+
+def _drift(name: str, before: ColumnStatistics, now: _Tally) -> Drift:
+    if before.kind != now.kind:
+        raise ValueError(f"column {name!r} is a {now.kind} now, in the statistics it is a {before.kind}")
+    missing = now.missing / max(now.rows, 1) - before.missing / max(before.rows, 1)
+    if before.kind in ("number", "list"):
+        return Drift(_index(before.counts, now.binned(before.edges)), missing)
+    if before.kind == "value" and before.distinct is not None and now.values is not None:
+        known = [now.values.get(value, 0) for value in before.values]
+        others = before.rows - before.missing - sum(before.values.values())
+        new = now.rows - now.missing - sum(known)
+        share = new / max(now.rows - now.missing, 1) if before.distinct <= _SHOWN else 0.0
+        return Drift(_index([*before.values.values(), others], [*known, new]), missing, share)
+    return Drift(0.0, missing)
+
+
+def _index(before: Sequence[int], now: Sequence[int]) -> float:
+    """The population stability index of two counts of the same bins."""
+    if not sum(before) or not sum(now):
+        return 0.0
+    shares = [
+        (max(one / sum(before), _LEAST), max(other / sum(now), _LEAST)) for one, other in zip(before, now, strict=True)
+    ]
+    return sum((other - one) * math.log(other / one) for one, other in shares)

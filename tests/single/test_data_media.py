@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Images and sounds: from bytes and from paths to arrays, in loaders and in estimators."""
+
+from __future__ import annotations
+
+import builtins
+import io
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pytest
+import soundfile
+import torch
+from tests.single.training import Here
+
+from farandole.data import Audio, Decode, Image, ParquetLoader, prepare_data
+from farandole.spark.common import LocalStore
+from farandole.spark.torch import TorchEstimator
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def picture(seed, height=24, width=32):
+    """Smooth, so that a JPEG is close to it."""
+    random = np.random.default_rng(seed)
+    small = PIL.Image.fromarray(random.integers(0, 256, (3, 4, 3), np.uint8))
+    return np.asarray(small.resize((width, height), PIL.Image.Resampling.BICUBIC))
+
+
+def stored(pixels, kind="png", **options):
+    out = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(out, kind, **options)
+    return out.getvalue()
+
+
+def sound(rate=8000, seconds=0.5, tone=440.0, channels=1):
+    one = 0.5 * np.sin(2 * np.pi * tone * np.arange(int(rate * seconds)) / rate)
+    return np.stack([one / (channel + 1) for channel in range(channels)], axis=1)
+
+
+def recorded(samples, rate=8000, kind="wav"):
+    out = io.BytesIO()
+    soundfile.write(out, samples, rate, format=kind)
+    return out.getvalue()
+
+
+def one(how, blob):
+    return how.decode([blob], "x")[0]
+
+
+@pytest.mark.parametrize(("pool", "framework"), [("thread", "torch"), ("process", "numpy"), ("dummy", "numpy")])
+def test_a_loader_decodes_bytes_beside_other_columns(tmp_path, pool, framework):
+    blobs = [stored(picture(row)) for row in range(12)]
+    url = prepare_data(pa.table({"image": blobs, "id": range(12)}), tmp_path).train_url
+    loader = ParquetLoader(
+        url, 5, ["image", "id"], framework=framework, transform_pool=pool,
+        transformation_fn=Decode({"image": Image(24, 32, mean=[0.5, 0.4, 0.3], std=[0.2, 0.2, 0.1])}),
+    )  # fmt: skip
+    rows = 0
+    for batch in loader:
+        assert isinstance(batch["image"], torch.Tensor if framework == "torch" else np.ndarray)
+        assert batch["image"].shape[1:] == (3, 24, 32)
+        for row, found in zip(batch["id"].tolist(), np.asarray(batch["image"]), strict=True):
+            wanted = (picture(row) / 255.0 - [0.5, 0.4, 0.3]) / [0.2, 0.2, 0.1]
+            np.testing.assert_allclose(found, wanted.transpose(2, 0, 1), atol=1e-4)
+            rows += 1
+    assert rows == 12
+    loader.close()
+
+
+def test_images_are_fitted_turned_and_converted():
+    pixels = picture(0, 40, 80)
+    blob = stored(pixels)
+    raw = one(Image(40, 80, dtype="uint8", channels_last=True), blob)
+    assert raw.dtype == np.uint8
+    assert raw.tolist() == pixels.tolist()
+    middle = one(Image(40, fit="crop", dtype="uint8", channels_last=True), blob)
+    assert middle.tolist() == pixels[:, 20:60].tolist()
+    padded = one(Image(80, fit="pad", dtype="uint8", channels_last=True), blob)
+    assert not padded[:20].any()
+    assert padded[20:60].tolist() == pixels.tolist()
+    assert one(Image(20, 40), blob).mean() == pytest.approx(pixels.mean() / 255, abs=0.01)
+    gray = one(Image(40, 80, mode="L"), blob)
+    assert gray.shape == (1, 40, 80)
+    assert one(Image(40, 80, mode="RGBA"), blob)[3].min() == 1.0
+    turned = PIL.Image.Exif()
+    turned[0x0112] = 6  # the camera was turned by a quarter
+    upright = one(Image(80, 40, dtype="uint8", channels_last=True), stored(pixels, exif=turned))
+    assert upright.tolist() == np.rot90(pixels, -1).tolist()
+    large = picture(1, 480, 640)
+    small = one(Image(30, 40, dtype="uint8", channels_last=True), stored(large, "jpeg", quality=95)).astype(float)
+    wanted = np.asarray(PIL.Image.fromarray(large).resize((40, 30), PIL.Image.Resampling.BILINEAR)).astype(float)
+    assert np.abs(small - wanted).mean() < 2.0
+
+
+def test_columns_of_paths_are_read_from_a_directory_or_a_store(tmp_path):
+    (tmp_path / "in").mkdir()
+    for row in range(3):
+        (tmp_path / "in" / f"{row}.png").write_bytes(stored(picture(row)))
+    batch = pa.record_batch({"path": ["in/0.png", "in/2.png"], "y": [1, 2]})
+    how = {"path": Image(24, 32, dtype="uint8", channels_last=True)}
+    for root in (tmp_path, f"file://{tmp_path}"):
+        found = Decode(how, root=root)(batch)
+        assert found["path"].tolist() == [picture(0).tolist(), picture(2).tolist()]
+        assert found["y"].tolist() == [1, 2]
+    whole = pa.record_batch({"path": [str(tmp_path / "in" / "1.png")]})
+    assert Decode(how)(whole)["path"].tolist() == [picture(1).tolist()]
+    with pytest.raises(FileNotFoundError, match=r"3\.png"):
+        Decode(how, root=tmp_path)(pa.record_batch({"path": ["in/3.png"]}))
+
+
+@pytest.mark.parametrize("kind", ["wav", "flac", "ogg"])
+def test_sounds_are_cut_padded_and_mixed(kind):
+    samples = sound()
+    found, lengths = Audio(5000, 8000).decode([recorded(samples, kind=kind), recorded(samples[:1000], kind=kind)], "x")
+    assert found.shape == (2, 5000)
+    assert found.dtype == np.float32
+    assert lengths.tolist() == [4000, 1000]
+    assert not found[1, 1000:].any()
+    close = 1e-3 if kind != "ogg" else 0.1  # Ogg loses a little
+    np.testing.assert_allclose(found[0, :4000], samples[:, 0], atol=close)
+    both = recorded(sound(channels=2), kind=kind)
+    np.testing.assert_allclose(one(Audio(4000, 8000), both)[0], sound()[:, 0] * 0.75, atol=close)
+    assert one(Audio(100, 8000, channels=2), both).shape == (1, 2, 100)
+
+
+def test_sounds_of_other_rates_are_resampled():
+    for rate in (16000, 44100):
+        found, lengths = Audio(3000, 8000).decode([recorded(sound(rate), rate)], "x")
+        assert lengths.tolist() == [3000]
+        np.testing.assert_allclose(found[0, 200:2800], sound()[200:2800, 0], atol=0.01)
+
+
+class Colour(torch.nn.Module):
+    """A class by the mean of each channel."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = torch.nn.Linear(3, 2)
+
+    def forward(self, image):
+        return self.last(image.mean((2, 3)))
+
+
+def test_an_estimator_learns_from_images(tmp_path):
+    random = np.random.default_rng(0)
+    label = random.integers(0, 2, 64)
+    shades = [np.full((8, 8, 3), 60, np.uint8) for _ in label]
+    for shade, red in zip(shades, label, strict=True):
+        shade[..., 0 if red else 2] = random.integers(150, 255)
+    table = pa.table({"image": [stored(shade) for shade in shades], "label": label})
+    model = Colour()
+    fitted = TorchEstimator(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1), loss=torch.nn.CrossEntropyLoss(),
+        store=LocalStore(str(tmp_path)), backend=Here(), feature_cols=["image"], label_cols=["label"], batch_size=16,
+        epochs=8, verbose=0, input_shapes=[[-1, 3, 8, 8]], transformation_fn=Decode({"image": Image(8)}),
+    ).fit(table)  # fmt: skip
+    assert fitted.history_frame()["loss"].iloc[-1] < 0.3
+
+
+def test_what_cannot_be_names_the_column_the_row_or_the_option(monkeypatch):
+    batch = pa.record_batch({"image": [stored(picture(0)), b"no image"], "sound": [recorded(sound())] * 2})
+    with pytest.raises(ValueError, match="column 'image', row 1 of a batch: cannot decode the image: cannot identify"):
+        Decode({"image": Image(8)})(batch.select(["image"]))
+    cut = pa.record_batch({"image": [stored(picture(0), "jpeg")[:300]]})
+    with pytest.raises(ValueError, match=r"(?i)column 'image', row 0 of a batch: cannot .*truncated"):
+        Decode({"image": Image(8)})(cut)
+    with pytest.raises(ValueError, match="column 'sound', row 0 of a batch: cannot decode the sound: "):
+        Decode({"sound": Audio(8, 8000)})(pa.record_batch({"sound": [b"no sound"]}))
+    with pytest.raises(ValueError, match=r"column 'sound', row 0 .* it has 1 channels, not 2"):
+        Decode({"sound": Audio(8, 8000, 2)})(batch.select(["sound"]))
+    with pytest.raises(ValueError, match="there is no column 'picture' to decode: image, sound"):
+        Decode({"picture": Image(8)})(batch)
+    with pytest.raises(ValueError, match="column 'image', row 0 of a batch: int is no bytes and no path"):
+        Decode({"image": Image(8)})(pa.record_batch({"image": [1]}))
+    with pytest.raises(ValueError, match="the data made column sound of binary, which is no number"):
+        Decode({"image": Image(8)})(batch.slice(0, 1))
+    with pytest.raises(TypeError, match="column 'image' is decoded by an Image or an Audio: int"):
+        Decode({"image": 8})
+    for wrong, told in (
+        ({"height": 0}, "height of an image must be a whole number, 1 or more: 0"),
+        ({"height": 8, "mode": "HSV"}, "mode of an image must be one of RGB, RGBA, L: 'HSV'"),
+        ({"height": 8, "fit": "cover"}, "fit of an image must be one of stretch, crop, pad: 'cover'"),
+        ({"height": 8, "mean": [1, 2]}, r"mean of an image must be one number or 3, one for each channel: \[1, 2\]"),
+        ({"height": 8, "std": 0.0}, "std of an image must not be 0"),
+        ({"height": 8, "dtype": "uint8", "mean": 0.5}, "mean and std of an image need dtype='float32'"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Image(**wrong)
+    with pytest.raises(ValueError, match="rate of a sound must be a whole number, 1 or more: 0"):
+        Audio(8, 0)
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.partition(".")[0] in ("PIL", "soundfile"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"decoding images needs Pillow: pip install 'farandole\[images\]'"):
+        one(Image(8), b"")
+    with pytest.raises(ImportError, match=r"decoding sounds needs soundfile: pip install 'farandole\[audio\]'"):
+        one(Audio(8, 8000), b"")

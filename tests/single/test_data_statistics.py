@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Statistics of columns, kept with prepared data, and the drift of other rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from farandole.data import Statistics, prepare_data, statistics_of
+
+ROWS = 20_000
+
+
+def table(seed=0, shift=0.0, words=("a", "b", "c"), empty=0.1):
+    random = np.random.default_rng(seed)
+    return pa.table({
+        "x": pa.array(random.normal(size=ROWS) + shift, mask=random.random(ROWS) < empty),
+        "n": random.poisson(3, ROWS),
+        "word": random.choice(list(words), ROWS),
+        "flag": random.random(ROWS) < 0.3,
+        "tokens": [[1] * length for length in random.integers(0, 9, ROWS)],
+        "blob": [b"x"] * ROWS,
+    })  # fmt: skip
+
+
+def test_statistics_are_those_of_the_rows_however_they_are_cut(tmp_path):
+    rows = table()
+    for part in range(4):
+        pq.write_table(rows.slice(part * 5000, 5000), tmp_path / f"{part}.parquet", row_group_size=700)
+    found = statistics_of(str(tmp_path))
+    assert found == statistics_of(rows) == Statistics.of_json(found.to_json())
+    values = rows["x"].drop_null().to_numpy()
+    x = found["x"]
+    assert (x.kind, x.rows, x.missing) == ("number", ROWS, rows["x"].null_count)
+    assert (x.mean, x.least, x.most) == (pytest.approx(values.mean()), values.min(), values.max())
+    assert x.edges == pytest.approx(np.quantile(values, np.arange(1, 10) / 10), abs=5e-3)
+    assert sum(x.counts) == len(values)
+    assert max(x.counts) < 1.05 * min(x.counts)
+    assert found["n"].edges == [1, 2, 3, 4, 5]
+    assert found["word"].values == {word: rows["word"].to_pylist().count(word) for word in found["word"].values}
+    assert (found["word"].distinct, found["flag"].distinct, found["blob"].kind) == (3, 2, "other")
+    assert (found["tokens"].kind, found["tokens"].least, found["tokens"].most) == ("list", 0, 8)
+
+
+def test_dates_times_and_decimals_are_numbers():
+    days = pa.array([1, 2, None, 5], pa.int32())
+    table = pa.table({
+        "day": days.cast(pa.date32()), "at": days.cast(pa.int64()).cast(pa.timestamp("us", "UTC")),
+        "price": days.cast(pa.decimal128(12, 2)), "word": pa.array(["b", None, "a", "b"]).dictionary_encode(),
+    })  # fmt: skip
+    found = statistics_of(table)
+    for name in ("day", "at", "price"):
+        one = found[name]
+        assert (one.kind, one.missing, one.least, one.most, one.mean) == ("number", 1, 1.0, 5.0, pytest.approx(8 / 3))
+    assert (found["word"].missing, found["word"].values) == (1, {"b": 2, "a": 1})
+
+
+def test_what_has_changed_drifts_and_what_has_not_does_not(tmp_path):
+    found = statistics_of(table())
+    same = found.drift(table(seed=1))
+    assert max(one.index for one in same.values()) < 0.01
+    pq.write_table(table(seed=1, shift=1.0, words="aaabd", empty=0.4), tmp_path / "new.parquet")
+    drifted = found.drift(str(tmp_path / "new.parquet"))
+    assert list(drifted)[:2] == ["word", "x"]
+    assert drifted["x"].index > 0.5
+    assert drifted["x"].missing == pytest.approx(0.3, abs=0.02)
+    assert drifted["word"].new == pytest.approx(0.2, abs=0.02)
+    assert drifted["n"].index < 0.01
+    # Shares of 1/2 and 1/2 that become 1/4 and 3/4: (1/4 - 1/2) ln(1/2) + (3/4 - 1/2) ln(3/2).
+    halves, quarter = pa.table({"v": ["a", "b"] * 50}), pa.table({"v": ["a", "b", "b", "b"] * 25})
+    assert statistics_of(halves).drift(quarter)["v"].index == pytest.approx(0.25 * np.log(3))
+
+
+def test_they_are_kept_with_prepared_data(tmp_path, monkeypatch):
+    rows = table().drop(["blob", "tokens"])
+    wish = {"label_cols": ["flag"], "categories": ["word"], "fill": {"x": "mean"}, "statistics": True}
+    made = prepare_data(rows, tmp_path, **wish).statistics
+    assert made is not None
+    assert made == statistics_of(rows)
+    monkeypatch.setattr("farandole.data.statistics._counted", None)
+    again = prepare_data(rows, tmp_path, **wish)
+    assert again.reused
+    assert again.statistics == made
+
+
+def test_what_cannot_be_names_the_column(tmp_path):
+    found = statistics_of(table(), ["x", "word"])
+    with pytest.raises(ValueError, match="the source has no column 'word': x, n"):
+        found.drift(table().select(["x", "n"]))
+    with pytest.raises(ValueError, match="column 'word' is a number now, in the statistics it is a value"):
+        found.drift(pa.table({"x": [1.0], "word": [1]}))
+    with pytest.raises(ValueError, match="the source has no column 'age'"):
+        statistics_of(table(), ["age"])
+    with pytest.raises(ValueError, match="a stream passes by once, so statistics=True"):
+        prepare_data(pa.table({"x": [1]}).to_reader(), tmp_path, statistics=True)
+    empty = statistics_of(pa.table({"x": pa.array([None, None], pa.float64())}))
+    assert (empty["x"].missing, empty["x"].mean) == (2, None)
+    assert empty.drift(pa.table({"x": [1.0]}))["x"].missing == -1.0

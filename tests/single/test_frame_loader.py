@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Loaders of frames: their rows, their files, and their place in jobs of torch.distributed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from farandole.data import ParquetLoader, frame_loader
+from farandole.data.frame_loader import _remove
+
+ROWS = 500
+
+
+def table():
+    return pa.table({"id": range(ROWS), "x": np.arange(ROWS) / 4, "word": [str(row) for row in range(ROWS)]})
+
+
+def ids(loader):
+    return [row for batch in loader for row in batch["id"].tolist()]
+
+
+@pytest.mark.parametrize("make", [table, lambda: table().to_pandas(), lambda: pl.from_arrow(table()).lazy()])
+def test_a_frame_becomes_batches_and_leaves_no_files(tmp_path, make):
+    loader = frame_loader(make(), 64, cache=tmp_path, framework="torch", seed=4)
+    assert isinstance(loader, ParquetLoader)
+    batches = list(loader)
+    assert all(set(batch) == {"id", "x"} for batch in batches)
+    assert all(torch.equal(batch["x"], batch["id"] / 4) for batch in batches)
+    assert sorted(ids(batches)) == list(range(ROWS)) != ids(batches)
+    state = loader.state_dict()
+    again = pickle.loads(pickle.dumps(loader))
+    again.load_state_dict(state)
+    assert ids(again) == ids(loader)
+    del again
+    gc.collect()
+    assert list(tmp_path.iterdir()), "a copy does not own the files"
+    _remove(next(tmp_path.iterdir()), os.getpid() + 1)  # as in a process that was forked from this one
+    assert sorted(ids(loader)) == list(range(ROWS))
+    del loader
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_are_those_of_torch_distributed(tmp_path):
+    loader = frame_loader(table(), 10, ["id"], cache=tmp_path)
+    assert (loader.rank, loader.size, len(loader)) == (0, 1, 50)
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        loader.follow_world()
+        assert (loader.rank, loader.size, len(loader)) == (1, 2, 25)
+        other = ParquetLoader(loader.dataset, 10, ["id"], rank=0, size=2)
+        assert sorted(ids(loader) + ids(other)) == list(range(ROWS))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_cannot_be_is_refused_and_leaves_no_files(tmp_path):
+    with pytest.raises(ValueError, match="the frame has no column 'age': id, x, word"):
+        frame_loader(table(), 10, ["age"], cache=tmp_path)
+    with pytest.raises(ValueError, match="the frame has no rows"):
+        frame_loader(table().slice(0, 0), 10, cache=tmp_path)
+    with pytest.raises(ValueError, match=r"column b "):
+        frame_loader(pd.DataFrame({"a": [1], "b": [None]}), 10, ["a", "b"], cache=tmp_path)
+    with pytest.raises(TypeError, match=r"a source is a path .*: builtins\.int"):
+        frame_loader(5, 10, cache=tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Permutation importance, as tasks count it."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from farandole.spark.common import importance
+from farandole.spark.common.evaluation import sums
+from farandole.spark.common.importance import importances, permuted
+
+ROWS = 3000
+
+
+def rows(parts):
+    random = np.random.default_rng(0)
+    a, b = random.normal(size=ROWS), random.normal(size=ROWS)
+    whole = pa.record_batch([a, b, 3 * a + b], ["0", "1", "2"])
+    return whole, [whole.slice(start, ROWS // parts) for start in range(0, ROWS, ROWS // parts)]
+
+
+def counted(batches, seeds=(1,), metric=None):
+    sizes = []
+
+    def outputs(batch):
+        sizes.append(batch.num_rows)
+        return [3.0 * batch.column(0).to_numpy()[:, None] + batch.column(1).to_numpy()[:, None]]
+
+    task = permuted(
+        SimpleNamespace(outputs=outputs), lambda batch: batch.column(2).to_numpy(), sums("values", None), [0, 1], seeds
+    )
+    (part,) = task(iter(batches))
+    return importances(pickle.loads(part.column(0)[0].as_py()), {1: "b", 0: "a"}, metric), sizes
+
+
+def test_a_column_counts_as_much_as_its_rows_change_the_prediction(monkeypatch):
+    whole, batches = rows(6)
+    found, sizes = counted(batches, seeds=[1, 2, 3])
+    assert list(found) == ["a", "b"]
+    # Exchanging values makes an error of 2 w**2 var(x) on the average, and there is none without.
+    assert found["a"] == pytest.approx(2 * 9 * np.var(whole.column(0).to_numpy()), rel=0.05)
+    assert found["b"] == pytest.approx(2 * np.var(whole.column(1).to_numpy()), rel=0.05)
+    assert sizes == [500] * 6 * 7  # the batches as they are, and two columns in three orders
+    assert counted(batches, metric="r2")[0]["a"] == pytest.approx(1.8, rel=0.1)
+    monkeypatch.setattr(importance, "BLOCK_ROWS", 1000)
+    assert counted(batches, seeds=[1, 2, 3])[0]["a"] == pytest.approx(found["a"], rel=0.05)
+
+
+def test_values_are_exchanged_between_batches_of_a_task():
+    # Within a batch all rows are equal: only an exchange between batches changes something.
+    equal = [
+        pa.record_batch([[number] * 10, [0.0] * 10, [3.0 * number] * 10], ["0", "1", "2"]) for number in (0.0, 1.0)
+    ]
+    assert counted(equal)[0]["a"] > 1
+    with pytest.raises(ValueError, match="metric must be one of mse, rmse, mae, r2: accuracy"):
+        counted(equal, metric="accuracy")
+    assert counted([])[0] == {"a": 0.0, "b": 0.0}
