@@ -17,7 +17,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from farandole.data import ParquetLoader, frame_loader
-from farandole.data.frame_loader import _remove
+from farandole.data.frame_loader import _expect, _remove
 
 ROWS = 500
 
@@ -75,3 +75,9 @@ def test_what_cannot_be_is_refused_and_leaves_no_files(tmp_path):
     with pytest.raises(TypeError, match=r"a source is a path .*: builtins\.int"):
         frame_loader(5, 10, cache=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_executors_of_other_hosts_keep_for_themselves_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"Spark wrote 9 rows to .*, and 4 of them are here: .* give cache= a dir"):
+        _expect(9, 4, tmp_path)
+    _expect(9, 9, tmp_path)

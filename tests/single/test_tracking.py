@@ -27,7 +27,8 @@ def wandb(monkeypatch):
     fake = types.ModuleType("wandb")
     run = types.SimpleNamespace(
         config=types.SimpleNamespace(update=lambda values, **options: told.append(("config", values, *options))),
-        log=lambda row, step: told.append(("log", row, step)),
+        log=lambda row: told.append(("log", row)),
+        define_metric=lambda name, step_metric: told.append(("define", name, step_metric)),
         finish=lambda exit_code: told.append(("finish", exit_code)),
     )
     fake.run, fake.told, fake.active = None, told, run
@@ -43,9 +44,10 @@ def test_a_run_of_its_own_gets_parameters_and_epochs(wandb):
         tracker.report(epoch(1, 0.25))
     assert wandb.told == [
         ("init", "named"),
+        ("define", "*", "epoch"),
         ("config", PARAMETERS, "allow_val_change"),
-        ("log", {"loss": 0.5, "val_loss": 1.0}, 0),
-        ("log", {"loss": 0.25, "val_loss": 0.5}, 1),
+        ("log", {"loss": 0.5, "val_loss": 1.0, "epoch": 0}),
+        ("log", {"loss": 0.25, "val_loss": 0.5, "epoch": 1}),
         ("finish", 0),
     ]
 
@@ -69,7 +71,7 @@ def test_several_are_told_and_those_that_have_started_end_if_one_cannot_start(wa
     with Trackers([WandbTracker("a", {}), WandbTracker("b", {})]) as both:
         both.report(epoch(0, 1.0))
         both.model(None, "pytorch")
-    assert [name for name, *_ in wandb.told] == ["init", "config"] * 2 + ["log"] * 2 + ["finish"] * 2
+    assert [name for name, *_ in wandb.told] == ["init", "define", "config"] * 2 + ["log"] * 2 + ["finish"] * 2
     wandb.told.clear()
     with pytest.raises(ConnectionError), Trackers([WandbTracker("a", {}), Unwilling()]):
         pass

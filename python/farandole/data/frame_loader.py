@@ -44,7 +44,8 @@ def frame_loader(
         options: Of `ParquetLoader`.
 
     Raises:
-        ValueError: A column that the frame does not have, or a frame without rows.
+        ValueError: A column that the frame does not have, a frame without rows, or executors on other hosts that write
+            to a disk of their own.
         TypeError: A frame that holds no rows.
     """
     root = Path(tempfile.gettempdir() if cache is None else cache)
@@ -53,15 +54,39 @@ def frame_loader(
         if is_spark(frame):
             _check(columns, frame.columns)
             chosen = frame if columns is None else frame.select(*(f"`{name}`" for name in columns))
-            chosen.write.parquet(directory.absolute().as_uri())
+            rows = _write_from_executors(chosen, directory)
         else:
+            rows = None
             _write(frame, columns, directory)
         loader = ParquetLoader(directory, batch_size, columns, **options)
+        if rows is not None:
+            _expect(rows, loader.dataset.rows, directory)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
     weakref.finalize(loader, _remove, directory, os.getpid())
     return loader
+
+
+def _write_from_executors(frame: Any, directory: Path) -> int:
+    """Has Spark write the rows; how many it wrote."""
+    from pyspark.sql import Observation, functions  # noqa: PLC0415 - only where there is Spark
+
+    seen = Observation()
+    counted = frame.observe(seen, functions.count(functions.lit(1)).alias("rows"))
+    counted.write.parquet(directory.absolute().as_uri())
+    rows = seen.get["rows"]
+    if not any(directory.glob("*.parquet")):
+        _expect(rows, 0, directory)
+    return rows
+
+
+def _expect(written: int, found: int, directory: Path) -> None:
+    if found != written:
+        raise ValueError(
+            f"Spark wrote {written} rows to {directory}, and {found} of them are here: its executors are on other "
+            "hosts; give cache= a directory that all hosts share"
+        )
 
 
 def _check(columns: Sequence[str] | None, present: Sequence[str]) -> None:

@@ -394,6 +394,8 @@ impl Conduct<'_> {
             return;
         }
         self.wish = wish;
+        // Nobody wants the job any more, also if this process is killed while the workers end.
+        self.registrar.end_journal();
         self.crew.follow(wish);
         // Agents of an earlier launcher have no connection but the one to the registrar.
         if wish > Wish::Interrupt || !self.adopted.is_empty() {

@@ -188,7 +188,8 @@ impl Journal {
 
     /// Whether it has grown so much that the present state should replace it.
     pub(crate) fn is_long(&self) -> bool {
-        self.writing.lock().grown >= LONG
+        let writing = self.writing.lock();
+        writing.file.is_some() && writing.grown >= LONG
     }
 
     /// Replaces the file by one that contains only these records.

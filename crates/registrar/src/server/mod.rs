@@ -435,6 +435,11 @@ impl Registrar {
         Ok(())
     }
 
+    /// Ends the journal, if there is one: if this process is killed from now on, the job is not continued.
+    pub fn end_journal(&self) {
+        self.core.finish_journal();
+    }
+
     /// Aborts what still runs, tells the agents, and stops listening. Later calls do nothing.
     pub fn close(&self) {
         let running = self.running.lock().take();

@@ -100,16 +100,18 @@ class WandbTracker(Tracker):
     def __enter__(self) -> Self:
         """Starts the run and logs the parameters."""
         self._run = self._wandb.init(name=self._name) if self._own else self._wandb.run
+        if self._own:
+            self._run.define_metric("*", step_metric="epoch")
         self._run.config.update(self._parameters, allow_val_change=True)
         return self
 
     def report(self, record: dict[str, Any]) -> None:
         """As `Tracker.report`."""
         if record.get("kind") == "epoch":
-            row = flat(record["entry"])
-            self._run.log(
-                {name: float(value) for name, value in row.items() if name != "epoch"}, step=int(row["epoch"])
-            )
+            # The epoch is a value and no step: W&B drops a step below its last one, as in an active run that has more,
+            # or for epochs that are repeated after a restart.
+            row = {name: float(value) for name, value in flat(record["entry"]).items()}
+            self._run.log(row | {"epoch": int(row["epoch"])})
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

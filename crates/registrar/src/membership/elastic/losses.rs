@@ -94,6 +94,10 @@ impl Elastic {
 
     /// Members that others have lost, and that do not ask for the next world themselves, are out.
     pub(super) fn look_for_suspects(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
+        if now < self.returning_until {
+            // Links by way of the registrar broke with it: whoever is lost to its peers may live.
+            return;
+        }
         let Some(present) = &self.present else { return };
         let mut expelled = BTreeSet::new();
         for member in &present.order {

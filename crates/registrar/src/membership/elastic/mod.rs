@@ -134,6 +134,8 @@ pub(crate) struct Elastic {
     enough_since: Option<Duration>,
     /// Why the last worker was lost: what a job that ends for lack of workers says.
     last_loss: Option<String>,
+    /// After a restart: until when workers that others have lost may connect again.
+    returning_until: Duration,
     #[serde(with = "steps::pairs")]
     quarrels: BTreeMap<(TaskId, TaskId), u32>,
     /// Whom the last step has given up for their silence. Signs of life are in no journal, so a step tells it.
@@ -159,6 +161,7 @@ impl Elastic {
             began: Duration::ZERO,
             enough_since: None,
             last_loss: None,
+            returning_until: Duration::ZERO,
             quarrels: BTreeMap::new(),
             losses: Vec::new(),
             repeated: None,
@@ -254,7 +257,11 @@ impl Elastic {
             }
             Input::Exited { task, exit, .. } => self.exited(now, task, &exit, &mut decisions),
             Input::Hosts(hosts) => self.hosts.discovered(hosts),
-            Input::NotStarted { task, reason } => self.lose(now, task, Why::Lost(reason), &mut decisions),
+            Input::NotStarted { task, reason } => {
+                // The connection that started it may have broken, while the worker lives on.
+                decisions.push(Decision::End { task, reason: reason.clone() });
+                self.lose(now, task, Why::Lost(reason), &mut decisions);
+            }
             Input::Leaves { task, reason } => {
                 if let Some(worker) = self.workers.get(&task) {
                     self.hosts.rests(now, &worker.host);

@@ -32,14 +32,24 @@ pub(super) fn order(
         seats[0] = Some(*lowest);
     }
     let mut hosts: Vec<Option<HostHash>> = Vec::new();
+    let mut machines: Vec<Option<String>> = Vec::new();
+    let machine = |host: &Option<HostHash>| host.as_ref().map(|host| host.machine().to_owned());
     for task in newcomers {
         let host = host(*task);
+        if !machines.contains(&machine(&host)) {
+            machines.push(machine(&host));
+        }
         if !hosts.contains(&host) {
             hosts.push(host);
         }
     }
     let mut grouped = newcomers.to_vec();
-    grouped.sort_by_key(|task| (hosts.iter().position(|other| *other == host(*task)), *task));
+    // Containers of one machine follow each other, too: they may share memory.
+    grouped.sort_by_key(|task| {
+        let host = host(*task);
+        let on = machines.iter().position(|other| *other == machine(&host));
+        (on, hosts.iter().position(|other| *other == host), *task)
+    });
     let mut others = moved.into_iter().chain(grouped);
     seats.into_iter().filter_map(|seat| seat.or_else(|| others.next())).collect()
 }
@@ -77,5 +87,10 @@ mod tests {
     #[test]
     fn newcomers_of_one_host_follow_each_other() {
         assert_eq!(ranks(&[], &[], &[(0, "a"), (1, "b"), (2, "a"), (3, "b")]), [0, 2, 1, 3]);
+    }
+
+    #[test]
+    fn newcomers_in_containers_of_one_machine_follow_each_other() {
+        assert_eq!(ranks(&[], &[], &[(0, "m/1"), (1, "n/2"), (2, "m/3"), (3, "n/4")]), [0, 2, 1, 3]);
     }
 }

@@ -76,6 +76,7 @@ impl Elastic {
     /// known again, which may have changed.
     fn resume(&mut self, now: Duration) -> Vec<Decision> {
         self.hosts.outdate();
+        self.returning_until = now + self.rules.liveness.heartbeat_timeout;
         self.workers.retain(|_, worker| worker.stage != Stage::Starting);
         for worker in self.workers.values_mut() {
             worker.presence = Presence::at(now);

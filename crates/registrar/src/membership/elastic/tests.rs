@@ -421,3 +421,29 @@ fn a_job_that_was_over_is_over_after_an_outage() {
     machine.take(Duration::ZERO, What::Happens(Input::Abort { reason: reason.clone() })).unwrap();
     assert_eq!(machine.take(Duration::ZERO, What::Resumes).unwrap(), [Decision::Aborted { reason }]);
 }
+
+#[test]
+fn a_worker_whose_launching_connection_broke_is_told_to_end() {
+    let mut job = Job::new(RULES, &[("a", 1), ("b", 1)]);
+    job.all_ready();
+    job.pass(4.0);
+    job.say(Input::NotStarted { task: TaskId(1), reason: "lost the connection to b".to_owned() });
+    let told = |decision: &Decision| matches!(decision, Decision::End { task: TaskId(1), .. });
+    assert!(job.decisions.iter().any(told));
+    assert!(job.machine.stage(TaskId(1)).is_none());
+}
+
+#[test]
+fn after_a_restart_workers_that_others_have_lost_have_time_to_connect_again() {
+    let mut job = Job::new(RULES, &[("a", 1), ("b", 1)]);
+    job.all_ready();
+    job.pass(4.0);
+    let decisions = job.machine.take(job.now, What::Resumes).unwrap();
+    job.decisions.extend(decisions);
+    job.hosts(&[("a", 1), ("b", 1)]);
+    job.ready(0, 1, &[1]);
+    job.pass(4.5);
+    assert_eq!(job.machine.stage(TaskId(1)), Some(&Stage::Working));
+    job.pass(1.5);
+    assert!(job.machine.stage(TaskId(1)).is_none());
+}
