@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install tools deny docs release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install tools deny docs release release-again clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -138,6 +138,11 @@ test-faults: install
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
 	$(BIN)/python -m pytest tests/elastic -m slow --reruns 1
 	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
+
+# Many ranks: 64 processes on 8 namespaces of this machine, bytes and frames counted, ranks in containers of one machine.
+test-scale: install
+	cargo test --release -p farandole-world -p farandole-collectives -p farandole-engine -p farandole-transport -p farandole-session
+	$(BIN)/python -m pytest tests/scale tests/parallel/test_rounded_sums.py -m "slow or not slow"
 
 # Open ports, hostile files, losses of power, a thousand fits in one process, ten minutes of random collectives, a driver that
 # is stopped or cut off from its executors: half an hour at most, in two parallel halves. `test` runs the short ones.

@@ -40,6 +40,7 @@ IMAGES, LABELS = load_digits(return_X_y=True)
 IMAGES = IMAGES.astype("float32") / 16
 """The digits travel with the function, because importing scikit-learn on each rank takes as long as importing torch."""
 
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves beside whatever else runs
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 rows: dict[str, dict[str, float]] = {}
 """Seconds of a search and of its trials one after the other, cold."""

@@ -73,6 +73,11 @@ def script(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+def on_host(name: str) -> list[str]:
+    """A command before another one that makes it a process of a host of this name; needs root."""
+    return ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
+
+
 def together(
     environments: Sequence[Mapping[str, str]], code: str = SUM, prefixes: Sequence[Sequence[str]] | None = None
 ) -> list[Ended]:

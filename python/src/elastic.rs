@@ -143,7 +143,8 @@ impl PyElasticJob {
             same_python: Some(same_python),
             ..Work::program(command, env, config)
         };
-        Self::start(ElasticJob { elastic, work }, discovery)
+        // A function's results would not outlive this process.
+        Self::start(ElasticJob { elastic, work, journal: None }, discovery)
     }
 
     /// What has been heard since the last call, oldest first, waiting up to `timeout` seconds for the first:
@@ -176,6 +177,7 @@ impl PyElasticJob {
             let tell = |happening: Happening<'_>| {
                 // As above.
                 drop(sender.send(match happening {
+                    Happening::Resumed { .. } => return,
                     Happening::Loss(what) => News::Loss(what.to_owned()),
                     Happening::World { world, hosts } => {
                         let host = |task| hosts.get(task).cloned().unwrap_or_default();

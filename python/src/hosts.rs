@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use farandole::launcher::allocation::{Here, allocation};
 use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
@@ -134,6 +135,8 @@ impl PyRemote {
             collect_result: true,
             start_timeout: config.start_timeout,
             peer_timeout: config.peer_timeout,
+            outage: Duration::ZERO,
+            lasting: false,
         };
         let (sender, notices) = mpsc::channel();
         // Notices that nobody takes any more are of a job that is over.

@@ -132,6 +132,7 @@ fn run_agent(
         output,
         start_timeout: config.start_timeout,
         peer_timeout: config.peer_timeout,
+        outage: Duration::ZERO,
     })
     .map_err(|failure| error(&failure))?;
     let waited = wait(py, None, |slice| agent.wait(slice).transpose().map_err(|failure| error(&failure)));

@@ -25,11 +25,18 @@ SLOTS = 2
 class Job:
     """The job, its hosts, and what is known of both."""
 
-    def __init__(self, bed: Hosts, running: Running, chance: random.Random) -> None:
-        """Takes the job over once it runs."""
-        self.bed, self.running, self.chance = bed, running, chance
+    def __init__(self, bed: Hosts, launch: Callable[[], Running], chance: random.Random) -> None:
+        """Starts it."""
+        self.bed, self.launch, self.chance = bed, launch, chance
+        self.launches: list[Running] = []
+        self.start()
         self.names = [name for name in bed.hosts if name != "head"]
         self.listed = dict.fromkeys(self.names, SLOTS)
+
+    def start(self) -> None:
+        """Starts the launcher, for the first time or again."""
+        self.running = self.launch()
+        self.launches.append(self.running)
 
     def steps(self) -> tuple[int, int]:
         """The last step that rank 0 has told, and the size of its world."""
@@ -229,6 +236,20 @@ def fewer_slots(job: Job) -> str:
     return f"{name} has {SLOTS - 1} slots"
 
 
+def kill_launcher(job: Job) -> str:
+    """SIGKILL to the launcher, and with it to the registrar; some time later it is started again."""
+    before = {pid for host in job.hosts() for pid in job.workers(host)}
+    pid, seconds = job.running.pid, job.chance.uniform(0.0, 8.0)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: job.running.process.poll() is not None, f"the end of the launcher {pid}")
+    time.sleep(seconds)
+    left = sum(bool(state(pid)) for pid in before)
+    assert left > 0, f"none of {len(before)} workers outlived the launcher: {job.running.said[-5000:]}"
+    job.start()
+    until(lambda: "continues a job" in job.said(), lambda: f"the launcher to go on: {job.running.said[-5000:]}", 30.0)
+    return f"SIGKILL of the launcher, started again after {seconds:.1f} s with {left} of {len(before)} workers"
+
+
 FAULTS: dict[Callable[[Job], str], int] = {
     kill: 6,
     kill_half: 1,
@@ -243,5 +264,6 @@ FAULTS: dict[Callable[[Job], str], int] = {
     remove: 2,
     add: 2,
     fewer_slots: 2,
+    kill_launcher: 2,
 }
 """Every fault, and how often it is drawn beside the others."""

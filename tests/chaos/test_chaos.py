@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 SECONDS = float(os.environ.get("FARANDOLE_CHAOS_SECONDS", "100"))
 SEED = int(os.environ.get("FARANDOLE_CHAOS_SEED", "1"))
-NAMES = ("h1", "h2", "h3", "h4")
+NAMES: tuple[str, ...] = ("h1", "h2", "h3", "h4")
 RECOVERS = 90.0
 """Seconds within which steps go on after any fault."""
-FLAGS = ("-np", 4, "--min-np", 2, "--max-np", 8, "--peer-timeout", 3, "--blacklist-cooldown-range", 1, 3)
+SIZES = ("-np", 4, "--min-np", 2, "--max-np", 8)
+FLAGS = (*SIZES, "--peer-timeout", 3, "--blacklist-cooldown-range", 1, 3, "--journal", "journal")
 
 
 def start(bed: Hosts) -> Job:
@@ -40,9 +41,9 @@ def start(bed: Hosts) -> Job:
     bed.write("train.py", Path(__file__).with_name("train.py").read_text())
     bed["head"].write("hosts", "".join(f"{name}:{SLOTS}\n" for name in NAMES))
     script = ("--host-discovery-script", "cat hosts", "--discovery-timeout", 2)
-    running = bed.launch(*script, *FLAGS, sys.executable, "train.py")
-    job = Job(bed, running, random.Random(SEED))
-    until(lambda: job.steps()[1] == 8, lambda: f"a world of 8: {running.said[-5000:]}", 120.0)
+    words = (*script, *FLAGS, sys.executable, "train.py")
+    job = Job(bed, lambda: bed.launch(*words), random.Random(SEED))
+    until(lambda: job.steps()[1] == 8, lambda: f"a world of 8: {job.running.said[-5000:]}", 120.0)
     return job
 
 
@@ -108,5 +109,5 @@ def report(events: list[dict[str, Any]], job: Job) -> None:
     """Writes down what happened."""
     target = os.environ.get("FARANDOLE_CHAOS_REPORT")
     if target:
-        worlds = job.said().count("farandole: world ")
+        worlds = sum(one.said.count("farandole: world ") for one in job.launches)
         Path(target).write_text(json.dumps({"seed": SEED, "worlds": worlds, "events": events}, indent=1) + "\n")

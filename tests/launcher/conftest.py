@@ -23,9 +23,10 @@ LIMIT = 60.0
 class Launch:
     """A running `farandole run`, its output in files so that no pipe can fill up."""
 
-    def __init__(self, folder: Path, arguments: list[str], env: dict[str, str] | None) -> None:
-        self.out = folder / "out"
-        self.err = folder / "err"
+    def __init__(self, folder: Path, arguments: list[str], env: dict[str, str] | None, again: str = "") -> None:
+        self.folder = folder
+        self.out = folder / f"out{again}"
+        self.err = folder / f"err{again}"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "farandole", "run", *arguments],
@@ -73,13 +74,17 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """Starts `farandole run` with the given arguments; what is still running at the end is killed."""
+    """Starts `farandole run` with the given arguments; what is still running at the end is killed.
+
+    One that is started after another, which has ended, runs in the same folder.
+    """
     started: list[Launch] = []
 
-    def start(*arguments: object, env: dict[str, str] | None = None) -> Launch:
-        folder = tmp_path / str(len(started))
-        folder.mkdir()
-        started.append(Launch(folder, [str(argument) for argument in arguments], env))
+    def start(*arguments: object, env: dict[str, str] | None = None, after: Launch | None = None) -> Launch:
+        folder = after.folder if after else tmp_path / str(len(started))
+        folder.mkdir(exist_ok=True)
+        again = f"-{len(started)}" if after else ""
+        started.append(Launch(folder, [str(argument) for argument in arguments], env, again))
         return started[-1]
 
     yield start

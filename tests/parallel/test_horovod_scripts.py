@@ -33,6 +33,8 @@ ON_TWO_RANKS = {
 }
 """The scripts, and whether a run is left to the slow tests."""
 ON_SPARK = ["spark_run", "spark_torch", "spark_lightning", "spark_keras"]
+ON_RAY = ["ray_executor", "ray_elastic", "ray_tune"]
+"""`tests/ray` runs them."""
 
 
 def environment(**more):
@@ -69,7 +71,7 @@ def as_marked(scripts):
 
 def test_every_script_is_run_by_a_test():
     found = {path.stem for path in SCRIPTS.glob("*.py")}
-    assert found == {*ON_TWO_RANKS, *ON_SPARK, "tensorflow2_data_service"}
+    assert found == {*ON_TWO_RANKS, *ON_SPARK, *ON_RAY, "tensorflow2_data_service"}
 
 
 @pytest.mark.parametrize("script", as_marked(ON_TWO_RANKS))

@@ -10,8 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import cloudpickle
 import numpy as np
 import pandas as pd
+import polars as pl
+import pyarrow as pa
 import pytest
 import torch
+from pyspark.sql import SparkSession
 
 from farandole.data.sources import is_frame
 from farandole.ray import RayBackend, RayExecutor
@@ -76,14 +79,12 @@ def test_a_job_does_not_wait_for_an_executor_that_stays(resources):
         holder.shutdown()
 
 
-def test_an_estimator_fits_a_frame_there(resources, tmp_path):
-    random = np.random.default_rng(0)
-    frame = pd.DataFrame({"x": random.normal(size=400).astype("float32")})
-    frame["y"] = 2 * frame["x"] + 1
+def fitted(frame, folder):
+    """The weight of a fit of `y = 2 x + 1` on two ranks."""
     network = torch.nn.Linear(1, 1)
     estimator = TorchEstimator(
         backend=RayBackend(2, verbose=0),
-        store=LocalStore(str(tmp_path)),
+        store=LocalStore(str(folder)),
         model=network,
         optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
         loss=torch.nn.MSELoss(),
@@ -94,8 +95,32 @@ def test_an_estimator_fits_a_frame_there(resources, tmp_path):
         epochs=8,
         verbose=0,
     )
-    model = estimator.fit(frame)
-    assert abs(model.getModel().weight.item() - 2) < 0.1
+    return estimator.fit(frame).getModel().weight.item()
+
+
+def line():
+    x = np.random.default_rng(0).normal(size=400).astype("float32")
+    return pd.DataFrame({"x": x, "y": 2 * x + 1})
+
+
+def test_an_estimator_fits_a_frame_there(resources, tmp_path):
+    assert abs(fitted(line(), tmp_path) - 2) < 0.1
+
+
+@pytest.mark.slow
+def test_an_estimator_fits_frames_of_polars_and_arrow_there(resources, tmp_path):
+    for frame in (pl.from_pandas(line()), pa.Table.from_pandas(line())):
+        assert abs(fitted(frame, tmp_path) - 2) < 0.1
+
+
+@pytest.mark.slow
+def test_an_estimator_fits_a_spark_frame_there(resources, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+    try:
+        assert abs(fitted(spark.createDataFrame(line()), tmp_path) - 2) < 0.1
+    finally:
+        spark.stop()
 
 
 @pytest.mark.slow

@@ -69,13 +69,14 @@ def loop():
     import torch
     import farandole.torch as hvd
     hvd.init()
-    state = hvd.elastic.TorchState(step=0)
+    state = hvd.elastic.TorchState(step=0, alone=0)
     @hvd.elastic.run
     def steps(state):
-        while state.step < 900 and not (hvd.size() == 1 and list(folder.glob("*.2"))):
+        while state.step < 900 and state.alone < 3:
             hvd.allreduce(torch.ones(1), name="one")
             (folder / f"{state.step:03}.{hvd.size()}").touch()
             state.step += 1
+            state.alone += hvd.size() == 1 and bool(list(folder.glob("*.2")))
             time.sleep(0.1)
             state.commit()
     steps(state)
@@ -154,7 +155,12 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_
 other = cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address, log_to_driver=False)
 
-def nodes():
+made = RayExecutor(RayExecutor.create_settings(), min_workers=1, max_workers=2)
+made.start()
+ended = []
+thread = threading.Thread(target=lambda: ended.append(made.run(loop)))
+thread.start()
+try:  # in the main thread, which alone may start nodes
     waited("size.2")
     cluster.remove_node(other)
     (folder / "size.2").unlink()
@@ -162,15 +168,11 @@ def nodes():
     cluster.add_node(num_cpus=1)
     (folder / "size.2").unlink(missing_ok=True)
     waited("size.2")
+finally:
     (folder / "enough").touch()
-
-thread = threading.Thread(target=nodes)
-thread.start()
-made = RayExecutor(RayExecutor.create_settings(), min_workers=1, max_workers=2)
-made.start()
-print("ended", made.run(loop), flush=True)
+    thread.join()
+print("ended", *ended, flush=True)
 made.shutdown()
-thread.join()
 ray.shutdown()
 cluster.shutdown()
 """

@@ -14,6 +14,7 @@ import pytest
 import ray
 from farandole.ray import ElasticRayExecutor, RayExecutor, ray_logger
 from farandole.ray.crew import Needs
+from farandole.ray.discovery import asked_by
 from farandole.ray.elastic import TestDiscovery
 from farandole.ray.elastic_v2 import RayHostDiscovery
 
@@ -21,6 +22,7 @@ for pickler in (cloudpickle, ray.cloudpickle):
     # Workers import no test: what they run comes with its module.
     pickler.register_pickle_by_value(sys.modules[__name__])
 
+CPUS = 4
 STEPS = 40
 
 
@@ -109,6 +111,20 @@ def test_a_node_that_discovery_takes_away_loses_its_workers_and_that_is_no_failu
     assert seen[-1]["size"] == 2
 
 
+@pytest.mark.slow
+def test_a_job_keeps_its_workers_when_its_discovery_counts_what_is_free(resources, tmp_path):
+    settings = RayExecutor.create_settings()
+    settings.discovery = RayHostDiscovery()
+    made = RayExecutor(settings, min_workers=CPUS, override_discovery=False, reset_limit=1)
+    made.start()
+    seen = []
+    found = made.run(train, [tmp_path], callbacks=[seen.append])
+    made.shutdown()
+    assert len(found) == CPUS
+    assert {one["size"] for one in seen} == {CPUS}
+    assert [one["step"] for one in seen] == list(range(1, STEPS + 1)), "the job ran for some searches without a loss"
+
+
 def test_a_function_that_always_fails_ends_the_job_with_its_error(resources):
     def fails():
         raise KeyError("of the user")
@@ -144,6 +160,9 @@ def test_slots_are_counted_by_what_is_free(resources):
     busy = Busy.remote()
     assert ray.get(busy.ready.remote())
     assert discovery.find_available_hosts_and_slots() == {address: 1}
+    with asked_by({address: 1}):
+        assert discovery.find_available_hosts_and_slots() == {address: 2}, "the room of the job's own worker"
+    assert discovery.of_cluster() == 2
     assert RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots() == {}
     ray.kill(busy)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The script of the page about Ray does what the page says."""
+"""The scripts of the page about Ray do what the page says."""
 
+import os
 import re
 import subprocess
 import sys
@@ -15,18 +16,28 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
-def test_the_first_script_of_the_page_trains_one_model_on_two_ranks(tmp_path):
-    script = blocks(PAGE, "python")[0]
-    assert "ray.init()" in script
-    script = script.replace("ray.init()", 'ray.init(address="local", num_cpus=2, include_dashboard=False)')
+@pytest.mark.timeout(330)
+def test_the_scripts_of_the_page_run_one_after_the_other(tmp_path):
+    script = "\n".join(blocks(PAGE, "python"))
+    assert script.count("ray.init()") == 1
+    script = script.replace("ray.init()", 'ray.init(address="local", num_cpus=3, include_dashboard=False)')
     (tmp_path / "train.py").write_text(script)
     ended = subprocess.run(
-        [sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "HOME": str(tmp_path)},
     )
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     told = re.search(r"\[\(0, ([\d.e-]+)\), \(1, ([\d.e-]+)\)\]", ended.stdout)
     assert told, ended.stdout
     assert told[1] == told[2]
+    assert re.search(r"^\[20, 20(, 20)?\]$", ended.stdout, re.MULTILINE), "the elastic job"
+    assert re.search(r"^(1\.[7-9]|2\.[0-2])\d*$", ended.stdout, re.MULTILINE), "what the estimator's model predicts"
+    assert re.search(rf"^1 {tmp_path}/ray_results/.*checkpoint", ended.stdout, re.MULTILINE), "the last checkpoint"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -58,6 +59,35 @@ def test_trials_are_jobs_and_one_that_is_stopped_ends_its_ranks(resources, tmp_p
     while any(os.path.exists(f"/proc/{pid}") for pid in pids["7"]):
         assert time.monotonic() < deadline, "the ranks of a stopped trial live"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_trials_that_reuse_the_process_of_a_trial_reuse_the_actors_of_its_ranks(resources, tmp_path):
+    from farandole.ray.tune import trainable
+
+    def parents(config):
+        Path(config["folder"], f"{config['x']}.{os.getppid()}").touch()
+        return {"loss": float(config["x"])}
+
+    found = tune.Tuner(
+        trainable(parents, 2, warm=False),
+        param_space={"x": tune.grid_search([1, 2, 3]), "folder": str(tmp_path)},
+        tune_config=tune.TuneConfig(metric="loss", mode="min", reuse_actors=True, max_concurrent_trials=1),
+        run_config=tune.RunConfig(storage_path=str(tmp_path / "results"), verbose=0),
+    ).fit()
+    assert not found.errors
+    assert len(found) == 3
+    ranks = [one.name.split(".") for one in tmp_path.glob("[123].*")]
+    assert len(ranks) == 6, "two ranks of each trial"
+    assert len({parent for _, parent in ranks}) == 2, "of two actors"
+
+
+def test_a_function_that_cannot_be_pickled_is_refused_before_the_search():
+    from farandole.ray.tune import trainable
+
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="cannot be pickled for the workers"):
+        trainable(lambda _config: lock.locked(), 2)
 
 
 def test_the_function_that_ray_had_for_horovod_reserves_all_ranks_at_once(resources):

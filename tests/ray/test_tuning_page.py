@@ -17,18 +17,17 @@ BEFORE = """
 import ray
 from pyspark.sql import SparkSession
 spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
-frame = spark.createDataFrame([(x / 64, 2 * x / 64) for x in range(64)], "x float, y float")
 ray.init(address="local", num_cpus=2, include_dashboard=False)
 """
 
-AFTER = "print(len(study.trials), len(again.trials), len(trials))"
+AFTER = "print(len(study.trials), len(again.trials), len(trials), len(fits.trials))"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_searches_of_the_page_run(tmp_path):
-    pieces = [piece for piece in blocks(PAGE, "python") if "estimator.copy()" not in piece]
-    assert len(pieces) == 6
+    pieces = blocks(PAGE, "python")
+    assert len(pieces) == 7
     (tmp_path / "search.py").write_text("\n".join([BEFORE, *pieces, AFTER]))
     ended = subprocess.run(
         [sys.executable, "search.py"],
@@ -42,4 +41,7 @@ def test_the_searches_of_the_page_run(tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"\{'lr': 0\.\d+\}", ended.stdout), "the best parameters of the study"
     assert "{'lr': 0.2}" in ended.stdout, "the best trial of Ray Tune"
-    assert "4 2 4" in ended.stdout
+    told = re.search(r"^\[np\.float64\(([\d.]+)\), np\.float64\(([\d.]+)\)\]$", ended.stdout, re.MULTILINE)
+    assert told, ended.stdout
+    assert float(told[2]) < float(told[1]), "Spark's tuner prefers the higher rate, too"
+    assert "4 2 4 4" in ended.stdout

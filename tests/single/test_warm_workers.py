@@ -107,6 +107,21 @@ def test_workers_come_with_torch_in_milliseconds_and_one_server_serves_them_all(
     assert min(times) < cold / 3, (times, cold)
 
 
+def test_the_first_optimizer_of_a_warm_worker_does_not_import_the_compiler():
+    def step():
+        import sys
+
+        import torch
+
+        line = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(line.parameters(), lr=0.1)
+        line(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        return "torch._dynamo.convert_frame" in sys.modules
+
+    assert LocalBackend(1, verbose=0).run(step) == [False]
+
+
 def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_interpreters(tmp_path):
     LocalBackend(1, verbose=0).run(begun)
     cold = [sys.executable, "-m", "farandole.runner.worker"]

@@ -10,7 +10,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from tests.started import together
+from tests.started import on_host, together
 
 from farandole.spark.common import LocalBackend
 
@@ -101,7 +101,8 @@ def test_the_capture_sees_what_is_in_clear():
 def test_between_hosts_no_object_and_no_tensor_is_in_clear():
     told = {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
     with captured() as packets:
-        ended = together([{"CONTAINER_ID": str(rank), "HOROVOD_RANK": str(rank), **told} for rank in range(2)], RANKS)
+        environments = [{"HOROVOD_RANK": str(rank), **told} for rank in range(2)]
+        ended = together(environments, RANKS, [on_host(f"host-{rank}") for rank in range(2)])
     assert [one.status for one in ended] == [0, 0], ended
     assert sum(map(len, packets)) > len(PATTERN) * 4096, "the tensors crossed"
     assert not holds(packets, MARK.encode())

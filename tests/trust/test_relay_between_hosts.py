@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 from tests.launch import bed
-from tests.started import together
+from tests.started import on_host, together
 from tests.trust.between import ACCEPTOR, ADDRESSES, BEAT, DIALER, LINK, PORTS, Harm, hosts
 
 pytestmark = [
@@ -52,8 +52,9 @@ def job(harm, rounds, length, pause):
     """What became of two ranks, and the relay between them."""
     code = f"rounds, length, pause = {rounds}, {length}, {pause}\n{SUMS}"
     with hosts(harm) as (relay, inside):
-        environments = [{"CONTAINER_ID": f"host-{rank}", "HOROVOD_RANK": str(rank), **TOLD} for rank in range(2)]
-        return together(environments, code, inside), relay
+        environments = [{"HOROVOD_RANK": str(rank), **TOLD} for rank in range(2)]
+        prefixes = [[*prefix, *on_host(f"host-{rank}")] for rank, prefix in enumerate(inside)]
+        return together(environments, code, prefixes), relay
 
 
 def test_a_relay_that_only_forwards_is_not_noticed():

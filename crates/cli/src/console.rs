@@ -22,11 +22,12 @@ pub(crate) struct Console {
 
 impl Console {
     /// Lines with the time before them, where `timestamps`, and the bare ones in `folder` too, for ranks below `ranks`.
+    /// Files that are there are emptied, unless `continued`.
     ///
     /// # Errors
     /// The folder cannot be written to.
-    pub(crate) fn new(timestamps: bool, folder: Option<&Path>, ranks: u32) -> Result<Self> {
-        let files = folder.map(|folder| RankFiles::new(folder, ranks)).transpose()?;
+    pub(crate) fn new(timestamps: bool, folder: Option<&Path>, ranks: u32, continued: bool) -> Result<Self> {
+        let files = folder.map(|folder| RankFiles::new(folder, ranks, continued)).transpose()?;
         Ok(Self { timestamps, files })
     }
 }
@@ -64,14 +65,16 @@ struct RankFiles {
 }
 
 impl RankFiles {
-    fn new(folder: &Path, ranks: u32) -> Result<Self> {
+    fn new(folder: &Path, ranks: u32, continued: bool) -> Result<Self> {
         let width = ranks.saturating_sub(1).to_string().len();
         let files = Self { folder: folder.to_owned(), width, open: Mutex::default() };
         for rank in 0..ranks {
             for stream in [Stream::Stdout, Stream::Stderr] {
                 let path = files.path(rank, stream);
-                let made =
-                    path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| File::create(&path));
+                let made = path
+                    .parent()
+                    .map_or(Ok(()), fs::create_dir_all)
+                    .and_then(|()| File::options().write(true).create(true).truncate(!continued).open(&path));
                 made.with_context(|| {
                     format!("cannot write the output of rank {rank} to {}", path.display())
                 })?;
@@ -124,15 +127,26 @@ mod tests {
     #[test]
     fn every_rank_has_its_files_and_the_highest_sets_the_width() {
         let folder = tempfile::tempdir().unwrap();
-        let console = Console::new(true, Some(folder.path()), 11).unwrap();
+        let console = Console::new(true, Some(folder.path()), 11, false).unwrap();
         console.accept(line(3, Stream::Stdout, "a"));
         console.accept(line(3, Stream::Stdout, "b"));
         console.accept(line(10, Stream::Stderr, "c"));
         let read = |path: &str| fs::read_to_string(folder.path().join(path)).unwrap();
         assert_eq!((read("rank.03/stdout").as_str(), read("rank.10/stderr").as_str()), ("a\nb\n", "c\n"));
         assert_eq!(read("rank.00/stdout"), "");
-        drop(Console::new(false, Some(&folder.path().join("one")), 1).unwrap());
+        drop(Console::new(false, Some(&folder.path().join("one")), 1, false).unwrap());
         assert!(folder.path().join("one/rank.0/stderr").is_file());
+    }
+
+    #[test]
+    fn a_job_that_is_continued_keeps_its_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let read = || fs::read_to_string(folder.path().join("rank.0/stdout")).unwrap();
+        for (continued, text, all) in [(false, "a", "a\n"), (true, "b", "a\nb\n"), (false, "c", "c\n")] {
+            let console = Console::new(false, Some(folder.path()), 1, continued).unwrap();
+            console.accept(line(0, Stream::Stdout, text));
+            assert_eq!(read(), all);
+        }
     }
 
     #[test]
@@ -140,7 +154,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         fs::write(&file, "").unwrap();
-        let error = Console::new(false, Some(&file), 1).err().unwrap().to_string();
+        let error = Console::new(false, Some(&file), 1, false).err().unwrap().to_string();
         assert!(
             error.starts_with("cannot write the output of rank 0 to ") && error.contains("file/rank.0"),
             "{error}"

@@ -113,7 +113,7 @@ impl fmt::Display for DataType {
     }
 }
 
-/// How elements combine. The numbers are Horovod's.
+/// How elements combine. The numbers up to 5 are Horovod's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {
@@ -129,14 +129,42 @@ pub enum ReduceOp {
     Max = 4,
     /// Product.
     Product = 5,
+    /// `Average`, but sums of `float16` and `bfloat16` go from host to host in that type. On one host, and for other types,
+    /// it is an `Average`.
+    RoundedAverage = 6,
+    /// `Sum` in the same way.
+    RoundedSum = 7,
 }
 
 impl ReduceOp {
+    /// The operation without the rounding between hosts.
+    #[must_use]
+    pub const fn exact(self) -> Self {
+        match self {
+            Self::RoundedAverage => Self::Average,
+            Self::RoundedSum => Self::Sum,
+            exact => exact,
+        }
+    }
+
+    /// Whether sums are rounded between hosts.
+    pub const fn is_rounded(self) -> bool {
+        matches!(self, Self::RoundedAverage | Self::RoundedSum)
+    }
+
     /// The operation with this wire number.
     pub fn from_wire(number: u8) -> Option<Self> {
-        [Self::Average, Self::Sum, Self::Adasum, Self::Min, Self::Max, Self::Product]
-            .get(usize::from(number))
-            .copied()
+        const ALL: [ReduceOp; 8] = [
+            ReduceOp::Average,
+            ReduceOp::Sum,
+            ReduceOp::Adasum,
+            ReduceOp::Min,
+            ReduceOp::Max,
+            ReduceOp::Product,
+            ReduceOp::RoundedAverage,
+            ReduceOp::RoundedSum,
+        ];
+        ALL.get(usize::from(number)).copied()
     }
 }
 
@@ -151,5 +179,7 @@ mod tests {
         }
         assert_eq!(DataType::from_wire(17), None);
         assert_eq!(ReduceOp::from_wire(5), Some(ReduceOp::Product));
+        assert_eq!(ReduceOp::from_wire(7), Some(ReduceOp::RoundedSum));
+        assert_eq!(ReduceOp::from_wire(8), None);
     }
 }

@@ -33,7 +33,8 @@
 //! Invariants:
 //! - `CO-1`: every element is joined in one order: the members of a host one after the other in member order, then
 //!   hosts in pairs of neighbours until one is left, those that exceed a power of two before the others. What passes
-//!   between hosts are accumulators, neither rounded nor scaled; a result is rounded once. So its bits are the same on
+//!   between hosts are accumulators, neither rounded nor scaled; a result is rounded once. Rounded sums of 16-bit floats
+//!   (`ReduceOp::RoundedSum`) are rounded in every host, too. So its bits are the same on
 //!   every member, and depend on the inputs and on how many members live on which host alone: not on where in a fused
 //!   list it lies, on the algorithm, on the size of chunks, on the instructions used or on the kind of links. Adasum
 //!   joins members in pairs in the same way, for each tensor by itself.

@@ -9,8 +9,15 @@ use farandole_testkit::{Harness, Links, Tensor, allreduce, complete, complete_al
 const WORLDS: [&[usize]; 9] =
     [&[2, 2], &[2, 1], &[1, 3], &[1, 1, 1], &[1, 1, 1, 1, 1], &[3, 1, 2], &[2, 2, 2, 2], &[1, 4], &[4]];
 const ALGORITHMS: [&str; 5] = ["auto", "direct", "doubling", "pipeline", "hierarchy"];
-const OPS: [ReduceOp; 5] =
-    [ReduceOp::Average, ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
+const OPS: [ReduceOp; 7] = [
+    ReduceOp::Average,
+    ReduceOp::Sum,
+    ReduceOp::Min,
+    ReduceOp::Max,
+    ReduceOp::Product,
+    ReduceOp::RoundedAverage,
+    ReduceOp::RoundedSum,
+];
 
 /// None, few, odd, over a unit, several chunks.
 const COUNTS: [usize; 7] = [1, 0, 700, 64, 5001, 3, 40_003];
@@ -31,12 +38,16 @@ fn call(dtype: DataType, op: ReduceOp) -> oracle::Allreduce {
 fn every_algorithm_has_the_bits_of_the_oracle_alone_and_fused() {
     for world in WORLDS {
         let size: usize = world.iter().sum();
-        for dtype in [DataType::F32, DataType::F16] {
+        for (dtype, op) in [
+            (DataType::F32, ReduceOp::Average),
+            (DataType::F16, ReduceOp::Average),
+            (DataType::Bf16, ReduceOp::RoundedAverage),
+        ] {
             let expected: Vec<Vec<u8>> = COUNTS
                 .iter()
                 .map(|count| {
                     let inputs = inputs(dtype, *count, size);
-                    oracle::allreduce_on(world, call(dtype, ReduceOp::Average), &inputs)
+                    oracle::allreduce_on(world, call(dtype, op), &inputs)
                 })
                 .collect();
             for algorithms in ALGORITHMS {
@@ -48,11 +59,9 @@ fn every_algorithm_has_the_bits_of_the_oracle_alone_and_fused() {
                         };
                         let fused: Vec<Tensor> = COUNTS.iter().map(make).collect();
                         let alone: Vec<Tensor> = COUNTS.iter().map(make).collect();
-                        let mut operations = vec![allreduce(dtype, ReduceOp::Average, &fused)];
+                        let mut operations = vec![allreduce(dtype, op, &fused)];
                         operations.extend(
-                            alone.iter().map(|tensor| {
-                                allreduce(dtype, ReduceOp::Average, std::slice::from_ref(tensor))
-                            }),
+                            alone.iter().map(|tensor| allreduce(dtype, op, std::slice::from_ref(tensor))),
                         );
                         complete_all(&mut communicator, operations).unwrap();
                         for (k, expected) in expected.iter().enumerate() {
@@ -73,7 +82,7 @@ fn every_algorithm_has_the_bits_of_the_oracle_alone_and_fused() {
 fn every_type_and_operation_goes_by_hosts() {
     for world in [&[2, 2][..], &[3, 1, 2]] {
         let size: usize = world.iter().sum();
-        for algorithms in ["doubling", "hierarchy"] {
+        for algorithms in ["direct", "doubling", "pipeline", "hierarchy"] {
             Harness::on_hosts(world).ring(32 << 10).algorithms(algorithms).run(|rank, mut communicator| {
                 for dtype in DataType::ALL {
                     for op in OPS.into_iter().filter(|op| oracle::is_defined(dtype, *op)) {
@@ -208,6 +217,8 @@ fn reducescatter_joins_on_every_host_before_it_crosses_with_the_bits_of_an_allre
             (DataType::F32, ReduceOp::Average, "auto"),
             (DataType::F16, ReduceOp::Sum, "hierarchy"),
             (DataType::I8, ReduceOp::Average, "hierarchy"),
+            (DataType::Bf16, ReduceOp::RoundedSum, "hierarchy"),
+            (DataType::F16, ReduceOp::RoundedAverage, "auto"),
         ] {
             let count = |k: usize| (0..size).map(|m| part(k, m)).sum();
             let inputs: Vec<Vec<Vec<u8>>> = (0..4).map(|k| inputs(dtype, count(k), size)).collect();

@@ -159,6 +159,8 @@ knobs! {
     generation: u64 = "0", "GENERATION", None, false;
     /// Whether workers come and go while the job runs: `init` waits until this one is wanted. Set by launchers.
     elastic: bool = "0", "ELASTIC", None, false;
+    /// How long this process waits for a registrar that is gone, if the job has a journal. Set by launchers.
+    outage: Duration = "0", "OUTAGE", None, false;
     /// Addresses the registrar is reached at; default: all of the driver's own.
     driver_host: String = "", "DRIVER_HOST", Some("--driver-host"), true;
     /// Address of this host to listen on, for the driver and the ranks; or a network such as `10.0.0.0/8`, in which each host has an address of its own. Default: all.
@@ -193,6 +195,10 @@ knobs! {
     reset_limit: Option<u32> = "", "RESET_LIMIT", Some("--reset-limit"), false;
     /// Elastic training: seconds for which no new process is started on a host after a failure there, at first and at most; every further failure doubles them.
     blacklist_cooldown_range: Cooldown = "5 300", "BLACKLIST_COOLDOWN_RANGE", Some("--blacklist-cooldown-range"), false;
+    /// Elastic training: a file in which `farandole run` records the state of the job. If the command is killed and started again with the same file, it continues the job with the same processes. The file contains the job's secrets. Removed from the environment of the processes.
+    journal: String = "", "JOURNAL", Some("--journal"), false;
+    /// Elastic training: how long the processes of a job with a journal wait for a `farandole run` that was killed, before they end.
+    registrar_timeout: Duration = "60", "REGISTRAR_TIMEOUT", Some("--registrar-timeout"), false;
     /// The longest one collective may take before it fails, naming the ranks that did not come.
     collective_timeout: Duration = "1800", "COLLECTIVE_TIMEOUT", Some("--collective-timeout"), true;
     /// How long a silent peer is waited for: a stopped process, a lost host, a partition.

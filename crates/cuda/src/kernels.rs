@@ -119,6 +119,7 @@ impl Inputs {
         (prescale, postscale): (f64, f64),
     ) -> Result<Self> {
         let fail = |reason: String| Error::Arguments { reason };
+        let op = op.exact();
         let members = addresses.len();
         if members == 0 || members > MEMBERS {
             return Err(fail(format!("1 to {MEMBERS} members are reduced at once: {members}")));

@@ -8,10 +8,10 @@
 //! every child has seen that list.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::hash::Map;
-use crate::signature::Signature;
+use crate::signature::{Call, Signature};
 
 /// Something all ranks agreed on.
 #[derive(Debug, PartialEq, Eq)]
@@ -20,9 +20,60 @@ pub(crate) struct Agreed {
     pub(crate) signature: Signature,
     /// Row counts, member by member; see [`Call::counts`](crate::signature::Call::counts).
     pub(crate) rows: Vec<u64>,
+    /// Alltoall: this member's own rows, once members have told each other. Members announce the entry by number only as
+    /// long as their rows are these.
+    deal: OnceLock<Deal>,
+}
+
+/// Rows that a member sends to each member in an alltoall, and receives from each.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Deal {
+    pub(crate) sends: Vec<u64>,
+    pub(crate) receives: Vec<u64>,
 }
 
 impl Agreed {
+    pub(crate) fn new(name: Arc<str>, signature: Signature, rows: Vec<u64>) -> Self {
+        Self { name, signature, rows, deal: OnceLock::new() }
+    }
+
+    /// The same as something new: rows of an alltoall are not known.
+    pub(crate) fn anew(self: Arc<Self>) -> Arc<Self> {
+        if self.deal.get().is_none() {
+            return self;
+        }
+        Arc::new(Self::new(Arc::clone(&self.name), self.signature.clone(), self.rows.clone()))
+    }
+
+    /// Whether it is an alltoall whose rows are not known.
+    pub(crate) fn is_undealt(&self) -> bool {
+        matches!(self.signature.call, Call::Alltoall { .. }) && self.deal.get().is_none()
+    }
+
+    /// Members have told each other their rows.
+    pub(crate) fn deal(&self, deal: Deal) {
+        // Nobody else knows them: they are asked for once.
+        let _known = self.deal.set(deal);
+    }
+
+    /// Rows that this member sends to each member in an alltoall; none while they are not known.
+    pub(crate) fn sends(&self) -> &[u64] {
+        self.deal.get().map_or(&[], |deal| &deal.sends)
+    }
+
+    /// Rows that this member receives from each.
+    pub(crate) fn receives(&self) -> &[u64] {
+        self.deal.get().map_or(&[], |deal| &deal.receives)
+    }
+
+    /// Rows that this member brought, as its request has them.
+    pub(crate) fn brought_by(&self, me: u32) -> &[u64] {
+        match self.signature.call {
+            Call::Alltoall { .. } => self.sends(),
+            _ => self.counts_of(me),
+        }
+    }
+
     /// What one member brings.
     pub(crate) fn counts_of(&self, member: u32) -> &[u64] {
         let counts = self.signature.call.counts();
@@ -187,7 +238,7 @@ mod tests {
     use crate::signature::tests::plain;
 
     fn entry(name: &str, dim: u64) -> Arc<Agreed> {
-        Arc::new(Agreed { name: name.into(), signature: plain(&[dim]), rows: Vec::new() })
+        Arc::new(Agreed::new(name.into(), plain(&[dim]), Vec::new()))
     }
 
     #[test]

@@ -55,7 +55,7 @@ pub(crate) fn check(
             if shape.is_empty() {
                 return Err(Error::Scalar { operation, tensor: name });
             }
-            if !matches!(op, ReduceOp::Average | ReduceOp::Sum) {
+            if !matches!(op.exact(), ReduceOp::Average | ReduceOp::Sum) {
                 return Err(Error::Reduction { operation, op, tensor: name });
             }
             let (prescale, postscale) = (prescale.to_bits(), postscale.to_bits());

@@ -94,13 +94,17 @@ impl Call {
         }
     }
 
-    /// Row counts that every member brings beside its signature: of its input, or of each block of it.
+    /// Row counts that every member tells beside its signature.
     pub(crate) const fn counts(&self) -> usize {
         match self {
             Self::Allgather => 1,
-            Self::Alltoall { members } => *members as usize,
             _ => 0,
         }
+    }
+
+    /// Whether members bring different numbers of rows: the first dimension of the shape is not agreed on.
+    pub(crate) const fn is_by_rows(&self) -> bool {
+        matches!(self, Self::Allgather | Self::Alltoall { .. })
     }
 
     /// Whether no data moves.
@@ -143,8 +147,8 @@ impl Site {
     }
 }
 
-/// What must be equal on all ranks, but for the site. The first dimension of an allgather or alltoall is not: it counts as 0 here, and
-/// row counts travel as `rows` beside the signature.
+/// What must be equal on all ranks, but for the site. The first dimension of an allgather or alltoall is not: it counts as 0
+/// here. Row counts of an allgather travel as `rows` beside the signature; members of an alltoall tell each other theirs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Signature {
     pub(crate) call: Call,
@@ -174,7 +178,7 @@ impl Signature {
 
     /// Bytes of one row where rows are counted beside the signature, of the whole tensor otherwise. Saturates.
     pub(crate) fn unit_bytes(&self) -> u64 {
-        self.bytes_beyond(usize::from(self.call.counts() > 0))
+        self.bytes_beyond(usize::from(self.call.is_by_rows()))
     }
 
     /// Bytes of one row. Saturates.
@@ -281,7 +285,7 @@ impl fmt::Display for Signature {
         for (index, dim) in self.shape.iter().enumerate() {
             let comma = if index > 0 { ", " } else { "" };
             match index {
-                0 if self.call.counts() > 0 => f.write_str("..")?,
+                0 if self.call.is_by_rows() => f.write_str("..")?,
                 _ => write!(f, "{comma}{dim}")?,
             }
         }

@@ -211,7 +211,7 @@ pub(crate) fn verdict(name: &Arc<str>, mut variants: Vec<Variant>, ranks: &[Rank
                 place.copy_from_slice(given);
             }
         }
-        return Ok(Agreed { name: Arc::clone(name), signature: variant.signature, rows });
+        return Ok(Agreed::new(Arc::clone(name), variant.signature, rows));
     }
     let differs = |part: fn(&Signature) -> Part| {
         variants.windows(2).any(|pair| part(&pair[0].signature) != part(&pair[1].signature))
@@ -388,7 +388,7 @@ mod tests {
     #[test]
     fn a_known_wish_meeting_another_is_spelled_out_for_those_who_came() {
         let call = Signature { call: Call::Allgather, ..plain(&[0]) };
-        let entry = Arc::new(Agreed { name: "t".into(), signature: call.clone(), rows: vec![5, 6, 7] });
+        let entry = Arc::new(Agreed::new("t".into(), call.clone(), vec![5, 6, 7]));
         let mut tally = Tally::new(Instant::now());
         let of = |source: u32| vec![source];
         let known = Wish::Known(CacheId { slot: 0, version: 0 }, entry, Vec::new());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who talks to whom: ranks of a host under the host's first member, hosts in a binomial tree under member 0.
+//! Who talks to whom: ranks of a machine under its first member, machines in a binomial tree under member 0.
 
 use std::collections::HashMap;
 
@@ -22,7 +22,7 @@ pub(crate) struct Tree {
 
 /// Parents of every member.
 pub(crate) fn parents(world: &World, members: &[Rank]) -> (Vec<Option<u32>>, usize) {
-    let host = |rank: &Rank| world.seats.get(rank.index()).map(|seat| &seat.host);
+    let host = |rank: &Rank| world.seats.get(rank.index()).map(|seat| seat.host.machine());
     let mut leader_of = HashMap::new();
     let mut leaders: Vec<u32> = Vec::new();
     let parents = (0u32..)

@@ -17,7 +17,7 @@ use farandole_telemetry::{LogLine, Record, Sink};
 use farandole_world::{Rank, TaskId, World};
 use parking_lot::Mutex;
 
-use crate::environment::{Master, unranked, variables};
+use crate::environment::{Master, only_elastic, unranked, variables};
 use crate::error::{Error, Result};
 use crate::worker::{Manner, Remains, Start, TakeLine, Waited, Worker};
 
@@ -78,6 +78,8 @@ pub struct Task {
     pub start_timeout: Duration,
     /// How long the registrar may be silent before the worker is ended.
     pub peer_timeout: Duration,
+    /// The same for a registrar with a journal, which may come back; zero without one.
+    pub outage: Duration,
 }
 
 /// How a worker ended.
@@ -154,6 +156,7 @@ impl Agent {
         }
         task.start_timeout = task.start_timeout.min(LONGEST);
         task.peer_timeout = task.peer_timeout.clamp(SHORTEST, LONGEST);
+        task.outage = task.outage.min(LONGEST);
         let number = task.task;
         let cancel = Cancel::new();
         let phase = Arc::new(Mutex::new(Phase::Starting(cancel.clone())));
@@ -222,7 +225,8 @@ struct Place {
 impl Place {
     fn ranked(ticket: &Ticket, world: &World, master: &Master) -> Self {
         let set = variables(ticket, world, master).into_iter().map(|(name, value)| (name, Some(value)));
-        Self { rank: Some(world.rank), size: Some(world.size()), variables: set.collect() }
+        let variables = only_elastic().chain(set).collect();
+        Self { rank: Some(world.rank), size: Some(world.size()), variables }
     }
 }
 
@@ -241,7 +245,7 @@ impl Run {
             Err(error) => return self.not_started(None, error),
         };
         if self.task.elastic {
-            let variables = unranked(&self.task.ticket, self.task.task);
+            let variables = unranked(&self.task.ticket, self.task.task, self.task.outage);
             return self.supervise(&client, &Place { rank: None, size: None, variables });
         }
         let world = match client.await_assignment(deadline) {
@@ -286,9 +290,10 @@ impl Run {
         if let Some(name) = &task.host {
             facts.hostname.clone_from(name);
         }
+        client.wait_out(task.outage);
         client.register(task.attempt, &facts, deadline)?;
         let stop = self.signals.clone();
-        client.watch(2 * task.peer_timeout, move |verdict| {
+        client.watch(task.outage.max(2 * task.peer_timeout), move |verdict| {
             // An agent that has ended hears nothing.
             drop(stop.send(Signal::Stop(verdict)));
         });
@@ -404,7 +409,7 @@ impl Run {
         let time = match ended_by {
             Some(Signal::Stop(_)) => LATE_REPORT,
             Some(Signal::Cancelled(..)) => CANCELLED_REPORT,
-            _ => REPORT,
+            _ => REPORT.max(self.task.outage),
         };
         let deadline = Instant::now() + time;
         let peer_error = !how.is_success() && stderr_tail.iter().any(|line| is_peer_error(line));

@@ -11,7 +11,8 @@ use farandole_registrar::Ticket;
 
 use crate::agent::{Agent, Outcome, Output};
 use crate::error::{Error, Result};
-use crate::remote::{Notice, Remote};
+use crate::remote::{Notice, Remote, RemoteTasks};
+use crate::shell::Shell;
 use crate::work::Work;
 
 /// What the caller wants of a running job. Later wishes are harsher; an earlier one after a later one changes nothing.
@@ -84,11 +85,24 @@ impl<'a> Crew<'a> {
     /// # Errors
     /// As [`Remote::start`].
     pub(crate) fn start_there(&mut self, host: String, tasks: Vec<u32>) -> Result<()> {
+        self.connect(self.work.there(&self.ticket, host, tasks, self.elastic))
+    }
+
+    /// As [`Crew::start_there`], for this host: the agent is a separate process, which continues without this one.
+    ///
+    /// # Errors
+    /// As [`Remote::start`].
+    pub(crate) fn start_apart(&mut self, host: String, tasks: Vec<u32>) -> Result<()> {
+        let tasks = self.work.there(&self.ticket, host, tasks, self.elastic);
+        self.connect(RemoteTasks { shell: Shell::here(), lasting: true, ..tasks })
+    }
+
+    fn connect(&mut self, tasks: RemoteTasks) -> Result<()> {
         let (number, sender) = (self.hosts.len(), self.sender.clone());
-        let open = tasks.iter().copied().collect();
+        let open = tasks.tasks.iter().copied().collect();
         // A job that is over hears no more.
         let tell = move |notice| drop(sender.send((number, notice)));
-        let remote = Remote::start(self.work.there(&self.ticket, host, tasks, self.elastic), tell)?;
+        let remote = Remote::start(tasks, tell)?;
         self.hosts.push(Elsewhere { remote, open, ready: false, silent_since: None });
         Ok(())
     }

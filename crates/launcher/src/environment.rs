@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::time::Duration;
 
 use farandole_config::{HOROVOD_PREFIX, PREFIX};
 use farandole_registrar::Ticket;
@@ -62,9 +63,15 @@ pub(crate) fn variables(ticket: &Ticket, world: &World, master: &Master) -> BTre
     all
 }
 
-/// What a worker of an elastic job is told: how to reach its job, and nothing of a rank, which it gets by asking.
-/// Ranks of the launcher's own environment mean nothing to it.
-pub(crate) fn unranked(ticket: &Ticket, task: TaskId) -> BTreeMap<String, Option<String>> {
+/// Variables that only workers of elastic jobs have. A launcher that is such a worker itself inherits them.
+pub(crate) fn only_elastic() -> impl Iterator<Item = (String, Option<String>)> {
+    let names = [format!("{PREFIX}ELASTIC"), format!("{HOROVOD_PREFIX}ELASTIC"), format!("{PREFIX}OUTAGE")];
+    names.into_iter().map(|name| (name, None))
+}
+
+/// What a worker of an elastic job is told: how to reach its job, how long to wait for a registrar that is gone, and
+/// nothing of a rank, which it gets by asking. Ranks of the launcher's own environment mean nothing to it.
+pub(crate) fn unranked(ticket: &Ticket, task: TaskId, outage: Duration) -> BTreeMap<String, Option<String>> {
     const PLAIN: [&str; 6] =
         ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
     const RANKS: [&str; 7] =
@@ -77,6 +84,7 @@ pub(crate) fn unranked(ticket: &Ticket, task: TaskId) -> BTreeMap<String, Option
         (format!("{PREFIX}TASK"), task.to_string()),
         (format!("{PREFIX}ELASTIC"), "1".to_owned()),
         (format!("{HOROVOD_PREFIX}ELASTIC"), "1".to_owned()),
+        (format!("{PREFIX}OUTAGE"), format!("{}ms", outage.as_millis())),
     ];
     removed.chain(set.map(|(name, value)| (name, Some(value)))).collect()
 }
@@ -89,7 +97,8 @@ pub fn forwarded_environment() -> BTreeMap<String, Option<String>> {
 /// What of an environment workers on other hosts get: all of it, but for functions of the shell, the folder
 /// before this one, the choice of GPUs, which each host makes for itself, and what is secret or another job's.
 fn forwarded(variables: impl IntoIterator<Item = (String, String)>) -> BTreeMap<String, Option<String>> {
-    const OURS: [&str; 6] = ["JOB", "TASK", "GENERATION", "ELASTIC", "JOB_SECRET", "SECRET_KEY"];
+    const OURS: [&str; 8] =
+        ["JOB", "TASK", "GENERATION", "ELASTIC", "OUTAGE", "JOURNAL", "JOB_SECRET", "SECRET_KEY"];
     let stays = |name: &str| {
         let own = OURS.iter().any(|knob| {
             name.strip_prefix(PREFIX).or_else(|| name.strip_prefix(HOROVOD_PREFIX)) == Some(knob)
@@ -104,7 +113,7 @@ fn forwarded(variables: impl IntoIterator<Item = (String, String)>) -> BTreeMap<
 
 #[cfg(test)]
 mod tests {
-    use farandole_world::HostHash;
+    use farandole_world::{HostHash, JobId};
 
     use super::*;
 
@@ -120,6 +129,8 @@ mod tests {
             "_HOROVOD_SECRET_KEY",
             "FARANDOLE_JOB",
             "FARANDOLE_JOB_SECRET",
+            "FARANDOLE_JOURNAL",
+            "FARANDOLE_OUTAGE",
             "HOROVOD_FUSION_THRESHOLD",
         ];
         let given = forwarded(all.map(|name| (name.to_owned(), "x".to_owned())));
@@ -132,6 +143,17 @@ mod tests {
         let master = Master { address: "::1".parse().unwrap(), port: 7 };
         assert_eq!(Master::decode(master.encode().as_bytes()), Some(master));
         assert_eq!(Master::decode(b"nonsense"), None);
+    }
+
+    #[test]
+    fn what_only_workers_of_elastic_jobs_have_is_set_for_them_and_removed_for_others() {
+        let secret = farandole_registrar::Secret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
+        let ticket = secret.ticket(vec!["a:1".to_owned()]).unwrap();
+        let told = unranked(&ticket, TaskId(3), Duration::from_secs(7));
+        assert_eq!(told["FARANDOLE_OUTAGE"].as_deref(), Some("7000ms"));
+        for (name, value) in only_elastic() {
+            assert!(value.is_none() && told[&name].is_some(), "{name}");
+        }
     }
 
     #[test]

@@ -19,7 +19,9 @@ use crate::orders::{Ended, GREETING, Hello, Kind, Order, read, write, write_json
 const SLICE: Duration = Duration::from_secs(60);
 
 /// Serves one launcher: says who this is, takes an order from `input`, runs its workers, and tells `output` how each
-/// ended. When `input` ends, or says so, the workers are ended. Returns when all have.
+/// ended. The workers are ended when `input` says so. They are also ended when `input` ends, unless the launcher may be
+/// started again: then they end when the registrar says so, or after it has been gone for too long. Returns when all
+/// have ended.
 ///
 /// # Errors
 /// `System` when the launcher says nothing that can be understood.
@@ -43,11 +45,12 @@ pub fn serve_host(
     }
     let agents = start(&order, payload)?;
     let listening = Arc::clone(&agents);
+    let lasting = order.outage_ms > 0;
     // Detached: it waits for a launcher that may outlive this host's part.
     drop(
         std::thread::Builder::new()
             .name("farandole-orders".to_owned())
-            .spawn(move || obey(&mut input, &listening))
+            .spawn(move || obey(&mut input, &listening, lasting))
             .map_err(|source| Error::System { what: "starting a thread", source })?,
     );
     let output = Mutex::new(output);
@@ -60,7 +63,7 @@ pub fn serve_host(
                         break outcome;
                     }
                 };
-                // A launcher that is gone hears nothing, and the end of its words has ended the workers.
+                // A launcher that is gone hears nothing.
                 drop(tell(&mut *output.lock(), *task, outcome));
             });
         }
@@ -105,14 +108,15 @@ fn start(order: &Order, payload: Option<Vec<u8>>) -> Result<Arc<Vec<(TaskId, Age
             output: Output::Registrar,
             start_timeout: Duration::from_millis(order.start_timeout_ms),
             peer_timeout: Duration::from_millis(order.peer_timeout_ms),
+            outage: Duration::from_millis(order.outage_ms),
         })?;
         Ok((TaskId(*number), agent))
     };
     order.tasks.iter().map(start).collect::<Result<Vec<_>>>().map(Arc::new)
 }
 
-/// Does what the launcher says until it says no more, which ends the workers, too.
-fn obey(input: &mut impl Read, agents: &[(TaskId, Agent)]) {
+/// Does what the launcher says. The end of its words ends the workers, too, unless the launcher may be started again.
+fn obey(input: &mut impl Read, agents: &[(TaskId, Agent)], lasting: bool) {
     let all = |act: &dyn Fn(&Agent)| agents.iter().for_each(|(_, agent)| act(agent));
     loop {
         match read(input) {
@@ -120,6 +124,7 @@ fn obey(input: &mut impl Read, agents: &[(TaskId, Agent)]) {
             Ok(Some((Kind::Terminate, _))) => all(&|agent| agent.cancel("interrupted")),
             Ok(Some((Kind::Kill, _))) => all(&|agent| agent.kill("interrupted")),
             Ok(Some(_)) => {}
+            Ok(None) | Err(_) if lasting => return,
             Ok(None) | Err(_) => return all(&|agent| agent.cancel("the launcher is gone")),
         }
     }

@@ -17,7 +17,8 @@
 //! | agent to launcher | `T` | [`Ended`], JSON |
 //! | agent to launcher | `R` | the result of the task just ended, if it has one |
 //!
-//! The end of the stream means that the other side is gone: an agent then ends its workers.
+//! The end of the stream means that the other side is gone: an agent then ends its workers, unless its order says that the
+//! launcher may be started again.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -30,7 +31,7 @@ use crate::agent::Outcome;
 use crate::error::{Error, Result};
 
 /// Version of these words; the two sides refuse to differ.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 /// First line of an agent.
 pub(crate) const GREETING: &str = "farandole agent 1";
 /// Longest body that is kept in memory as a whole, but for payloads and results.
@@ -96,6 +97,7 @@ pub(crate) struct Order {
     pub(crate) elastic: bool,
     pub(crate) start_timeout_ms: u64,
     pub(crate) peer_timeout_ms: u64,
+    pub(crate) outage_ms: u64,
 }
 
 /// How a task ended, or why it had no worker.

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::lines::{Ending, Splitter, Tail};
 use crate::orders::{Ended, GREETING, Hello, Kind, Order, VERSION, read, write, write_json};
 use crate::shell::{Shell, quoted};
-use crate::spawn::spawn;
+use crate::spawn::{spawn, spawn_lasting};
 use crate::worker::{kill_group, pid_of, wait_without_reaping};
 
 /// Bytes of a login shell's own words that are skipped before an agent must have greeted.
@@ -64,6 +64,10 @@ pub struct RemoteTasks {
     pub start_timeout: Duration,
     /// How long the registrar may be silent before the workers are ended.
     pub peer_timeout: Duration,
+    /// The same for a registrar with a journal, which may come back; zero without one.
+    pub outage: Duration,
+    /// Whether the program that reaches the host continues after the end of this process.
+    pub lasting: bool,
 }
 
 /// What is heard of another host.
@@ -92,6 +96,8 @@ pub enum Notice {
 /// A connection to another host. Dropping it ends the workers there.
 pub struct Remote {
     host: String,
+    /// Whether the workers continue after the end of our words.
+    outlives: bool,
     group: Pid,
     /// Held while signalling and while reaping, so that no signal goes to a process that took over the number.
     child: Arc<Mutex<Option<Child>>>,
@@ -109,8 +115,9 @@ impl Remote {
         let mut command = Command::new(tasks.shell.program());
         command.args(&argv[1..]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let failed = |reason: String| Error::Host { host: tasks.host.clone(), reason };
-        let mut child = spawn(command, Vec::new())
-            .map_err(|error| failed(format!("cannot start {}: {error}", tasks.shell.program())))?;
+        let start = if tasks.lasting { spawn_lasting(command) } else { spawn(command, Vec::new()) };
+        let mut child =
+            start.map_err(|error| failed(format!("cannot start {}: {error}", tasks.shell.program())))?;
         let group = pid_of(&child)?;
         let (Some(stdin), Some(stdout), Some(stderr)) =
             (child.stdin.take(), child.stdout.take(), child.stderr.take())
@@ -119,6 +126,7 @@ impl Remote {
         };
         let remote = Self {
             host: tasks.host.clone(),
+            outlives: !tasks.outage.is_zero(),
             group,
             child: Arc::new(Mutex::new(Some(child))),
             orders: Arc::new(Mutex::new(Some(stdin))),
@@ -157,6 +165,9 @@ impl Remote {
 
     /// Ends the connection, however unwilling: an agent at its other end then ends the workers.
     pub fn hang_up(&self) {
+        if self.outlives {
+            self.terminate();
+        }
         // Dropping our end of the pipe tells the agent; a program that does not pass it on is ended.
         drop(self.orders.lock().take());
         if self.child.lock().is_some() {
@@ -327,6 +338,7 @@ fn give_order(tasks: &RemoteTasks, orders: &Mutex<Option<ChildStdin>>) -> io::Re
         elastic: tasks.elastic,
         start_timeout_ms: milliseconds(tasks.start_timeout),
         peer_timeout_ms: milliseconds(tasks.peer_timeout),
+        outage_ms: milliseconds(tasks.outage),
     };
     let mut pipe = orders.lock();
     let pipe = pipe.as_mut().ok_or(io::ErrorKind::BrokenPipe)?;

@@ -104,6 +104,11 @@ impl Shell {
         ])
     }
 
+    /// This host's: no program in between.
+    pub(crate) fn here() -> Self {
+        Self::fixed(&["/bin/sh", "-c"])
+    }
+
     /// LSF's.
     pub(crate) fn blaunch() -> Self {
         Self::fixed(&["blaunch", HOST])

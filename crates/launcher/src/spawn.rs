@@ -22,6 +22,7 @@ use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_sig
 struct Request {
     command: Command,
     inherited: Vec<OwnedFd>,
+    lasting: bool,
     reply: mpsc::SyncSender<io::Result<Child>>,
 }
 
@@ -34,8 +35,20 @@ static SPAWNER: Mutex<Option<(Pid, mpsc::Sender<Request>)>> = Mutex::new(None);
 /// # Errors
 /// As `Command::spawn`; `ESRCH` when this process ended in the meantime.
 pub(crate) fn spawn(command: Command, inherited: Vec<OwnedFd>) -> io::Result<Child> {
+    ask(command, inherited, false)
+}
+
+/// As [`spawn`], of a process that goes on when this one ends.
+///
+/// # Errors
+/// As `Command::spawn`.
+pub(crate) fn spawn_lasting(command: Command) -> io::Result<Child> {
+    ask(command, Vec::new(), true)
+}
+
+fn ask(command: Command, inherited: Vec<OwnedFd>, lasting: bool) -> io::Result<Child> {
     let (reply, answer) = mpsc::sync_channel(1);
-    let request = Request { command, inherited, reply };
+    let request = Request { command, inherited, lasting, reply };
     spawner()?.send(request).map_err(|_| io::Error::other("the spawner thread is gone"))?;
     answer.recv().map_err(|_| io::Error::other("the spawner thread is gone"))?
 }
@@ -51,20 +64,23 @@ fn spawner() -> io::Result<mpsc::Sender<Request>> {
     // The static keeps a sender for good, so this thread ends only with the process.
     thread::Builder::new().name("farandole-spawner".to_owned()).spawn(move || {
         for request in requests {
-            let Request { command, inherited, reply } = request;
+            let Request { command, inherited, lasting, reply } = request;
             // A caller that gave up has dropped its end; its child is then reaped by nobody until this process ends.
-            drop(reply.send(start(command, &inherited)));
+            drop(reply.send(start(command, &inherited, lasting)));
         }
     })?;
     *slot = Some((getpid(), sender.clone()));
     Ok(sender)
 }
 
-fn start(mut command: Command, inherited: &[OwnedFd]) -> io::Result<Child> {
+fn start(mut command: Command, inherited: &[OwnedFd], lasting: bool) -> io::Result<Child> {
     let parent = getpid();
     let numbers: Vec<RawFd> = inherited.iter().map(AsRawFd::as_raw_fd).collect();
     let prepare = move || {
         setsid()?;
+        if lasting {
+            return Ok(());
+        }
         set_parent_process_death_signal(Some(Signal::KILL))?;
         // The parent may have ended before the call above: then nobody will send the signal.
         if getppid() != Some(parent) {

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use farandole_config::Config;
 use farandole_registrar::Ticket;
@@ -33,6 +34,8 @@ pub struct Work {
     pub python: String,
     /// Version of this process's own interpreter, where workers read what it has pickled: then theirs must be the same.
     pub same_python: Option<String>,
+    /// How long workers continue without the launcher, which may be started again; zero if it may not.
+    pub outage: Duration,
     /// The configuration of this process.
     pub config: Config,
 }
@@ -52,6 +55,7 @@ impl Work {
             shell: Shell::default(),
             python: String::new(),
             same_python: None,
+            outage: Duration::ZERO,
             config,
         }
     }
@@ -81,6 +85,7 @@ impl Work {
             output,
             start_timeout: self.config.start_timeout,
             peer_timeout: self.config.peer_timeout,
+            outage: self.outage,
         }
     }
 
@@ -107,6 +112,8 @@ impl Work {
             collect_result: self.collect_result,
             start_timeout: self.config.start_timeout,
             peer_timeout: self.config.peer_timeout,
+            outage: self.outage,
+            lasting: false,
         }
     }
 }

@@ -66,6 +66,7 @@ fn task(registrar: &Registrar, number: u32, script: &str) -> (Task, mpsc::Receiv
         output: Output::Sink(Arc::new(Lines(Mutex::new(sender)))),
         start_timeout: LIMIT,
         peer_timeout: Duration::from_secs(5),
+        outage: Duration::ZERO,
     };
     (task, lines)
 }

@@ -60,6 +60,14 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// The journal of an elastic job cannot be used.
+    #[error("the journal {path}: {reason}")]
+    Journal {
+        /// The file.
+        path: String,
+        /// Why.
+        reason: String,
+    },
     /// No thread could be started.
     #[error("cannot start a runtime: {reason}")]
     Runtime {
@@ -170,6 +178,7 @@ impl Error {
             Self::Descriptors { .. }
             | Self::Listen { .. }
             | Self::Tls { .. }
+            | Self::Journal { .. }
             | Self::Runtime { .. }
             | Self::Unreachable { .. }
             | Self::Refused { .. }

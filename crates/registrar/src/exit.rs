@@ -6,9 +6,10 @@
 use std::fmt;
 
 use farandole_world::TaskId;
+use serde::{Deserialize, Serialize};
 
 /// The way a worker ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum How {
     /// It exited with a code.
     Code(i32),
@@ -19,7 +20,7 @@ pub enum How {
 }
 
 /// A worker's end, as its agent saw it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exit {
     /// The way.
     pub how: How,

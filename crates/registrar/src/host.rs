@@ -16,10 +16,15 @@ pub fn facts() -> HostFacts {
     let ipc = fs::read_link("/proc/self/ns/ipc").map(|link| link.to_string_lossy().into_owned());
     HostFacts {
         hostname: name.trim().split('.').next().unwrap_or_default().to_owned(),
-        boot_id: fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned(),
+        boot_id: boot_id(),
         ipc_namespace: ipc.unwrap_or_default(),
         container_id: farandole_config::environment("CONTAINER_ID").unwrap_or_default(),
     }
+}
+
+/// What is new each time that this host starts.
+pub(crate) fn boot_id() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
 /// This host's addresses: IPv4, then IPv6, then loopback. Link-local ones are left out: they need a scope that

@@ -7,6 +7,7 @@ use std::collections::HashMap;
 
 use bytes::Bytes;
 use farandole_world::Generation;
+use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
 /// Longest key.
@@ -27,6 +28,15 @@ pub(crate) enum Full {
     Over,
     #[error("all keys and values together have at most {MAX_TOTAL} bytes")]
     Total,
+}
+
+/// A key and its value, as a journal has them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Pair {
+    pub(crate) generation: Generation,
+    pub(crate) key: String,
+    #[serde(with = "text")]
+    pub(crate) value: Bytes,
 }
 
 /// A value, or a place in the queue for it.
@@ -96,11 +106,23 @@ impl KeyValues {
         if !self.enter(generation) {
             return Err(Full::Over);
         }
-        if let Some(held) = self.slots.get(&key).and_then(|slot| slot.value.clone()) {
+        if let Some(held) = self.held(generation, &key) {
             return Ok(held);
         }
         self.put(generation, key, value.clone())?;
         Ok(value)
+    }
+
+    /// What `key` holds, if it has a value.
+    pub(crate) fn held(&self, generation: Generation, key: &str) -> Option<Bytes> {
+        self.slots.get(key).filter(|_| generation == self.generation)?.value.clone()
+    }
+
+    /// All keys that have values.
+    pub(crate) fn pairs(&self) -> impl Iterator<Item = Pair> {
+        self.slots.iter().filter_map(|(key, slot)| {
+            Some(Pair { generation: self.generation, key: key.clone(), value: slot.value.clone()? })
+        })
     }
 
     /// Looks `key` up, or queues for it.
@@ -117,6 +139,23 @@ impl KeyValues {
         let (sender, receiver) = oneshot::channel();
         slot.waiters.push(sender);
         Lookup::Wait(receiver)
+    }
+}
+
+/// Bytes as text, in base64.
+pub(crate) mod text {
+    use base64::Engine as _;
+    use base64::engine::general_purpose::STANDARD;
+    use bytes::Bytes;
+    use serde::{Deserialize as _, Deserializer, Serializer, de};
+
+    pub(crate) fn serialize<S: Serializer>(bytes: &Bytes, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&STANDARD.encode(bytes))
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Bytes, D::Error> {
+        let text = String::deserialize(from)?;
+        STANDARD.decode(text).map(Bytes::from).map_err(de::Error::custom)
     }
 }
 

@@ -24,6 +24,7 @@
 //! - `RG-2`: what a task, or anybody else, can make the registrar hold is bounded: connections, calls a second,
 //!   message size, key-values, results, and records (oldest dropped and counted).
 //! - `RG-3`: a generation that is over can neither write nor read key-values; its waiting calls end at once.
+//! - `RG-5`: what a task has heard of an elastic job with a journal holds after the registrar has started again.
 //! - `RG-4`: a client or a registrar used in a fork of its process says so instead of hanging.
 
 #![forbid(unsafe_code)]
@@ -38,6 +39,7 @@ mod exit;
 #[rustfmt::skip]
 mod generated;
 pub mod host;
+mod journal;
 mod kv;
 mod meetings;
 mod membership;
@@ -51,7 +53,8 @@ pub use client::{Cancel, Client, HostChange, Meet, Relay};
 pub use error::{Error, Result};
 pub use event::Event;
 pub use exit::{Exit, How, Verdict, signal_name};
+pub use journal::Journal;
 pub use secret::Secret;
-pub use server::{Elastic, Options, Registrar};
+pub use server::{Elastic, Options, Registrar, Resumed};
 pub use ticket::Ticket;
 pub use wire::{MAX_RESULT, PROTOCOL_VERSION};

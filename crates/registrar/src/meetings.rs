@@ -13,10 +13,11 @@ use std::sync::Arc;
 use bytes::Bytes;
 use farandole_world::Generation;
 use prost::Message as _;
+use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use crate::generated as wire;
-use crate::kv::{Full, MAX_VALUE};
+use crate::kv::{Full, MAX_VALUE, text};
 
 /// Ranks, ascending.
 pub(crate) type Members = Arc<[u32]>;
@@ -41,6 +42,26 @@ pub(crate) struct Met {
     /// A `Cards` message.
     pub(crate) cards: Bytes,
 }
+
+/// The same, as a journal has it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Formed {
+    generation: Generation,
+    members: Vec<Member>,
+    #[serde(with = "text")]
+    cards: Bytes,
+}
+
+/// A rank of it, the attempt by which it came, and who that was.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Member {
+    rank: u32,
+    attempt: u64,
+    holder: String,
+}
+
+/// Hears of a world that has formed before its ranks do.
+type Note = Box<dyn Fn(&Formed) + Send>;
 
 /// Why a world cannot form.
 #[derive(Clone, Debug, PartialEq)]
@@ -94,15 +115,44 @@ pub(crate) struct Meetings {
     generation: Generation,
     ranks: HashMap<u32, Asker>,
     waiting: HashMap<Members, Group>,
+    note: Option<Note>,
+    /// Where there is a note: the worlds that have formed.
+    formed: Vec<Formed>,
 }
 
 impl Meetings {
     /// Forgets everything when `generation` is a new one, which ends the waits of older ones. False for an older one.
     fn enter(&mut self, generation: Generation) -> bool {
         if self.generation < generation {
-            *self = Self { generation, ..Self::default() };
+            *self = Self { generation, note: self.note.take(), ..Self::default() };
         }
         self.generation == generation
+    }
+
+    /// Has `note` called with each world that forms, before its ranks hear of it.
+    pub(crate) fn note_with(&mut self, note: impl Fn(&Formed) + Send + 'static) {
+        self.note = Some(Box::new(note));
+    }
+
+    /// The worlds that have formed since there is a note, in their order.
+    pub(crate) fn formed(&self) -> &[Formed] {
+        &self.formed
+    }
+
+    /// Takes in a world that formed before the registrar started again: ranks that have not heard of it ask again.
+    pub(crate) fn restore(&mut self, formed: Formed) {
+        if !self.enter(formed.generation) {
+            return;
+        }
+        let members: Members = formed.members.iter().map(|member| member.rank).collect();
+        let met = Arc::new(Met { members: Arc::clone(&members), cards: formed.cards.clone() });
+        for Member { rank, attempt, holder } in &formed.members {
+            let asker = self.ranks.entry(*rank).or_default();
+            asker.holder = Some(holder.clone());
+            asker.worlds.push(Arc::clone(&members));
+            asker.met = Some((*attempt, Arc::clone(&met)));
+        }
+        self.formed.push(formed);
     }
 
     /// Takes a question in.
@@ -151,12 +201,19 @@ impl Meetings {
         let group = self.waiting.remove(members).unwrap_or_default();
         let cards = wire::Cards { cards: group.cards.into_values().collect() };
         let met = Arc::new(Met { members: Arc::clone(members), cards: cards.encode_to_vec().into() });
+        let mut named = Vec::new();
         for rank in members.iter() {
             let asker = self.ranks.entry(*rank).or_default();
             asker.worlds.push(Arc::clone(members));
             if let Some((attempt, _)) = asker.asks.take() {
                 asker.met = Some((attempt, Arc::clone(&met)));
+                named.push(Member { rank: *rank, attempt, holder: asker.holder.clone().unwrap_or_default() });
             }
+        }
+        if let Some(note) = &self.note {
+            let formed = Formed { generation: self.generation, members: named, cards: met.cards.clone() };
+            note(&formed);
+            self.formed.push(formed);
         }
         group.outcome.send_replace(Some(Ok(Arc::clone(&met))));
         met
@@ -411,6 +468,24 @@ mod tests {
         let taken = known(meetings.ask(ONE, child.clone()).unwrap());
         assert_eq!(taken, Err(Apart::Taken("process 0".to_owned())));
         drop(waits(meetings.ask(Generation(2), child).unwrap()));
+    }
+
+    #[test]
+    fn a_world_that_formed_before_an_outage_is_the_answer_after_it() {
+        let mut before = Meetings::default();
+        before.note_with(|_| {});
+        drop(waits(before.ask(ONE, ask(1, 7, &[0, 1])).unwrap()));
+        let met = known(before.ask(ONE, ask(0, 3, &[0, 1])).unwrap());
+        let text = serde_json::to_string(before.formed()).unwrap();
+        let mut after = Meetings::default();
+        for formed in serde_json::from_str::<Vec<Formed>>(&text).unwrap() {
+            after.restore(formed);
+        }
+        assert_eq!(known(after.ask(ONE, ask(1, 7, &[0, 1])).unwrap()), met, "rank 1 had not heard of it");
+        let stranger = Ask { holder: "child".to_owned(), ..ask(0, 9, &[0, 1]) };
+        assert_eq!(known(after.ask(ONE, stranger).unwrap()), Err(Apart::Taken("process 0".to_owned())));
+        drop(waits(after.ask(ONE, ask(0, 4, &[0, 1])).unwrap()));
+        assert_eq!(cards(&known(after.ask(ONE, ask(1, 8, &[0, 1])).unwrap())), ["0.4", "1.8"]);
     }
 
     #[test]

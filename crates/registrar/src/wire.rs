@@ -4,7 +4,7 @@
 //! What both ends agree on beside the messages.
 
 /// Compared on every registration and heartbeat.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 
 /// Metadata: the job's token.
 pub(crate) const TOKEN: &str = "farandole-token";

@@ -3,6 +3,8 @@
 
 //! How large the rings between ranks are.
 
+use std::collections::BTreeMap;
+
 use farandole_collectives::{Crossover, HostCommunicator, Result};
 use farandole_config::Config;
 use farandole_transport::Link;
@@ -26,9 +28,11 @@ const CACHED: u64 = 16 << 20;
 /// than with rings of 4 MiB, which still fit, and 8 ranks than with rings of 2 MiB, which did not fit either.
 const SHORT: u64 = 1 << 20;
 
-/// Ranks of the fullest host.
+/// Ranks of the fullest machine.
 fn fullest(world: &World) -> u64 {
-    world.seats.iter().map(|seat| u64::from(seat.local_size)).max().unwrap_or(1)
+    let mut ranks = BTreeMap::<u32, u64>::new();
+    world.machines().into_iter().for_each(|machine| *ranks.entry(machine).or_default() += 1);
+    ranks.into_values().max().unwrap_or(1)
 }
 
 /// Bytes of shared memory that a host's links may take: what somebody asked for, or else enough for the least rings of
@@ -42,7 +46,7 @@ pub(crate) fn budget(world: &World, config: &Config) -> u64 {
     config.shared_memory_bytes.max(2 * least)
 }
 
-/// Rings between the ranks of the fullest host.
+/// Rings between the ranks of the fullest machine.
 fn rings(world: &World) -> u64 {
     let local = fullest(world);
     (local * (local - 1)).max(1)
@@ -80,26 +84,22 @@ pub(crate) fn crossover(config: &Config) -> Result<Crossover, farandole_config::
     })
 }
 
-/// Moves data among some ranks, which knows which of them share a host.
+/// Moves data among some ranks, which knows which of them are on one machine.
 pub(crate) fn communicator(
     world: &World,
     members: &[Rank],
     data: Vec<Link>,
     crossover: Crossover,
 ) -> Result<HostCommunicator> {
-    let all = world.hosts();
-    let host = |rank: &Rank| {
-        let seat = world.seats.get(rank.index());
-        let place = seat.and_then(|seat| all.iter().position(|host| *host == seat.host));
-        u32::try_from(place.unwrap_or_default()).unwrap_or(u32::MAX)
-    };
-    let hosts: Vec<u32> = members.iter().map(host).collect();
-    Ok(HostCommunicator::over(world.rank, data, &hosts)?.with_crossover(crossover))
+    let machines = world.machines();
+    let machine = |rank: &Rank| machines.get(rank.index()).copied().unwrap_or_default();
+    let machines: Vec<u32> = members.iter().map(machine).collect();
+    Ok(HostCommunicator::over(world.rank, data, &machines)?.with_crossover(crossover))
 }
 
-/// What one process may take of its host's `budget`.
+/// What one process may take of its machine's `budget`.
 pub(crate) fn share(world: &World, budget: u64) -> u64 {
-    budget / u64::from(world.seat().local_size.max(1))
+    budget / (world.ranks_of_machine() as u64).max(1)
 }
 
 /// What to say of links that should go over shared memory and do not; nothing when there are none.
@@ -114,8 +114,6 @@ pub(crate) fn fallbacks(links: &[(Rank, String)]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use farandole_world::{Generation, HostHash, TaskId, TaskPlace, assign};
 
     use super::*;
@@ -134,6 +132,16 @@ mod tests {
         let seen_from_b = uneven.seen_from(Rank(4)).unwrap();
         assert_eq!(data_capacity(&uneven, 14 << 20), 512 << 10);
         assert_eq!(data_capacity(&seen_from_b, 14 << 20), 512 << 10);
+    }
+
+    #[test]
+    fn containers_of_a_machine_share_its_budget() {
+        let (containers, host) = (world(&["m/1", "m/2", "m/3", "n/4"]), world(&["m", "m", "m", "n"]));
+        for budget in [14 << 20, 256 << 20] {
+            assert_eq!(data_capacity(&containers, budget), data_capacity(&host, budget));
+            assert_eq!(share(&containers, budget), share(&host, budget));
+        }
+        assert_eq!(containers.machines(), host.machines());
     }
 
     #[test]

@@ -15,6 +15,7 @@
 
 #![deny(unsafe_code)]
 
+mod counting;
 mod data;
 mod device;
 mod faulty;
@@ -24,6 +25,7 @@ mod memory;
 pub mod oracle;
 mod tensor;
 
+pub use counting::counted;
 pub use data::{Seed, elements, special_elements};
 pub use device::HostDevice;
 pub use faulty::cut_after;

@@ -26,7 +26,7 @@ pub struct Allreduce {
 
 /// Whether an operation is defined for a type.
 pub fn is_defined(dtype: DataType, op: ReduceOp) -> bool {
-    match (dtype, op) {
+    match (dtype, op.exact()) {
         (_, ReduceOp::Adasum) | (DataType::Bool, ReduceOp::Average) => false,
         (DataType::C64 | DataType::C128, op) => matches!(op, ReduceOp::Sum | ReduceOp::Average),
         _ => true,
@@ -57,13 +57,20 @@ pub fn allreduce_on(hosts: &[usize], call: Allreduce, inputs: &[Vec<u8>]) -> Vec
 }
 
 /// Joins each host's values one after the other, then hosts in pairs, of which those that exceed a power of two are
-/// paired first.
-fn join_on<T: Copy>(hosts: &[usize], values: &[T], join: impl Fn(T, T) -> T) -> Option<T> {
+/// paired first. What a host has is rounded before it goes to others.
+fn join_on<T: Copy>(
+    hosts: &[usize],
+    values: &[T],
+    join: impl Fn(T, T) -> T,
+    round: impl Fn(T) -> T,
+) -> Option<T> {
     let mut rest = values;
     let mut level: Vec<T> = Vec::new();
     for members in hosts {
         let (own, others) = rest.split_at(*members);
-        level.extend(own.iter().copied().reduce(&join));
+        level.extend(
+            own.iter().copied().reduce(&join).map(|value| if hosts.len() > 1 { round(value) } else { value }),
+        );
         rest = others;
     }
     let excess = level.len() - (1 << level.len().checked_ilog2()?);
@@ -92,7 +99,7 @@ macro_rules! integer {
             ReduceOp::Product => values.iter().fold(1, |a: $type, b| a.wrapping_mul(*b)),
             ReduceOp::Min => values.iter().copied().min().unwrap_or_default(),
             ReduceOp::Max => values.iter().copied().max().unwrap_or_default(),
-            ReduceOp::Sum | ReduceOp::Adasum => wrap!($type, total),
+            _ => wrap!($type, total),
         };
         scale(result, postscale).to_ne_bytes().to_vec()
     }};
@@ -115,32 +122,40 @@ macro_rules! cast {
 }
 
 macro_rules! float {
-    ($type:ty, $factor:path, $call:expr, $hosts:expr, $element:expr, $read:expr, $write:expr) => {{
+    ($type:ty, $factor:path, $call:expr, $hosts:expr, $element:expr, $read:expr, $write:expr) => {
+        float!($type, $factor, $call, $hosts, $element, $read, $write, identity)
+    };
+    ($type:ty, $factor:path, $call:expr, $hosts:expr, $element:expr, $read:expr, $write:expr, $round:expr) => {{
         let Allreduce { op, prescale, postscale, .. } = $call;
         let (pre, post): ($type, $type) = ($factor(prescale), $factor(postscale));
         let values: Vec<$type> =
             $element.iter().map(|bytes| $read(array(bytes))).map(|value: $type| value * pre).collect();
         let count = $element.len() as $type;
-        let joined = join_on($hosts, &values, |a, b| match op {
-            ReduceOp::Product => a * b,
-            ReduceOp::Min if a.is_nan() || b.is_nan() => <$type>::NAN,
-            ReduceOp::Max if a.is_nan() || b.is_nan() => <$type>::NAN,
-            ReduceOp::Min => {
-                if a < b {
-                    a
-                } else {
-                    b
+        let joined = join_on(
+            $hosts,
+            &values,
+            |a, b| match op {
+                ReduceOp::Product => a * b,
+                ReduceOp::Min if a.is_nan() || b.is_nan() => <$type>::NAN,
+                ReduceOp::Max if a.is_nan() || b.is_nan() => <$type>::NAN,
+                ReduceOp::Min => {
+                    if a < b {
+                        a
+                    } else {
+                        b
+                    }
                 }
-            }
-            ReduceOp::Max => {
-                if a > b {
-                    a
-                } else {
-                    b
+                ReduceOp::Max => {
+                    if a > b {
+                        a
+                    } else {
+                        b
+                    }
                 }
-            }
-            ReduceOp::Sum | ReduceOp::Average | ReduceOp::Adasum => a + b,
-        });
+                _ => a + b,
+            },
+            $round,
+        );
         let joined = joined.unwrap_or_default();
         let mean = if op == ReduceOp::Average { joined / count } else { joined };
         $write(mean * post).to_vec()
@@ -148,6 +163,8 @@ macro_rules! float {
 }
 
 fn reduce_element(call: Allreduce, hosts: &[usize], element: &[&[u8]]) -> Vec<u8> {
+    let rounds = call.op.is_rounded();
+    let call = Allreduce { op: call.op.exact(), ..call };
     match call.dtype {
         DataType::U8 => integer!(u8, call, element),
         DataType::I8 => integer!(i8, call, element),
@@ -158,14 +175,23 @@ fn reduce_element(call: Allreduce, hosts: &[usize], element: &[&[u8]]) -> Vec<u8
         DataType::U64 => integer!(u64, call, element),
         DataType::I64 => integer!(i64, call, element),
         DataType::F16 => {
-            float!(f32, single, call, hosts, element, |bytes| f16::from_ne_bytes(bytes).to_f32(), |value| {
-                f16::from_f32(value).to_ne_bytes()
-            })
+            let round = |value| if rounds { f16::from_f32(value).to_f32() } else { value };
+            let read = |bytes| f16::from_ne_bytes(bytes).to_f32();
+            float!(f32, single, call, hosts, element, read, |value| f16::from_f32(value).to_ne_bytes(), round)
         }
         DataType::Bf16 => {
-            float!(f32, single, call, hosts, element, |bytes| bf16::from_ne_bytes(bytes).to_f32(), |value| {
-                bf16::from_f32(value).to_ne_bytes()
-            })
+            let round = |value| if rounds { bf16::from_f32(value).to_f32() } else { value };
+            let read = |bytes| bf16::from_ne_bytes(bytes).to_f32();
+            float!(
+                f32,
+                single,
+                call,
+                hosts,
+                element,
+                read,
+                |value| bf16::from_f32(value).to_ne_bytes(),
+                round
+            )
         }
         DataType::F8E4M3 | DataType::F8E5M2 => {
             let read = |bytes: [u8; 1]| float8::decode(call.dtype, bytes[0]);
@@ -226,6 +252,20 @@ pub fn floats(dtype: DataType, bytes: &[u8]) -> Vec<f64> {
         _ => f64::from_ne_bytes(array(bytes)),
     };
     bytes.chunks_exact(dtype.size()).map(of).collect()
+}
+
+/// The root mean square of what differs between a sum and that of `inputs` in `float64`, in parts of the sum's own root
+/// mean square.
+pub fn relative_error(dtype: DataType, sum: &[u8], inputs: &[Vec<u8>]) -> f64 {
+    let inputs: Vec<Vec<f64>> = inputs.iter().map(|input| floats(dtype, input)).collect();
+    let square = |value: f64| value * value;
+    let (mut wrong, mut right) = (0.0, 0.0);
+    for (k, got) in floats(dtype, sum).into_iter().enumerate() {
+        let exact: f64 = inputs.iter().map(|input| input[k]).sum();
+        wrong += square(got - exact);
+        right += square(exact);
+    }
+    (wrong / right).sqrt()
 }
 
 /// What every rank must hold after an allgather: one member after the other.

@@ -42,7 +42,7 @@ pub struct MeshOptions {
     pub rank: Rank,
     /// Ranks in the world.
     pub size: u32,
-    /// Ranks with one hash try shared memory.
+    /// Ranks of one machine try shared memory.
     pub host: HostHash,
     /// The secret of the job: whoever does not hold it is turned away.
     pub key: [u8; 32],
@@ -178,7 +178,7 @@ impl Mesh {
                 Card::decode(&bytes).map_err(|reason| Error::Rendezvous { what: what(), reason })?
             };
             if let Some(gateway) = &self.options.gateway
-                && card.host != own.host
+                && card.host.machine() != own.host.machine()
             {
                 card.addresses = vec![gateway.to(peer.rank, card.door)?];
             }
@@ -192,7 +192,7 @@ impl Mesh {
     /// Opens one link to each of `peers` (the own rank is passed over), in their order. Collective among them: every
     /// two ranks name each other, with one channel and one capacity. A channel is opened once between two ranks.
     ///
-    /// Ranks of one host exchange a segment over an authenticated Unix socket; that both map it is the proof that they
+    /// Ranks of one machine exchange a segment over an authenticated Unix socket; that both map it is the proof that they
     /// share memory. Where that fails, and elsewhere, the link is a TCP connection. Memory of `capacity` bytes each
     /// way (rounded up to pages) is taken when first touched.
     ///
@@ -231,7 +231,7 @@ impl Mesh {
                 return Err(Error::Handshake { reason });
             }
         }
-        for (place, rank) in places().filter(|(_, rank)| *rank < own) {
+        for (place, rank) in dialled(own, peers) {
             links.push((place, self.dial(self.peer(rank)?, channel, capacity, &mut wait)?));
         }
         for (place, rank) in places().filter(|(_, rank)| *rank > own) {
@@ -310,7 +310,7 @@ impl Mesh {
 
     fn listens(&self, peer: &Peer, deadline: Instant) -> Result<Option<bool>> {
         let Some(card) = self.cards.get(peer.rank.index()) else { return Ok(None) };
-        let same_host = card.host == self.options.host;
+        let same_host = card.host.machine() == self.options.host.machine();
         let local = (same_host && !card.local.is_empty()).then_some(card.local.as_str());
         dial::listens(
             local,
@@ -322,7 +322,7 @@ impl Mesh {
     fn dial(&self, peer: &Arc<Peer>, channel: u32, capacity: usize, wait: &mut Wait<'_>) -> Result<Link> {
         let capacity = Segment::round(capacity);
         let card = self.cards.get(peer.rank.index()).ok_or_else(|| peer.gone("it never joined"))?;
-        let same_host = card.host == self.options.host;
+        let same_host = card.host.machine() == self.options.host.machine();
         if let Some(error) = peer.lost() {
             return Err(error);
         }
@@ -513,6 +513,15 @@ impl Mesh {
     pub fn refused(&self) -> u64 {
         self.shared.refused.load(Ordering::Relaxed)
     }
+}
+
+/// The lower ranks among the peers with their places, the nearest first: when all ranks dial at the same time, each step
+/// leads every one of them to another peer. All would begin with the lowest rank otherwise.
+fn dialled(own: Rank, peers: &[Rank]) -> Vec<(usize, Rank)> {
+    let mut lower: Vec<(usize, Rank)> =
+        peers.iter().copied().enumerate().filter(|(_, rank)| *rank < own).collect();
+    lower.sort_by_key(|(_, rank)| std::cmp::Reverse(*rank));
+    lower
 }
 
 /// Descriptors for each peer: bell, event, pidfd or socket, heartbeats, connections; some more while they are made.

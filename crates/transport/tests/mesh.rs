@@ -37,6 +37,30 @@ fn join_two(first: MeshOptions, second: MeshOptions) -> (MemoryRendezvous, Mesh,
     (meeting, mesh, joining.join().unwrap())
 }
 
+/// The proof decides: containers are hosts of their own, and those of one machine may share memory or not.
+#[test]
+fn containers_of_a_machine_share_memory_where_they_can() {
+    let in_container = |rank: u32, container: &str| {
+        let mut options = options(rank, 2);
+        options.host = HostHash(container.to_owned());
+        options
+    };
+    let kind_of = |first: MeshOptions, second: MeshOptions| {
+        let (_, first, second) = join_two(first, second);
+        let kinds = thread::scope(|scope| {
+            let other = scope.spawn(|| second.open(1, &[Rank(0)], 4096).unwrap()[0].kind);
+            [first.open(1, &[Rank(1)], 4096).unwrap()[0].kind, other.join().unwrap()]
+        });
+        assert_eq!(kinds[0], kinds[1]);
+        (kinds[0], second.fallbacks().len())
+    };
+    assert_eq!(kind_of(in_container(0, "m/1"), in_container(1, "m/2")), (LinkKind::SharedMemory, 0));
+    assert_eq!(kind_of(in_container(0, "m/1"), in_container(1, "n/1")), (LinkKind::Tcp, 0));
+    let mut poor = in_container(1, "m/2");
+    poor.shared_memory_bytes = 0;
+    assert_eq!(kind_of(in_container(0, "m/1"), poor), (LinkKind::Tcp, 1));
+}
+
 #[test]
 fn eight_ranks_open_two_channels_and_all_hear_each_other() {
     let meshes = meshes(8, |options| options.use_shared_memory = options.rank.0 < 5);

@@ -5,18 +5,21 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use serde::{Deserialize, Serialize};
+
 use crate::{CrossRank, Error, Generation, HostHash, LocalRank, Rank, Seat, TaskId, World};
 
-/// A task and the memory domain it runs in.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A task and the host it runs on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskPlace {
     /// The task.
     pub task: TaskId,
-    /// Its memory domain.
+    /// Its host.
     pub host: HostHash,
 }
 
-/// Groups tasks by host, orders hosts by their lowest task and local ranks by task, and numbers the result.
+/// Groups tasks by host and hosts by machine, orders machines, hosts and local ranks by their lowest task, and numbers the
+/// result.
 /// The returned world is seen from rank 0.
 ///
 /// # Errors
@@ -39,6 +42,11 @@ pub fn assign(generation: Generation, places: &[TaskPlace]) -> Result<World, Err
         });
         tasks.entry(&place.host).or_default().push(place.task);
     }
+    let mut machines: HashMap<&str, usize> = HashMap::new();
+    order.sort_by_cached_key(|host| {
+        let next = machines.len();
+        *machines.entry(host.machine()).or_insert(next)
+    });
     let mut cross_sizes: BTreeMap<u32, u32> = BTreeMap::new();
     let mut seats = Vec::with_capacity(places.len());
     for host in order {
@@ -149,6 +157,16 @@ mod tests {
             assign(Generation(0), &[place(1, "a"), place(1, "b")]),
             Err(Error::DuplicateTask { task: TaskId(1) })
         );
+    }
+
+    #[test]
+    fn containers_of_a_machine_follow_each_other() {
+        let hosts = ["m/1", "n/2", "m/3", "n/4", "m/1"];
+        let places: Vec<TaskPlace> = (0u32..).zip(hosts).map(|(task, host)| place(task, host)).collect();
+        let world = assign(Generation(0), &places).unwrap();
+        let seats = world.seats.iter().map(|seat| (seat.task.0, seat.host.0.as_str(), seat.local_size));
+        let expected = [(0, "m/1", 2), (4, "m/1", 2), (2, "m/3", 1), (1, "n/2", 1), (3, "n/4", 1)];
+        assert_eq!(seats.collect::<Vec<_>>(), expected);
     }
 
     #[test]

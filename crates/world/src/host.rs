@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which tasks share memory: the host hash.
+//! Which tasks share a host: the host hash.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// Facts about a host, gathered by whoever may do I/O. Two tasks with equal facts are taken to share memory;
-/// transport still proves it before it uses a shared segment.
+/// Facts about a host, gathered by whoever may do I/O. Two tasks whose facts are equal but for the container may share
+/// memory; transport proves that they do before it uses a shared segment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostFacts {
     /// Host name up to the first dot.
@@ -18,11 +18,13 @@ pub struct HostFacts {
     pub boot_id: String,
     /// Identity of the IPC namespace: tells apart containers of one machine.
     pub ipc_namespace: String,
-    /// YARN's `CONTAINER_ID`, empty elsewhere: a container accounts memory by itself, so it is a host of its own.
+    /// YARN's `CONTAINER_ID`, empty elsewhere: a container has GPUs of its own, so it is a host of its own, on a machine
+    /// with others.
     pub container_id: String,
 }
 
-/// Identity of a memory domain: `<hostname>-<first 16 hex digits of SHA-256 over the facts>`.
+/// Identity of a host: `<hostname>-<first 16 hex digits of SHA-256 over the facts>`, and for a container behind that
+/// `/<first 16 hex digits of SHA-256 over its name>`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct HostHash(pub String);
@@ -30,13 +32,28 @@ pub struct HostHash(pub String);
 impl HostFacts {
     /// Digests the facts. Fields are length-prefixed, so no two different sets of facts meet.
     pub fn hash(&self) -> HostHash {
-        let mut digest = Sha256::new();
-        for field in [&self.hostname, &self.boot_id, &self.ipc_namespace, &self.container_id] {
-            digest.update((field.len() as u64).to_le_bytes());
-            digest.update(field.as_bytes());
-        }
-        let hex: String = digest.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-        HostHash(format!("{}-{hex}", self.hostname))
+        let machine = digest(&[&self.hostname, &self.boot_id, &self.ipc_namespace]);
+        let container = match self.container_id.as_str() {
+            "" => String::new(),
+            container => format!("/{}", digest(&[container])),
+        };
+        HostHash(format!("{}-{machine}{container}", self.hostname))
+    }
+}
+
+fn digest(fields: &[&str]) -> String {
+    let mut digest = Sha256::new();
+    for field in fields {
+        digest.update((field.len() as u64).to_le_bytes());
+        digest.update(field.as_bytes());
+    }
+    digest.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+}
+
+impl HostHash {
+    /// The machine: containers of one machine may share memory.
+    pub fn machine(&self) -> &str {
+        self.0.split_once('/').map_or(&self.0, |(machine, _)| machine)
     }
 }
 
@@ -51,11 +68,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_yarn_container_is_a_host_of_its_own() {
+    fn a_yarn_container_is_a_host_of_its_own_on_its_machine() {
         let host = HostFacts { hostname: "a".into(), ..HostFacts::default() };
         let container = HostFacts { container_id: "container_1".into(), ..host.clone() };
         assert_ne!(host.hash(), container.hash());
         assert!(host.hash().0.starts_with("a-"));
+        assert_eq!(container.hash().machine(), host.hash().0);
+        let elsewhere = HostFacts { boot_id: "other".into(), ..container.clone() };
+        assert_ne!(elsewhere.hash().machine(), container.hash().machine());
     }
 
     #[test]

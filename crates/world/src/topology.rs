@@ -3,6 +3,8 @@
 
 //! Where every rank sits.
 
+use std::collections::HashMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::{CrossRank, Generation, HostHash, LocalRank, Rank, TaskId};
@@ -114,6 +116,24 @@ impl World {
             }
         }
         hosts
+    }
+
+    /// Ranks on the looking rank's machine: on its host, and on other containers there.
+    pub fn ranks_of_machine(&self) -> usize {
+        let own = self.seat().host.machine();
+        self.seats.iter().filter(|seat| seat.host.machine() == own).count()
+    }
+
+    /// The machine of every rank, by number, in the order of their lowest ranks.
+    pub fn machines(&self) -> Vec<u32> {
+        let mut numbers: HashMap<&str, u32> = HashMap::new();
+        let hosts = self.seats.iter().map(|seat| &seat.host);
+        hosts
+            .map(|host| {
+                let next = u32::try_from(numbers.len()).unwrap_or(u32::MAX);
+                *numbers.entry(host.machine()).or_insert(next)
+            })
+            .collect()
     }
 
     /// Whether every host has the same number of ranks.

@@ -34,6 +34,25 @@ OPERATIONS = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max:
 """Names of the reductions on offer."""
 
 
+_ROUNDED = {Average: 6, Sum: 7}
+"""The engine's numbers of reductions whose partial sums of 16-bit floats are rounded between hosts."""
+
+
+def rounds_sums(compression: object) -> bool:
+    """Whether a compressor, Farandole's or the user's own, lets partial sums be rounded between hosts."""
+    return bool(getattr(compression, "rounds_partial_sums", False))
+
+
+def rounded(op: int, rounds: bool = True) -> int:
+    """The engine's number of a reduction, with partial sums rounded between hosts if `rounds`."""
+    return _ROUNDED.get(op, op) if rounds else op
+
+
+def exact(number: int) -> int:
+    """The reduction that has this number in the engine, whether it rounds partial sums or not."""
+    return next((op for op, theirs in _ROUNDED.items() if theirs == number), number)
+
+
 def choose_op(op: int | None, average: bool | None) -> int:
     """The reduction that `op` and the deprecated `average` ask for together.
 

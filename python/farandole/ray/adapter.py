@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,21 @@ def gpus(number: int | None, use_gpu: bool, name: str) -> int:
     if use_gpu and number is not None and number < 1:
         raise ValueError(f"{name} must be at least 1 with use_gpu: {number}")
     return (number or 1) if use_gpu else 0
+
+
+def renamed(name: str, value: Any, current: str, default: Any) -> Any:
+    """The value of an argument that has an older name too.
+
+    Args:
+        name: The older name.
+        value: What was passed by it; `None` for nothing.
+        current: The name by which it goes now.
+        default: What was passed by that.
+    """
+    if value is None:
+        return default
+    warnings.warn(f"{name} is deprecated: use {current}", DeprecationWarning, stacklevel=3)
+    return value
 
 
 class Adapter(ABC):

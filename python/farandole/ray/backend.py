@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from farandole.ray.adapter import gpus
 from farandole.ray.crew import NOT_FOR_WORKERS, AgentHolder, Needs, RayCrew, room
@@ -103,6 +103,16 @@ class RayBackend(Backend):
         self._start_timeout = start_timeout
         self._streams = Streams(stdout, stderr, verbose=verbose)
         self._warm = warm
+        self._spare: SpareActors | None = None
+
+    def with_spare(self, spare: SpareActors) -> RayBackend:
+        """Has jobs inside of one placement group use the same actors, one job after the other.
+
+        Args:
+            spare: Holds the actors between the jobs.
+        """
+        self._spare = spare
+        return self
 
     def run(
         self,
@@ -139,7 +149,7 @@ class RayBackend(Backend):
         with self._reserved(output) as group:
             registrar = Registrar(size, start_timeout=limit)
             work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth)
-            agents = RayAgents(work, size, self._cpus, self._gpus, group)
+            agents = RayAgents(work, size, self._cpus, self._gpus, group, self._spare)
             endings = conduct(registrar, agents, size, output, on_progress, limit, "Ray actors to start")
         return outcome.results(endings, size)
 
@@ -155,25 +165,77 @@ class RayBackend(Backend):
         return self._num_workers
 
 
-class RayAgents(Agents):
-    """One actor for each worker, which holds its agent."""
+class SpareActors:
+    """Actors that wait for the next job of their placement group. An actor starts in a second, and a job takes less."""
 
-    def __init__(self, work: Work, size: int, cpus: float, gpus: float, group: Any) -> None:
+    _of_process: ClassVar[SpareActors | None] = None
+
+    def __init__(self) -> None:
+        self._for: Any = None
+        self._actors: list[Any] = []
+
+    @classmethod
+    def of_process(cls) -> SpareActors:
+        """Those of this process: with `reuse_actors=True`, Ray Tune runs one trial after the other in it."""
+        if cls._of_process is None:
+            cls._of_process = cls()
+        return cls._of_process
+
+    def take(self, purpose: Any) -> list[Any]:
+        """The actors that wait, if they are for the same purpose; others are killed.
+
+        Args:
+            purpose: Placement group, number and resources.
+        """
+        actors, self._actors = self._actors, []
+        if purpose == self._for:
+            return actors
+        for actor in actors:
+            needed().kill(actor)
+        return []
+
+    def keep(self, purpose: Any, actors: list[Any]) -> None:
+        """Keeps actors that have ended their job."""
+        self._for, self._actors = purpose, actors
+
+
+class RayAgents(Agents):
+    """One actor for each worker, which holds its agent.
+
+    Args:
+        work: What the workers run.
+        size: Number of workers.
+        cpus: CPUs of each.
+        gpus: GPUs of each.
+        group: The placement group.
+        spare: Where actors come from, and go to after a job that they have survived; `None` uses each once.
+    """
+
+    def __init__(
+        self, work: Work, size: int, cpus: float, gpus: float, group: Any, spare: SpareActors | None = None
+    ) -> None:
         self._work = work
         self._size = size
         self._needs = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0}
         self._group = group
+        self._spare = spare
         self._actors: list[Any] = []
         self._served: list[Any] = []
 
     def start(self) -> None:
         """Asks Ray for the actors."""
+        self._actors = (self._spare.take(self._purpose()) if self._spare is not None else []) or self._placed()
+        self._served = [actor.serve.remote(self._work, task) for task, actor in enumerate(self._actors)]
+
+    def _placed(self) -> list[Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 - Ray may be absent
 
         remote = needed().remote(AgentHolder)
         placed = PlacementGroupSchedulingStrategy(self._group, placement_group_capture_child_tasks=False)
-        self._actors = [remote.options(scheduling_strategy=placed, **self._needs).remote() for _ in range(self._size)]
-        self._served = [actor.serve.remote(self._work, task) for task, actor in enumerate(self._actors)]
+        return [remote.options(scheduling_strategy=placed, **self._needs).remote() for _ in range(self._size)]
+
+    def _purpose(self) -> Any:
+        return self._group.id, self._size, self._needs
 
     def done(self) -> bool:
         """Whether all agents have returned, or died."""
@@ -185,17 +247,23 @@ class RayAgents(Agents):
 
     def cancel(self) -> None:
         """Kills the actors."""
-        for actor in self._actors:
+        actors, self._actors = self._actors, []
+        for actor in actors:
             needed().kill(actor)
 
     def endings(self) -> list[Ending]:
         """How every task ended; an actor that died is an ending, too."""
         found = []
+        survived = True
         for task, reference in enumerate(self._served):
             try:
                 found.append(needed().get(reference))
             except Exception as error:  # noqa: BLE001 - Ray's, for an actor or a node that died
                 found.append(Ending(task, "", refused=f"its Ray actor died: {headline(error)}"))
+                survived = False
+        if survived and self._spare is not None and self._actors:
+            self._spare.keep(self._purpose(), self._actors)
+            self._actors = []
         self.cancel()
         return found
 

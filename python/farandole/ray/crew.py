@@ -16,9 +16,11 @@ import itertools
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole.ray.discovery import asked_by
 from farandole.ray.results import headline
 from farandole.ray.strategy import current_placement_group, reserved
 from farandole.ray.utils import needed
@@ -224,8 +226,11 @@ class RayCrew:
     def _wanted(self) -> list[_Place]:
         if self._hosts is None:
             return [(None, number) for number in range(self._most)]
+        with self._lock:
+            own = Counter(seat.node for seat in self._seats.values() if seat.node is not None)
         try:
-            hosts = self._hosts()
+            with asked_by(own):
+                hosts = self._hosts()
         except Exception as error:
             if not self._found:
                 raise

@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray import elastic_v2
-from farandole.ray.adapter import gpus
+from farandole.ray.adapter import gpus, renamed
 from farandole.ray.elastic_v2 import ElasticAdapter, ElasticParams
 from farandole.ray.utils import needed
 
@@ -133,12 +132,9 @@ class ElasticRayExecutor:
             max_np: The older name of `max_num_proc`.
             **kwargs: Further settings of Horovod's launcher.
         """
-        for name, value in (("min_np", min_np), ("max_np", max_np)):
-            if value is not None:
-                warnings.warn(f"{name} is deprecated: use {name[:3]}_num_proc", DeprecationWarning, stacklevel=2)
         return ElasticSettings(
-            min_num_proc if min_np is None else min_np,
-            max_num_proc if max_np is None else max_np,
+            renamed("min_np", min_np, "min_num_proc", min_num_proc),
+            renamed("max_np", max_np, "max_num_proc", max_num_proc),
             reset_limit,
             elastic_timeout,
             timeout_s,

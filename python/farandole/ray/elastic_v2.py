@@ -7,20 +7,19 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import random
 import sys
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray.adapter import Adapter, BaseParams
 from farandole.ray.crew import NOT_FOR_WORKERS, PAUSES, Needs, RayCrew, room
+from farandole.ray.discovery import RayHostDiscovery, TestDiscovery
 from farandole.ray.drains import Drains
-from farandole.ray.utils import needed
-from farandole.runner.elastic.discovery import HostDiscovery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["ElasticAdapter", "ElasticParams", "RayHostDiscovery", "TestDiscovery", "logger"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,124 +65,6 @@ class ElasticParams(BaseParams):
     def adapter(self) -> type[ElasticAdapter]:
         """What runs such a job."""
         return ElasticAdapter
-
-
-class RayHostDiscovery(HostDiscovery):
-    """The nodes of the cluster with room for workers, by what is free there now.
-
-    Args:
-        use_gpu: Whether a worker needs GPUs.
-        cpus_per_worker: CPUs of a worker.
-        gpus_per_worker: GPUs of a worker, with `use_gpu`.
-    """
-
-    def __init__(self, use_gpu: bool = False, cpus_per_worker: int = 1, gpus_per_worker: int = 1) -> None:
-        self.use_gpu = use_gpu
-        self.cpus_per_worker = cpus_per_worker
-        self.gpus_per_worker = gpus_per_worker
-
-    def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Workers that fit on each node, by the node's address; nodes without room are left out."""
-        return self._slots(_free())
-
-    def of_cluster(self) -> int:
-        """Workers that would fit if nothing else ran."""
-        nodes = [node for node in needed().nodes() if node["Alive"]]
-        return sum(self._slots({node["NodeManagerAddress"]: node["Resources"] for node in nodes}).values())
-
-    def _slots(self, resources: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-        found = {}
-        for address, there in resources.items():
-            slots = there.get("CPU", 0) // self.cpus_per_worker if self.cpus_per_worker else float("inf")
-            if self.use_gpu:
-                slots = min(slots, there.get("GPU", 0) // self.gpus_per_worker)
-            if 1 <= slots < float("inf"):
-                found[address] = int(slots)
-        return found
-
-
-def _free() -> dict[str, dict[str, float]]:
-    """What is free on each node that lives, by address."""
-    from ray._private.state import available_resources_per_node  # noqa: PLC0415 - Ray has no public door to it
-
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in needed().nodes() if node["Alive"]}
-    found: dict[str, dict[str, float]] = {}
-    for node, resources in available_resources_per_node().items():
-        if node in addresses:
-            # Several nodes of one address are a test's.
-            there = found.setdefault(addresses[node], {})
-            for name, number in resources.items():
-                there[name] = there.get(name, 0.0) + number
-    return found
-
-
-class TestDiscovery(RayHostDiscovery):
-    """Takes nodes away and gives them back at random, to try how a job bears it.
-
-    Args:
-        min_hosts: Fewest nodes that stay.
-        max_hosts: Most nodes.
-        change_frequency_s: Seconds between two changes.
-        use_gpu: As `RayHostDiscovery`.
-        cpus_per_worker: As `RayHostDiscovery`.
-        gpus_per_worker: As `RayHostDiscovery`.
-        verbose: Whether changes are logged.
-        _graceful: Accepted for Horovod's sake: a worker leaves at its next commit.
-    """
-
-    __test__ = False  # pytest would take it for a test
-
-    def __init__(
-        self,
-        min_hosts: int,
-        max_hosts: int,
-        change_frequency_s: float,
-        use_gpu: bool = False,
-        cpus_per_worker: int = 1,
-        gpus_per_worker: int = 1,
-        verbose: bool = True,
-        _graceful: bool = True,
-    ) -> None:
-        super().__init__(use_gpu, cpus_per_worker, gpus_per_worker)
-        self._least, self._most = min_hosts, max_hosts
-        self._every = change_frequency_s
-        self._verbose = verbose
-        self._removed: set[str] = set()
-        self._changed = time.monotonic()
-        self._seen: dict[str, int] = {}
-
-    def add_host(self, hosts: dict[str, int]) -> None:
-        """Gives one of the removed nodes back, if there is one that lives."""
-        back = [host for host in self._removed if host in hosts]
-        if back:
-            self._removed.discard(random.choice(back))  # noqa: S311 - chaos, no secret
-
-    def remove_host(self, hosts: dict[str, int]) -> None:
-        """Takes one of the nodes away."""
-        there = [host for host in hosts if host not in self._removed]
-        if there:
-            self._removed.add(random.choice(there))  # noqa: S311 - as above
-
-    def change_hosts(self, hosts: dict[str, int]) -> None:
-        """Takes a node away or gives one back, within the limits."""
-        there = len([host for host in hosts if host not in self._removed])
-        if there <= self._least:
-            self.add_host(hosts)
-        elif there >= self._most or random.random() < 0.5:  # noqa: PLR2004, S311 - as often as not
-            self.remove_host(hosts)
-        else:
-            self.add_host(hosts)
-        if self._verbose:
-            logger.info("nodes that were taken away: %s", sorted(self._removed))
-
-    def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Slots of the nodes that are not taken away. By what nodes have: its own workers take what would be free."""
-        nodes = {node["NodeManagerAddress"]: node["Resources"] for node in needed().nodes() if node["Alive"]}
-        hosts = self._slots(nodes)
-        if time.monotonic() - self._changed >= self._every:
-            self._changed = time.monotonic()
-            self.change_hosts(hosts)
-        return {host: slots for host, slots in hosts.items() if host not in self._removed}
 
 
 def _member(fn: Callable[..., Any]) -> Callable[..., Any]:

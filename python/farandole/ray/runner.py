@@ -9,7 +9,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from farandole.ray.adapter import Adapter, BaseParams
+from farandole.ray.adapter import Adapter, BaseParams, renamed
 from farandole.ray.elastic_v2 import ElasticParams
 from farandole.ray.results import Waiting, hand_over
 from farandole.ray.strategy import ColocatedStrategy, PGStrategy, current_placement_group
@@ -283,6 +283,9 @@ class RayExecutor:
         cooldown_range: Seconds, at first and at most, without a new worker on a node after one failed there.
         elastic_timeout: Seconds for which an elastic job may have too few ranks.
         override_discovery: Whether Ray says where an elastic job has room, rather than `settings.discovery`.
+        num_slots: The older name of `num_workers_per_host`.
+        cpus_per_slot: The older name of `cpus_per_worker`.
+        gpus_per_slot: The older name of `gpus_per_worker`.
 
     Raises:
         ValueError: Arguments contradict each other; the message names them.
@@ -297,6 +300,8 @@ class RayExecutor:
         ssh_str: str | None = None,
         placement_group_timeout_s: float = _PLACED_WITHIN,
         nics: set[str] | None = None,
+        *,
+        verbose: int = 1,
     ) -> MiniSettings:
         """Settings of an executor.
 
@@ -306,10 +311,12 @@ class RayExecutor:
             ssh_str: As `ssh_identity_file`; it is not written anywhere.
             placement_group_timeout_s: Seconds that Ray may take to reserve resources.
             nics: Accepted for Horovod's sake; addresses are found without them.
+            verbose: Accepted for the sake of Horovod's guide.
         """
         del ssh_str
         return MiniSettings(
             nics=nics,
+            verbose=verbose,
             ssh_identity_file=ssh_identity_file,
             timeout_s=timeout_s,
             placement_group_timeout_s=placement_group_timeout_s,
@@ -331,9 +338,16 @@ class RayExecutor:
         cooldown_range: tuple[float, float] | None = None,
         elastic_timeout: float = 600,
         override_discovery: bool = True,
+        *,
+        num_slots: int | None = None,
+        cpus_per_slot: int | None = None,
+        gpus_per_slot: int | None = None,
     ) -> None:
         needed()
         self.settings = settings
+        num_workers_per_host = renamed("num_slots", num_slots, "num_workers_per_host", num_workers_per_host)
+        cpus_per_worker = renamed("cpus_per_slot", cpus_per_slot, "cpus_per_worker", cpus_per_worker)
+        gpus_per_worker = renamed("gpus_per_slot", gpus_per_slot, "gpus_per_worker", gpus_per_worker)
         if max_workers is not None and not min_workers:
             raise ValueError(f"max_workers is for elastic jobs, which need min_workers: max_workers={max_workers}")
         if min_workers is not None and num_workers is not None:

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray.adapter import gpus
-from farandole.ray.backend import RayBackend
+from farandole.ray.backend import RayBackend, SpareActors
+from farandole.ray.trial import Packed, RankSession, with_session
 from farandole.ray.utils import needed
+from farandole.runner.gang import payload
 from farandole.spark.common.check import at_least
 from farandole.tuning.records import told
 
@@ -34,6 +36,7 @@ def trainable(
     pass_env: Sequence[str] = (),
     start_timeout: float | None = None,
     warm: bool | None = None,
+    tune_session: bool = False,
 ) -> Any:
     """What `ray.tune.Tuner` takes: each trial runs a function on ranks of its own.
 
@@ -50,6 +53,8 @@ def trainable(
         pass_env: As `RayBackend`.
         start_timeout: Seconds that the ranks of a trial may take to start.
         warm: As `RayBackend`: by default ranks start warm where the process of the search has imported torch.
+        tune_session: Whether `ray.tune.report`, with checkpoints, `get_checkpoint` and `get_context` work in the ranks,
+            as in the process of a trial. Each rank imports Ray Tune then.
 
     Returns:
         A trainable function with its resources.
@@ -64,7 +69,8 @@ def trainable(
 
     size = at_least("num_workers", 1)(num_workers)
     bundle = {"CPU": cpus_per_worker, "GPU": gpus(gpus_per_worker, use_gpu, "gpus_per_worker")}
-    # The process of a trial imports nothing of the user's, so it cannot tell.
+    # The process of a trial does not load the function, so it imports nothing of the user's and cannot tell.
+    packed = Packed(payload(train, (), None))
     settings = {
         "use_gpu": use_gpu,
         "gpus_per_worker": gpus_per_worker,
@@ -77,13 +83,23 @@ def trainable(
     }
 
     def trial(config: dict[str, Any]) -> None:
+        session = RankSession.of_trial() if tune_session else None
+
         def heard(rank: int, record: dict[str, Any]) -> None:
             found = told(rank, record)
             if found is not None:
                 step, metrics = found
                 tune.report({**metrics, "step": step})
+            elif session is not None:
+                session.pass_on(record)
 
-        returned = RayBackend(size, **settings).run(train, (config,), on_progress=heard)[0]
+        function = packed if session is None else with_session(packed, session)
+        backend = RayBackend(size, **settings).with_spare(SpareActors.of_process())
+        try:
+            returned = backend.run(function, (config,), on_progress=heard)[0]
+        finally:
+            if session is not None:
+                session.clear()
         if isinstance(returned, Mapping):
             tune.report(dict(returned))
 
@@ -100,8 +116,14 @@ def DistributedTrainableCreator(  # noqa: N802 - the name that Ray had
     num_gpus_per_worker: int | None = None,
     timeout_s: float = 30,
     replicate_pem: bool = False,
+    *,
+    num_slots: int | None = None,
+    num_cpus_per_slot: int | None = None,
+    num_gpus_per_slot: int | None = None,
 ) -> Any:
     """As `trainable`, with the arguments of the function that Ray had for Horovod.
+
+    The training function reports with `ray.tune.report`: `trainable(..., tune_session=True)`.
 
     Args:
         func: Runs on every rank of a trial.
@@ -112,16 +134,21 @@ def DistributedTrainableCreator(  # noqa: N802 - the name that Ray had
         num_gpus_per_worker: As `trainable`.
         timeout_s: Seconds that the ranks of a trial may take to start.
         replicate_pem: Not used: there is no ssh.
+        num_slots: The name of `num_workers` in Horovod's guide.
+        num_cpus_per_slot: The same for `num_cpus_per_worker`.
+        num_gpus_per_slot: The same for `num_gpus_per_worker`.
 
     Returns:
         A trainable function with its resources.
     """
     del replicate_pem
+    each = num_workers if num_slots is None else num_slots
     return trainable(
         func,
-        at_least("num_hosts", 1)(num_hosts) * at_least("num_workers", 1)(num_workers),
+        at_least("num_hosts", 1)(num_hosts) * at_least("num_workers", 1)(each),
         use_gpu=use_gpu,
-        gpus_per_worker=num_gpus_per_worker,
-        cpus_per_worker=num_cpus_per_worker,
+        gpus_per_worker=num_gpus_per_worker if num_gpus_per_slot is None else num_gpus_per_slot,
+        cpus_per_worker=num_cpus_per_worker if num_cpus_per_slot is None else num_cpus_per_slot,
         start_timeout=max(timeout_s, 30),
+        tune_session=True,
     )

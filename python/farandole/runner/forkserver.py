@@ -261,6 +261,10 @@ def _settle() -> None:
     if "numpy" in sys.modules:
         # NumPy loads it when it is first asked for, which is for every worker's own random numbers.
         importlib.import_module("numpy.random")
+    compiler = sys.modules.get("farandole.spark.torch.compiler")
+    if compiler is not None:
+        # The first optimizer of every worker would import it, which takes longer than to import torch.
+        compiler.defer()
     for finalizer in list(weakref.finalize._registry):  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue]
         # At its exit a worker does not take apart what the imports have built, such as torch's thousands of operators.
         finalizer.atexit = False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Adasum, Average, Sum, choose_op
+from farandole.common.util import Adasum, Average, Sum, choose_op, rounded, rounds_sums
 from farandole.tensorflow import _xla
 from farandole.tensorflow._eager import is_eager
 from farandole.tensorflow.compression import Compression, Compressor
@@ -71,7 +71,8 @@ def allreduce(
         if compression is Compression.none:
             return reduce_eagerly(tensor, op, prescale_factor, postscale_factor, name, process_set, ignore_name_scope)
         value, ctx = compression.compress(tensor)
-        reduced = reduce_eagerly(value, op, prescale_factor, postscale_factor, name, process_set, ignore_name_scope)
+        number = rounded(op, rounds_sums(compression))
+        reduced = reduce_eagerly(value, number, prescale_factor, postscale_factor, name, process_set, ignore_name_scope)
         return compression.decompress(reduced, ctx)
     reduced = grouped_allreduce(
         [tensor],
@@ -112,7 +113,8 @@ def grouped_allreduce(
     dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
     with _on(device_dense):
         pairs = [compression.compress(as_tensor(tensor)) for tensor in dense]
-        reduced = grouped_reduce([pair[0] for pair in pairs], op, factors, name, process_set, ignore_name_scope)
+        number = rounded(op, rounds_sums(compression))
+        reduced = grouped_reduce([pair[0] for pair in pairs], number, factors, name, process_set, ignore_name_scope)
         done = [compression.decompress(value, ctx) for value, (_, ctx) in zip(reduced, pairs, strict=True)]
     if not sparse:
         return done
@@ -228,5 +230,6 @@ def _scatter(
     with _on(device):
         pairs = [compression.compress(as_tensor(tensor)) for tensor in tensors]
         values = [pair[0] for pair in pairs]
-        parts = grouped_reduce(values, op, factors, name, process_set, ignore_name_scope, scatter=True)
+        number = rounded(op, rounds_sums(compression))
+        parts = grouped_reduce(values, number, factors, name, process_set, ignore_name_scope, scatter=True)
         return [compression.decompress(part, ctx) for part, (_, ctx) in zip(parts, pairs, strict=True)]

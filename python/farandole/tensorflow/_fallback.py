@@ -19,6 +19,7 @@ import tensorflow as tf
 import farandole.numpy as hvd
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
 from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.util import exact
 from farandole.tensorflow._names import ONE, double
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _reduce(reduce: Callable[..., Any], gradient: str, tensors: Sequence[Any], t
         return reduce(
             list(arrays),
             name=tensor_name or None,
-            op=told["reduce_op"],
+            op=exact(told["reduce_op"]),
             prescale_factor=double(told["prescale"]),
             postscale_factor=double(told["postscale"]),
             process_set=_set(process_set),

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from farandole.common import convention
-from farandole.common.util import Average, Sum
+from farandole.common.util import Average, Sum, exact
 from farandole.tensorflow._library import ops
 from farandole.tensorflow._names import ONE, double, gradient_arguments, normalize
 
@@ -31,7 +31,7 @@ def _reduction(told: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: When it has no gradient.
     """
-    if told["reduce_op"] not in (Average, Sum) and not convention.is_horovods():
+    if exact(told["reduce_op"]) not in (Average, Sum) and not convention.is_horovods():
         raise ValueError("only Average and Sum have a gradient")
     return {key: told[key] for key in REDUCTION}
 
@@ -75,7 +75,7 @@ def reducescatter(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any
     factor = double(reduction["prescale"]) * double(reduction["postscale"])
     if factor != 1.0:
         parts = [part * tf.cast(factor, part.dtype) for part in parts]
-    averages, larger = reduction["reduce_op"] == Average, convention.is_horovods()
+    averages, larger = exact(reduction["reduce_op"]) == Average, convention.is_horovods()
     if averages == larger:
         return list(parts)
     size = here.farandole_size(process_set=arguments["process_set"])

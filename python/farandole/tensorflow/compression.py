@@ -12,6 +12,13 @@ import tensorflow as tf
 class Compressor:
     """How a tensor is made smaller before a reduction and restored after it."""
 
+    rounds_partial_sums = False
+    """Whether the sums of a host's ranks are rounded to 16 bits on their way to other hosts.
+
+    That halves the bytes between hosts with several ranks, and rounds once more. It concerns sums and averages of
+    float16 and bfloat16. On one host nothing is rounded but the result.
+    """
+
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
         """Returns the tensor to reduce and what `decompress` needs to know."""
@@ -52,6 +59,8 @@ def _uncast(tensor: Any, dtype: Any) -> Any:
 class FP16Compressor(Compressor):
     """Halves of IEEE: 11 bits of precision, up to 65504."""
 
+    rounds_partial_sums = True
+
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
         """Casts floating tensors to float16."""
@@ -65,6 +74,8 @@ class FP16Compressor(Compressor):
 
 class BF16Compressor(Compressor):
     """Brain floats: 8 bits of precision, the range of float32."""
+
+    rounds_partial_sums = True
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:

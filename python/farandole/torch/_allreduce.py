@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import choose_op
+from farandole.common.util import choose_op, rounds_sums
 from farandole.torch._handles import synchronize
 from farandole.torch._reduce import Reduction, reduce_group, reduce_one, start_group, start_one
 from farandole.torch.compression import Compression, Compressor
@@ -96,7 +96,8 @@ def allreduce(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
+    rounds = rounds_sums(compression)
+    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds)
     compressed, ctx = compression.compress(tensor)
     return compression.decompress(reduce_one(compressed, name, reduction), ctx)
 
@@ -158,7 +159,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Combines several tensors over all ranks as one unit into new ones; else as `allreduce`, also in its gradient."""
-    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
+    rounds = rounds_sums(compression)
+    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds)
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = reduce_group([compressed for compressed, _ in pairs], name, reduction)
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]

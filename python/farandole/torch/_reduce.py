@@ -16,7 +16,7 @@ from farandole._native import engine
 from farandole.common import convention
 from farandole.common.handles import set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import OPERATIONS, Average, Max, Min, Product, Sum
+from farandole.common.util import OPERATIONS, Average, Max, Min, Product, Sum, rounded
 from farandole.torch._device import spot, spots
 from farandole.torch._handles import (
     DTYPES,
@@ -40,17 +40,19 @@ class Reduction(NamedTuple):
     prescale: float = 1.0
     postscale: float = 1.0
     process_set: ProcessSet = global_process_set
+    rounds: bool = False
+    """Whether partial sums of 16-bit floats are rounded between hosts."""
 
     @property
     def arguments(self) -> tuple[int, float, float, int]:
         """What the engine is told."""
-        return self.op, self.prescale, self.postscale, set_number(self.process_set)
+        number = rounded(self.op, self.rounds)
+        return number, self.prescale, self.postscale, set_number(self.process_set)
 
 
 def start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, in_place: bool, attended: bool) -> int:
     """Starts an allreduce, into a new tensor unless `in_place`; `attended` when `synchronize` follows at once."""
-    op, prescale, postscale, process_set = reduction
-    number = set_number(process_set)
+    op, prescale, postscale, number = reduction.arguments
     source = usable(tensor)
     if in_place and source is not tensor:
         require_in_place(tensor)
@@ -60,7 +62,7 @@ def start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, in_p
         (source, target),
         (lambda _: copy_back(tensor, source)) if in_place else (lambda _: target.to(tensor.device)),
         engine.allreduce,
-        table.name("allreduce", name, process_set),
+        table.name("allreduce", name, reduction.process_set),
         DTYPES[source.dtype],
         source.shape,
         source.data_ptr(),

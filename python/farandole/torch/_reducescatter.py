@@ -13,7 +13,7 @@ from farandole.common import convention
 from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import members_of
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Average, Sum
+from farandole.common.util import Average, Sum, rounds_sums
 from farandole.torch._allgather import grouped_allgather
 from farandole.torch._device import spot, spots
 from farandole.torch._handles import (
@@ -175,7 +175,8 @@ def reducescatter(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)
+    rounds = rounds_sums(compression)
+    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set, rounds)
     compressed, ctx = compression.compress(tensor)
     if wants_grad(compressed):
         part = _Reducescatter.apply(False, name, reduction, compressed)[0]
@@ -194,7 +195,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Combines several tensors and returns this rank's parts; else as `reducescatter`, also in its gradient."""
-    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)
+    rounds = rounds_sums(compression)
+    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set, rounds)
     pairs = [compression.compress(tensor) for tensor in tensors]
     compressed = [tensor for tensor, _ in pairs]
     if wants_grad(*compressed):

@@ -10,6 +10,13 @@ import torch
 class Compressor:
     """How a tensor is made smaller before a reduction and restored after it."""
 
+    rounds_partial_sums = False
+    """Whether the sums of a host's ranks are rounded to 16 bits on their way to other hosts.
+
+    That halves the bytes between hosts with several ranks, and rounds once more. It concerns sums and averages of
+    float16 and bfloat16. On one host nothing is rounded but the result.
+    """
+
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
         """Returns the tensor to reduce and what `decompress` needs to know."""
@@ -50,6 +57,8 @@ def _uncast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 class FP16Compressor(Compressor):
     """Halves of IEEE: 11 bits of precision, up to 65504."""
 
+    rounds_partial_sums = True
+
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
         """Casts floating tensors to float16."""
@@ -63,6 +72,8 @@ class FP16Compressor(Compressor):
 
 class BF16Compressor(Compressor):
     """Brain floats: 8 bits of precision, the range of float32."""
+
+    rounds_partial_sums = True
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:

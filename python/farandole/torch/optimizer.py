@@ -14,7 +14,7 @@ from farandole.common import basics
 from farandole.common.handles import members_of
 from farandole.common.notices import heed, is_elastic
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Adasum, Average, Sum, choose_op
+from farandole.common.util import Adasum, Average, Sum, choose_op, rounds_sums
 from farandole.torch._buckets import Options
 from farandole.torch._names import group_parameters, name_parameters
 from farandole.torch._plain import plain
@@ -327,7 +327,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         }
         attributes = {"_parameter_names": names, **({} if alone else attributes)}
         return _wrap(optimizer, _DistributedAdasumOptimizer, attributes)
-    reduction = Reduction(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor, process_set)
+    factors = 1.0 / gradient_predivide_factor, gradient_predivide_factor
+    reduction = Reduction(op, *factors, process_set, rounds_sums(compression))
     options = Options(reduction, compression, sparse_as_dense)
     reducer = None
     if fault_tolerant and not alone:

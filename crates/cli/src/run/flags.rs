@@ -336,6 +336,20 @@ pub(crate) const FLAGS: &[Flag] = &[
         "Elastic: seconds for which there may be too few processes before the job fails",
     ),
     elastic(
+        "journal",
+        &[],
+        Takes::Text,
+        "journal",
+        "Elastic: a file that records the state of the job; if this command is killed and started again with the same file, it continues the job with the same processes; contains the job's secrets",
+    ),
+    elastic(
+        "registrar-timeout",
+        &[],
+        Takes::Text,
+        "registrar_timeout",
+        "Elastic: seconds for which the processes of a job with a journal wait for a command that was killed, before they end; default: 60",
+    ),
+    elastic(
         "reset-limit",
         &[],
         Takes::Count,

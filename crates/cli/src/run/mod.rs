@@ -62,7 +62,8 @@ pub(crate) fn run(called: &str, matches: &ArgMatches, surroundings: &dyn Surroun
     let say = |message: &str| crate::say(called, message);
     options.remarks.iter().for_each(|remark| say(remark));
     let place = options.place()?;
-    let console = Console::new(options.timestamps, options.output_folder.as_deref(), place.num_proc)?;
+    let (folder, continued) = (options.output_folder.as_deref(), options.is_continued());
+    let console = Console::new(options.timestamps, folder, place.num_proc, continued)?;
     let sink = Arc::new(console) as Arc<dyn Sink>;
     let verbose = options.verbose;
     let report = if options.is_elastic() {
@@ -110,6 +111,7 @@ fn elastic(
     let discovery = options.discovery(&place, rules.most.saturating_add(rules.spares));
     let verbose = options.verbose;
     let heard = |happening: Happening<'_>| match happening {
+        Happening::Resumed { workers } => say(&format!("continues a job that has {workers} processes")),
         Happening::Loss(what) => say(what),
         Happening::World { world, hosts } => {
             if verbose || world.generation.0 > 1 {
@@ -121,7 +123,13 @@ fn elastic(
             }
         }
     };
-    let job = ElasticJob { elastic: rules, work: work(options, &place, surroundings) };
+    let journal = options.journal();
+    let outage = options.config.registrar_timeout;
+    let mut work = work(options, &place, surroundings);
+    if journal.is_some() {
+        work.outage = outage;
+    }
+    let job = ElasticJob { elastic: rules, work, journal };
     Ok(job.run(discovery, sink, &|| surroundings.wish(), &heard)?)
 }
 

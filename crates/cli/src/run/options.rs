@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, bail};
 use clap::ArgMatches;
 use clap::parser::ValueSource;
-use farandole::config::{Config, KNOBS, PREFIX, environment};
+use farandole::config::{Config, HOROVOD_PREFIX, KNOBS, PREFIX, environment};
 use farandole::launcher::allocation::{Allocation, Here, allocation};
 use farandole::launcher::elastic::{Discovery, chosen};
 use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
@@ -101,7 +101,7 @@ impl RunOptions {
         let number = |name: &str| text(matches, name).map(|text| (name.to_owned(), text));
         Ok(Self {
             config,
-            environment: for_workers(&given).into_iter().chain(extra).collect(),
+            environment: for_workers(&given).into_iter().chain(without_journal()).chain(extra).collect(),
             num_proc: number("num-proc").map(|(_, text)| processes(&text)).transpose()?,
             hosts: text(matches, "hosts"),
             hostfile: text(matches, "hostfile"),
@@ -119,6 +119,17 @@ impl RunOptions {
     /// Whether processes may come and go.
     pub(crate) fn is_elastic(&self) -> bool {
         self.config.min_num_proc.is_some() || !self.config.host_discovery_script.is_empty()
+    }
+
+    /// The file from which the job is continued after this process was killed.
+    pub(crate) fn journal(&self) -> Option<PathBuf> {
+        Some(PathBuf::from(&self.config.journal)).filter(|path| !path.as_os_str().is_empty())
+    }
+
+    /// Whether an earlier process has left a job that this one continues.
+    pub(crate) fn is_continued(&self) -> bool {
+        let left = |path: PathBuf| path.metadata().is_ok_and(|file| file.len() > 0);
+        self.is_elastic() && self.journal().is_some_and(left)
     }
 
     /// Where the processes go: as asked for, as the batch system says, or here.
@@ -291,6 +302,11 @@ fn port(text: &str) -> Result<u16> {
         Ok(number) if number > 0 => Ok(number),
         _ => bail!("--ssh-port must be a number from 1 to 65535: {text}"),
     }
+}
+
+/// A `farandole run` that a process of the job starts has a job of its own.
+fn without_journal() -> impl Iterator<Item = (String, Option<String>)> {
+    [PREFIX, HOROVOD_PREFIX].into_iter().map(|prefix| (format!("{prefix}JOURNAL"), None))
 }
 
 /// The knobs given, as variables, for those that workers are to know.

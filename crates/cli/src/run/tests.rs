@@ -233,6 +233,17 @@ fn a_flag_wins_over_the_file_and_the_last_of_two_opposites_counts() {
 }
 
 #[test]
+fn processes_of_a_job_with_a_journal_do_not_inherit_it() {
+    let options = read(&["--min-np", "1", "--journal", "f", "--registrar-timeout", "7"]).unwrap();
+    assert_eq!(options.journal(), Some("f".into()));
+    assert_eq!(options.config.registrar_timeout, Duration::from_secs(7));
+    for name in ["FARANDOLE_JOURNAL", "HOROVOD_JOURNAL"] {
+        assert_eq!(options.environment.get(name), Some(&None), "{name}");
+    }
+    assert_eq!(options.environment.get("FARANDOLE_REGISTRAR_TIMEOUT"), None);
+}
+
+#[test]
 fn hosts_give_the_number_of_processes_and_too_few_slots_are_refused_when_it_is_placed() {
     let options = read(&["-H", "a:2,b:4", "-p", "2222"]).unwrap();
     let place = options.place().unwrap();

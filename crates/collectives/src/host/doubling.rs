@@ -3,7 +3,7 @@
 
 //! Allreduce of little: the first member of each host collects, these double, and hand out.
 //!
-//! `2 + log2 H` steps among `H` hosts, of `N` bytes each; partials (see `kernel`) between hosts. In step `k` a host swaps the
+//! `2 + log2 H` steps among `H` hosts, of `N` bytes each; accumulators (see `kernel`) between hosts. In step `k` a host swaps the
 //! sum over its `2^k` hosts with the host `2^k` away; of what exceeds a power of two, the first hosts are paired before
 //! and served after, which is the order of `Order::pairs`. Both of a pair join the same two partials in the same order.
 //!
@@ -61,7 +61,7 @@ impl Doubling {
         let mut values = vec![0; inputs.len()];
         inputs.read(0, &mut values);
         let leads = peers.hosts.members(peers.hosts.own()).start == peers.member;
-        let partial = vec![0; if leads { values.len() * reducer.expansion() } else { 0 }];
+        let partial = vec![0; if leads { values.len() * reducer.width() } else { 0 }];
         let others = if leads { peers.local_links().len() } else { 0 };
         Self {
             steps: plan(peers).into(),
@@ -131,11 +131,11 @@ impl Doubling {
                 // The member that collects is the host's first.
                 let own = std::iter::once(self.values.as_slice());
                 let inputs: Vec<&[u8]> = own.chain(self.inputs.iter().map(Vec::as_slice)).collect();
-                self.reducer.begin(&inputs, &mut self.partial);
+                self.reducer.accumulate(&inputs, &mut self.partial);
             }
             Step::Swap { earlier: false, .. } => self.merge(false),
             Step::Swap { earlier: true, .. } | Step::Take { .. } => self.merge(true),
-            Step::Finish => self.reducer.finish(&[&self.partial], &mut self.values),
+            Step::Finish => self.reducer.conclude(&self.partial, &mut self.values),
             Step::Post { .. } | Step::Give { .. } | Step::Fetch { .. } | Step::Serve | Step::Hand { .. } => {}
         }
     }

@@ -12,7 +12,7 @@ use super::peers::{Job, Moved, Peers};
 use crate::{Crossover, Result};
 
 /// Counts incompatible changes of what goes over links.
-const PROTOCOL: u32 = 3;
+const PROTOCOL: u32 = 4;
 const MAGIC: u32 = u32::from_le_bytes(*b"frdl");
 
 /// `magic, protocol, size, rank, topology, algorithms: u32; capacity: u64`, little endian, in one unit.

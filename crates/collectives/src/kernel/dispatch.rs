@@ -102,7 +102,7 @@ fn staged<F: Format, J: Join<F::Acc>>(path: Path, factors: Factors) -> Kernel {
     Kernel::Staged(Box::new(Stages::new::<F, J>(path, factors)))
 }
 
-/// The kernel of a reduction, or nothing where it is not defined. Only kernels in stages join in other orders than a
+/// The kernel of a reduction without rounding between hosts, or nothing where it is not defined. Only kernels in stages join in other orders than a
 /// line.
 pub(super) fn choose(reduction: &Reduction, path: Path, in_line: bool) -> Option<Kernel> {
     let kind = Kind { plain: in_line && reduction.prescale == 1.0 && reduction.postscale == 1.0, path };
@@ -126,7 +126,7 @@ pub(super) fn choose(reduction: &Reduction, path: Path, in_line: bool) -> Option
             ReduceOp::Product | ReduceOp::Min if in_line => Some(direct::<u8, And>(path, 1.0)),
             ReduceOp::Sum | ReduceOp::Max => Some(staged::<Truth, Or>(path, factors(reduction))),
             ReduceOp::Product | ReduceOp::Min => Some(staged::<Truth, And>(path, factors(reduction))),
-            ReduceOp::Average | ReduceOp::Adasum => None,
+            ReduceOp::Average | ReduceOp::Adasum | ReduceOp::RoundedAverage | ReduceOp::RoundedSum => None,
         },
         DataType::C64 => complex(reduction).and_then(|()| native_float::<f32>(reduction, kind)),
         DataType::C128 => complex(reduction).and_then(|()| native_float::<f64>(reduction, kind)),
@@ -171,7 +171,7 @@ where
         (ReduceOp::Product, false) => staged::<Same<T>, Product>(path, factors),
         (ReduceOp::Min, false) => staged::<Same<T>, Min>(path, factors),
         (ReduceOp::Max, false) => staged::<Same<T>, Max>(path, factors),
-        (ReduceOp::Adasum, _) => return None,
+        (ReduceOp::Adasum | ReduceOp::RoundedAverage | ReduceOp::RoundedSum, _) => return None,
     })
 }
 
@@ -200,7 +200,7 @@ fn float<F: Format>(reduction: &Reduction, kind: Kind) -> Option<Kernel> {
         ReduceOp::Product => staged::<F, Product>(path, factors),
         ReduceOp::Min => staged::<F, Min>(path, factors),
         ReduceOp::Max => staged::<F, Max>(path, factors),
-        ReduceOp::Adasum => return None,
+        ReduceOp::Adasum | ReduceOp::RoundedAverage | ReduceOp::RoundedSum => return None,
     })
 }
 

@@ -17,6 +17,9 @@
 //!   the factor 1 is exact.
 //! - `bool`: Sum and Max are or, Product and Min are and; any byte but 0 is true; no Average, no scale factors.
 //! - `complex64`, `complex128`: Sum and Average, by parts.
+//! - A rounded Sum or Average of `float16` and `bfloat16` rounds the partial of each host to the type, unless there is only
+//!   one host; it does so wherever it is made, so that its bits do not depend on the algorithm. A sum within a host that
+//!   leaves the range of the type becomes infinite. Of other types nothing is rounded.
 //! - Min and Max give NaN when any input is NaN; of equal values (`-0.0` and `0.0`) the later member's. Which NaN a
 //!   reduction gives is not defined, only that it is one.
 //!
@@ -105,6 +108,8 @@ enum Form {
     Element,
     /// Accumulators: inputs are scaled and joined, results not yet.
     Partial,
+    /// The same, rounded to elements.
+    Rounded,
 }
 
 /// The parentheses of a sum over members who live on hosts.
@@ -114,12 +119,14 @@ pub struct Orders {
     members: Order,
     /// Over the partials of hosts.
     hosts: Order,
+    /// Members on each host.
+    sizes: Vec<usize>,
 }
 
 impl Orders {
     /// For hosts of these many members, which follow each other.
     pub fn new(hosts: &[usize]) -> Self {
-        Self { members: Order::groups(hosts), hosts: Order::pairs(hosts.len()) }
+        Self { members: Order::groups(hosts), hosts: Order::pairs(hosts.len()), sizes: hosts.to_vec() }
     }
 }
 
@@ -129,7 +136,12 @@ pub struct Reducer {
     kernel: dispatch::Kernel,
     /// Nothing for a line.
     orders: Option<Arc<Orders>>,
+    /// Where partials of hosts are rounded.
+    rounding: Option<Arc<Orders>>,
 }
+
+/// Bytes of elements that are joined host by host at a time.
+const BLOCK: usize = 4 << 10;
 
 impl Reducer {
     /// Chooses the kernel for this processor.
@@ -153,6 +165,10 @@ impl Reducer {
     /// # Errors
     /// As [`Reducer::on`].
     pub fn ordered(reduction: Reduction, path: Path, orders: Option<Arc<Orders>>) -> Result<Self> {
+        let halves = matches!(reduction.dtype, DataType::F16 | DataType::Bf16);
+        let rounding =
+            orders.clone().filter(|orders| reduction.op.is_rounded() && halves && orders.sizes.len() > 1);
+        let reduction = Reduction { op: reduction.op.exact(), ..reduction };
         let orders = orders.filter(|orders| !orders.members.is_line());
         let refuse = |reason: &str| Error::Shape { reason: reason.to_owned() };
         if !path.is_available() {
@@ -167,7 +183,7 @@ impl Reducer {
         }
         let kernel = dispatch::choose(&reduction, path, orders.is_none())
             .ok_or(Error::Unsupported { op: reduction.op, dtype: reduction.dtype })?;
-        Ok(Self { reduction, kernel, orders })
+        Ok(Self { reduction, kernel, orders, rounding })
     }
 
     /// The parameters it was made for.
@@ -178,6 +194,11 @@ impl Reducer {
     /// Reduces the `inputs` of all members, which are in member order, into `out`. Elements beyond the shortest of them
     /// are left alone.
     pub fn run(&self, inputs: &[&[u8]], out: &mut [u8]) {
+        if let Some(orders) = &self.rounding
+            && (self.reduction.prescale != 1.0 || orders.sizes.iter().any(|size| *size > 1))
+        {
+            return self.run_by_hosts(&orders.sizes, inputs, out);
+        }
         self.join(
             Form::Element,
             Form::Element,
@@ -185,6 +206,24 @@ impl Reducer {
             inputs,
             out,
         );
+    }
+
+    /// As [`run`](Self::run), by way of the hosts' partials.
+    fn run_by_hosts(&self, sizes: &[usize], inputs: &[&[u8]], out: &mut [u8]) {
+        let bytes = inputs.iter().map(|input| input.len()).min().unwrap_or(0).min(out.len());
+        let mut partials = vec![[0; BLOCK]; sizes.len()];
+        for start in (0..bytes).step_by(BLOCK) {
+            let here = start..bytes.min(start + BLOCK);
+            let mut rest = inputs;
+            for (size, partial) in sizes.iter().zip(&mut partials) {
+                let (members, others) = rest.split_at((*size).min(rest.len()));
+                let members: Vec<&[u8]> = members.iter().map(|input| &input[here.clone()]).collect();
+                self.begin(&members, &mut partial[..here.len()]);
+                rest = others;
+            }
+            let partials: Vec<&[u8]> = partials.iter().map(|partial| &partial[..here.len()]).collect();
+            self.finish(&partials, &mut out[here]);
+        }
     }
 
     /// As [`run`](Self::run), into all inputs, which are as long as each other: in one pass where that can be, else by
@@ -206,25 +245,50 @@ impl Reducer {
         }
     }
 
+    /// What partials of hosts are.
+    fn partial(&self) -> Form {
+        if self.rounding.is_some() { Form::Rounded } else { Form::Partial }
+    }
+
     /// How many times the bytes of elements their partials take.
     pub fn expansion(&self) -> usize {
-        self.kernel.expansion()
+        if self.rounding.is_some() { 1 } else { self.width() }
     }
 
     /// Joins the `inputs` of a host's members into a partial.
     pub fn begin(&self, inputs: &[&[u8]], partial: &mut [u8]) {
-        self.join(Form::Element, Form::Partial, None, inputs, partial);
+        self.join(Form::Element, self.partial(), None, inputs, partial);
     }
 
-    /// Joins two neighbouring partials into one.
+    /// How many times the bytes of elements their accumulators take.
+    pub fn width(&self) -> usize {
+        self.kernel.expansion()
+    }
+
+    /// As [`begin`](Self::begin), into accumulators, which [`merge`](Self::merge) joins.
+    pub fn accumulate(&self, inputs: &[&[u8]], accumulators: &mut [u8]) {
+        if self.rounding.is_none() {
+            return self.join(Form::Element, Form::Partial, None, inputs, accumulators);
+        }
+        let mut rounded = vec![0; accumulators.len() / self.width()];
+        self.begin(inputs, &mut rounded);
+        self.join(Form::Rounded, Form::Partial, None, &[&rounded], accumulators);
+    }
+
+    /// Makes the result of the accumulators that were joined from all hosts.
+    pub fn conclude(&self, accumulators: &[u8], out: &mut [u8]) {
+        self.join(Form::Partial, Form::Element, None, &[accumulators], out);
+    }
+
+    /// Joins the accumulators of neighbours into one.
     pub fn merge(&self, earlier: &[u8], later: &[u8], partial: &mut [u8]) {
         self.join(Form::Partial, Form::Partial, None, &[earlier, later], partial);
     }
 
-    /// Makes the result of the partials of all hosts, or of the one that is joined from them all.
+    /// Makes the result of the partials of all hosts.
     pub fn finish(&self, partials: &[&[u8]], out: &mut [u8]) {
         let orders = self.orders.as_ref().filter(|_| partials.len() > 1);
-        self.join(Form::Partial, Form::Element, orders.map(|orders| &orders.hosts), partials, out);
+        self.join(self.partial(), Form::Element, orders.map(|orders| &orders.hosts), partials, out);
     }
 
     fn join(&self, from: Form, to: Form, order: Option<&Order>, inputs: &[&[u8]], out: &mut [u8]) {

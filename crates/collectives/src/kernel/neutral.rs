@@ -13,6 +13,7 @@ use crate::{DataType, Error, ReduceOp, Result};
 /// `Unsupported` where the reduction is not defined for the type.
 pub fn neutral(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
     let unsupported = Err(Error::Unsupported { op, dtype });
+    let op = op.exact();
     let mut bytes = [0_u8; 16];
     let mut set = |value: &[u8]| bytes[..value.len()].copy_from_slice(value);
     macro_rules! integer {
@@ -22,17 +23,17 @@ pub fn neutral(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
                 ReduceOp::Product => set(&<$type>::to_ne_bytes(1)),
                 ReduceOp::Min => set(&<$type>::MAX.to_ne_bytes()),
                 ReduceOp::Max => set(&<$type>::MIN.to_ne_bytes()),
-                ReduceOp::Adasum => return unsupported,
+                _ => return unsupported,
             }
         };
     }
     macro_rules! float {
         ($negative_zero:expr, $one:expr, $infinity:expr, $negative_infinity:expr) => {
             match op {
-                ReduceOp::Sum | ReduceOp::Average | ReduceOp::Adasum => set(&$negative_zero.to_ne_bytes()),
                 ReduceOp::Product => set(&$one.to_ne_bytes()),
                 ReduceOp::Min => set(&$infinity.to_ne_bytes()),
                 ReduceOp::Max => set(&$negative_infinity.to_ne_bytes()),
+                _ => set(&$negative_zero.to_ne_bytes()),
             }
         };
     }
@@ -56,7 +57,7 @@ pub fn neutral(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
         DataType::Bool => match op {
             ReduceOp::Sum | ReduceOp::Max => {}
             ReduceOp::Product | ReduceOp::Min => set(&[1]),
-            ReduceOp::Average | ReduceOp::Adasum => return unsupported,
+            _ => return unsupported,
         },
         DataType::C64 | DataType::C128 => match (op, dtype) {
             (ReduceOp::Sum | ReduceOp::Average, DataType::C64) => {

@@ -319,7 +319,7 @@ pub(super) trait Staged: Send + Sync {
 impl<A: Native + Send + Sync> Stages<A> {
     fn bytes(&self, form: Form) -> usize {
         match form {
-            Form::Element => self.size,
+            Form::Element | Form::Rounded => self.size,
             Form::Partial => size_of::<A>(),
         }
     }
@@ -331,6 +331,7 @@ impl<A: Native + Send + Sync> Stages<A> {
         unsafe {
             match from {
                 Form::Partial => (self.load)(bytes, into),
+                Form::Rounded => (self.widen)(bytes, into),
                 Form::Element => {
                     (self.widen)(bytes, into);
                     if self.prescale != 1.0 {
@@ -348,6 +349,7 @@ impl<A: Native + Send + Sync> Stages<A> {
         unsafe {
             match to {
                 Form::Partial => (self.store)(acc, bytes),
+                Form::Rounded => (self.narrow)(acc, bytes),
                 Form::Element => {
                     if let Some((mean, members)) = self.mean {
                         mean(acc, members);

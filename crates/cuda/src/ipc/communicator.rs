@@ -91,6 +91,8 @@ pub(crate) struct IpcCommunicator<S: Site> {
 /// How an operation is reduced, if a kernel does it; the same on all members.
 fn how(operation: &Operation) -> Option<How> {
     let Operation::Allreduce { dtype, op, prescale, postscale, .. } = *operation else { return None };
+    // Nothing goes from host to host here.
+    let op = op.exact();
     let scaled = prescale != 1.0 || postscale != 1.0;
     let truths = dtype == DataType::Bool && (op == ReduceOp::Average || scaled);
     let complex = matches!(dtype, DataType::C64 | DataType::C128);

@@ -44,13 +44,13 @@ fn is_float(dtype: DataType) -> bool {
 }
 
 fn number(op: ReduceOp) -> Option<i32> {
-    Some(match op {
+    Some(match op.exact() {
         ReduceOp::Sum => SUM,
         ReduceOp::Product => 1,
         ReduceOp::Max => 2,
         ReduceOp::Min => 3,
         ReduceOp::Average => AVERAGE,
-        ReduceOp::Adasum => return None,
+        _ => return None,
     })
 }
 
@@ -61,12 +61,13 @@ pub fn carries(operation: &Operation) -> bool {
         Operation::Allreduce { dtype, op, prescale, postscale, .. }
         | Operation::Reducescatter { dtype, op, prescale, postscale, .. } => {
             let scaled = *prescale != 1.0 || *postscale != 1.0;
+            let op = op.exact();
             let linear = matches!(op, ReduceOp::Sum | ReduceOp::Average);
             let complex = matches!(dtype, DataType::C64 | DataType::C128);
             kind(*dtype).is_some()
-                && number(*op).is_some()
+                && number(op).is_some()
                 // Averages of integers truncate here, whatever the version does.
-                && (is_float(*dtype) || *op != ReduceOp::Average)
+                && (is_float(*dtype) || op != ReduceOp::Average)
                 // A factor is part of a sum, of one type that has a factor of its own.
                 && (!scaled || (linear && matches!(dtype, DataType::F32 | DataType::F64)))
                 && (!complex || linear)
@@ -94,7 +95,7 @@ pub(super) fn does_float8(operation: &Operation, size: usize) -> Option<bool> {
         DataType::F8E5M2 => 1 << 14,
         _ => return None,
     };
-    Some(*op != ReduceOp::Average || (size.is_power_of_two() && size <= most))
+    Some(op.exact() != ReduceOp::Average || (size.is_power_of_two() && size <= most))
 }
 
 /// A group of calls on a communicator.
@@ -158,7 +159,7 @@ impl Calls<'_> {
         if factor == 1.0 {
             return Ok(((kind, parts), op_number, false));
         }
-        if *op == ReduceOp::Average {
+        if op.exact() == ReduceOp::Average {
             factor /= self.size as f64;
         }
         let mut made = 0;

@@ -22,12 +22,13 @@ impl ProcessSet {
         let me = self.tree.me;
         if let Some((id, agreed)) = self.cache.find(&entry.name)
             && agreed.signature.covers(&signature)
-            && agreed.counts_of(me) == entry.rows
+            && agreed.brought_by(me) == entry.rows
         {
             self.statistics.cache_hits += 1;
             return Wish::Known(id, Arc::clone(agreed), Vec::new());
         }
-        Wish::Told(vec![Variant { signature, members: vec![me], rows: entry.rows.clone() }])
+        let rows = if signature.call.counts() > 0 { entry.rows.clone() } else { Vec::new() };
+        Wish::Told(vec![Variant { signature, members: vec![me], rows }])
     }
 
     /// One source wants a tensor. When all sources do, it goes up, or at the coordinator, is decided.

@@ -125,6 +125,12 @@ impl Batch {
         self.parts.first().map(|part| &part.agreed.signature)
     }
 
+    /// An alltoall whose rows are not known, and the rows that this member sends.
+    pub(super) fn undealt(&self) -> Option<(&Arc<Agreed>, &[u64])> {
+        let part = self.parts.first().filter(|part| part.agreed.is_undealt())?;
+        Some((&part.agreed, &part.entry.as_ref()?.rows))
+    }
+
     /// Whether some rank's tensors are on a device.
     pub(super) fn is_staged(&self) -> bool {
         self.signature().is_some_and(|signature| signature.site != Site::Host)
@@ -301,20 +307,20 @@ impl Batch {
             let output = part.prepare_room(me, members.len(), communicator)?;
             part.segment = Some(Segment { input: part.input.clone(), output });
         }
-        Ok((self.operation(members, me), events))
+        Ok((self.operation(members), events))
     }
 
     /// The operation, without tensors.
-    pub(super) fn outline(&self, members: &[Rank], me: usize) -> Operation {
-        self.operation_on(Vec::new(), members, me)
+    pub(super) fn outline(&self, members: &[Rank]) -> Operation {
+        self.operation_on(Vec::new(), members)
     }
 
-    pub(super) fn operation(&mut self, members: &[Rank], me: usize) -> Operation {
+    pub(super) fn operation(&mut self, members: &[Rank]) -> Operation {
         let segments = self.parts.iter_mut().filter_map(|part| part.segment.take()).collect();
-        self.operation_on(segments, members, me)
+        self.operation_on(segments, members)
     }
 
-    fn operation_on(&self, mut segments: Vec<Segment>, members: &[Rank], me: usize) -> Operation {
+    fn operation_on(&self, mut segments: Vec<Segment>, members: &[Rank]) -> Operation {
         let Some(first) = self.parts.first() else { return Operation::Barrier };
         let signature = &first.agreed.signature;
         match signature.call {
@@ -338,8 +344,8 @@ impl Batch {
                 let outline = || Segment { input: nothing(), output: nothing() };
                 let segment = segments.pop().unwrap_or_else(outline);
                 let agreed = &first.agreed;
-                let sends = sent(agreed, me).map(|rows| bytes_of(agreed, rows)).collect();
-                let receives = received(agreed, me).map(|rows| bytes_of(agreed, rows)).collect();
+                let blocks = |rows: &[u64]| rows.iter().map(|rows| bytes_of(agreed, *rows)).collect();
+                let (sends, receives) = (blocks(agreed.sends()), blocks(agreed.receives()));
                 Operation::Alltoall { segment, sends, receives }
             }
             Call::Reducescatter { op, prescale, postscale } => {
@@ -384,15 +390,10 @@ impl Batch {
     }
 
     /// Hands the results over, which are there when `reached` is.
-    pub(super) fn complete(
-        &mut self,
-        me: usize,
-        reached: Option<&Arc<dyn Event>>,
-        finished: &mut Vec<Finished>,
-    ) {
+    pub(super) fn complete(&mut self, reached: Option<&Arc<dyn Event>>, finished: &mut Vec<Finished>) {
         self.state = State::Done;
         self.block = None;
-        let completed = self.parts.drain(..).filter_map(|part| part.completed(me, reached));
+        let completed = self.parts.drain(..).filter_map(|part| part.completed(reached));
         finished.extend(completed.filter(|done| done.handle != NOBODY));
         if let Some(span) = self.span.take() {
             span.complete();
@@ -426,17 +427,6 @@ fn bytes_of(agreed: &Agreed, rows: u64) -> usize {
 
 fn bytes_by_member(agreed: &Agreed) -> Vec<usize> {
     agreed.rows.iter().map(|rows| bytes_of(agreed, *rows)).collect()
-}
-
-/// Rows that `me` sends to each member in an alltoall.
-fn sent(agreed: &Agreed, me: usize) -> impl Iterator<Item = u64> + '_ {
-    let members = agreed.signature.call.counts();
-    agreed.rows.iter().skip(me * members).take(members).copied()
-}
-
-/// Rows that `me` receives from each member in an alltoall.
-fn received(agreed: &Agreed, me: usize) -> impl Iterator<Item = u64> + '_ {
-    agreed.rows.iter().skip(me).step_by(agreed.signature.call.counts().max(1)).copied()
 }
 
 /// Rows of a reducescatter's result that `member` of so many gets.
@@ -513,7 +503,10 @@ impl Part {
     fn result_bytes(&self, me: usize, members: usize) -> usize {
         match self.agreed.signature.call {
             Call::Allgather => bytes_by_member(&self.agreed).iter().sum(),
-            Call::Alltoall { .. } => bytes_of(&self.agreed, received(&self.agreed, me).sum()),
+            Call::Alltoall { .. } => bytes_of(
+                &self.agreed,
+                self.agreed.receives().iter().fold(0, |sum, rows| rows.saturating_add(sum)),
+            ),
             Call::Reducescatter { .. } => {
                 let rows = own_rows(&self.agreed, me, members);
                 to_usize(rows.saturating_mul(self.agreed.signature.row_bytes()))
@@ -578,11 +571,11 @@ impl Part {
         there.then(|| (memory.buffer().slice(0, output.len()), output.clone()))
     }
 
-    fn completed(self, me: usize, reached: Option<&Arc<dyn Event>>) -> Option<Finished> {
+    fn completed(self, reached: Option<&Arc<dyn Event>>) -> Option<Finished> {
         let Entry { handle, name, .. } = self.entry?;
         let rows = match self.agreed.signature.call {
             Call::Allgather => self.agreed.rows.clone(),
-            Call::Alltoall { .. } => received(&self.agreed, me).collect(),
+            Call::Alltoall { .. } => self.agreed.receives().to_vec(),
             _ => Vec::new(),
         };
         let result = match self.misfit {

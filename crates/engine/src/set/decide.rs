@@ -143,11 +143,11 @@ impl ProcessSet {
         // Who has joined brings host memory.
         let known = known.filter(|id| self.cache.holds(*id) && agreed.signature.site != Site::Device);
         let agreed = match agreed.signature.site {
-            Site::Device => Arc::new(Agreed {
-                name: Arc::clone(&agreed.name),
-                signature: Signature { site: Site::Mixed, ..agreed.signature.clone() },
-                rows: agreed.rows.clone(),
-            }),
+            Site::Device => Arc::new(Agreed::new(
+                Arc::clone(&agreed.name),
+                Signature { site: Site::Mixed, ..agreed.signature.clone() },
+                agreed.rows.clone(),
+            )),
             _ => agreed,
         };
         if agreed.signature.call != Call::Allgather
@@ -161,7 +161,7 @@ impl ProcessSet {
             .iter()
             .filter_map(|member| rows.get_mut(*member as usize).map(|rows| *rows = 0))
             .for_each(drop);
-        let agreed = Agreed { name: Arc::clone(&agreed.name), signature: agreed.signature.clone(), rows };
+        let agreed = Agreed::new(Arc::clone(&agreed.name), agreed.signature.clone(), rows);
         self.coordinator.agree(Ready { agreed: Arc::new(agreed), known: None });
     }
 
@@ -306,7 +306,7 @@ mod tests {
 
     fn ready(name: &str, signature: Signature) -> Decision {
         Decision::Run(Ready {
-            agreed: Arc::new(Agreed { name: name.into(), signature, rows: Vec::new() }),
+            agreed: Arc::new(Agreed::new(name.into(), signature, Vec::new())),
             known: None,
         })
     }

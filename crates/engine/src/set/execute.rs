@@ -12,6 +12,7 @@ use farandole_collectives::{Communicator, Error as CollectiveError, Event, Token
 use farandole_world::Rank;
 
 use super::batch::{Batch, PIECE, Route, State};
+use super::deal::{DEAL, Dealing};
 use super::reach::{MEETING, Reach};
 use super::trace::Span;
 use super::{Entry, Finished, ProcessSet, Shared, Step};
@@ -28,6 +29,8 @@ const PIECES: usize = 8;
 pub(super) struct Execution {
     communicator: Option<Box<dyn Communicator>>,
     reach: Reach,
+    /// Numbers of rows that are under way; later batches wait for them.
+    dealing: Option<Dealing>,
     batches: VecDeque<Batch>,
     /// Batches at the front that a communicator has, or had.
     started: usize,
@@ -44,6 +47,7 @@ impl Execution {
         Self {
             communicator: Some(communicator),
             reach: Reach::Unasked,
+            dealing: None,
             batches: VecDeque::new(),
             started: 0,
             first: 0,
@@ -109,6 +113,7 @@ impl Execution {
         if let Some(communicator) = &mut self.communicator {
             communicator.abandon();
         }
+        self.dealing = None;
         for batch in self.batches.drain(..) {
             batch.fail(cause, finished);
         }
@@ -148,6 +153,9 @@ impl Execution {
     fn start(&mut self, shared: &Shared, members: &[Rank], finished: &mut Vec<Finished>) -> Step<bool> {
         let before = self.started;
         while self.started < self.batches.len() {
+            if !self.knows_rows()? {
+                break;
+            }
             let started = match self.route(shared, members)? {
                 Route::Open => false,
                 Route::Host => self.start_on_hosts(shared, members, finished)?,
@@ -159,6 +167,19 @@ impl Execution {
             self.started += 1;
         }
         Ok(self.started > before)
+    }
+
+    /// Whether the rows of the next batch are known. If not, members begin to tell each other.
+    fn knows_rows(&mut self) -> Step<bool> {
+        if self.dealing.is_some() {
+            return Ok(false);
+        }
+        let undealt = self.batches.get(self.started).and_then(Batch::undealt);
+        let (Some((agreed, sends)), Some(communicator)) = (undealt, &mut self.communicator) else {
+            return Ok(true);
+        };
+        self.dealing = Some(Dealing::begin(Arc::clone(agreed), sends.to_vec(), &mut **communicator)?);
+        Ok(false)
     }
 
     /// Which way the next batch takes: the same on every member. Stays open while that is found out.
@@ -175,7 +196,7 @@ impl Execution {
                 Reach::Asking(_) | Reach::Naming(_) => return Ok(Route::Open),
                 Reach::Among(communicator) if communicator.is_forming() => return Ok(Route::Open),
                 Reach::Among(communicator) => {
-                    if communicator.carries(&batch.outline(members, place.0)) {
+                    if communicator.carries(&batch.outline(members)) {
                         route = Route::Device;
                     }
                 }
@@ -241,7 +262,7 @@ impl Execution {
             return Ok(false);
         }
         let token = Token(self.first + self.started as u64);
-        match communicator.submit(token, batch.operation(members, place.0)) {
+        match communicator.submit(token, batch.operation(members)) {
             Ok(()) => batch.run(),
             Err(cause @ CollectiveError::Unsupported { .. }) => batch.refuse(&Arc::new(cause), finished),
             Err(error) => return Err(error.into()),
@@ -278,12 +299,17 @@ impl Execution {
                     communicator.submit(MEETING, meeting)?;
                 }
                 moved = true;
+            } else if token == DEAL {
+                if let Some(dealing) = self.dealing.take() {
+                    dealing.end();
+                }
+                moved = true;
             } else if let Some(batch) = self.batch(token) {
                 if batch.is_staged() {
                     batch.enter(MEMCPY_OUT_HOST_BUFFER);
                 }
                 let reached = batch.store(shared)?;
-                batch.complete(me, reached.as_ref(), finished);
+                batch.complete(reached.as_ref(), finished);
             }
         }
         self.tokens = tokens;
@@ -299,14 +325,14 @@ impl Execution {
         communicator.launched(&mut launched);
         for (token, event) in launched.drain(..) {
             if let Some(batch) = self.batch(token) {
-                batch.complete(me, Some(&event), finished);
+                batch.complete(Some(&event), finished);
             }
         }
         self.launched = launched;
         // What was launched and completed at once, or by a communicator that launches nothing.
         for token in over {
             if let Some(batch) = self.batch(token) {
-                batch.complete(me, None, finished);
+                batch.complete(None, finished);
             }
         }
         Ok(moved)

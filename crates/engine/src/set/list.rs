@@ -35,10 +35,8 @@ pub(super) fn encode(number: u64, plan: Vec<Planned>, cache: &mut Cache, frame: 
             Planned::Run(operation) => {
                 writer.byte(0);
                 writer.number(operation.len() as u64);
-                let agreed = operation.into_iter().map(|ready| {
-                    encode_tensor(&ready, number, cache, &mut writer);
-                    ready.agreed
-                });
+                let tensors = operation.into_iter();
+                let agreed = tensors.map(|ready| encode_tensor(ready, number, cache, &mut writer));
                 items.push(Item::Run(agreed.collect()));
             }
             Planned::Refuse(refusal) => {
@@ -59,18 +57,21 @@ pub(super) fn encode(number: u64, plan: Vec<Planned>, cache: &mut Cache, frame: 
     items
 }
 
-fn encode_tensor(ready: &Ready, number: u64, cache: &mut Cache, writer: &mut Writer<'_>) {
+fn encode_tensor(ready: Ready, number: u64, cache: &mut Cache, writer: &mut Writer<'_>) -> Arc<Agreed> {
     // An earlier tensor of this very list may have pushed the entry out.
     if let Some(id) = ready.known.filter(|id| cache.holds(*id)) {
         writer.number(u64::from(id.slot) * 2);
         cache.touch(id.slot);
-        return;
+        return ready.agreed;
     }
+    // It is new to the readers, so it must be new here.
+    let agreed = ready.agreed.anew();
     writer.number(1);
-    writer.text(&ready.agreed.name);
-    ready.agreed.signature.encode(writer);
-    writer.numbers(ready.agreed.rows.iter().copied());
-    cache.put(Arc::clone(&ready.agreed), number);
+    writer.text(&agreed.name);
+    agreed.signature.encode(writer);
+    writer.numbers(agreed.rows.iter().copied());
+    cache.put(Arc::clone(&agreed), number);
+    agreed
 }
 
 fn decode_tensor(reader: &mut Reader<'_>, number: u64, cache: &mut Cache) -> Result<Arc<Agreed>, Malformed> {
@@ -83,7 +84,7 @@ fn decode_tensor(reader: &mut Reader<'_>, number: u64, cache: &mut Cache) -> Res
     }
     let name = Arc::from(reader.text()?);
     let signature = Signature::decode(reader)?;
-    let agreed = Arc::new(Agreed { name, signature, rows: reader.numbers()? });
+    let agreed = Arc::new(Agreed::new(name, signature, reader.numbers()?));
     cache.put(Arc::clone(&agreed), number);
     Ok(agreed)
 }

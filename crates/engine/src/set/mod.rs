@@ -5,6 +5,7 @@
 
 mod announce;
 mod batch;
+mod deal;
 mod decide;
 mod execute;
 mod inquiry;
@@ -76,7 +77,7 @@ pub(crate) struct Entry {
     /// What a meeting is about, where its kind does not say it: a change of process sets, spelled out.
     pub(crate) matter: Option<Box<str>>,
     pub(crate) group: u64,
-    /// Row counts that this member brings; see [`Call::counts`](crate::signature::Call::counts).
+    /// Row counts that this member brings: of its input, or of each block of it.
     pub(crate) rows: Vec<u64>,
     pub(crate) input: Buffer,
     pub(crate) output: Option<Buffer>,

@@ -5,8 +5,10 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use farandole_collectives::{Communicator, Memory, Operation, Token};
+use farandole_testkit::counted;
 use farandole_transport::{Link, loopback};
 use farandole_world::ProcessSetId;
 use parking_lot::Mutex;
@@ -84,6 +86,8 @@ struct Simulation {
     sets: Vec<ProcessSet>,
     log: Arc<Mutex<Log>>,
     finished: Vec<Vec<Finished>>,
+    /// Bytes that went over control links.
+    sent: Arc<AtomicUsize>,
     now: Instant,
 }
 
@@ -93,11 +97,13 @@ impl Simulation {
         let size = world.size();
         let members: Vec<Rank> = (0..).map(Rank).take(size).collect();
         let log = Arc::new(Mutex::new(Log::default()));
+        let sent = Arc::new(AtomicUsize::new(0));
         let mut links: Vec<Vec<Link>> = (0..size).map(|_| Vec::new()).collect();
         for rank in &members {
             let seen = world.seen_from(*rank).unwrap();
             for peer in control_peers(&seen, &members).into_iter().filter(|peer| peer > rank) {
                 let (low, high) = loopback::pair(*rank, peer, 1 << 16).unwrap();
+                let (low, high) = (counted(low, &sent), counted(high, &sent));
                 links[rank.index()].push(low);
                 links[peer.index()].push(high);
             }
@@ -123,23 +129,25 @@ impl Simulation {
         };
         let sets = links.into_iter().enumerate().map(set).collect();
         let finished = (0..size).map(|_| Vec::new()).collect();
-        Self { sets, log, finished, now: Instant::now() }
+        Self { sets, log, finished, sent, now: Instant::now() }
     }
 
     fn submit(&mut self, rank: usize, name: &str, signature: Signature, rows: u64) {
-        let bytes = signature.unit_bytes()
-            * if signature.call == crate::signature::Call::Allgather { rows } else { 1 };
+        let rows = if signature.call == Call::Allgather { vec![rows] } else { Vec::new() };
+        self.submit_rows(rank, name, signature, rows);
+    }
+
+    /// As `submit`, with the rows of an alltoall.
+    fn submit_rows(&mut self, rank: usize, name: &str, signature: Signature, rows: Vec<u64>) {
+        let count = if signature.call.is_by_rows() { rows.iter().sum() } else { 1 };
+        let bytes = signature.unit_bytes() * count;
         let entry = Entry {
             handle: Handle(1),
             name: name.into(),
             operation: Kind::Barrier.name(),
             matter: None,
             group: signature.group,
-            rows: if matches!(signature.call, crate::signature::Call::Allgather) {
-                vec![rows]
-            } else {
-                Vec::new()
-            },
+            rows,
             input: Memory::new(usize::try_from(bytes).unwrap()).buffer(),
             output: None,
             ready: None,
@@ -210,6 +218,30 @@ fn sixteen_hosts_of_four_agree_with_few_messages_at_the_coordinator() {
     assert_eq!(world.log.lock().0.len(), 3, "ten tensors are one operation");
 }
 
+/// Each rank needs what it sends and what it receives: `2 P` numbers of the `P * P`.
+#[test]
+fn alltoalls_with_changing_splits_tell_no_rank_what_others_exchange() {
+    let mut world = Simulation::new(&[8; 8], settings(64));
+    let ranks = world.sets.len() as u64;
+    let call = Call::Alltoall { members: 64 };
+    for round in 0..4 {
+        let before = world.sent.load(Ordering::Relaxed);
+        // The splits of the first two rounds are the same.
+        let splits = |rank: u64| (0..ranks).map(|to| (rank + to + round.max(1)) % 300).collect();
+        for rank in 0..64 {
+            let signature = Signature { call, ..plain(&[0, 1]) };
+            world.submit_rows(rank, "t", signature, splits(rank as u64));
+        }
+        world.settle();
+        assert!(world.take().iter().all(|finished| finished.len() == 1 && finished[0].result.is_ok()));
+        let bytes = (world.sent.load(Ordering::Relaxed) - before) as u64 / ranks;
+        assert!(bytes < 2 * ranks, "{bytes} bytes of control frames for each rank in round {round}");
+        let exchanges = world.log.lock().0.len();
+        assert_eq!(exchanges, [2, 3, 5, 7][usize::try_from(round).unwrap()], "in round {round}");
+    }
+    assert_eq!(world.sets[9].statistics.cache_hits, 1);
+}
+
 #[test]
 fn a_rank_that_lags_behind_many_evictions_is_still_understood() {
     // Rank 3 announced by number before the entry fell out everywhere else.
@@ -267,7 +299,7 @@ proptest! {
                     let name = left[rank].len();
                     let name = left[rank].swap_remove(random(name));
                     let signature = match name {
-                        5 => Signature { call: crate::signature::Call::Allgather, ..plain(&[0]) },
+                        5 => Signature { call: Call::Allgather, ..plain(&[0]) },
                         4 => plain(&[round]),
                         // One rank differs in the third round.
                         3 => plain(&[if round == 2 && rank == 0 { 7 } else { 1 }]),
@@ -313,14 +345,14 @@ proptest! {
                 if random(2) == 0 || joined[rank] {
                     world.poll(rank);
                 } else if left[rank].is_empty() {
-                    let call = crate::signature::Call::Join { gather: true };
+                    let call = Call::Join { gather: true };
                     world.submit(rank, "join", Signature { call, ..plain(&[0]) }, 0);
                     joined[rank] = true;
                 } else {
                     let at = random(left[rank].len());
                     let name = left[rank].swap_remove(at);
                     let signature = match name {
-                        5 => Signature { call: crate::signature::Call::Allgather, ..plain(&[0]) },
+                        5 => Signature { call: Call::Allgather, ..plain(&[0]) },
                         _ => plain(&[usize::try_from(name).unwrap() as u64]),
                     };
                     world.submit(rank, &format!("t{name}"), signature, 1 + rank as u64);

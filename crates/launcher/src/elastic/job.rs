@@ -3,12 +3,13 @@
 
 //! An elastic job: the registrar's decisions, carried out.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
-use farandole_registrar::{Elastic, Event, Options, Registrar};
+use farandole_registrar::{Elastic, Event, Journal, Options, Registrar, Resumed};
 use farandole_telemetry::{Record, Sink};
 use farandole_world::{TaskId, World};
 
@@ -37,6 +38,8 @@ pub struct ElasticJob {
     pub elastic: Elastic,
     /// What each worker runs.
     pub work: Work,
+    /// The file from which another process continues the job after this one was killed, if there is one.
+    pub journal: Option<PathBuf>,
 }
 
 /// Something that a user wants to know of.
@@ -48,6 +51,11 @@ pub enum Happening<'a> {
         world: &'a World,
         /// The host of each worker, as it was discovered, by task.
         hosts: &'a BTreeMap<u32, String>,
+    },
+    /// A job of an earlier launcher is continued.
+    Resumed {
+        /// Its workers.
+        workers: usize,
     },
     /// A worker, or a host, is out, or could not be used; in a sentence.
     Loss(&'a str),
@@ -104,6 +112,11 @@ impl ElasticJob {
         heard: &Heard<'_>,
     ) -> Result<Report> {
         self.work.check()?;
+        // Before anything is started: another launcher may use it.
+        let purpose = self.work.command.join(" ");
+        let journal = self.journal.as_ref().map(|path| Journal::open(path, &purpose));
+        let journal = journal.transpose().map_err(of_registrar)?;
+        let lasting = journal.is_some();
         let fixed = discovery.is_fixed();
         let watch = Watch::start(discovery)?;
         let Some(found) = first(&watch, wish)? else { return Ok(Tally::default().report(true)) };
@@ -116,7 +129,7 @@ impl ElasticJob {
                 options.bind = String::new();
             }
         }
-        let registrar = Registrar::start_elastic(options, &self.elastic).map_err(of_registrar)?;
+        let registrar = Registrar::start_kept(options, &self.elastic, journal).map_err(of_registrar)?;
         let mut conduct = Conduct {
             registrar: &registrar,
             sink,
@@ -124,12 +137,15 @@ impl ElasticJob {
             crew: Crew::new(&self.work, registrar.ticket().clone(), true),
             found: Found::default(),
             hosts: BTreeMap::new(),
+            lasting,
+            adopted: BTreeSet::new(),
             tally: Tally::default(),
             ending: BTreeMap::new(),
             silent: BTreeMap::new(),
             over_at: None,
             wish: Wish::GoOn,
         };
+        conduct.adopt();
         let ended = conduct.run(found, &watch, wish);
         drop(conduct);
         drop(watch);
@@ -175,6 +191,10 @@ struct Conduct<'a> {
     found: Found,
     /// Where each worker was started.
     hosts: BTreeMap<u32, String>,
+    /// Whether agents of this host are separate processes, which continue without this one.
+    lasting: bool,
+    /// Workers of an earlier launcher whose ends are not known.
+    adopted: BTreeSet<u32>,
     tally: Tally,
     /// Workers that were told to end, and when.
     ending: BTreeMap<u32, Instant>,
@@ -185,9 +205,24 @@ struct Conduct<'a> {
 }
 
 impl Conduct<'_> {
+    /// Takes over the workers and the world of an earlier launcher.
+    fn adopt(&mut self) {
+        let Some(Resumed { workers, world }) = self.registrar.resumed().cloned() else { return };
+        (self.heard)(Happening::Resumed { workers: workers.len() });
+        self.adopted = workers.keys().map(|task| task.0).collect();
+        self.hosts.extend(workers.into_iter().map(|(task, host)| (task.0, host)));
+        if let Some(world) = world {
+            self.tally.assigned(world);
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        self.crew.is_done() && self.adopted.is_empty()
+    }
+
     fn run(&mut self, found: Found, watch: &Watch, wish: &dyn Fn() -> Wish) -> Result<Report> {
         self.tell_hosts(found)?;
-        while !(self.crew.is_done() && (self.over_at.is_some() || self.wish > Wish::GoOn)) {
+        while !(self.is_done() && (self.over_at.is_some() || self.wish > Wish::GoOn)) {
             self.events(Instant::now() + SLICE);
             while let Some(Ok(found)) = watch.next(Duration::ZERO) {
                 self.tell_hosts(found)?;
@@ -235,6 +270,7 @@ impl Conduct<'_> {
                 }
                 Event::Exited { task, exit, .. } => {
                     self.silent.remove(&task.0);
+                    self.adopted.remove(&task.0);
                     self.tally.exited(task.0, &exit);
                 }
                 Event::Result { task, data, .. } => self.tally.returned(task.0, data),
@@ -260,8 +296,14 @@ impl Conduct<'_> {
             return;
         }
         self.hosts.extend(tasks.iter().map(|task| (*task, host.clone())));
-        if !self.found.is_here(&host) {
-            if let Err(error) = self.crew.start_there(host, tasks.clone()) {
+        let here = self.found.is_here(&host);
+        if !here || self.lasting {
+            let started = if here {
+                self.crew.start_apart(host, tasks.clone())
+            } else {
+                self.crew.start_there(host, tasks.clone())
+            };
+            if let Err(error) = started {
                 self.not_started(tasks, &error);
             }
             return;
@@ -338,11 +380,10 @@ impl Conduct<'_> {
         let late = passed(self.over_at.as_ref(), ENDING);
         let (silent, ending) = (&self.silent, &self.ending);
         let over = self.over_at.is_some();
-        let given_up = |host: &Elsewhere| {
-            let limit = if over { ENDING } else { LEAVING };
-            let gone = |task: &u32| passed(silent.get(task), SILENT) || passed(ending.get(task), limit);
-            late || host.open.iter().all(gone)
-        };
+        let limit = if over { ENDING } else { LEAVING };
+        let gone = |task: &u32| passed(silent.get(task), SILENT) || passed(ending.get(task), limit);
+        self.adopted.retain(|task| !late && !gone(task));
+        let given_up = |host: &Elsewhere| late || host.open.iter().all(&gone);
         for (host, tasks) in self.crew.hang_up(given_up) {
             tracing::info!(?tasks, host, "their ends are not waited for");
         }
@@ -354,7 +395,8 @@ impl Conduct<'_> {
         }
         self.wish = wish;
         self.crew.follow(wish);
-        if wish > Wish::Interrupt {
+        // Agents of an earlier launcher have no connection but the one to the registrar.
+        if wish > Wish::Interrupt || !self.adopted.is_empty() {
             // Made in this process, so it is not a fork's.
             drop(self.registrar.abort("interrupted"));
         }

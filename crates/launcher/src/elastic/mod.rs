@@ -18,6 +18,7 @@
 //! - `EL-1`: a search that fails changes nothing: the hosts found last stay, and it is made again.
 //! - `EL-2`: a search ends: a program is killed with all that it started after its time.
 //! - `EL-3`: what the registrar wants started is started, or it hears why not.
+//! - `EL-4`: workers end with this process. With a journal, they continue without it for as long as they wait for a registrar.
 
 mod choice;
 mod discovery;

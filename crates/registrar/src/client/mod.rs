@@ -119,6 +119,8 @@ struct Inner {
     tasks: Mutex<Vec<JoinHandle<()>>>,
     /// What waits for news of hosts.
     changes: Mutex<Option<JoinHandle<()>>>,
+    /// How long a call is repeated while the connection is broken, in milliseconds.
+    patience: AtomicU64,
     made_in: u32,
 }
 
@@ -157,6 +159,7 @@ impl Client {
             .map_err(|_| Error::Options { reason: format!("no task has the number {}", config.task) })?;
         let generation = (config.generation > 0).then_some(Generation(config.generation));
         let client = Self::connect(&ticket, TaskId(task), generation, deadline)?;
+        client.wait_out(config.outage);
         *slot = Some((pid, config.job.clone(), client.clone()));
         Ok(Some(client))
     }
@@ -215,9 +218,25 @@ impl Client {
             offer: heartbeat::Offer::default(),
             tasks: Mutex::new(vec![pump]),
             changes: Mutex::new(None),
+            patience: AtomicU64::new(milliseconds(PATIENCE)),
             made_in: std::process::id(),
         };
         Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Every call waits up to `outage` for a registrar that is gone and may come back. A shorter time than before changes
+    /// nothing.
+    pub fn wait_out(&self, outage: Duration) {
+        self.inner.patience.fetch_max(milliseconds(outage), Ordering::AcqRel);
+    }
+
+    fn patience(&self) -> Duration {
+        Duration::from_millis(self.inner.patience.load(Ordering::Acquire))
+    }
+
+    /// Until when a call may take that waits for nothing but its answer.
+    fn soon(&self) -> Instant {
+        Instant::now() + POLL.max(self.patience())
     }
 
     /// The ticket that let this task in.
@@ -312,7 +331,7 @@ impl Client {
     /// `Refused` for an oversized key or value, `Aborted`, `Lost`.
     pub fn put(&self, key: &str, value: &[u8]) -> Result<()> {
         let message = wire::PutRequest { key: key.to_owned(), value: Bytes::copy_from_slice(value) };
-        self.call("a put", Instant::now() + POLL, || {
+        self.call("a put", self.soon(), || {
             let request = self.inner.caller.request(message.clone());
             let mut stub = self.inner.caller.stub();
             async move { stub.put(request).await }
@@ -327,7 +346,7 @@ impl Client {
     /// `Refused` for an oversized key or value, `Aborted`, `Lost`.
     pub fn put_if_absent(&self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
         let message = wire::PutIfAbsentRequest { key: key.to_owned(), value: Bytes::copy_from_slice(value) };
-        let reply = self.call("a claim", Instant::now() + POLL, || {
+        let reply = self.call("a claim", self.soon(), || {
             let request = self.inner.caller.request(message.clone());
             let mut stub = self.inner.caller.stub();
             async move { stub.put_if_absent(request).await }
@@ -485,8 +504,7 @@ impl Client {
     }
 
     fn slice(&self, deadline: Instant) -> u64 {
-        let left = deadline.saturating_duration_since(Instant::now()).min(POLL);
-        u64::try_from(left.as_millis()).unwrap_or(u64::MAX)
+        milliseconds(deadline.saturating_duration_since(Instant::now()).min(POLL))
     }
 
     fn malformed(&self, call: &'static str, reason: String) -> Error {
@@ -547,7 +565,7 @@ impl Client {
                 Ok(response) => return Ok(response.into_inner()),
                 Err(status) => self.error(name, &status),
             };
-            if !matches!(error, Error::Lost { .. }) || started.elapsed() + pause > PATIENCE {
+            if !matches!(error, Error::Lost { .. }) || started.elapsed() + pause > self.patience() {
                 return Err(error);
             }
             tokio::time::sleep(pause).await;
@@ -581,6 +599,10 @@ impl Client {
             },
         }
     }
+}
+
+fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// A reply put together from its pieces.

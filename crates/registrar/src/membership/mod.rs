@@ -31,6 +31,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use farandole_world::{Generation, HostHash, TaskId, TaskPlace, World, assign, assign_in_order};
+use serde::{Deserialize, Serialize};
 
 use crate::exit::{Exit, Verdict};
 use running::Running;
@@ -49,7 +50,7 @@ pub(crate) struct Options {
 }
 
 /// When an agent counts as gone.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Liveness {
     /// Silence after which it is lost.
     pub(crate) heartbeat_timeout: Duration,
@@ -58,7 +59,7 @@ pub(crate) struct Liveness {
 }
 
 /// What the machine is told.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Input {
     /// An agent shows that it lives.
     Beat { task: TaskId, session: u64 },
@@ -135,7 +136,7 @@ struct Registration {
 }
 
 /// When an agent was last heard of.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct Presence {
     seen: Duration,
     disconnected: Option<Duration>,

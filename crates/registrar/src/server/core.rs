@@ -3,28 +3,30 @@
 
 //! The job's state behind its locks, and the effects of what `membership` decides.
 //!
-//! Lock order: membership, then the clock, then what was told, then board, then events, or key-values, or meetings.
+//! Lock order: membership, then the clock, then what was told, then board, then events; or key-values, then meetings. The
+//! journal is locked last.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use farandole_telemetry::{Drained, Ring};
 use farandole_world::{Generation, HostHash, JobId, Rank, TaskId, World};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
+use super::board::Board;
 use super::clock::Clock;
+use super::kept::{Kept, Resumed};
 use super::members::Members;
 use super::{Elastic, Options};
-use crate::convert;
 use crate::event::Event;
-use crate::exit::{Exit, Verdict};
+use crate::exit::Exit;
+use crate::journal::Journal;
 use crate::kv::KeyValues;
 use crate::meetings::Meetings;
-use crate::membership::{self, Decision, Input, Liveness, Membership, Refusal, elastic};
+use crate::membership::{self, Input, Liveness, Membership, Refusal, elastic};
 
 /// Of what sends records for one task, how many are remembered: its agent, its worker, and those before them.
 const SOURCES: usize = 8;
@@ -45,108 +47,24 @@ const SHORTEST: Duration = Duration::from_secs(3);
 /// How many missing tasks a message lists.
 pub(super) const LISTED: usize = 16;
 
-/// A world as published.
-pub(super) struct Published {
-    pub(super) world: World,
-    pub(super) encoded: Bytes,
-    ranks: HashMap<TaskId, Rank>,
-}
-
-/// What calls wait on.
-#[derive(Clone, Default)]
-pub(super) struct Board {
-    pub(super) world: Option<Arc<Published>>,
-    over: Option<(Generation, Arc<Verdict>)>,
-    finished: Option<Generation>,
-    aborted: Option<Arc<Verdict>>,
-    /// Who registered last for each task: earlier starts of it get no rank any more.
-    holders: HashMap<TaskId, u64>,
-    /// Elastic jobs: workers that are out, and why; those that may go; and what members of a world should know.
-    ends: HashMap<TaskId, Arc<Verdict>>,
-    dismissed: HashMap<TaskId, Arc<str>>,
-    pub(super) change: Option<Change>,
-    pub(super) closed: bool,
-}
-
-/// Hosts came or went: members of a world should ask for the next one at their next chance.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Change {
-    pub(super) generation: Generation,
-    pub(super) removed: bool,
-    pub(super) added: bool,
-    /// Seconds since the epoch.
-    pub(super) at: f64,
-}
-
-impl Board {
-    /// Why `generation` is over, if it is.
-    pub(super) fn verdict(&self, generation: Generation) -> Option<Verdict> {
-        if let Some((over, verdict)) = &self.over
-            && generation == *over
-        {
-            return Some(Verdict::clone(verdict));
-        }
-        if let Some(verdict) = &self.aborted {
-            return Some(Verdict::clone(verdict));
-        }
-        let current = self.world.as_ref().map_or(Generation(0), |published| published.world.generation);
-        (generation.0 > 0 && generation < current).then(|| Verdict {
-            reason: format!("generation {generation} was followed by generation {current}"),
-            cause: None,
-            retry: true,
-        })
-    }
-
-    /// Why a worker has to end, if it has.
-    pub(super) fn end(&self, task: TaskId) -> Option<Verdict> {
-        self.ends.get(&task).map(|verdict| Verdict::clone(verdict))
-    }
-
-    /// Why a worker that waits for a world may go, if it may.
-    pub(super) fn dismissal(&self, task: TaskId) -> Option<Arc<str>> {
-        self.dismissed.get(&task).cloned()
-    }
-
-    /// Whether a task is in a world after `after`.
-    pub(super) fn is_seated(&self, task: TaskId, after: Generation) -> bool {
-        self.world.as_ref().is_some_and(|published| {
-            published.world.generation > after && published.ranks.contains_key(&task)
-        })
-    }
-
-    /// Why nothing will be assigned any more, if nothing will.
-    pub(super) fn aborted(&self) -> Option<Verdict> {
-        self.aborted.as_ref().map(|verdict| Verdict::clone(verdict))
-    }
-
-    /// Whether another start of the task has taken the place of this one.
-    pub(super) fn is_replaced(&self, task: TaskId, session: u64) -> bool {
-        self.holders.get(&task).is_some_and(|holder| *holder != session)
-    }
-
-    /// Whether every worker of a generation ended well.
-    pub(super) fn is_finished(&self, generation: Generation) -> bool {
-        self.finished == Some(generation)
-    }
-
-    fn rank(&self, task: TaskId) -> Option<Rank> {
-        self.world.as_ref().and_then(|published| published.ranks.get(&task).copied())
-    }
-}
-
 /// The job.
 pub(super) struct Core {
-    job_id: JobId,
+    pub(super) job_id: JobId,
     tasks: u32,
     started: Instant,
     start_timeout: Duration,
     pub(super) is_elastic: bool,
-    membership: Mutex<Members>,
+    pub(super) membership: Mutex<Members>,
+    pub(super) journal: Option<Arc<Journal>>,
+    /// What an earlier registrar has left.
+    pub(super) resumed: Option<Resumed>,
+    /// What the job had lived through before the registrar started again.
+    before: Duration,
     clock: Mutex<Clock>,
-    board: watch::Sender<Board>,
-    kv: Mutex<KeyValues>,
-    meetings: Mutex<Meetings>,
-    events: Ring<Event>,
+    pub(super) board: watch::Sender<Board>,
+    pub(super) kv: Mutex<KeyValues>,
+    pub(super) meetings: Mutex<Meetings>,
+    pub(super) events: Ring<Event>,
     /// The driver has been waited for in vain: until it takes something, nobody waits again.
     deaf: AtomicBool,
     told: Mutex<Told>,
@@ -155,7 +73,7 @@ pub(super) struct Core {
     /// By task, the last batch of records of what has sent some for it lately.
     batches: Mutex<HashMap<TaskId, VecDeque<(u64, u64)>>>,
     /// The last rank of each worker of an elastic job.
-    last_ranks: Mutex<HashMap<TaskId, Rank>>,
+    pub(super) last_ranks: Mutex<HashMap<TaskId, Rank>>,
 }
 
 /// What the driver has heard of a generation's tasks: a call that is repeated because its connection broke is no news.
@@ -172,6 +90,21 @@ impl Told {
             *self = Self { generation, ..Self::default() };
         }
         self
+    }
+}
+
+/// What an elastic job goes by.
+pub(super) fn rules(options: &Options, elastic: &Elastic) -> elastic::Rules {
+    elastic::Rules {
+        first: elastic.first,
+        least: elastic.least,
+        most: elastic.most,
+        spares: elastic.spares,
+        timeout: elastic.timeout,
+        reset_limit: elastic.reset_limit,
+        cooldown: elastic.cooldown,
+        start_timeout: options.start_timeout,
+        liveness: liveness(options),
     }
 }
 
@@ -194,20 +127,12 @@ impl Core {
         Self::of(job_id, options, Members::Fixed(Box::new(membership)))
     }
 
-    /// For workers that come and go.
-    pub(super) fn elastic(job_id: JobId, options: &Options, elastic: &Elastic) -> Self {
-        let rules = elastic::Rules {
-            first: elastic.first,
-            least: elastic.least,
-            most: elastic.most,
-            spares: elastic.spares,
-            timeout: elastic.timeout,
-            reset_limit: elastic.reset_limit,
-            cooldown: elastic.cooldown,
-            start_timeout: options.start_timeout,
-            liveness: liveness(options),
-        };
-        Self::of(job_id, options, Members::Elastic(Box::new(elastic::Elastic::new(rules))))
+    /// For workers that come and go; with what an earlier registrar has kept of the job, if there is any.
+    pub(super) fn elastic(job_id: JobId, options: &Options, kept: Kept) -> Self {
+        let Kept { machine, journal, at, kv, meetings } = kept;
+        let members = Members::Elastic(Box::new(machine), journal.clone());
+        let (kv, meetings) = (Mutex::new(kv), Mutex::new(meetings));
+        Self { before: at, journal, kv, meetings, ..Self::of(job_id, options, members) }
     }
 
     fn of(job_id: JobId, options: &Options, membership: Members) -> Self {
@@ -218,6 +143,9 @@ impl Core {
             start_timeout: options.start_timeout,
             is_elastic: membership.is_elastic(),
             membership: Mutex::new(membership),
+            journal: None,
+            resumed: None,
+            before: Duration::ZERO,
             clock: Mutex::default(),
             board: watch::Sender::new(Board::default()),
             kv: Mutex::new(KeyValues::default()),
@@ -248,8 +176,8 @@ impl Core {
     }
 
     /// Time since the job began, without that in which this process was stopped; membership is locked.
-    fn now(&self) -> Duration {
-        self.clock.lock().read(self.started.elapsed())
+    pub(super) fn now(&self) -> Duration {
+        self.before + self.clock.lock().read(self.started.elapsed())
     }
 
     /// Takes a task in.
@@ -436,6 +364,7 @@ impl Core {
         while !board.borrow_and_update().closed {
             interval.tick().await;
             self.observe(Input::Tick);
+            self.shorten_journal();
             if !self.is_elastic
                 && self.started.elapsed() >= self.start_timeout + LEEWAY
                 && self.board.borrow().world.is_none()
@@ -454,86 +383,6 @@ impl Core {
             self.tasks,
             self.start_timeout,
         ));
-    }
-
-    /// Called with membership locked, so that decisions take effect in their order.
-    fn apply(&self, decisions: Vec<Decision>) {
-        for decision in decisions {
-            tracing::debug!(job = %self.job_id, ?decision, "the registrar decides");
-            match decision {
-                Decision::Registered { task, session, replaces } => {
-                    self.events.push(Event::Registered { task });
-                    self.board.send_if_modified(|board| {
-                        board.holders.insert(task, session);
-                        // Nobody waits for news of a task that nobody has waited for.
-                        replaces
-                    });
-                }
-                Decision::Withdrawn { task, reason } => {
-                    self.events.push(Event::Lost { task, rank: None, reason })
-                }
-                Decision::Lost { task, reason } => {
-                    let rank = self.board.borrow().rank(task);
-                    self.events.push(Event::Lost { task, rank, reason });
-                }
-                Decision::Assigned { world } => {
-                    let ranks = (0u32..)
-                        .map(Rank)
-                        .zip(&world.seats)
-                        .map(|(rank, seat)| (seat.task, rank))
-                        .collect::<HashMap<_, _>>();
-                    if self.is_elastic {
-                        self.last_ranks.lock().extend(ranks.iter().map(|(task, rank)| (*task, *rank)));
-                    }
-                    let published = Arc::new(Published {
-                        encoded: convert::encode_world(&world),
-                        ranks,
-                        world: world.clone(),
-                    });
-                    // The board first: whoever hears the event asks it at once.
-                    self.board.send_modify(|board| board.world = Some(published));
-                    self.events.push(Event::Assigned { world });
-                }
-                Decision::Stop { generation, verdict } => {
-                    let rank = verdict.cause.and_then(|task| self.board.borrow().rank(task));
-                    self.events.push(Event::Aborted { verdict: verdict.clone(), rank });
-                    self.board.send_modify(|board| board.over = Some((generation, Arc::new(verdict))));
-                }
-                Decision::Aborted { reason } => {
-                    let verdict = Verdict { reason, cause: None, retry: false };
-                    let told = self.board.borrow().over.as_ref().is_some_and(|(_, over)| **over == verdict);
-                    if !told {
-                        self.events.push(Event::Aborted { verdict: verdict.clone(), rank: None });
-                    }
-                    self.board.send_modify(|board| board.aborted = Some(Arc::new(verdict)));
-                }
-                Decision::Start { task, host } => self.events.push(Event::Start { task, host }),
-                Decision::End { task, reason } => {
-                    self.events.push(Event::Stop { task, reason: reason.clone() });
-                    let verdict = Arc::new(Verdict { reason, cause: None, retry: false });
-                    self.board.send_modify(|board| drop(board.ends.insert(task, verdict)));
-                }
-                Decision::Dismissed { task, reason } => {
-                    self.events.push(Event::Dismissed { task, reason: reason.clone() });
-                    self.board.send_modify(|board| drop(board.dismissed.insert(task, reason.into())));
-                }
-                Decision::Changed { generation, removed, added } => {
-                    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-                    let at = since.unwrap_or_default().as_secs_f64();
-                    let change = Change { generation, removed, added, at };
-                    self.board.send_modify(|board| board.change = Some(change));
-                }
-                Decision::Broken { generation, verdict } => {
-                    self.board.send_modify(|board| board.over = Some((generation, Arc::new(verdict))));
-                }
-                Decision::Finished { generation } => {
-                    if self.is_elastic {
-                        self.events.push(Event::Finished { generation });
-                    }
-                    self.board.send_modify(|board| board.finished = Some(generation));
-                }
-            }
-        }
     }
 }
 

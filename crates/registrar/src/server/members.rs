@@ -4,27 +4,30 @@
 //! The machine that decides who is in the job: for a fixed number of tasks, or for workers that come and go.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use farandole_world::{Generation, HostHash, TaskId};
 
-use crate::membership::elastic::Elastic;
+use crate::journal::{Journal, Record};
+use crate::membership::elastic::{Elastic, What};
 use crate::membership::{Decision, Input, Membership, Refusal};
 
 pub(super) enum Members {
     Fixed(Box<Membership>),
-    Elastic(Box<Elastic>),
+    /// With a journal, if it is to outlive this process.
+    Elastic(Box<Elastic>, Option<Arc<Journal>>),
 }
 
 impl Members {
     pub(super) fn is_elastic(&self) -> bool {
-        matches!(self, Self::Elastic(_))
+        matches!(self, Self::Elastic(..))
     }
 
     pub(super) fn generation(&self) -> Generation {
         match self {
             Self::Fixed(members) => members.generation(),
-            Self::Elastic(members) => members.generation(),
+            Self::Elastic(members, _) => members.generation(),
         }
     }
 
@@ -32,7 +35,7 @@ impl Members {
     pub(super) fn knows(&self, task: TaskId, session: u64) -> bool {
         match self {
             Self::Fixed(members) => members.knows(task, session),
-            Self::Elastic(_) => true,
+            Self::Elastic(..) => true,
         }
     }
 
@@ -40,7 +43,7 @@ impl Members {
     pub(super) fn missing(&self) -> Vec<TaskId> {
         match self {
             Self::Fixed(members) => members.missing().collect(),
-            Self::Elastic(members) => members.missing().collect(),
+            Self::Elastic(members, _) => members.missing().collect(),
         }
     }
 
@@ -55,8 +58,9 @@ impl Members {
         match self {
             Self::Fixed(members) => members.register(now, task, attempt, session, host),
             // Its worker begins without a world.
-            Self::Elastic(members) => {
-                members.register(now, task, session, host).map(|decisions| (Generation(0), decisions))
+            Self::Elastic(members, journal) => {
+                let what = What::Registers { task, session, place: host };
+                step(members, journal.as_deref(), now, what).map(|decisions| (Generation(0), decisions))
             }
         }
     }
@@ -70,14 +74,34 @@ impl Members {
     ) -> Result<Vec<Decision>, Refusal> {
         match self {
             Self::Fixed(_) => Err(Refusal::NotWanted { task }),
-            Self::Elastic(members) => members.ready(now, task, after, suspects),
+            Self::Elastic(members, journal) => {
+                step(members, journal.as_deref(), now, What::Asks { task, after, suspects })
+            }
         }
     }
 
     pub(super) fn observe(&mut self, now: Duration, input: Input) -> Vec<Decision> {
         match self {
             Self::Fixed(members) => members.observe(now, input),
-            Self::Elastic(members) => members.observe(now, input),
+            Self::Elastic(members, journal) => {
+                // What merely happens is never refused.
+                step(members, journal.as_deref(), now, What::Happens(input)).unwrap_or_default()
+            }
         }
     }
+}
+
+/// Does a step, and notes it before anybody sees what follows.
+pub(super) fn step(
+    members: &mut Elastic,
+    journal: Option<&Journal>,
+    now: Duration,
+    what: What,
+) -> Result<Vec<Decision>, Refusal> {
+    let Some(journal) = journal else { return members.take(now, what) };
+    let (step, outcome) = members.noted(now, what);
+    if let Some(step) = step {
+        journal.note(&Record::Step(step));
+    }
+    outcome
 }

@@ -4,16 +4,19 @@
 //! The driver's side: a server that feeds `membership` and keeps what passes through it within bounds.
 
 mod auth;
+mod board;
 mod clock;
 mod core;
 mod descriptors;
+mod effects;
 mod incoming;
+mod kept;
+mod listen;
 mod meet;
 mod members;
 mod relay;
 mod service;
 
-use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -27,11 +30,15 @@ use tokio::task::JoinHandle;
 use tonic::transport::{Identity as TlsIdentity, Server, ServerTlsConfig};
 
 use self::auth::Gate;
-use self::core::Core;
+use self::core::{Core, rules};
+use self::kept::Kept;
+pub use self::kept::Resumed;
+use self::listen::listen_in_time;
 use self::service::Service;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::generated::registrar_server::RegistrarServer;
+use crate::journal::{Journal, Left};
 use crate::membership::Input;
 use crate::secret::Secret;
 use crate::ticket::{Ticket, Token};
@@ -58,6 +65,8 @@ const LIVING: u32 = 4096;
 const LEAVERS: u32 = 64;
 /// How long open calls may take to end once the registrar closes.
 const CLOSING: Duration = Duration::from_secs(1);
+/// How long the port of an earlier registrar may be taken.
+const PORT_TAKEN: Duration = Duration::from_secs(5);
 
 /// What a registrar is started with.
 #[derive(Clone, Debug)]
@@ -122,6 +131,35 @@ struct Connected {
     most: u32,
 }
 
+/// How the tasks know a registrar.
+struct Known {
+    job_id: JobId,
+    token: Token,
+    identity: tls::Identity,
+    /// The port of an earlier registrar of the job, which the tasks still call.
+    port: Option<u16>,
+}
+
+impl Known {
+    /// The one of a new job.
+    fn made_up(name: Option<String>) -> Result<Self> {
+        Ok(Self { job_id: job_id(name)?, token: Token::random(), identity: tls::identity()?, port: None })
+    }
+}
+
+/// A registrar that has begun to listen.
+struct Made<'a> {
+    ticket: &'a Ticket,
+    identity: &'a tls::Identity,
+    port: u16,
+}
+
+impl Made<'_> {
+    fn job_id(&self) -> JobId {
+        self.ticket.job_id().clone()
+    }
+}
+
 struct Running {
     runtime: Runtime,
     server: JoinHandle<()>,
@@ -142,8 +180,8 @@ impl Registrar {
     /// # Errors
     /// `Options` for no tasks or an unusable job id, `Listen`, `Tls`, `Runtime`.
     pub fn start(options: Options) -> Result<Self> {
-        let job_id = job_id(options.job_id.clone())?;
-        Self::start_fixed(options, job_id, Token::random(), tls::identity()?, false)
+        let known = Known::made_up(options.job_id.clone())?;
+        Self::start_fixed(options, known, false)
     }
 
     /// As [`Registrar::start`], for tasks whose numbers are their ranks; with a secret, for its job, and a token and a
@@ -152,12 +190,16 @@ impl Registrar {
     /// # Errors
     /// As [`Registrar::start`].
     pub fn start_in_order(options: Options, secret: Option<&Secret>) -> Result<Self> {
-        let Some(secret) = secret else {
-            let job_id = job_id(options.job_id.clone())?;
-            return Self::start_fixed(options, job_id, Token::random(), tls::identity()?, true);
+        let known = match secret {
+            None => Known::made_up(options.job_id.clone())?,
+            Some(secret) => Known {
+                job_id: job_id(Some(secret.job().0.clone()))?,
+                token: secret.token(),
+                identity: secret.identity()?,
+                port: None,
+            },
         };
-        let job_id = job_id(Some(secret.job().0.clone()))?;
-        Self::start_fixed(options, job_id, secret.token(), secret.identity()?, true)
+        Self::start_fixed(options, known, true)
     }
 
     /// As [`Registrar::start`], for workers that come and go. `options.tasks` is not looked at.
@@ -165,6 +207,15 @@ impl Registrar {
     /// # Errors
     /// As [`Registrar::start`]; `Options` also where the numbers of workers contradict each other.
     pub fn start_elastic(options: Options, elastic: &Elastic) -> Result<Self> {
+        Self::start_kept(options, elastic, None)
+    }
+
+    /// As [`Registrar::start_elastic`], with a journal. If this process is killed, a registrar that is started with the
+    /// same journal continues the job, at the same port, with the same token and certificate.
+    ///
+    /// # Errors
+    /// As [`Registrar::start_elastic`]; `Journal`.
+    pub fn start_kept(options: Options, elastic: &Elastic, journal: Option<Journal>) -> Result<Self> {
         let Elastic { first, least, most, .. } = *elastic;
         if least == 0 || least > first || first > most {
             let reason = format!(
@@ -172,38 +223,75 @@ impl Registrar {
             );
             return Err(Error::Options { reason });
         }
-        let job_id = job_id(options.job_id.clone())?;
-        let options = Options { tasks: TASKS, ..options };
         // Without a largest number there may be any number of workers: what is more waits its turn to connect.
         let agents = |workers: u32| workers.saturating_add(elastic.spares).min(LIVING) + LEAVERS;
         let connected = Connected { least: agents(first), most: agents(most) };
-        let make = |job_id, options: &Options| Core::elastic(job_id, options, elastic);
-        Self::begin(options, job_id, Token::random(), tls::identity()?, connected, make)
+        let options = Options { tasks: TASKS, ..options };
+        let Some(mut journal) = journal else {
+            let known = Known::made_up(options.job_id.clone())?;
+            return Self::begin(options, known, connected, |options, made| {
+                Ok(Core::elastic(made.job_id(), options, Kept::new(rules(options, elastic), None)))
+            });
+        };
+        match journal.left() {
+            Some(left) => Self::go_on(options, elastic, connected, journal, left),
+            None => {
+                let known = Known::made_up(options.job_id.clone())?;
+                Self::begin(options, known, connected, |options, made| {
+                    let kept = Kept::new(rules(options, elastic), Some(Arc::new(journal)));
+                    kept.begin(made.ticket, made.identity, made.port)?;
+                    Ok(Core::elastic(made.job_id(), options, kept))
+                })
+            }
+        }
     }
 
-    fn start_fixed(
+    /// Continues the job of a journal.
+    fn go_on(
         options: Options,
-        job_id: JobId,
-        token: Token,
-        identity: tls::Identity,
-        in_order: bool,
+        elastic: &Elastic,
+        connected: Connected,
+        journal: Journal,
+        left: Left,
     ) -> Result<Self> {
+        let Left { head, records } = left;
+        let ticket = head.ticket()?;
+        let known = Known {
+            identity: head.identity(&ticket),
+            job_id: ticket.job_id().clone(),
+            token: ticket.token,
+            port: Some(head.port),
+        };
+        Self::begin(options, known, connected, |options, made| {
+            let kept = Kept::resumed(rules(options, elastic), Arc::new(journal), records);
+            let mut core = Core::elastic(made.job_id(), options, kept);
+            core.resumed = Some(core.resume());
+            Ok(core)
+        })
+    }
+
+    /// What an earlier registrar has left of this job, if this one continues it.
+    pub fn resumed(&self) -> Option<&Resumed> {
+        self.core.resumed.as_ref()
+    }
+
+    fn start_fixed(options: Options, known: Known, in_order: bool) -> Result<Self> {
         if options.tasks == 0 {
             return Err(Error::Options { reason: "a job has at least one task".to_owned() });
         }
         let connected = Connected { least: options.tasks, most: options.tasks };
-        let make = |job_id, options: &Options| Core::new(job_id, options, in_order);
-        Self::begin(options, job_id, token, identity, connected, make)
+        Self::begin(options, known, connected, |options, made| {
+            Ok(Core::new(made.job_id(), options, in_order))
+        })
     }
 
     fn begin(
         options: Options,
-        job_id: JobId,
-        token: Token,
-        identity: tls::Identity,
+        known: Known,
         connected: Connected,
-        make: impl FnOnce(JobId, &Options) -> Core,
+        make: impl FnOnce(&Options, &Made<'_>) -> Result<Core>,
     ) -> Result<Self> {
+        let Known { job_id, token, identity, port } = known;
         let options = Options {
             // Outside of these, timers never fire, always fire, or overflow.
             peer_timeout: options.peer_timeout.clamp(SHORTEST, LONGEST),
@@ -220,10 +308,15 @@ impl Registrar {
             .enable_all()
             .build()
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
-        let (listener, addresses) =
-            listen(options.host.as_deref(), host::bound(&options.bind)?, options.port_range)?;
-        let ticket = Ticket::new(token.clone(), identity.fingerprint, job_id.clone(), addresses);
-        let core = Arc::new(make(job_id, &options));
+        let (ports, patience) = match port {
+            Some(port) => (PortRange { first: port, last: port }, PORT_TAKEN),
+            None => (options.port_range, Duration::ZERO),
+        };
+        let (listener, port, addresses) =
+            listen_in_time(options.host.as_deref(), host::bound(&options.bind)?, ports, patience)?;
+        let ticket = Ticket::new(token.clone(), identity.fingerprint, job_id, addresses);
+        // Before the first call comes, and before time passes.
+        let core = Arc::new(make(&options, &Made { ticket: &ticket, identity: &identity, port })?);
         let gate = Gate::new(token, options.tasks);
         let calls = gate.admitted();
         let registrar = RegistrarServer::new(Service::new(Arc::clone(&core), options.relays))
@@ -357,6 +450,7 @@ impl Registrar {
         // The server ends when every connection has; what is still open after this is cut off by the shutdown.
         runtime.block_on(async move { drop(tokio::time::timeout(CLOSING, server).await) });
         runtime.shutdown_timeout(CLOSING);
+        self.core.finish_journal();
     }
 
     fn own_process(&self) -> Result<()> {
@@ -382,60 +476,4 @@ fn job_id(given: Option<String>) -> Result<JobId> {
         return Err(Error::Options { reason });
     }
     Ok(JobId(name))
-}
-
-/// Listens on the first free port of the range. A host that is no address of this machine (a service name, an
-/// address behind NAT) is offered in the ticket while we listen on every address.
-fn listen(host: Option<&str>, bound: Option<IpAddr>, ports: PortRange) -> Result<(TcpListener, Vec<String>)> {
-    let bound = bound.map(|address| address.to_string());
-    let any: &[&str] = if dual_stack() { &["::", "0.0.0.0"] } else { &["0.0.0.0"] };
-    let binds: Vec<String> = if let Some(bound) = &bound {
-        vec![bound.clone()]
-    } else {
-        let own = host.map(|host| host.trim_matches(['[', ']']).to_owned());
-        own.into_iter().chain(any.iter().map(|&address| address.to_owned())).collect()
-    };
-    let host = host.or(bound.as_deref());
-    let mut last = "no port in the range".to_owned();
-    for bind in &binds {
-        for port in ports.first..=ports.last {
-            let found = match (bind.as_str(), port).to_socket_addrs() {
-                Ok(addresses) => addresses.collect::<Vec<SocketAddr>>(),
-                Err(error) => {
-                    last = format!("{bind}: {error}");
-                    break;
-                }
-            };
-            match TcpListener::bind(&found[..])
-                .and_then(|listener| Ok((listener.local_addr()?.port(), listener)))
-            {
-                Ok((port, listener)) => return Ok((listener, offered(host, port))),
-                Err(error) => last = format!("{bind} port {port}: {error}"),
-            }
-        }
-    }
-    Err(Error::Listen {
-        host: host.unwrap_or("all addresses").to_owned(),
-        first: ports.first,
-        last: ports.last,
-        reason: last,
-    })
-}
-
-fn offered(host: Option<&str>, port: u16) -> Vec<String> {
-    if let Some(host) = host {
-        let bare = host.trim_matches(['[', ']']);
-        return vec![if bare.contains(':') { format!("[{bare}]:{port}") } else { format!("{bare}:{port}") }];
-    }
-    let reachable = |address: &IpAddr| address.is_ipv4() || dual_stack();
-    host::addresses()
-        .into_iter()
-        .filter(reachable)
-        .map(|address| SocketAddr::new(address, port).to_string())
-        .collect()
-}
-
-/// Whether one IPv6 socket serves IPv4, too.
-fn dual_stack() -> bool {
-    std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only").is_ok_and(|text| text.trim() == "0")
 }

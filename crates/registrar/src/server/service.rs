@@ -13,7 +13,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::auth::Caller;
-use super::core::{Board, Change, Core};
+use super::board::{Board, Change};
+use super::core::Core;
 use super::meet::{self, Asked};
 use super::relay::{Exchange, Heard};
 use crate::convert;
@@ -189,11 +190,7 @@ impl Registrar for Service {
         drop(self.current(caller(&request)?)?);
         let caller = caller(&request)?;
         let message = request.into_inner();
-        self.core
-            .kv()
-            .lock()
-            .put(caller.generation, message.key, message.value)
-            .map_err(|refused| full(&refused))?;
+        self.core.put(caller.generation, message.key, message.value).map_err(|refused| full(&refused))?;
         Ok(Response::new(wire::PutReply {}))
     }
 
@@ -206,8 +203,6 @@ impl Registrar for Service {
         let message = request.into_inner();
         let value = self
             .core
-            .kv()
-            .lock()
             .put_if_absent(caller.generation, message.key, message.value)
             .map_err(|refused| full(&refused))?;
         Ok(Response::new(wire::PutIfAbsentReply { value }))

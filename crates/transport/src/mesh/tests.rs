@@ -206,3 +206,17 @@ fn a_peer_that_was_just_dialled_hears_a_goodbye() {
     let mut beats = Beats::new(Secured { socket: there.into(), keys: Box::new(dialer) });
     assert_eq!((beats.hear(), beats.hear()), (Heard::Word(0), Heard::End));
 }
+
+#[test]
+fn ranks_that_dial_at_the_same_time_dial_different_ranks() {
+    let all: Vec<Rank> = (0..64).map(Rank).collect();
+    for step in 0..63 {
+        let dialled = all.iter().filter_map(|own| dialled(*own, &all).get(step).map(|(_, rank)| *rank));
+        let mut dialled: Vec<Rank> = dialled.collect();
+        assert_eq!(dialled.len(), 63 - step);
+        dialled.sort_unstable();
+        dialled.dedup();
+        assert_eq!(dialled.len(), 63 - step, "step {step}");
+    }
+    assert_eq!(super::dialled(Rank(5), &[Rank(9), Rank(3), Rank(5), Rank(4)]), [(3, Rank(4)), (1, Rank(3))]);
+}

@@ -12,7 +12,7 @@ import torch
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.handles import members_of, set_number
-from farandole.common.util import Sum
+from farandole.common.util import Sum, rounded
 from farandole.torch._device import spot
 from farandole.torch._handles import DTYPES, adopt, table, usable
 
@@ -55,8 +55,13 @@ class Exchange(ABC):
     rank: int
 
     @abstractmethod
-    def allreduce(self, tensor: torch.Tensor) -> Waiting:
-        """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor."""
+    def allreduce(self, tensor: torch.Tensor, *, rounds: bool = False) -> Waiting:
+        """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor.
+
+        Args:
+            tensor: What is summed.
+            rounds: Whether partial sums of 16-bit floats may be rounded between hosts.
+        """
 
     @abstractmethod
     def allgather(self, tensor: torch.Tensor) -> Waiting:
@@ -87,14 +92,15 @@ class EngineExchange(Exchange):
         name = f"compress.{self._name}.{self._round}"
         return name, DTYPES[tensor.dtype], tensor.shape, tensor.data_ptr()
 
-    def allreduce(self, tensor: torch.Tensor) -> Waiting:
+    def allreduce(self, tensor: torch.Tensor, *, rounds: bool = False) -> Waiting:
         """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor."""
         source = usable(tensor)
 
         def finish(_: list[Any]) -> torch.Tensor:
             return tensor if source is tensor else tensor.copy_(source)
 
-        arguments = (*self._described(source), source.data_ptr(), Sum, 1.0, 1.0, self._set, False, spot(source))
+        op = rounded(Sum, rounds)
+        arguments = (*self._described(source), source.data_ptr(), op, 1.0, 1.0, self._set, False, spot(source))
         return self._waiting(source, finish, engine.allreduce, *arguments)
 
     def allgather(self, tensor: torch.Tensor) -> Waiting:
@@ -139,8 +145,9 @@ class GroupExchange(Exchange):
         self.group: Any = dist.group.WORLD if group is None else group
         self.size, self.rank = self.group.size(), self.group.rank()
 
-    def allreduce(self, tensor: torch.Tensor) -> Waiting:
+    def allreduce(self, tensor: torch.Tensor, *, rounds: bool = False) -> Waiting:
         """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor."""
+        del rounds  # That is up to the backend.
         return self._waiting(self._dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
 
     def allgather(self, tensor: torch.Tensor) -> Waiting:

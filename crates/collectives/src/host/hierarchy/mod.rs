@@ -8,7 +8,7 @@
 //! own: each owns one part of the chunk, receives that part's partials, makes the result, and sends it to the others.
 //! Then each hands the whole chunk out in its host. 4 steps, all under way at the same time for different chunks. With `L`
 //! members on each of `H` hosts every member sends `2 * (H - 1) / H * N / L` bytes to other hosts (partials of 16-bit
-//! floats take twice their bytes) and `2 * (L - 1) / L * N` within its own.
+//! floats take twice their bytes on the way to the owner, unless the reduction rounds them) and `2 * (L - 1) / L * N` within its own.
 //!
 //! On the link from `r` to `q` goes a fixed sequence of messages: for `t = 0, 1, ...` first what is early for chunk `t`,
 //! then what is late for chunk `t - A`, where empty ones are left out and `A` is [`Schedule`]'s `ahead`.

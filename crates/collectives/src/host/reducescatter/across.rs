@@ -8,7 +8,7 @@
 //! others on a host send their inputs of `d`'s part to the carrier, it joins them to the host's partial and sends that to
 //! `d`, and `d` makes the result of the partials of all hosts. 2 steps; with `L` members on each of `H` hosts and parts of
 //! `n` bytes a member sends `(L - 1) * H * n` bytes within its host and `(H - 1) * n` to others (partials of 16-bit floats
-//! take twice their bytes), where everybody for himself would send `(H - 1) * L * n`.
+//! take twice their bytes, unless the reduction rounds them), where everybody for himself would send `(H - 1) * L * n`.
 //!
 //! **No deadlock.** All work on members' parts in ascending order of members: on a link within a host lie inputs in that
 //! order, a carrier joins in that order, and on a link between hosts lies one partial. Let `d` be the first member whose

@@ -7,11 +7,12 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use farandole_world::TaskId;
+use serde::{Deserialize, Serialize};
 
 /// After how many times the longest cooldown without a failure a host's failures are forgotten.
 const FORGIVEN: u32 = 2;
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Host {
     name: String,
     slots: u32,
@@ -22,17 +23,24 @@ struct Host {
 }
 
 /// Hosts in the order in which they were first seen.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Hosts {
     all: Vec<Host>,
     known: bool,
+    /// Nobody has told which hosts there are since the registrar started again.
+    outdated: bool,
     /// Shortest and longest cooldown.
     cooldown: (Duration, Duration),
 }
 
 impl Hosts {
     pub(super) fn new(cooldown: (Duration, Duration)) -> Self {
-        Self { all: Vec::new(), known: false, cooldown }
+        Self { all: Vec::new(), known: false, outdated: false, cooldown }
+    }
+
+    /// Has hosts cool down for other times from now on.
+    pub(super) fn cool_down(&mut self, cooldown: (Duration, Duration)) {
+        self.cooldown = cooldown;
     }
 
     /// Whether somebody tells which hosts there are; otherwise workers come by themselves.
@@ -40,9 +48,14 @@ impl Hosts {
         self.known
     }
 
+    /// No worker is started until somebody tells again which hosts there are.
+    pub(super) fn outdate(&mut self) {
+        self.outdated = true;
+    }
+
     /// Takes in which hosts there are now. A host that is named twice has the slots of both.
     pub(super) fn discovered(&mut self, hosts: Vec<(String, u32)>) {
-        self.known = true;
+        (self.known, self.outdated) = (true, false);
         for host in &mut self.all {
             (host.listed, host.slots) = (false, 0);
         }
@@ -120,7 +133,7 @@ impl Hosts {
         };
         self.all
             .iter()
-            .filter(|host| !host.is_cooling(now))
+            .filter(|host| !self.outdated && !host.is_cooling(now))
             .flat_map(|host| std::iter::repeat_n(host.name.clone(), free(host)))
             .collect()
     }

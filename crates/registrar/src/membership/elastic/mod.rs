@@ -21,11 +21,17 @@
 //! - `EL-5`: a worker that was dismissed, or leaves, is no failure; a host whose worker failed gets no new one until it
 //!   has cooled down, nor does one whose worker has said by itself that it leaves, for the shortest cooldown.
 //! - `EL-6`: a job that cannot go on ends within `timeout`, with a reason that says what was missing.
+//! - `EL-7`: the steps that changed something, done again, make the same machine: a registrar that starts again goes on
+//!   where it was, and loses nobody who shows within the usual time that it lives.
 
+mod forming;
 mod hosts;
+mod losses;
+mod places;
 mod seats;
 #[cfg(test)]
 mod simulation;
+mod steps;
 #[cfg(test)]
 mod tests;
 mod world;
@@ -33,15 +39,17 @@ mod world;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use farandole_world::{Generation, HostHash, TaskId, TaskPlace, assign_as_listed};
+use farandole_world::{Generation, HostHash, TaskId, World, assign_as_listed};
+use serde::{Deserialize, Serialize};
 
 use super::{Decision, Input, Liveness, Presence, Refusal};
-use crate::exit::{Exit, Verdict};
+use crate::exit::Verdict;
 use hosts::Hosts;
+pub(crate) use steps::{Step, What};
 use world::{Present, Why};
 
 /// What the machine goes by.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Rules {
     /// Workers that the first world waits for.
     pub(crate) first: u32,
@@ -73,7 +81,7 @@ const SETTLING: Duration = Duration::from_secs(3);
 const QUARRELS: u32 = 2;
 
 /// A worker that was started and has not ended.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Worker {
     /// The host it was started on; empty where it came by itself.
     host: String,
@@ -85,7 +93,7 @@ struct Worker {
     dismissed: Option<(Duration, String)>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Stage {
     /// Its agent has not registered.
     Starting,
@@ -101,7 +109,7 @@ enum Stage {
     Leaving,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 enum Phase {
     Open,
     Aborted { reason: String },
@@ -109,7 +117,7 @@ enum Phase {
 }
 
 /// Everything known about an elastic job.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Elastic {
     rules: Rules,
     phase: Phase,
@@ -126,7 +134,14 @@ pub(crate) struct Elastic {
     enough_since: Option<Duration>,
     /// Why the last worker was lost: what a job that ends for lack of workers says.
     last_loss: Option<String>,
+    #[serde(with = "steps::pairs")]
     quarrels: BTreeMap<(TaskId, TaskId), u32>,
+    /// Whom the last step has given up for their silence. Signs of life are in no journal, so a step tells it.
+    #[serde(skip)]
+    losses: Vec<(TaskId, String)>,
+    /// The same, of a step that is repeated.
+    #[serde(skip)]
+    repeated: Option<Vec<(TaskId, String)>>,
 }
 
 impl Elastic {
@@ -145,12 +160,19 @@ impl Elastic {
             enough_since: None,
             last_loss: None,
             quarrels: BTreeMap::new(),
+            losses: Vec::new(),
+            repeated: None,
         }
     }
 
     /// The latest world; 0 before the first.
     pub(crate) fn generation(&self) -> Generation {
         self.generation
+    }
+
+    /// The present world, seen from rank 0.
+    pub(crate) fn world(&self) -> Option<World> {
+        assign_as_listed(self.generation, &self.present.as_ref()?.places).ok()
     }
 
     /// Workers that have not called `init` yet, ascending.
@@ -263,69 +285,6 @@ impl Elastic {
         }
     }
 
-    /// A worker has ended by itself, or because its agent was told to end it.
-    fn exited(&mut self, now: Duration, task: TaskId, exit: &Exit, decisions: &mut Vec<Decision>) {
-        let Some(worker) = self.workers.get_mut(&task) else { return };
-        let member = self.present.as_ref().is_some_and(|present| present.rank(task).is_some());
-        if worker.stage == Stage::Done {
-            return;
-        }
-        if worker.stage == Stage::Leaving || worker.dismissed.is_some() || exit.stopped {
-            self.leave(now, task);
-        } else if !exit.how.is_success() {
-            self.lose(now, task, Why::of(exit), decisions);
-        } else if member && worker.stage == Stage::Working {
-            worker.stage = Stage::Done;
-        } else if matches!(worker.stage, Stage::Starting | Stage::Importing) {
-            // A program that never asks for a world would be started again for ever.
-            self.lose(now, task, Why::Own("ended before it called init()".to_owned()), decisions);
-        } else {
-            self.leave(now, task);
-        }
-    }
-
-    /// A worker is gone, and that is nobody's failure.
-    fn leave(&mut self, now: Duration, task: TaskId) {
-        self.workers.remove(&task);
-        if let Some(present) = &mut self.present
-            && let Some(rank) = present.rank(task)
-        {
-            present.break_up(now, format!("rank {rank} left"));
-        }
-    }
-
-    /// A worker is gone, and its host is to blame, unless the worker was to go anyway.
-    fn lose(&mut self, now: Duration, task: TaskId, why: Why, decisions: &mut Vec<Decision>) {
-        let Some(worker) = self.workers.get(&task) else { return };
-        if worker.dismissed.is_some() {
-            return self.leave(now, task);
-        }
-        let reason = why.sentence().to_owned();
-        let began = worker.stage != Stage::Starting && worker.stage != Stage::Importing;
-        let rank = self.present.as_ref().and_then(|present| present.rank(task));
-        let host = worker.host.clone();
-        let named = match rank {
-            Some(rank) => format!("rank {rank} on {} {reason}", worker.named()),
-            None => format!("worker {task} on {} {reason}", worker.named()),
-        };
-        self.workers.remove(&task);
-        self.hosts.failed(now, &host);
-        self.last_loss = Some(named.clone());
-        decisions.push(Decision::Lost { task, reason: reason.clone() });
-        if let (Some(present), Some(_)) = (&mut self.present, rank) {
-            present.failed(now, task, named, &why);
-        } else if self.present.is_none() && !began && matches!(why, Why::Own(_)) {
-            self.abort(named, Some(task), decisions);
-        }
-    }
-
-    /// Has a worker go at the next chance.
-    fn dismiss(&mut self, now: Duration, task: TaskId, reason: String) {
-        if let Some(worker) = self.workers.get_mut(&task).filter(|worker| worker.stage != Stage::Done) {
-            worker.dismissed.get_or_insert((now, reason));
-        }
-    }
-
     fn abort(&mut self, reason: String, cause: Option<TaskId>, decisions: &mut Vec<Decision>) {
         if !matches!(self.phase, Phase::Open) {
             return;
@@ -358,311 +317,8 @@ impl Elastic {
         decisions
     }
 
-    fn look_for_losses(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
-        let rules = &self.rules;
-        let gone: Vec<(TaskId, String)> = self
-            .workers
-            .iter()
-            .filter_map(|(task, worker)| {
-                let reason = match worker.stage {
-                    Stage::Done => None,
-                    Stage::Starting => (now.saturating_sub(worker.presence.seen) >= rules.start_timeout)
-                        .then(|| format!("did not register within {:.1?}", rules.start_timeout)),
-                    _ => {
-                        worker.presence.gone(now, &rules.liveness).map(|reason| format!("was lost: {reason}"))
-                    }
-                };
-                Some((*task, reason?))
-            })
-            .collect();
-        for (task, reason) in gone {
-            // Whatever it still is: it must not come back.
-            decisions.push(Decision::End { task, reason: reason.clone() });
-            self.lose(now, task, Why::Lost(reason), decisions);
-        }
-    }
-
-    /// Members that others have lost, and that do not ask for the next world themselves, are out.
-    fn look_for_suspects(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
-        let Some(present) = &self.present else { return };
-        let mut expelled = BTreeSet::new();
-        for member in &present.order {
-            let Some(Stage::Ready { after, since, suspects }) =
-                self.workers.get(member).map(|worker| &worker.stage)
-            else {
-                continue;
-            };
-            if *after == self.generation && now.saturating_sub(*since) >= SUSPECTED {
-                let silent = |task: &&TaskId| {
-                    present.rank(**task).is_some()
-                        && self.workers.get(task).is_some_and(|worker| worker.stage == Stage::Working)
-                };
-                expelled.extend(suspects.iter().filter(silent).copied());
-            }
-        }
-        for task in expelled {
-            let reason = "fell silent: its peers lost it".to_owned();
-            decisions.push(Decision::End { task, reason: reason.clone() });
-            self.lose(now, task, Why::Lost(reason), decisions);
-        }
-    }
-
-    /// Starts workers where there is room, and has those go for whom there is none.
-    fn plan(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
-        if !self.hosts.are_known() {
-            return;
-        }
-        let rank = |task: &TaskId| self.present.as_ref().and_then(|present| present.rank(*task));
-        // Those without a rank go first, then the highest.
-        let mut living: Vec<(TaskId, String)> = self
-            .workers
-            .iter()
-            .filter(|(_, worker)| worker.dismissed.is_none() && worker.stage != Stage::Done)
-            .map(|(task, worker)| (*task, worker.host.clone()))
-            .collect();
-        living.sort_by_key(|(task, _)| (rank(task).is_none(), rank(task), *task));
-        for (task, reason) in self.hosts.surplus(&living) {
-            self.dismiss(now, task, reason);
-            living.retain(|(other, _)| *other != task);
-        }
-        if self.present.as_ref().is_some_and(|present| self.has_done(present)) {
-            return;
-        }
-        let wanted =
-            (self.rules.most.saturating_add(self.rules.spares) as usize).saturating_sub(living.len());
-        for host in self.hosts.vacancies(now, &living).into_iter().take(wanted) {
-            let task = TaskId(self.next);
-            self.next += 1;
-            self.workers.insert(task, Worker::started(host.clone(), now));
-            decisions.push(Decision::Start { task, host });
-        }
-    }
-
-    /// Dismissed workers that are not at work may go now; those that take too long are ended.
-    fn dismiss_ready(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
-        let mut ended = Vec::new();
-        for (task, worker) in &mut self.workers {
-            let Some((since, reason)) = &worker.dismissed else { continue };
-            let late = now.saturating_sub(*since) >= LEAVING;
-            match worker.stage {
-                Stage::Ready { .. } => {
-                    worker.stage = Stage::Leaving;
-                    decisions.push(Decision::Dismissed { task: *task, reason: reason.clone() });
-                }
-                Stage::Starting | Stage::Importing => ended.push((*task, reason.clone())),
-                Stage::Working | Stage::Leaving if late => ended.push((*task, reason.clone())),
-                _ => {}
-            }
-        }
-        for (task, reason) in ended {
-            self.leave(now, task);
-            decisions.push(Decision::End { task, reason });
-        }
-    }
-
-    /// Whether the function has returned on some rank.
-    fn has_done(&self, present: &Present) -> bool {
-        present.finishing || present.order.iter().any(|task| self.stage(*task) == Some(&Stage::Done))
-    }
-
     fn stage(&self, task: TaskId) -> Option<&Stage> {
         self.workers.get(&task).map(|worker| &worker.stage)
-    }
-
-    /// Members of the present world that are neither done nor gone nor about to go, by rank.
-    fn survivors(&self, present: &Present) -> Vec<TaskId> {
-        let there = |task: &TaskId| {
-            self.stage(*task).is_some_and(|stage| !matches!(stage, Stage::Done | Stage::Leaving))
-        };
-        present.order.iter().copied().filter(there).collect()
-    }
-
-    /// Ready workers that are in no world, in the order of their start.
-    fn newcomers(&self) -> Vec<TaskId> {
-        let member =
-            |task: &TaskId| self.present.as_ref().is_some_and(|present| present.rank(*task).is_some());
-        self.workers
-            .iter()
-            .filter(|(task, worker)| matches!(worker.stage, Stage::Ready { .. }) && !member(task))
-            .map(|(task, _)| *task)
-            .collect()
-    }
-
-    /// The job is done, or hopeless, or a world can be formed; or nothing can be said yet.
-    fn conclude(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
-        let Some(present) = &self.present else { return self.fresh_world(now, self.began, decisions) };
-        let survivors = self.survivors(present);
-        let done = self.has_done(present);
-        let unbroken = present.broken.is_none();
-        if done && survivors.is_empty() && present.failures.is_empty() {
-            self.phase = Phase::Finished { generation: self.generation };
-            for (task, worker) in std::mem::take(&mut self.workers) {
-                if worker.stage != Stage::Done {
-                    decisions.push(Decision::End { task, reason: "the job is done".to_owned() });
-                }
-            }
-            decisions.push(Decision::Finished { generation: self.generation });
-            return;
-        }
-        if unbroken || survivors.iter().any(|task| self.stage(*task) == Some(&Stage::Working)) {
-            return;
-        }
-        if survivors.is_empty()
-            && let Some((task, reason)) = present.hopeless(done)
-        {
-            return self.abort(reason, Some(task), decisions);
-        }
-        let broken_at = present.broken.as_ref().map_or(now, |broken| broken.0);
-        if survivors.is_empty() && !done {
-            return self.fresh_world(now, broken_at, decisions);
-        }
-        let calm = present.failures.is_empty();
-        let mut members = survivors.clone();
-        if !done {
-            let room = (self.rules.most as usize).saturating_sub(members.len());
-            members.extend(self.newcomers().into_iter().take(room));
-        }
-        if members.len() >= self.rules.least as usize || done {
-            if calm && let Some(task) = self.quarrel(&survivors) {
-                let reason = "cannot be reached by its peers".to_owned();
-                decisions.push(Decision::End { task, reason: reason.clone() });
-                return self.lose(now, task, Why::Lost(reason), decisions);
-            }
-            return self.assign(now, &survivors, members, decisions);
-        }
-        self.wait_or_give_up(now, broken_at, members.len(), decisions);
-    }
-
-    /// A world of which nobody has been in another one.
-    fn fresh_world(&mut self, now: Duration, since: Duration, decisions: &mut Vec<Decision>) {
-        let mut ready = self.newcomers();
-        ready.truncate(self.rules.most as usize);
-        let late = now.saturating_sub(since) >= self.rules.timeout;
-        if ready.len() >= self.rules.first as usize {
-            let enough = *self.enough_since.get_or_insert(now);
-            let full = ready.len() == self.rules.most as usize || self.missing().next().is_none();
-            if full || now.saturating_sub(enough) >= SETTLING {
-                self.assign(now, &[], ready, decisions);
-            }
-        } else if late && ready.len() >= self.rules.least as usize {
-            self.assign(now, &[], ready, decisions);
-        } else {
-            self.enough_since = None;
-            self.wait_or_give_up(now, since, ready.len(), decisions);
-        }
-    }
-
-    fn wait_or_give_up(
-        &mut self,
-        now: Duration,
-        since: Duration,
-        ready: usize,
-        decisions: &mut Vec<Decision>,
-    ) {
-        if now.saturating_sub(since) < self.rules.timeout {
-            return;
-        }
-        let least = self.rules.least;
-        let last =
-            self.last_loss.as_ref().map_or_else(String::new, |loss| format!("; the last loss: {loss}"));
-        let reason = format!(
-            "timed out after {:.1?} waiting for a world of at least {least} workers: {ready} ready, slots now: {}{last}",
-            self.rules.timeout,
-            self.hosts.describe(now),
-        );
-        self.abort(reason, None, decisions);
-    }
-
-    /// Two survivors that keep losing each other while nobody else fails: the one of the higher rank, once that has
-    /// happened often enough.
-    fn quarrel(&mut self, survivors: &[TaskId]) -> Option<TaskId> {
-        let mut pairs = BTreeSet::new();
-        for (rank, one) in survivors.iter().enumerate() {
-            for other in &survivors[rank + 1..] {
-                let lost = |from: TaskId, whom: TaskId| match self.stage(from) {
-                    Some(Stage::Ready { suspects, .. }) => suspects.contains(&whom),
-                    _ => false,
-                };
-                if lost(*one, *other) || lost(*other, *one) {
-                    pairs.insert((*one, *other));
-                }
-            }
-        }
-        self.quarrels.retain(|pair, _| pairs.contains(pair));
-        for pair in pairs {
-            *self.quarrels.entry(pair).or_default() += 1;
-        }
-        let (_, out) = *self.quarrels.iter().find(|(_, times)| **times > QUARRELS)?.0;
-        self.quarrels.retain(|(one, other), _| *one != out && *other != out);
-        Some(out)
-    }
-
-    fn assign(
-        &mut self,
-        now: Duration,
-        survivors: &[TaskId],
-        members: Vec<TaskId>,
-        decisions: &mut Vec<Decision>,
-    ) {
-        if let Some(limit) = self.rules.reset_limit
-            && self.generation.0 > u64::from(limit)
-        {
-            let reason = format!(
-                "Farandole was shut down because the number of resets during the elastic job exceeded the limit: {limit}"
-            );
-            return self.abort(reason, None, decisions);
-        }
-        let finishing = self.present.as_ref().is_some_and(|present| self.has_done(present));
-        let old: &[TaskId] = self.present.as_ref().map_or(&[], |present| &present.order);
-        let order = seats::order(old, survivors, &members[survivors.len()..], |task| {
-            self.workers.get(&task).and_then(|worker| worker.place.clone())
-        });
-        let place = |task: &TaskId| {
-            let host = self.workers.get(task)?.place.clone()?;
-            Some(TaskPlace { task: *task, host })
-        };
-        let places: Vec<TaskPlace> = order.iter().filter_map(place).collect();
-        let next = Generation(self.generation.0 + 1);
-        let Ok(world) = assign_as_listed(next, &places) else { return };
-        for task in &order {
-            if let Some(worker) = self.workers.get_mut(task) {
-                worker.stage = Stage::Working;
-                worker.presence = Presence { seen: now, ..worker.presence };
-            }
-        }
-        self.generation = next;
-        self.enough_since = None;
-        // Those that were done in the world before have ended.
-        self.workers.retain(|_, worker| worker.stage != Stage::Done);
-        self.present = Some(Present::new(order, finishing));
-        decisions.push(Decision::Assigned { world });
-    }
-
-    /// Tells the members of a world at work when another one should follow.
-    fn tell_changes(&mut self, decisions: &mut Vec<Decision>) {
-        let Some(present) = &self.present else { return };
-        if present.broken.is_some() {
-            if let Some(present) = &mut self.present
-                && let Some(reason) = present.tell_broken()
-            {
-                let verdict = Verdict { reason, cause: None, retry: true };
-                decisions.push(Decision::Broken { generation: self.generation, verdict });
-            }
-            return;
-        }
-        if self.has_done(present) {
-            return;
-        }
-        let going = |task: &TaskId| self.workers.get(task).is_some_and(|worker| worker.dismissed.is_some());
-        let removed = present.order.iter().any(going);
-        let staying = present.order.iter().filter(|task| !going(task)).count();
-        let added = staying < self.rules.most as usize && !self.newcomers().is_empty();
-        let generation = self.generation;
-        if let Some(present) = &mut self.present
-            && present.tell(removed, added)
-        {
-            decisions.push(Decision::Changed { generation, removed, added });
-        }
     }
 }
 

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 use super::*;
-use crate::exit::How;
+use crate::exit::{Exit, How};
 
 const RULES: Rules = Rules {
     first: 2,
@@ -387,4 +387,37 @@ fn what_a_worker_says_again_changes_nothing() {
     assert!(other.is_err());
     let stranger = job.machine.register(job.now, TaskId(9), 9, HostHash("a".to_owned()));
     assert_eq!(stranger, Err(Refusal::NotWanted { task: TaskId(9) }));
+}
+
+#[test]
+fn after_an_outage_all_have_the_usual_time_and_starts_of_which_nothing_was_heard_are_made_anew() {
+    let at = Duration::from_secs;
+    let mut machine = Elastic::new(RULES);
+    let decided = machine.take(at(0), What::Happens(Input::Hosts(vec![("a".to_owned(), 2)]))).unwrap();
+    assert_eq!(decided.len(), 2, "{decided:?}");
+    let register = |task| What::Registers { task: TaskId(task), session: 7, place: HostHash("a".to_owned()) };
+    machine.take(at(1), register(0)).unwrap();
+    // Nobody was heard for a while.
+    assert_eq!(machine.take(at(50), What::Resumes).unwrap(), [], "the hosts may have changed");
+    assert_eq!(machine.take(at(50), What::Happens(Input::Tick)).unwrap(), []);
+    let hosts = vec![("a".to_owned(), 1), ("b".to_owned(), 1)];
+    let decided = machine.take(at(50), What::Happens(Input::Hosts(hosts))).unwrap();
+    assert_eq!(decided, [Decision::Start { task: TaskId(2), host: "b".to_owned() }]);
+    assert_eq!(machine.living().collect::<Vec<_>>(), [(TaskId(0), "a")]);
+    assert_eq!(machine.gone().collect::<Vec<_>>(), [TaskId(1)]);
+    assert_eq!(machine.take(at(51), register(1)), Err(Refusal::NotWanted { task: TaskId(1) }));
+    assert!(machine.take(at(54), What::Happens(Input::Tick)).unwrap().is_empty());
+    let decided = machine.take(at(55), What::Happens(Input::Tick)).unwrap();
+    assert!(
+        matches!(decided[..], [Decision::End { task: TaskId(0), .. }, Decision::Lost { .. }]),
+        "{decided:?}"
+    );
+}
+
+#[test]
+fn a_job_that_was_over_is_over_after_an_outage() {
+    let mut machine = Elastic::new(RULES);
+    let reason = "enough".to_owned();
+    machine.take(Duration::ZERO, What::Happens(Input::Abort { reason: reason.clone() })).unwrap();
+    assert_eq!(machine.take(Duration::ZERO, What::Resumes).unwrap(), [Decision::Aborted { reason }]);
 }

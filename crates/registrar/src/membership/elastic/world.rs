@@ -5,12 +5,13 @@
 
 use std::time::Duration;
 
-use farandole_world::{Rank, TaskId};
+use farandole_world::{Rank, TaskId, TaskPlace};
+use serde::{Deserialize, Serialize};
 
 use crate::exit::{Exit, How};
 
 /// Why a worker is gone that should not be.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Why {
     /// It failed by itself.
     Own(String),
@@ -21,10 +22,12 @@ pub(super) enum Why {
 }
 
 /// A world and what became of it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Present {
     /// Its members by rank, gone ones included.
     pub(super) order: Vec<TaskId>,
+    /// The same with their hosts.
+    pub(super) places: Vec<TaskPlace>,
     /// Since when it cannot go on, and why.
     pub(super) broken: Option<(Duration, String)>,
     /// Members that failed, in order of time.
@@ -36,7 +39,7 @@ pub(super) struct Present {
 }
 
 /// A member that failed.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Failure {
     task: TaskId,
     sentence: String,
@@ -62,9 +65,10 @@ impl Why {
 }
 
 impl Present {
-    pub(super) fn new(order: Vec<TaskId>, finishing: bool) -> Self {
+    pub(super) fn new(order: Vec<TaskId>, places: Vec<TaskPlace>, finishing: bool) -> Self {
         Self {
             order,
+            places,
             broken: None,
             failures: Vec::new(),
             finishing,
@@ -102,6 +106,11 @@ impl Present {
             return None;
         }
         self.broken.as_ref().map(|(_, reason)| reason.clone())
+    }
+
+    /// What was told has to be told again: nobody who has heard it may be left.
+    pub(super) fn forget_told(&mut self) {
+        (self.told_broken, self.told) = (false, (false, false));
     }
 
     /// Whether this is news for the members.

@@ -11,6 +11,10 @@
 //! - `ES-4`: a job that finishes is one whose last world returned on every rank.
 //! - `ES-5`: a host has no more workers than slots, and the job no more than it may have.
 //! - `ES-6`: once faults end, the job comes to its end.
+//! - `ES-7`: the steps of a journal, done again, make the machine that the registrar had when it died; and what it had not
+//!   told yet when it died is told after it has started again (by the other six).
+
+mod restarts;
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -18,8 +22,9 @@ use std::collections::BinaryHeap;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
+use self::restarts::Kept;
 use super::*;
-use crate::exit::How;
+use crate::exit::{Exit, How};
 
 /// When faults end, and when everything must be over. In milliseconds.
 const HEALED: u64 = 120_000;
@@ -56,6 +61,12 @@ enum Happens {
         until: u64,
     },
     Hosts(Vec<(String, u32)>),
+    /// The registrar is killed, at once or in the middle of the next step that decides something.
+    Dies {
+        within: bool,
+    },
+    /// It has started again.
+    Rises,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -89,6 +100,14 @@ struct Run {
     work: u64,
     last: Vec<u32>,
     over: Option<String>,
+    /// What a registrar that dies is made of again, in half of the jobs.
+    journal: Option<Kept>,
+    dying: bool,
+    /// Since when there is none.
+    away: Option<u64>,
+    /// Time for which there was none.
+    outages: u64,
+    restarts: u64,
 }
 
 impl Run {
@@ -123,8 +142,22 @@ impl Run {
             work: chance.random_range(5_000..40_000),
             last: Vec::new(),
             over: None,
+            journal: None,
+            dying: false,
+            away: None,
+            outages: 0,
+            restarts: 0,
             chance,
         };
+        if run.chance.random_bool(0.5) {
+            run.journal = Some(Kept::new(run.machine.clone()));
+            let mut at = 0;
+            while at < HEALED {
+                at += run.chance.random_range(1_000..60_000);
+                let within = run.chance.random_bool(0.7);
+                run.at(at, Happens::Dies { within });
+            }
+        }
         run.at(0, Happens::Tick);
         let mut at = 0;
         while at < HEALED {
@@ -162,7 +195,7 @@ impl Run {
     }
 
     fn time(&self) -> Duration {
-        Duration::from_millis(self.now)
+        Duration::from_millis(self.now - self.outages)
     }
 
     fn fail(&self, what: &str) -> ! {
@@ -170,11 +203,11 @@ impl Run {
         panic!("seed {}, {} ms: {what}\n{living:?}\n{:#?}", self.seed, self.now, self.machine)
     }
 
-    /// Whether the job finished, and how many worlds it had.
-    fn run(mut self) -> (bool, u64) {
+    /// Whether the job finished, how many worlds it had, and how often the registrar died.
+    fn run(mut self) -> (bool, u64, u64) {
         while let Some(Reverse((at, _, what))) = self.queue.pop() {
             if let Some(over) = &self.over {
-                return (over == FINISHED, self.machine.generation().0);
+                return (over == FINISHED, self.machine.generation().0, self.restarts);
             }
             self.now = at;
             if at > END {
@@ -186,8 +219,9 @@ impl Run {
     }
 
     fn observe(&mut self, input: Input) {
-        let decisions = self.machine.observe(self.time(), input);
-        self.apply(decisions);
+        if let Some(Ok(decisions)) = self.take(What::Happens(input)) {
+            self.apply(decisions);
+        }
     }
 
     fn happens(&mut self, what: Happens) {
@@ -203,13 +237,15 @@ impl Run {
             Happens::Registers(task) => {
                 let Some(process) = self.processes.get(&task).filter(|process| !process.dead) else { return };
                 let host = HostHash(process.host.clone());
-                match self.machine.register(self.time(), TaskId(task), u64::from(task), host) {
-                    Ok(decisions) => {
+                let what = What::Registers { task: TaskId(task), session: u64::from(task), place: host };
+                match self.take(what) {
+                    None => self.soon(100, 400, Happens::Registers(task)),
+                    Some(Ok(decisions)) => {
                         self.apply(decisions);
                         self.soon(50, 5_000, Happens::Asks(task));
                         self.at(self.now, Happens::Works(task));
                     }
-                    Err(_) => self.gone(task),
+                    Some(Err(_)) => self.gone(task),
                 }
             }
             Happens::Asks(task) => self.asks(task),
@@ -228,6 +264,12 @@ impl Run {
                 }
             }
             Happens::Works(task) => self.works(task),
+            Happens::Reports { task, code } if self.away.is_some() => {
+                self.soon(100, 400, Happens::Reports { task, code });
+            }
+            Happens::Dies { within: true } => self.dying = true,
+            Happens::Dies { within: false } => self.dies(),
+            Happens::Rises => self.rises(),
             Happens::Reports { task, code } => {
                 let how = code.map_or(How::Signal(9), How::Code);
                 let exit = Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
@@ -270,10 +312,14 @@ impl Run {
             .filter(|peer| **peer != task && self.is_silent(**peer))
             .map(|peer| TaskId(*peer))
             .collect();
-        match self.machine.ready(self.time(), TaskId(task), Generation(generation), suspects) {
-            Ok(decisions) => self.apply(decisions),
-            Err(Refusal::Dismissed { .. }) => self.leaves(task),
-            Err(_) => self.gone(task),
+        match self.take(What::Asks { task: TaskId(task), after: Generation(generation), suspects }) {
+            None => {}
+            Some(Ok(decisions)) => {
+                self.apply(decisions);
+                self.hears_again(task, generation);
+            }
+            Some(Err(Refusal::Dismissed { .. })) => self.leaves(task),
+            Some(Err(_)) => self.gone(task),
         }
         // Answers may be lost: it asks until it hears.
         let waits = self.processes.get(&task).is_some_and(|process| process.asking && !process.dead);
@@ -334,7 +380,8 @@ impl Run {
                         || peer.asking
                 })
             });
-        let told = self.machine.present.as_ref().is_some_and(Present::is_told)
+        let told = self.away.is_none()
+            && self.machine.present.as_ref().is_some_and(Present::is_told)
             && self.machine.generation().0 == process.generation;
         if apart || told {
             // Not twice, if the next look comes before that.
@@ -351,12 +398,22 @@ impl Run {
     }
 
     fn apply(&mut self, decisions: Vec<Decision>) {
+        if self.dying && !decisions.is_empty() {
+            // Noted, and told nobody.
+            self.dies();
+            for decision in decisions {
+                if let Decision::Assigned { world } = decision {
+                    self.assigned(&world, false);
+                }
+            }
+            return;
+        }
         for decision in decisions {
             match decision {
                 Decision::Start { task, host } => self.start(task.0, host),
                 Decision::End { task, .. } => self.gone(task.0),
                 Decision::Dismissed { task, .. } => self.leaves(task.0),
-                Decision::Assigned { world } => self.assigned(&world),
+                Decision::Assigned { world } => self.assigned(&world, true),
                 Decision::Finished { .. } => {
                     let well = |task: &u32| {
                         let process = &self.processes[task];
@@ -398,14 +455,12 @@ impl Run {
             let reason = "no route to host".to_owned();
             self.gone(task);
             // The driver says so a moment later.
-            let decisions =
-                self.machine.observe(self.time(), Input::NotStarted { task: TaskId(task), reason });
-            return self.apply(decisions);
+            return self.observe(Input::NotStarted { task: TaskId(task), reason });
         }
         self.soon(10, 3_000, Happens::Registers(task));
     }
 
-    fn assigned(&mut self, world: &farandole_world::World) {
+    fn assigned(&mut self, world: &farandole_world::World, told: bool) {
         let order: Vec<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
         let before = std::mem::replace(&mut self.last, order.clone());
         let returned = self.processes.values().any(|process| process.returned);
@@ -434,7 +489,7 @@ impl Run {
                 }
             }
         }
-        for task in &order {
+        for task in order.iter().filter(|_| told) {
             let hears = Happens::Hears { task: *task, generation: world.generation.0, ranks: order.clone() };
             self.soon(1, 100, hears);
         }
@@ -449,11 +504,13 @@ fn number(name: &str, default: u64) -> u64 {
 fn jobs_whose_workers_come_and_go_come_to_their_end() {
     let first = number("FARANDOLE_SIMULATION_FIRST", 0);
     let seeds = number("FARANDOLE_SIMULATION_SEEDS", 300);
-    let outcomes: Vec<(bool, u64)> = (first..first + seeds).map(|seed| Run::new(seed).run()).collect();
-    let finished = outcomes.iter().filter(|(finished, _)| *finished).count();
-    let worlds: u64 = outcomes.iter().map(|(_, worlds)| worlds).sum();
-    println!("{seeds} jobs: {finished} finished, {worlds} worlds");
+    let outcomes: Vec<(bool, u64, u64)> = (first..first + seeds).map(|seed| Run::new(seed).run()).collect();
+    let finished = outcomes.iter().filter(|(finished, ..)| *finished).count();
+    let worlds: u64 = outcomes.iter().map(|(_, worlds, _)| worlds).sum();
+    let restarts: u64 = outcomes.iter().map(|(.., restarts)| restarts).sum();
+    println!("{seeds} jobs: {finished} finished, {worlds} worlds, {restarts} restarts of the registrar");
     // Scripts that fail by themselves everywhere, and hosts that stay away, end the others.
     assert!(seeds < 100 || finished * 2 > outcomes.len(), "only {finished} of {seeds} finished");
     assert!(seeds < 100 || worlds > 5 * seeds, "only {worlds} worlds in {seeds} jobs");
+    assert!(seeds < 100 || restarts > seeds, "only {restarts} restarts in {seeds} jobs");
 }

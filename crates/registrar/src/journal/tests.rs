@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+use super::*;
+use crate::kv::Pair;
+use crate::membership::Liveness;
+use crate::membership::elastic::Rules;
+use crate::secret::Secret;
+use bytes::Bytes;
+use farandole_world::{Generation, JobId};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn machine() -> Elastic {
+    let liveness = Liveness { heartbeat_timeout: 5 * SECOND, disconnect_grace: SECOND };
+    Elastic::new(Rules {
+        first: 2,
+        least: 1,
+        most: 4,
+        spares: 0,
+        timeout: SECOND,
+        reset_limit: None,
+        cooldown: (SECOND, SECOND),
+        start_timeout: SECOND,
+        liveness,
+    })
+}
+
+fn begun(path: &Path) -> Journal {
+    let secret = Secret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
+    let ticket = secret.ticket(vec!["a:1".to_owned()]).unwrap();
+    let mut journal = Journal::open(path, "train").unwrap();
+    assert!(journal.left().is_none());
+    journal.begin(&ticket, &secret.identity().unwrap(), 7, &machine()).unwrap();
+    journal
+}
+
+fn put(key: &str) -> Record {
+    let (key, value) = (key.to_owned(), Bytes::from_static(b"\x00\xff"));
+    Record::Put(Pair { generation: Generation(1), key, value })
+}
+
+fn keys(path: &Path) -> Vec<String> {
+    let left = Journal::open(path, "train").unwrap().left().unwrap();
+    assert_eq!(left.head.port, 7);
+    let key = |record: Record| match record {
+        Record::Put(pair) => Some(pair.key),
+        _ => None,
+    };
+    left.records.into_iter().filter_map(key).collect()
+}
+
+#[test]
+fn a_line_that_is_cut_off_is_left_out_and_the_next_one_is_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("journal");
+    let journal = begun(&path);
+    [put("a"), put("b")].iter().for_each(|record| journal.note(record));
+    drop(journal);
+    let text = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &text[..text.len() - 3]).unwrap();
+    let again = Journal::open(&path, "train").unwrap();
+    again.note(&put("c"));
+    drop(again);
+    assert_eq!(keys(&path), ["a", "c"]);
+}
+
+#[test]
+fn it_is_for_its_owner_for_one_process_and_for_one_job() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("journal");
+    std::fs::write(&path, "").unwrap();
+    std::fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
+    let refused = |purpose: &str| Journal::open(&path, purpose).err().unwrap().to_string();
+    let journal = begun(&path);
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    assert!(refused("train").contains("another launcher uses it"), "{}", refused("train"));
+    drop(journal);
+    assert!(refused("other").contains("it is of another job: run train"), "{}", refused("other"));
+}
+
+#[test]
+fn what_is_no_journal_of_this_release_is_refused_and_stays_as_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("journal");
+    drop(begun(&path));
+    let good = std::fs::read_to_string(&path).unwrap();
+    let (head, state) = good.split_once('\n').unwrap();
+    let old = head.replacen(RELEASE, "0.0.0", 1);
+    for (text, reason) in [
+        ("import farandole".to_owned(), "it is not a journal: use another path"),
+        ("no journal\n".to_owned(), "it is not a journal"),
+        ("{\"a\": 1}\n".to_owned(), "it is not a journal"),
+        (good.replacen(head, &old, 1), "farandole 0.0.0 wrote it"),
+        (good.replacen("\"port\"", "\"part\"", 1), "line 1 is damaged"),
+        (head.to_owned(), "line 2 is damaged"),
+        (format!("{head}\n"), "line 2 is damaged"),
+        (format!("{head}\n{}", &state[..9]), "line 2 is damaged"),
+        (format!("{good}nonsense\n{{"), "line 3 is damaged"),
+    ] {
+        std::fs::write(&path, &text).unwrap();
+        std::fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
+        let refused = Journal::open(&path, "train").err().unwrap().to_string();
+        assert!(refused.contains(reason), "{refused}");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
+    }
+    let refused = Journal::open(folder.path(), "train").err().unwrap().to_string();
+    assert!(refused.contains("directory"), "{refused}");
+    let refused = Journal::open(Path::new("/dev/null"), "train").err().unwrap().to_string();
+    assert!(refused.contains("not a regular file"), "{refused}");
+}
+
+#[test]
+fn a_job_from_before_the_host_started_is_not_continued() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("journal");
+    drop(begun(&path));
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replacen(&boot_id(), "another boot", 1)).unwrap();
+    assert!(Journal::open(&path, "train").unwrap().left().is_none());
+}
+
+#[test]
+fn a_journal_of_which_no_job_has_begun_leaves_no_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("journal");
+    let journal = Journal::open(&path, "train").unwrap();
+    assert!(path.exists());
+    drop(journal);
+    assert!(!path.exists());
+    drop(begun(&path));
+    drop(Journal::open(&path, "train").unwrap());
+    assert!(path.exists(), "a job that was left is still to be continued");
+}
+
+#[test]
+fn a_new_file_takes_the_place_of_a_long_one_and_none_is_left_in_the_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("journal");
+    let journal = begun(&path);
+    let record = put(&"k".repeat(1000));
+    while !journal.is_long() {
+        journal.note(&record);
+    }
+    let state = Record::State { at: SECOND, machine: Box::new(machine()) };
+    journal.replace(&[state, put("a")]);
+    assert!(!journal.is_long() && std::fs::metadata(&path).unwrap().len() < LONG / 100);
+    journal.note(&put("b"));
+    assert!(Journal::open(&path, "train").is_err(), "the new file is locked, too");
+    drop(journal);
+    assert_eq!(keys(&path), ["a", "b"]);
+    let journal = Journal::open(&path, "train").unwrap();
+    journal.finish();
+    journal.note(&put("c"));
+    assert!(!path.exists());
+}
+
+#[test]
+fn another_file_of_its_name_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("journal");
+    let journal = begun(&path);
+    std::fs::remove_file(&path).unwrap();
+    std::fs::write(&path, "another").unwrap();
+    journal.replace(&[put("a")]);
+    journal.note(&put("b"));
+    journal.finish();
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "another");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn a_journal_that_cannot_be_written_is_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("journal");
+    let journal = begun(&path);
+    // A file that takes no more.
+    journal.writing.lock().file = Some(File::open(&path).unwrap());
+    journal.note(&put("a"));
+    assert!(!path.exists(), "half of what happened is worse than nothing");
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What follows from a decision: calls that wait are answered, and the driver hears of it.
+
+use std::sync::Arc;
+
+use farandole_world::World;
+
+use super::board::{Change, Published};
+use super::core::Core;
+use crate::event::Event;
+use crate::exit::Verdict;
+use crate::membership::Decision;
+
+impl Core {
+    /// Called with membership locked, so that decisions take effect in their order.
+    pub(super) fn apply(&self, decisions: Vec<Decision>) {
+        for decision in decisions {
+            tracing::debug!(job = %self.job_id, ?decision, "the registrar decides");
+            match decision {
+                Decision::Registered { task, session, replaces } => {
+                    self.events.push(Event::Registered { task });
+                    self.board.send_if_modified(|board| {
+                        board.holders.insert(task, session);
+                        // Nobody waits for news of a task that nobody has waited for.
+                        replaces
+                    });
+                }
+                Decision::Withdrawn { task, reason } => {
+                    self.events.push(Event::Lost { task, rank: None, reason })
+                }
+                Decision::Lost { task, reason } => {
+                    let rank = self.board.borrow().rank(task);
+                    self.events.push(Event::Lost { task, rank, reason });
+                }
+                Decision::Assigned { world } => {
+                    // The board first: whoever hears the event asks it at once.
+                    self.publish(world.clone());
+                    self.events.push(Event::Assigned { world });
+                }
+                Decision::Stop { generation, verdict } => {
+                    let rank = verdict.cause.and_then(|task| self.board.borrow().rank(task));
+                    self.events.push(Event::Aborted { verdict: verdict.clone(), rank });
+                    self.board.send_modify(|board| board.over = Some((generation, Arc::new(verdict))));
+                }
+                Decision::Aborted { reason } => {
+                    let verdict = Verdict { reason, cause: None, retry: false };
+                    let told = self.board.borrow().over.as_ref().is_some_and(|(_, over)| **over == verdict);
+                    if !told {
+                        self.events.push(Event::Aborted { verdict: verdict.clone(), rank: None });
+                    }
+                    self.board.send_modify(|board| board.aborted = Some(Arc::new(verdict)));
+                }
+                Decision::Start { task, host } => self.events.push(Event::Start { task, host }),
+                Decision::End { task, reason } => {
+                    self.events.push(Event::Stop { task, reason: reason.clone() });
+                    let verdict = Arc::new(Verdict { reason, cause: None, retry: false });
+                    self.board.send_modify(|board| drop(board.ends.insert(task, verdict)));
+                }
+                Decision::Dismissed { task, reason } => {
+                    self.events.push(Event::Dismissed { task, reason: reason.clone() });
+                    self.board.send_modify(|board| drop(board.dismissed.insert(task, reason.into())));
+                }
+                Decision::Changed { generation, removed, added } => {
+                    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+                    let at = since.unwrap_or_default().as_secs_f64();
+                    let change = Change { generation, removed, added, at };
+                    self.board.send_modify(|board| board.change = Some(change));
+                }
+                Decision::Broken { generation, verdict } => {
+                    self.board.send_modify(|board| board.over = Some((generation, Arc::new(verdict))));
+                }
+                Decision::Finished { generation } => {
+                    if self.is_elastic {
+                        self.events.push(Event::Finished { generation });
+                    }
+                    self.board.send_modify(|board| board.finished = Some(generation));
+                }
+            }
+        }
+    }
+
+    /// Lets everybody see a world.
+    pub(super) fn publish(&self, world: World) {
+        let published = Arc::new(Published::new(world));
+        if self.is_elastic {
+            self.last_ranks.lock().extend(published.ranks.iter().map(|(task, rank)| (*task, *rank)));
+        }
+        self.board.send_modify(|board| board.world = Some(published));
+    }
+}

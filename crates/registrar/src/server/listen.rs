@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Where the registrar listens, and what it offers to callers.
+
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use farandole_config::PortRange;
+
+use crate::error::{Error, Result};
+use crate::host;
+
+/// Time between two attempts to listen.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// As [`listen`], again until `patience` has passed: a connection of another process may have a port for a moment.
+pub(super) fn listen_in_time(
+    host: Option<&str>,
+    bound: Option<IpAddr>,
+    ports: PortRange,
+    patience: Duration,
+) -> Result<(TcpListener, u16, Vec<String>)> {
+    let started = Instant::now();
+    loop {
+        match listen(host, bound, ports) {
+            Err(Error::Listen { .. }) if started.elapsed() < patience => std::thread::sleep(PAUSE),
+            done => return done,
+        }
+    }
+}
+
+/// Listens on the first free port of the range. A host that is no address of this machine (a service name, an
+/// address behind NAT) is offered in the ticket while we listen on every address.
+fn listen(
+    host: Option<&str>,
+    bound: Option<IpAddr>,
+    ports: PortRange,
+) -> Result<(TcpListener, u16, Vec<String>)> {
+    let bound = bound.map(|address| address.to_string());
+    let any: &[&str] = if dual_stack() { &["::", "0.0.0.0"] } else { &["0.0.0.0"] };
+    let binds: Vec<String> = if let Some(bound) = &bound {
+        vec![bound.clone()]
+    } else {
+        let own = host.map(|host| host.trim_matches(['[', ']']).to_owned());
+        own.into_iter().chain(any.iter().map(|&address| address.to_owned())).collect()
+    };
+    let host = host.or(bound.as_deref());
+    let mut last = "no port in the range".to_owned();
+    for bind in &binds {
+        for port in ports.first..=ports.last {
+            let found = match (bind.as_str(), port).to_socket_addrs() {
+                Ok(addresses) => addresses.collect::<Vec<SocketAddr>>(),
+                Err(error) => {
+                    last = format!("{bind}: {error}");
+                    break;
+                }
+            };
+            match TcpListener::bind(&found[..])
+                .and_then(|listener| Ok((listener.local_addr()?.port(), listener)))
+            {
+                Ok((port, listener)) => return Ok((listener, port, offered(host, port))),
+                Err(error) => last = format!("{bind} port {port}: {error}"),
+            }
+        }
+    }
+    Err(Error::Listen {
+        host: host.unwrap_or("all addresses").to_owned(),
+        first: ports.first,
+        last: ports.last,
+        reason: last,
+    })
+}
+
+fn offered(host: Option<&str>, port: u16) -> Vec<String> {
+    if let Some(host) = host {
+        let bare = host.trim_matches(['[', ']']);
+        return vec![if bare.contains(':') { format!("[{bare}]:{port}") } else { format!("{bare}:{port}") }];
+    }
+    let reachable = |address: &IpAddr| address.is_ipv4() || dual_stack();
+    host::addresses()
+        .into_iter()
+        .filter(reachable)
+        .map(|address| SocketAddr::new(address, port).to_string())
+        .collect()
+}
+
+/// Whether one IPv6 socket serves IPv4, too.
+fn dual_stack() -> bool {
+    std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only").is_ok_and(|text| text.trim() == "0")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_that_is_taken_for_a_moment_is_waited_for() {
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = taken.local_addr().unwrap().port();
+        let listen = |patience| {
+            let ports = PortRange { first: port, last: port };
+            listen_in_time(None, Some("127.0.0.1".parse().unwrap()), ports, patience)
+        };
+        assert!(matches!(listen(2 * PAUSE), Err(Error::Listen { .. })));
+        let holder = std::thread::spawn(move || {
+            std::thread::sleep(3 * PAUSE);
+            drop(taken);
+        });
+        let (_listener, found, _) = listen(Duration::from_secs(30)).unwrap();
+        assert_eq!(found, port);
+        holder.join().unwrap();
+    }
+}

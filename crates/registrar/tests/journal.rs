@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! A registrar that is gone, and one that goes on from its journal: the workers notice nothing but a pause.
+
+#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use farandole_config::Config;
+use farandole_registrar::{Client, Elastic, Event, Journal, Meet, Options, Registrar, host};
+use farandole_world::{Generation, TaskId, World};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn registrar(journal: &Path) -> Registrar {
+    let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+    let options = Options { host: Some("127.0.0.1".to_owned()), ..Options::from_config(1, &config) };
+    let second = Duration::from_secs(1);
+    let elastic = Elastic {
+        first: 2,
+        least: 1,
+        most: 2,
+        spares: 0,
+        timeout: PATIENCE,
+        reset_limit: None,
+        cooldown: (second / 10, second),
+    };
+    let journal = Journal::open(journal, "a test").unwrap();
+    Registrar::start_kept(options, &elastic, Some(journal)).unwrap()
+}
+
+fn started(registrar: &Registrar) -> Vec<TaskId> {
+    let deadline = Instant::now() + PATIENCE;
+    while Instant::now() < deadline {
+        let drained = registrar.events(Instant::now() + Duration::from_millis(50)).unwrap();
+        let start = |event: &Event| match event {
+            Event::Start { task, .. } => Some(*task),
+            _ => None,
+        };
+        let tasks: Vec<TaskId> = drained.records.iter().filter_map(start).collect();
+        if !tasks.is_empty() {
+            return tasks;
+        }
+    }
+    panic!("nothing is started");
+}
+
+/// An agent and its worker.
+fn worker(registrar: &Registrar, task: TaskId) -> (Client, Client) {
+    let deadline = Instant::now() + PATIENCE;
+    let agent = Client::connect(registrar.ticket(), task, None, deadline).unwrap();
+    agent.register(0, &host::facts(), deadline).unwrap();
+    // The first registrar says farewell, which one that is killed does not.
+    agent.watch(PATIENCE, |_| {});
+    let worker = Client::connect(registrar.ticket(), task, None, deadline).unwrap();
+    worker.wait_out(PATIENCE);
+    (agent, worker)
+}
+
+/// What all do at once.
+fn all<T: Send>(workers: &[(Client, Client)], act: impl Fn(&Client) -> T + Sync) -> Vec<T> {
+    thread::scope(|scope| {
+        let acting: Vec<_> = workers.iter().map(|(_, worker)| scope.spawn(|| act(worker))).collect();
+        acting.into_iter().map(|acted| acted.join().unwrap()).collect()
+    })
+}
+
+fn join(workers: &[(Client, Client)], after: u64) -> Vec<World> {
+    all(workers, |worker| worker.join(Generation(after), &[], Instant::now() + PATIENCE).unwrap())
+}
+
+fn ranks(worlds: &[World]) -> Vec<(u64, u32, usize)> {
+    worlds.iter().map(|world| (world.generation.0, world.rank.0, world.size())).collect()
+}
+
+fn meet(worker: &Client) -> Meet {
+    let holder = format!("process {}", worker.task());
+    worker.meet(None, &holder, b"card", Instant::now() + PATIENCE, &mut || false).unwrap()
+}
+
+#[test]
+fn a_registrar_that_starts_again_from_its_journal_has_the_same_world_and_all_values() {
+    let folder = tempfile::tempdir().unwrap();
+    let [left, path] = ["left", "journal"].map(|name| folder.path().join(name));
+    let first = registrar(&path);
+    first.hosts(&[("a".to_owned(), 2)]).unwrap();
+    let crew: Vec<(Client, Client)> = started(&first).iter().map(|task| worker(&first, *task)).collect();
+    assert_eq!(ranks(&join(&crew, 0)), [(1, 0, 2), (1, 1, 2)]);
+    crew[0].1.put("key", b"value").unwrap();
+    assert_eq!(crew[0].1.put_if_absent("claim", b"first").unwrap(), b"first");
+    assert!(all(&crew, meet).iter().all(|met| matches!(met, Meet::All(_))));
+    // What a killed process leaves.
+    std::fs::copy(&path, &left).unwrap();
+    let ticket = first.ticket().encode();
+    drop(first);
+
+    let second = registrar(&left);
+    assert_eq!(second.ticket().encode(), ticket, "the same token, certificate and port");
+    let resumed = second.resumed().unwrap();
+    assert_eq!(resumed.workers.values().collect::<Vec<_>>(), ["a", "a"]);
+    assert_eq!(resumed.world.as_ref().map(|world| world.generation), Some(Generation(1)));
+    assert_eq!(crew[1].1.get("key", Instant::now() + PATIENCE).unwrap(), b"value");
+    assert_eq!(crew[1].1.put_if_absent("claim", b"second").unwrap(), b"first");
+    assert_eq!(ranks(&join(&crew, 0)), [(1, 0, 2), (1, 1, 2)], "who has not heard of the world hears of it");
+    // And the job goes on.
+    assert_eq!(ranks(&join(&crew, 1)), [(2, 0, 2), (2, 1, 2)]);
+    assert!(all(&crew, meet).iter().all(|met| matches!(met, Meet::All(_))));
+    drop(second);
+    assert!(!left.exists(), "a job that was closed is over");
+}

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Nodes of a Ray cluster with room for workers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from farandole.ray.utils import needed
+from farandole.runner.elastic.discovery import HostDiscovery
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+logger = logging.getLogger(__name__)
+
+_asking = threading.local()
+"""`workers`: workers of the job that asks, by the address of their node."""
+
+
+@contextlib.contextmanager
+def asked_by(workers: Mapping[str, int]) -> Iterator[None]:
+    """While a job asks a discovery: the room that its own workers take counts as available.
+
+    Args:
+        workers: Workers of the job by the address of their node.
+    """
+    _asking.workers = workers
+    try:
+        yield
+    finally:
+        _asking.workers = {}
+
+
+class RayHostDiscovery(HostDiscovery):
+    """The nodes of the cluster with room for workers, by what is free there now.
+
+    While an elastic job asks, the room of its own workers counts as free.
+
+    Args:
+        use_gpu: Whether a worker needs GPUs.
+        cpus_per_worker: CPUs of a worker.
+        gpus_per_worker: GPUs of a worker, with `use_gpu`.
+    """
+
+    def __init__(self, use_gpu: bool = False, cpus_per_worker: int = 1, gpus_per_worker: int = 1) -> None:
+        self.use_gpu = use_gpu
+        self.cpus_per_worker = cpus_per_worker
+        self.gpus_per_worker = gpus_per_worker
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Workers that fit on each node, by the node's address; nodes without room are left out."""
+        free, own = self._slots(_free()), getattr(_asking, "workers", {})
+        # A worker that Ray has not placed yet takes nothing yet, so the sum may be more than the node has.
+        return {
+            host: min(slots, free.get(host, 0) + own.get(host, 0))
+            for host, slots in self._slots(_of_nodes()).items()
+            if free.get(host, 0) + own.get(host, 0)
+        }
+
+    def of_cluster(self) -> int:
+        """Workers that would fit if nothing else ran."""
+        return sum(self._slots(_of_nodes()).values())
+
+    def _slots(self, resources: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
+        found = {}
+        for address, there in resources.items():
+            slots = there.get("CPU", 0) // self.cpus_per_worker if self.cpus_per_worker else float("inf")
+            if self.use_gpu:
+                slots = min(slots, there.get("GPU", 0) // self.gpus_per_worker)
+            if 1 <= slots < float("inf"):
+                found[address] = int(slots)
+        return found
+
+
+def _free() -> dict[str, dict[str, float]]:
+    """What is free on each node that lives, by address."""
+    from ray._private.state import available_resources_per_node  # noqa: PLC0415 - Ray has no public door to it
+
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in needed().nodes() if node["Alive"]}
+    found = available_resources_per_node().items()
+    return _by_address((addresses[node], resources) for node, resources in found if node in addresses)
+
+
+def _of_nodes() -> dict[str, dict[str, float]]:
+    """What each node that lives has, by address."""
+    return _by_address((node["NodeManagerAddress"], node["Resources"]) for node in needed().nodes() if node["Alive"])
+
+
+def _by_address(nodes: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for address, resources in nodes:
+        # Several nodes of one address are a test's.
+        there = found.setdefault(address, {})
+        for name, number in resources.items():
+            there[name] = there.get(name, 0.0) + number
+    return found
+
+
+class TestDiscovery(RayHostDiscovery):
+    """Takes nodes away and gives them back at random, to try how a job bears it.
+
+    Args:
+        min_hosts: Fewest nodes that stay.
+        max_hosts: Most nodes.
+        change_frequency_s: Seconds between two changes.
+        use_gpu: As `RayHostDiscovery`.
+        cpus_per_worker: As `RayHostDiscovery`.
+        gpus_per_worker: As `RayHostDiscovery`.
+        verbose: Whether changes are logged.
+        _graceful: Accepted for Horovod's sake: a worker leaves at its next commit.
+    """
+
+    __test__ = False  # pytest would take it for a test
+
+    def __init__(
+        self,
+        min_hosts: int,
+        max_hosts: int,
+        change_frequency_s: float,
+        use_gpu: bool = False,
+        cpus_per_worker: int = 1,
+        gpus_per_worker: int = 1,
+        verbose: bool = True,
+        _graceful: bool = True,
+    ) -> None:
+        super().__init__(use_gpu, cpus_per_worker, gpus_per_worker)
+        self._least, self._most = min_hosts, max_hosts
+        self._every = change_frequency_s
+        self._verbose = verbose
+        self._removed: set[str] = set()
+        self._changed = time.monotonic()
+        self._seen: dict[str, int] = {}
+
+    def add_host(self, hosts: dict[str, int]) -> None:
+        """Gives one of the removed nodes back, if there is one that lives."""
+        back = [host for host in self._removed if host in hosts]
+        if back:
+            self._removed.discard(random.choice(back))  # noqa: S311 - chaos, no secret
+
+    def remove_host(self, hosts: dict[str, int]) -> None:
+        """Takes one of the nodes away."""
+        there = [host for host in hosts if host not in self._removed]
+        if there:
+            self._removed.add(random.choice(there))  # noqa: S311 - as above
+
+    def change_hosts(self, hosts: dict[str, int]) -> None:
+        """Takes a node away or gives one back, within the limits."""
+        there = len([host for host in hosts if host not in self._removed])
+        if there <= self._least:
+            self.add_host(hosts)
+        elif there >= self._most or random.random() < 0.5:  # noqa: PLR2004, S311 - as often as not
+            self.remove_host(hosts)
+        else:
+            self.add_host(hosts)
+        if self._verbose:
+            logger.info("nodes that were taken away: %s", sorted(self._removed))
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Slots of the nodes that are not taken away."""
+        hosts = super().find_available_hosts_and_slots()
+        if time.monotonic() - self._changed >= self._every:
+            self._changed = time.monotonic()
+            self.change_hosts(hosts)
+        return {host: slots for host, slots in hosts.items() if host not in self._removed}

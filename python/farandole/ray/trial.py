@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What is between a trial's process and its ranks: the function, and `ray.tune.report` and the like in the ranks.
+
+Ray Tune knows the process of the trial, and the ranks are other processes. A rank gets a session that sends its reports
+to the process of the trial, which reports them to Tune. Rank 0 writes a checkpoint to the storage of the experiment,
+because its node may be another one than that of the trial.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_KIND: Final = "ray tune"
+
+
+@dataclass
+class RankSession:
+    """What `ray.tune` asks in a rank, in place of the session of the trial's process.
+
+    Attributes:
+        experiment_name: As Tune's.
+        trial_name: As Tune's.
+        trial_id: As Tune's.
+        trial_dir: The directory of the trial in its process.
+        trial_resources: The placement group of the trial.
+        loaded_checkpoint: Where the trial continues from.
+        storage: The file system of the experiment.
+        folder: Where rank 0 writes checkpoints that the process of the trial hands to Tune.
+        rank: The rank of this process.
+        copies: How many checkpoints rank 0 has written.
+        world_rank: None, by which Ray recognizes a session of Tune.
+    """
+
+    experiment_name: str
+    trial_name: str
+    trial_id: str
+    trial_dir: str
+    trial_resources: Any
+    loaded_checkpoint: Any
+    storage: Any
+    folder: str
+    rank: int = -1
+    copies: int = 0
+    world_rank: None = None
+
+    @classmethod
+    def of_trial(cls) -> RankSession:
+        """What the ranks of the trial of this process need."""
+        session = _sessions().get_session()
+        names = ("experiment_name", "trial_name", "trial_id", "trial_dir", "trial_resources", "loaded_checkpoint")
+        storage = session.storage
+        return cls(
+            **{name: getattr(session, name) for name in names},
+            storage=storage.storage_filesystem,
+            folder=f"{storage.trial_fs_path}/reported",
+        )
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+        """Sends a report of rank 0 to the process of the trial; those of other ranks do not count.
+
+        Args:
+            metrics: Numbers, texts and lists of them by name.
+            checkpoint: A `ray.tune.Checkpoint`, which is copied before this returns.
+
+        Raises:
+            TypeError: A metric is not of these types.
+        """
+        from farandole.spark import task  # noqa: PLC0415 - only ranks need it
+
+        if self.rank != 0:
+            return
+        told = json.loads(json.dumps(dict(metrics), default=_plain))
+        number = self._copy(checkpoint) if checkpoint is not None else None
+        task.report({"kind": _KIND, "metrics": told, "checkpoint": number})
+
+    def _copy(self, checkpoint: Any) -> int:
+        from pyarrow import fs  # noqa: PLC0415 - Ray Tune brings it
+
+        number, self.copies = self.copies, self.copies + 1
+        place = f"{self.folder}/{number}"
+        self.storage.create_dir(place, recursive=True)
+        fs.copy_files(checkpoint.path, place, checkpoint.filesystem, self.storage)
+        return number
+
+    def pass_on(self, record: Mapping[str, Any]) -> None:
+        """Reports to Tune what a rank has sent; called in the process of the trial.
+
+        Args:
+            record: What `Backend.run` hands to `on_progress`; records of other kinds are left alone.
+        """
+        if record.get("kind") != _KIND:
+            return
+        from ray import tune  # noqa: PLC0415 - loaded already in this process
+
+        number = record["checkpoint"]
+        if number is None:
+            tune.report(record["metrics"])
+            return
+        place = f"{self.folder}/{number}"
+        tune.report(record["metrics"], checkpoint=tune.Checkpoint(place, self.storage))
+        self.storage.delete_dir(place)
+
+    def clear(self) -> None:
+        """Removes copies of checkpoints that were not handed to Tune."""
+        from pyarrow import fs  # noqa: PLC0415 - as above
+
+        if self.storage.get_file_info(self.folder).type == fs.FileType.Directory:
+            self.storage.delete_dir(self.folder)
+
+
+class Packed:
+    """A function that is loaded where it is called, and not where it passes through.
+
+    Args:
+        payload: What `farandole.runner.gang.payload` made of it.
+    """
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the function."""
+        return pickle.loads(self._payload)[0](*args)  # noqa: S301 - the driver pickled it, for its own ranks
+
+
+def with_session(train: Callable[[dict[str, Any]], Any], session: RankSession) -> Callable[[dict[str, Any]], Any]:
+    """A training function in which `ray.tune.report` works.
+
+    Args:
+        train: Runs on every rank.
+        session: That of the trial.
+    """
+
+    def call(config: dict[str, Any]) -> Any:
+        session.rank = int(os.environ["HOROVOD_RANK"])
+        _sessions()._session = session  # noqa: SLF001 - Ray has no public way
+        return train(config)
+
+    return call
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of NumPy or torch as Python's."""
+    item = getattr(value, "item", None)
+    if item is None:
+        raise TypeError(f"a metric is a number, a text or a list of them: {value!r}")
+    return item()
+
+
+def _sessions() -> Any:
+    from ray.train._internal import session  # noqa: PLC0415 - `ray.tune` reads the session there
+
+    return session

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What the engine is told of compressors. `tests/parallel/test_rounded_sums.py` shows what it does with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from farandole.common.util import OPERATIONS, Average, Max, Sum, choose_op, exact, rounded, rounds_sums
+
+
+def test_sums_and_averages_alone_have_a_rounded_form() -> None:
+    assert {op for op in OPERATIONS if rounded(op) != op} == {Average, Sum}
+    assert [exact(rounded(op)) for op in OPERATIONS] == list(OPERATIONS)
+    assert rounded(Sum, rounds=False) == Sum
+    assert rounded(Max) == Max
+
+
+@pytest.mark.parametrize("op", [Average, Sum])
+def test_a_script_cannot_ask_for_a_rounded_form_by_number(op: int) -> None:
+    with pytest.raises(ValueError, match="op must be one of"):
+        choose_op(rounded(op), None)
+
+
+def test_compressors_to_16_bits_round_and_those_of_a_script_do_as_they_say() -> None:
+    compression = pytest.importorskip("farandole.torch.compression").Compression
+
+    class Exact(compression.bf16):
+        rounds_partial_sums = False
+
+    class Own:
+        """Written for Horovod."""
+
+    kinds = [compression.fp16, compression.bf16, compression.none, Exact, Own]
+    assert [rounds_sums(kind) for kind in kinds] == [True, True, False, False, False]
