@@ -37,7 +37,7 @@ from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.progress import Progress, progress
 from farandole.spark.common.runs import alone, begin, mapped, name_of
-from farandole.spark.common.tracking import MlflowTracker, Tracker
+from farandole.spark.common.tracking import MlflowTracker, Tracker, Trackers, WandbTracker
 from farandole.spark.common.visibility import executor_hosts, told_local
 from farandole.spark.session import Cluster
 from farandole.spark.shim import Shim
@@ -335,14 +335,13 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             yield
 
     def _tracked(self, run_id: str) -> Tracker:
-        """What logs the run elsewhere: MLflow where that was asked for, or nothing.
+        """What logs the run elsewhere: MLflow and Weights & Biases where they were asked for.
 
         Args:
             run_id: name of the run.
         """
-        if not self.getMlflow():
-            return Tracker()
-        return MlflowTracker(run_id, self._plain())
+        asked = {MlflowTracker: self.getMlflow(), WandbTracker: self.getWandb()}
+        return Trackers([kind(run_id, self._plain()) for kind, wanted in asked.items() if wanted])
 
     def _plain(self) -> dict[str, Any]:
         """The parameters whose values are numbers, words, or lists of them."""
