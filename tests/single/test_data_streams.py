@@ -8,6 +8,7 @@ import itertools
 import json
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pytest
 import torch
@@ -117,6 +118,15 @@ def test_frames_and_files_are_streams_in_their_order(tmp_path):
     assert [len(batch["id"]) for batch in once] == [60, 40]
     with pytest.raises(ValueError, match="the stream can be read once: pass a function that opens it again"):
         list(once)
+
+
+def test_a_source_without_an_order_has_one_rank():
+    rows = pl.LazyFrame({"id": range(20)})
+    told = r"the source, polars\.lazyframe\.frame\.LazyFrame, may have its rows in another order on each of the 2 ranks"
+    for rank in range(2):
+        with pytest.raises(ValueError, match=told):
+            StreamLoader(rows, 4, size=2, rank=rank)
+    assert sorted(row for step in seen(StreamLoader(rows, 4, size=1, rank=0)) for row in step) == list(range(20))
 
 
 def test_what_cannot_be_names_the_column_or_the_option():

@@ -53,6 +53,7 @@ class StreamLoader(BaseDataLoader):
             source: A function that takes the number of a row and returns an iterable of record batches or tables which
                 begins with this row; it must return the same rows each time. Or any source of
                 `farandole.data.prepare_data`, which is read in order; to resume, rows before the place are read again.
+                Queries, Iceberg tables and Ray data sets have no order: one rank alone can read them.
             batch_size: Rows of one batch of this rank.
             columns: Which columns; default: all.
             steps_per_epoch: Batches of one iteration. The next one continues after them. Without it, an iteration lasts
@@ -67,7 +68,8 @@ class StreamLoader(BaseDataLoader):
                 dict of arrays.
 
         Raises:
-            ValueError: A number that cannot be, a column that the source does not have.
+            ValueError: A number that cannot be, a column that the source does not have, a source for several ranks
+                whose rows may come in another order each time.
             TypeError: A source that holds no rows.
         """
         for name, value, least in (
@@ -90,7 +92,7 @@ class StreamLoader(BaseDataLoader):
                 f"shuffle_rows must be a multiple of size * batch_size, which is {self._round}: {shuffle_rows}"
             )
         self._window = shuffle_rows
-        read = source if callable(source) else _reading(source, self._columns)
+        read = source if callable(source) else _reading(source, self._columns, self.size)
         self._read: Callable[[int], Any] = read
         self._transform = transformation_fn
         self._wrap = wrapper(framework)
@@ -222,11 +224,18 @@ class StreamLoader(BaseDataLoader):
         self._start = self._taken[:3]
 
 
-def _reading(source: Any, columns: list[str] | None) -> Callable[[int], Iterator[Any]]:
+def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int], Iterator[Any]]:
     """A source of `prepare_data`, from any row on."""
     from farandole.data.sources import open_source  # noqa: PLC0415 - needs pyarrow
 
     opened = open_source(source)
+    if size > 1 and not opened.ordered:
+        kind = type(source)
+        raise ValueError(
+            f"the source, {kind.__module__}.{kind.__qualname__}, may have its rows in another order on each of the "
+            f"{size} ranks, so some would be lost and others come twice: use frame_loader, or a function that returns "
+            "the same rows each time"
+        )
     names = opened.schema.names if columns is None else columns
     lacking = [name for name in names if name not in opened.schema.names]
     if lacking:
