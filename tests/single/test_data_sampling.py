@@ -81,11 +81,27 @@ def test_rare_classes_get_the_same_share_as_frequent_ones(url, framework):
 def test_a_pool_that_is_padded_or_short_has_no_row_that_does_not_exist(url):
     padded = WeightedLoader(plain(url, 300, size=2, rank=1, tail="pad"), 60, balanced="label")
     batches = list(padded)
-    assert [len(batch["id"]) for batch in batches] == [60, 60]
+    assert [len(batch["id"]) for batch in batches] == [60, 40]
     assert all((batch["_weights"] == 1).all() for batch in batches)
     short = WeightedLoader(plain(url, 600), 60, weights="weight")
     assert [len(batch) for batch in seen(short)] == [60, 40]
     assert seen(WeightedLoader(plain(url, 999, size=2, rank=1), 5, weights="weight"))[0]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_padding_is_in_no_class_and_has_no_share(url, framework):
+    def last(batch_size, size, rank, **how):
+        pools = plain(url, batch_size, size=size, rank=rank, tail="pad", shuffle=False, framework=framework)
+        return list(WeightedLoader(pools, 200, **how))[-1]
+
+    # The padding repeats a row of one class, which must not make that class rarer.
+    batch = last(1500, 1, 0, balanced="label")
+    assert len(batch["id"]) == round(200 * 1000 / 1500)
+    assert int(batch["label"].sum()) == pytest.approx(len(batch["id"]) / 2, abs=1)
+    # 1000 rows are one whole step of 3 * 333, and one row for the first rank.
+    assert [len(last(333, 3, rank, weights="weight")["id"]) for rank in range(3)] == [1, 0, 0]
+    assert len(last(333, 3, 2, balanced="label")["id"]) == 0
+    assert len(last(333, 3, 2, weights={"label": {0: 1, 1: 2}})["id"]) == 0
 
 
 def test_batches_hold_rows_of_similar_length_and_each_row_once(url):
