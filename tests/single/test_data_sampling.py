@@ -218,6 +218,24 @@ def test_a_mix_takes_from_each_loader_its_share_and_goes_on_after_their_epochs(u
     tensors.close()
 
 
+def test_a_mix_without_ratios_drops_no_column(url):
+    padded = {"a": plain(url, 10), "b": plain(url, 10, tail="pad")}
+    with pytest.raises(ValueError, match=r"without ratios.*those of 'b' have '_weights', those of 'a' do not"):
+        MixedLoader(padded)
+    lengths = {"a": by_length(url), "b": ParquetLoader(url, 10, ["id", "tokens"])}
+    with pytest.raises(ValueError, match=r"without ratios.*those of 'a' have 'tokens__length', those of 'b' do not"):
+        MixedLoader(lengths)
+    MixedLoader(padded, {"a": 1, "b": 1}).close()
+    both = MixedLoader({"a": plain(url, 600, tail="pad"), "b": plain(url, 10, tail="pad")}, steps=2)
+    assert [batch["_weights"].sum() for batch in both] == [610, 410]
+    both.close()
+    more = plain(url, 10, transformation_fn=lambda batch: {"id": batch["id"].to_numpy(), "y": batch["id"].to_numpy()})
+    mix = MixedLoader({"a": plain(url, 10), "b": more})
+    with pytest.raises(ValueError, match="joined have the same columns: 'b' has id, y, 'a' has id, label, weight"):
+        next(iter(mix))
+    mix.close()
+
+
 def test_loaders_are_pickled_with_their_place(url):
     for maker in (weighted, by_length):
         loader = maker(url)
