@@ -74,6 +74,21 @@ def test_what_has_changed_drifts_and_what_has_not_does_not(tmp_path):
     assert statistics_of(halves).drift(quarter)["v"].index == pytest.approx(0.25 * np.log(3))
 
 
+@pytest.mark.parametrize("rows", [(200_000, 2_000), (2_000, 200_000)])
+def test_a_frequent_number_is_in_the_same_bin_of_small_and_large_data(rows):
+    # Above 4096 different numbers, statistics tell cells of numbers apart; 1.1 is no bound of a cell.
+    def halves(seed, count):
+        random = np.random.default_rng(seed)
+        return pa.table({"x": np.where(random.random(count) < 0.5, 1.1, random.uniform(0, 100, count))})
+
+    before, now = (halves(seed, count) for seed, count in enumerate(rows))
+    found = statistics_of(before)
+    assert found.drift(now)["x"].index < 0.02
+    assert 1.1 <= found["x"].edges[0] < 1.11
+    less = pa.table({"x": -halves(2, rows[0])["x"].to_numpy()})
+    assert statistics_of(less).drift(pa.table({"x": -now["x"].to_numpy()}))["x"].index < 0.02
+
+
 def test_they_are_kept_with_prepared_data(tmp_path, monkeypatch):
     rows = table().drop(["blob", "tokens"])
     wish = {"label_cols": ["flag"], "categories": ["word"], "fill": {"x": "mean"}, "statistics": True}
