@@ -70,7 +70,8 @@ class Drift:
     """How a column differs from the statistics."""
 
     index: float
-    """The population stability index: 0 for equal shares; from 0.25 on the column has changed."""
+    """The population stability index: 0 for equal shares; from 0.25 on the column has changed. NaN where there is none:
+    no rows with a value on one side, values that the statistics could not count, or a column of kind `other`."""
     missing: float
     """The share of missing rows, less the one of the statistics."""
     new: float = 0.0
@@ -88,7 +89,7 @@ class Statistics:
         return self.columns[name]
 
     def drift(self, source: Any, **reading: Any) -> dict[str, Drift]:
-        """How far the columns of another source have drifted, the furthest first.
+        """How far the columns of another source have drifted, the furthest first; then those without an index.
 
         Args:
             source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
@@ -99,7 +100,7 @@ class Statistics:
         """
         found = _counted_anywhere(source, list(self.columns), 2, reading, self.columns)
         drifts = {name: _drift(name, one, found[name]) for name, one in self.columns.items()}
-        return dict(sorted(drifts.items(), key=lambda pair: -pair[1].index))
+        return dict(sorted(drifts.items(), key=lambda pair: (math.isnan(pair[1].index), -pair[1].index)))
 
     def to_json(self) -> str:
         """As text."""
@@ -159,6 +160,7 @@ class _Tally:
     def __init__(self, kind: str, before: ColumnStatistics | None = None) -> None:
         self.kind, self.rows, self.missing = kind, 0, 0
         self.edges = None if before is None else before.edges
+        self.known = None if before is None else before.values
         self.bins: list[int] = [0] * (len(self.edges or ()) + 1)
         self.mean, self.cells = Mean(), Quantile(most=_CELLS)
         self.least, self.most = math.inf, -math.inf
@@ -194,6 +196,8 @@ class _Tally:
         if self.values is None:
             return
         for value, count in pairs:
+            if self.known is not None and value not in self.known:
+                continue
             self.values[value] = self.values.get(value, 0) + count
         if len(self.values) > _MOST_VALUES:
             self.values = None
@@ -319,19 +323,19 @@ def _drift(name: str, before: ColumnStatistics, now: _Tally) -> Drift:
     missing = now.missing / max(now.rows, 1) - before.missing / max(before.rows, 1)
     if before.kind in ("number", "list"):
         return Drift(_index(before.counts, now.bins), missing)
-    if before.kind == "value" and before.distinct is not None and now.values is not None:
-        known = [now.values.get(value, 0) for value in before.values]
+    if before.kind == "value" and before.distinct is not None:
+        known = [(now.values or {}).get(value, 0) for value in before.values]
         others = before.rows - before.missing - sum(before.values.values())
         new = now.rows - now.missing - sum(known)
         share = new / max(now.rows - now.missing, 1) if before.distinct <= _SHOWN else 0.0
         return Drift(_index([*before.values.values(), others], [*known, new]), missing, share)
-    return Drift(0.0, missing)
+    return Drift(math.nan, missing)
 
 
 def _index(before: Sequence[int], now: Sequence[int]) -> float:
-    """The population stability index of two counts of the same bins."""
+    """The population stability index of two counts of the same bins; NaN if one has no rows."""
     if not sum(before) or not sum(now):
-        return 0.0
+        return math.nan
     shares = [
         (max(one / sum(before), _LEAST), max(other / sum(now), _LEAST)) for one, other in zip(before, now, strict=True)
     ]
