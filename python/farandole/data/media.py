@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""What Pillow may open: for others it has decoders that are rarely used, and it runs Ghostscript for EPS."""
 _FITS = ("stretch", "crop", "pad")
 
 
 @dataclass(frozen=True)
 class Image:
-    """What becomes of a column of images: PNG, JPEG, WebP and other formats of Pillow.
+    """What becomes of a column of images: PNG, JPEG, WebP, GIF, BMP or TIFF. Other formats are refused.
 
     An image is turned as its EXIF orientation says, converted to `mode`, and resized. A batch has float32 of shape
     (rows, channels, height, width), from 0 to 1 before `mean` and `std`, or uint8 without scaling.
@@ -118,7 +120,8 @@ class Image:
         from PIL import ImageOps  # noqa: PLC0415
 
         size, smooth = (width, self.height), Pillow.Resampling.BILINEAR
-        with Pillow.open(io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob) as opened:
+        source = io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob
+        with Pillow.open(source, formats=_FORMATS) as opened:
             # A JPEG is decoded at an eighth, a quarter or a half of its size, if that is at least twice the result.
             longest = max(size)
             opened.draft(self.mode if self.mode != "RGBA" else None, (2 * longest, 2 * longest))
