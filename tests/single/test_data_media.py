@@ -96,6 +96,21 @@ def test_images_are_fitted_turned_and_converted():
     assert np.abs(small - wanted).mean() < 2.0
 
 
+def test_gray_images_of_sixteen_bits_keep_their_high_byte():
+    gray = picture(0)[..., 0]
+    deep = gray.astype(np.uint16) * 256 + 200
+    big = io.BytesIO()
+    PIL.Image.frombytes("I;16B", (32, 24), deep.astype(">u2").tobytes()).save(big, "tiff")
+    for blob in (stored(deep), stored(deep, "tiff"), big.getvalue()):
+        assert one(Image(24, 32, mode="L", dtype="uint8"), blob)[0].tolist() == gray.tolist()
+        colours = one(Image(24, 32, dtype="uint8"), blob)
+        assert colours.tolist() == [gray.tolist()] * 3
+    for kind, told in ((np.int32, "32-bit integers"), (np.float32, "floats")):
+        batch = pa.record_batch({"image": [stored(gray, "tiff"), stored(gray.astype(kind), "tiff")]})
+        with pytest.raises(ValueError, match=f"column 'image', row 1 of a batch: cannot decode .*: it is of {told}"):
+            Decode({"image": Image(8)})(batch)
+
+
 def test_formats_for_which_pillow_runs_other_programs_are_not_opened(monkeypatch):
     pixels = picture(0)
     how = Image(24, 32, dtype="uint8", channels_last=True)
