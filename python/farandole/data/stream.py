@@ -65,7 +65,7 @@ class StreamLoader(BaseDataLoader):
             size: How many ranks share the stream; default: that of the running job, or 1.
             framework: Arrays of NumPy or tensors of torch.
             transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record batch, a table, or a
-                dict of arrays.
+                dict of arrays. For a rank without rows it is called with one row, and what it returns is left out.
 
         Raises:
             ValueError: A number that cannot be, a column that the source does not have, a source for several ranks
@@ -119,7 +119,12 @@ class StreamLoader(BaseDataLoader):
         rounds = self._rounds = self._rounds or self._passes()
         ends = 0
         while self._steps is None or done < self._steps:
-            place, batch = next(rounds)
+            try:
+                place, batch = next(rounds)
+            except BaseException:  # a generator that has raised is over: the next iteration reads again from here
+                if self._rounds is rounds:
+                    self._rounds, self._start = None, self._made[:3]
+                raise
             if batch is None:  # the stream has ended, perhaps with the last batch of the iteration before
                 ends += 1
                 if ends > 1 or done > first:
@@ -147,10 +152,15 @@ class StreamLoader(BaseDataLoader):
             if self._window:
                 order = np.random.default_rng([self.seed, number, start]).permutation(rows)
             while taken < rows:
-                mine = order[taken : taken + self._round][self.rank :: self.size]
+                rows_of_all = order[taken : taken + self._round]
+                mine = rows_of_all[self.rank :: self.size]
                 taken = min(rows, taken + self._round)
                 place = (number, start, taken) if taken < rows else (number, start + rows, 0)
-                yield place, self._batch(window.take(mine))
+                if len(mine):
+                    yield place, self._batch(window.take(mine))
+                else:  # types and shapes are those of another rank's row
+                    one = self._batch(window.take(rows_of_all[:1]))
+                    yield place, {name: values[:0] for name, values in one.items()}
             start, taken = start + rows, 0
 
     def _batches(self, start: int) -> Iterator[pa.Table]:
