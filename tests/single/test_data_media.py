@@ -8,6 +8,7 @@ import builtins
 import io
 
 import numpy as np
+import PIL.EpsImagePlugin
 import PIL.Image
 import pyarrow as pa
 import pytest
@@ -93,6 +94,35 @@ def test_images_are_fitted_turned_and_converted():
     small = one(Image(30, 40, dtype="uint8", channels_last=True), stored(large, "jpeg", quality=95)).astype(float)
     wanted = np.asarray(PIL.Image.fromarray(large).resize((40, 30), PIL.Image.Resampling.BILINEAR)).astype(float)
     assert np.abs(small - wanted).mean() < 2.0
+
+
+def test_gray_images_of_sixteen_bits_keep_their_high_byte():
+    gray = picture(0)[..., 0]
+    deep = gray.astype(np.uint16) * 256 + 200
+    big = io.BytesIO()
+    PIL.Image.frombytes("I;16B", (32, 24), deep.astype(">u2").tobytes()).save(big, "tiff")
+    for blob in (stored(deep), stored(deep, "tiff"), big.getvalue()):
+        assert one(Image(24, 32, mode="L", dtype="uint8"), blob)[0].tolist() == gray.tolist()
+        colours = one(Image(24, 32, dtype="uint8"), blob)
+        assert colours.tolist() == [gray.tolist()] * 3
+    for kind, told in ((np.int32, "32-bit integers"), (np.float32, "floats")):
+        batch = pa.record_batch({"image": [stored(gray, "tiff"), stored(gray.astype(kind), "tiff")]})
+        with pytest.raises(ValueError, match=f"column 'image', row 1 of a batch: cannot decode .*: it is of {told}"):
+            Decode({"image": Image(8)})(batch)
+
+
+def test_formats_for_which_pillow_runs_other_programs_are_not_opened(monkeypatch):
+    pixels = picture(0)
+    how = Image(24, 32, dtype="uint8", channels_last=True)
+    for kind in ("png", "webp", "gif", "bmp", "tiff"):
+        options = {"lossless": True} if kind == "webp" else {}
+        assert np.abs(one(how, stored(pixels, kind, **options)).astype(float) - pixels).mean() < 8.0
+    ran = []
+    monkeypatch.setattr(PIL.EpsImagePlugin, "Ghostscript", lambda *given, **_: ran.append(given))
+    for kind in ("eps", "ppm"):
+        with pytest.raises(ValueError, match="column 'x', row 0 of a batch: cannot decode the image: cannot identify"):
+            one(how, stored(pixels, kind))
+    assert not ran
 
 
 def test_columns_of_paths_are_read_from_a_directory_or_a_store(tmp_path):

@@ -81,11 +81,27 @@ def test_rare_classes_get_the_same_share_as_frequent_ones(url, framework):
 def test_a_pool_that_is_padded_or_short_has_no_row_that_does_not_exist(url):
     padded = WeightedLoader(plain(url, 300, size=2, rank=1, tail="pad"), 60, balanced="label")
     batches = list(padded)
-    assert [len(batch["id"]) for batch in batches] == [60, 60]
+    assert [len(batch["id"]) for batch in batches] == [60, 40]
     assert all((batch["_weights"] == 1).all() for batch in batches)
     short = WeightedLoader(plain(url, 600), 60, weights="weight")
     assert [len(batch) for batch in seen(short)] == [60, 40]
     assert seen(WeightedLoader(plain(url, 999, size=2, rank=1), 5, weights="weight"))[0]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_padding_is_in_no_class_and_has_no_share(url, framework):
+    def last(batch_size, size, rank, **how):
+        pools = plain(url, batch_size, size=size, rank=rank, tail="pad", shuffle=False, framework=framework)
+        return list(WeightedLoader(pools, 200, **how))[-1]
+
+    # The padding repeats a row of one class, which must not make that class rarer.
+    batch = last(1500, 1, 0, balanced="label")
+    assert len(batch["id"]) == round(200 * 1000 / 1500)
+    assert int(batch["label"].sum()) == pytest.approx(len(batch["id"]) / 2, abs=1)
+    # 1000 rows are one whole step of 3 * 333, and one row for the first rank.
+    assert [len(last(333, 3, rank, weights="weight")["id"]) for rank in range(3)] == [1, 0, 0]
+    assert len(last(333, 3, 2, balanced="label")["id"]) == 0
+    assert len(last(333, 3, 2, weights={"label": {0: 1, 1: 2}})["id"]) == 0
 
 
 def test_batches_hold_rows_of_similar_length_and_each_row_once(url):
@@ -200,6 +216,24 @@ def test_a_mix_takes_from_each_loader_its_share_and_goes_on_after_their_epochs(u
     tensors = MixedLoader({"a": plain(url, 2, framework="torch"), "b": plain(url, 3, framework="torch")}, steps=1)
     assert next(iter(tensors))["id"].shape == (5,)
     tensors.close()
+
+
+def test_a_mix_without_ratios_drops_no_column(url):
+    padded = {"a": plain(url, 10), "b": plain(url, 10, tail="pad")}
+    with pytest.raises(ValueError, match=r"without ratios.*those of 'b' have '_weights', those of 'a' do not"):
+        MixedLoader(padded)
+    lengths = {"a": by_length(url), "b": ParquetLoader(url, 10, ["id", "tokens"])}
+    with pytest.raises(ValueError, match=r"without ratios.*those of 'a' have 'tokens__length', those of 'b' do not"):
+        MixedLoader(lengths)
+    MixedLoader(padded, {"a": 1, "b": 1}).close()
+    both = MixedLoader({"a": plain(url, 600, tail="pad"), "b": plain(url, 10, tail="pad")}, steps=2)
+    assert [batch["_weights"].sum() for batch in both] == [610, 410]
+    both.close()
+    more = plain(url, 10, transformation_fn=lambda batch: {"id": batch["id"].to_numpy(), "y": batch["id"].to_numpy()})
+    mix = MixedLoader({"a": plain(url, 10), "b": more})
+    with pytest.raises(ValueError, match="joined have the same columns: 'b' has id, y, 'a' has id, label, weight"):
+        next(iter(mix))
+    mix.close()
 
 
 def test_loaders_are_pickled_with_their_place(url):

@@ -61,7 +61,9 @@ def test_dates_times_and_decimals_are_numbers():
 def test_what_has_changed_drifts_and_what_has_not_does_not(tmp_path):
     found = statistics_of(table())
     same = found.drift(table(seed=1))
-    assert max(one.index for one in same.values()) < 0.01
+    assert list(same)[-1] == "blob"  # of another kind: it has no index
+    assert np.isnan(same["blob"].index)
+    assert max(one.index for name, one in same.items() if name != "blob") < 0.01
     pq.write_table(table(seed=1, shift=1.0, words="aaabd", empty=0.4), tmp_path / "new.parquet")
     drifted = found.drift(str(tmp_path / "new.parquet"))
     assert list(drifted)[:2] == ["word", "x"]
@@ -72,6 +74,40 @@ def test_what_has_changed_drifts_and_what_has_not_does_not(tmp_path):
     # Shares of 1/2 and 1/2 that become 1/4 and 3/4: (1/4 - 1/2) ln(1/2) + (3/4 - 1/2) ln(3/2).
     halves, quarter = pa.table({"v": ["a", "b"] * 50}), pa.table({"v": ["a", "b", "b", "b"] * 25})
     assert statistics_of(halves).drift(quarter)["v"].index == pytest.approx(0.25 * np.log(3))
+
+
+@pytest.mark.parametrize("rows", [(200_000, 2_000), (2_000, 200_000)])
+def test_a_frequent_number_is_in_the_same_bin_of_small_and_large_data(rows):
+    # Above 4096 different numbers, statistics tell cells of numbers apart; 1.1 is no bound of a cell.
+    def halves(seed, count):
+        random = np.random.default_rng(seed)
+        return pa.table({"x": np.where(random.random(count) < 0.5, 1.1, random.uniform(0, 100, count))})
+
+    before, now = (halves(seed, count) for seed, count in enumerate(rows))
+    found = statistics_of(before)
+    assert found.drift(now)["x"].index < 0.02
+    assert 1.1 <= found["x"].edges[0] < 1.11
+    less = pa.table({"x": -halves(2, rows[0])["x"].to_numpy()})
+    assert statistics_of(less).drift(pa.table({"x": -now["x"].to_numpy()}))["x"].index < 0.02
+
+
+def test_what_cannot_be_compared_has_no_index(monkeypatch):
+    many = pa.table({"word": [str(row) for row in range(400)], "x": [1.0, 2.0] * 200})
+    few = pa.table({"word": ["1", "2", "3", "4"] * 100, "x": [1.0, 2.0] * 200})
+    monkeypatch.setattr("farandole.data.statistics._MOST_VALUES", 200)
+    # Only the new data has too many strings: all but 4 of its 400 are new.
+    found = statistics_of(few).drift(many)
+    assert list(found) == ["word", "x"]
+    assert found["word"].new == pytest.approx(0.99)
+    assert found["word"].index > 5
+    # The statistics could not count their strings.
+    found = statistics_of(many).drift(few)
+    assert list(found) == ["x", "word"]
+    assert (found["x"].index, found["word"].missing) == (0.0, 0.0)
+    assert np.isnan(found["word"].index)
+    none = few.slice(0, 0)
+    for drifted in (statistics_of(none).drift(few), statistics_of(few).drift(none)):
+        assert all(np.isnan(one.index) for one in drifted.values())
 
 
 def test_they_are_kept_with_prepared_data(tmp_path, monkeypatch):

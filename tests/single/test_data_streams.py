@@ -8,6 +8,7 @@ import itertools
 import json
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pytest
 import torch
@@ -117,6 +118,56 @@ def test_frames_and_files_are_streams_in_their_order(tmp_path):
     assert [len(batch["id"]) for batch in once] == [60, 40]
     with pytest.raises(ValueError, match="the stream can be read once: pass a function that opens it again"):
         list(once)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    "transformation_fn", [None, lambda batch: batch, lambda batch: {"x": [[1.0, 2.0]] * len(batch)}]
+)
+def test_a_rank_without_rows_has_the_shapes_and_types_of_the_others(transformation_fn, framework):
+    def last(most, rank):
+        options = {"size": 2, "rank": rank, "framework": framework, "transformation_fn": transformation_fn}
+        return list(StreamLoader(lambda start: endless(start, most), 4, ["id", "x"], **options))[-1]
+
+    for most in (1, 9):  # of the first step, and of a later one, one row is left
+        full, empty = last(most, 0), last(most, 1)
+        assert full["x"].shape == (1, 2)
+        assert empty["x"].shape == (0, 2)
+        assert {name: value.dtype for name, value in full.items()} == {name: one.dtype for name, one in empty.items()}
+
+
+def test_after_an_error_the_next_iteration_reads_on_from_there():
+    wrong = {20}
+
+    def broken(start):
+        for batch in endless(start, 50):
+            if wrong & set(batch["id"].to_pylist()):
+                raise OSError("the stream is away")
+            yield batch
+
+    def refused(batch):
+        if wrong & set(batch["id"].to_pylist()):
+            raise OSError("the stream is away")
+        return batch
+
+    for loader in (stream(broken), stream(finite, transformation_fn=refused)):
+        rows = []
+        for _ in range(2):
+            with pytest.raises(OSError, match="the stream is away"):
+                rows.extend(batch["id"].tolist() for batch in loader)
+        wrong.clear()
+        rows += seen(loader)
+        wrong.add(20)
+        assert [row for step in rows for row in step] == list(range(50))
+
+
+def test_a_source_without_an_order_has_one_rank():
+    rows = pl.LazyFrame({"id": range(20)})
+    told = r"the source, polars\.lazyframe\.frame\.LazyFrame, may have its rows in another order on each of the 2 ranks"
+    for rank in range(2):
+        with pytest.raises(ValueError, match=told):
+            StreamLoader(rows, 4, size=2, rank=rank)
+    assert sorted(row for step in seen(StreamLoader(rows, 4, size=1, rank=0)) for row in step) == list(range(20))
 
 
 def test_what_cannot_be_names_the_column_or_the_option():

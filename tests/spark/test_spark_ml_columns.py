@@ -289,19 +289,24 @@ def test_tables_of_a_catalog_are_prepared_as_other_frames(spark, tmp_path):
                 assert sorted(zip(batch["id"].tolist(), batch["x"].tolist(), batch["kind"].tolist(), strict=True)) == [
                     (row, row / 2, row % 3 + 2) for row in range(100)
                 ]
-        counted = statistics_of(spark.table("farandole_rows"))
-        assert counted == statistics_of(spark.table("farandole_rows").toPandas())
-        other = spark.sql("select current_timestamp() as at, array(1, 2) as tokens, true as flag, binary('x') as blob")
-        assert [one.kind for one in statistics_of(other).columns.values()] == ["number", "list", "value", "other"]
-        drifted = counted.drift(spark.table("farandole_rows").where("id > 50"))
-        assert drifted["id"].index > 1
-        assert drifted["kind"].index < 0.1
-        loader = frame_loader(spark.table("farandole_rows"), 30, ["id", "x"], cache=tmp_path / "cache")
-        again = pickle.loads(pickle.dumps(loader))
-        assert sorted(row for batch in again for row in batch["id"].tolist()) == list(range(100))
-        with pytest.raises(ValueError, match="the frame has no column 'age': id, x, kind"):
-            frame_loader(spark.table("farandole_rows"), 30, ["age"], cache=tmp_path / "cache")
-        del loader
-        assert not list((tmp_path / "cache").iterdir())
     finally:
         spark.sql("drop table farandole_rows")
+
+
+@pytest.mark.slow
+def test_statistics_and_loaders_of_a_frame_are_made_on_executors(spark, tmp_path):
+    rows = spark.range(100).selectExpr("id", "id / 2 as x", "cast(id % 3 as string) as kind").cache()
+    counted = statistics_of(rows)
+    assert counted == statistics_of(rows.toPandas())
+    drifted = counted.drift(rows.where("id > 50"))
+    assert drifted["id"].index > 1
+    assert drifted["kind"].index < 0.1
+    other = spark.sql("select current_timestamp() as at, array(1, 2) as tokens, true as flag, binary('x') as blob")
+    assert [one.kind for one in statistics_of(other).columns.values()] == ["number", "list", "value", "other"]
+    loader = frame_loader(rows, 30, ["id", "x"], cache=tmp_path / "cache")
+    again = pickle.loads(pickle.dumps(loader))
+    assert sorted(row for batch in again for row in batch["id"].tolist()) == list(range(100))
+    with pytest.raises(ValueError, match="the frame has no column 'age': id, x, kind"):
+        frame_loader(rows, 30, ["age"], cache=tmp_path / "cache")
+    del loader
+    assert not list((tmp_path / "cache").iterdir())

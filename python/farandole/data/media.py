@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""What Pillow may open: for others it has decoders that are rarely used, and it runs Ghostscript for EPS."""
 _FITS = ("stretch", "crop", "pad")
 
 
 @dataclass(frozen=True)
 class Image:
-    """What becomes of a column of images: PNG, JPEG, WebP and other formats of Pillow.
+    """What becomes of a column of images: PNG, JPEG, WebP, GIF, BMP or TIFF. Other formats are refused.
 
-    An image is turned as its EXIF orientation says, converted to `mode`, and resized. A batch has float32 of shape
+    An image is turned as its EXIF orientation says, converted to `mode`, and resized. Of 16 bits, the high 8 are taken;
+    images of 32-bit integers and of floats are refused, since their range is not known. A batch has float32 of shape
     (rows, channels, height, width), from 0 to 1 before `mean` and `std`, or uint8 without scaling.
 
     Args:
@@ -118,18 +121,33 @@ class Image:
         from PIL import ImageOps  # noqa: PLC0415
 
         size, smooth = (width, self.height), Pillow.Resampling.BILINEAR
-        with Pillow.open(io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob) as opened:
+        source = io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob
+        with Pillow.open(source, formats=_FORMATS) as opened:
             # A JPEG is decoded at an eighth, a quarter or a half of its size, if that is at least twice the result.
             longest = max(size)
             opened.draft(self.mode if self.mode != "RGBA" else None, (2 * longest, 2 * longest))
             ImageOps.exif_transpose(opened, in_place=True)
             opened.load()
-            image = opened if opened.mode == self.mode else opened.convert(self.mode)
+            image = _of_bytes(opened)
+            image = image if image.mode == self.mode else image.convert(self.mode)
         if self.fit == "crop":
             return ImageOps.fit(image, size, smooth)
         if self.fit == "pad":
             return ImageOps.pad(image, size, smooth)
         return image if image.size == size else image.resize(size, smooth)
+
+
+def _of_bytes(image: Any) -> Any:
+    """An image with 8 bits a channel. Pillow itself would make every gray value of 16 bits above 255 white."""
+    import numpy as np  # noqa: PLC0415 - optional
+    from PIL import Image as Pillow  # noqa: PLC0415
+
+    if image.mode in ("I", "F"):
+        kind = "32-bit integers" if image.mode == "I" else "floats"
+        raise ValueError(f"it is of {kind}, whose range is not known (mode {image.mode} of Pillow)")
+    if not image.mode.startswith("I;16"):
+        return image
+    return Pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 
 @dataclass(frozen=True)

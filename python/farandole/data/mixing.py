@@ -9,6 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from farandole.data.data_loader_base import BaseDataLoader
+from farandole.data.loader import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -38,7 +39,8 @@ class MixedLoader(BaseDataLoader):
         """Reads nothing yet.
 
         Args:
-            loaders: By name: `ParquetLoader`, `WeightedLoader` or `LengthLoader`, with the same columns.
+            loaders: By name: `ParquetLoader`, `WeightedLoader` or `LengthLoader`, with the same columns. Without
+                `ratios`, all or none have `tail="pad"`, and all or none are `LengthLoader`.
             ratios: How many batches come from each loader, in proportion: `{"web": 3, "books": 1}`.
             steps: Batches of one iteration; default: as many as one epoch of all loaders has, or of the longest one
                 without `ratios`.
@@ -67,6 +69,8 @@ class MixedLoader(BaseDataLoader):
                     f"loaders of a mix have the same columns: {name!r} has {', '.join(sorted(loader.columns))}, "
                     f"{first!r} has {', '.join(sorted(self.loaders[first].columns))}"
                 )
+        if ratios is None:
+            _check_added(self.loaders)
         self._steps = steps or (max(lengths) if ratios is None else sum(lengths))
         self._open: dict[str, Iterator[Batch]] = {}
         self._first = 0
@@ -127,6 +131,12 @@ class MixedLoader(BaseDataLoader):
     def _joined(self, batches: Mapping[str, Batch]) -> Batch:
         """The rows of several batches, one loader's after the other's."""
         first = next(iter(batches))
+        for name, batch in batches.items():
+            if batch.keys() != batches[first].keys():
+                raise ValueError(
+                    f"batches that are joined have the same columns: {name!r} has {', '.join(batch)}, "
+                    f"{first!r} has {', '.join(batches[first])}"
+                )
         return {column: _concatenated(column, batches) for column in batches[first]}
 
     def _mark(self) -> dict[str, Any]:
@@ -184,6 +194,26 @@ def _shares(ratios: Mapping[str, float], loaders: Mapping[str, Any]) -> dict[str
             raise ValueError(f"the ratio of {name!r} must be a number above 0: {ratio!r}")
     total = sum(ratios[name] for name in loaders)
     return {name: ratios[name] / total for name in loaders}
+
+
+def _check_added(loaders: Mapping[str, Any]) -> None:
+    """Refuses loaders whose batches could not be joined, since some have weights or lengths and others do not."""
+    added: dict[str, set[str]] = {}
+    for name, loader in loaders.items():
+        pools = getattr(loader, "loader", loader)
+        suffix = getattr(pools, "_length_suffix", "")
+        added[name] = {column + suffix for column in getattr(pools, "_ragged", ())} if suffix else set()
+        if getattr(pools, "tail", None) == "pad":
+            added[name].add(WEIGHTS)
+    first = next(iter(added))
+    for name, columns in added.items():
+        if columns != added[first]:
+            one = min(columns ^ added[first])
+            has, lacks = (name, first) if one in columns else (first, name)
+            raise ValueError(
+                f"without ratios, batches of a mix have the same columns: those of {has!r} have {one!r}, those of "
+                f"{lacks!r} do not"
+            )
 
 
 def _concatenated(column: str, batches: Mapping[str, Batch]) -> Any:

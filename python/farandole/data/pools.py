@@ -166,6 +166,8 @@ class WeightedLoader(PoolLoader):
 
     A row of weight 2 comes twice as often as one of weight 1. The draw is systematic: a row that is expected 2.3 times
     comes 2 or 3 times. A larger pool is closer to the proportions of the whole data set.
+
+    Padding of a pool (`tail="pad"`) is never drawn: the last batch is shorter, as with `tail="keep"`.
     """
 
     def __init__(
@@ -208,9 +210,10 @@ class WeightedLoader(PoolLoader):
         return 1
 
     def _cut(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
+        if self.loader.tail == "pad":  # padding is no row: it is in no class and has no share
+            real = np.flatnonzero(np.asarray(pool[WEIGHTS]))
+            pool = {name: values[real] for name, values in pool.items()}
         weight, owners = self._weights(np.asarray(pool[self._column]))
-        if WEIGHTS in pool:
-            weight = weight * np.asarray(pool[WEIGHTS])  # padding is never drawn
         chosen = self._draw(weight, owners, self._random(epoch, start, self.loader.rank))
         return [{name: values[chosen] for name, values in pool.items()}]
 

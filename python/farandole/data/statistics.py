@@ -18,7 +18,7 @@ from farandole.data.sources import open_source
 from farandole.data.tallies import Mean, Quantile, numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
@@ -70,7 +70,8 @@ class Drift:
     """How a column differs from the statistics."""
 
     index: float
-    """The population stability index: 0 for equal shares; from 0.25 on the column has changed."""
+    """The population stability index: 0 for equal shares; from 0.25 on the column has changed. NaN where there is none:
+    no rows with a value on one side, values that the statistics could not count, or a column of kind `other`."""
     missing: float
     """The share of missing rows, less the one of the statistics."""
     new: float = 0.0
@@ -88,7 +89,7 @@ class Statistics:
         return self.columns[name]
 
     def drift(self, source: Any, **reading: Any) -> dict[str, Drift]:
-        """How far the columns of another source have drifted, the furthest first.
+        """How far the columns of another source have drifted, the furthest first; then those without an index.
 
         Args:
             source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
@@ -97,9 +98,9 @@ class Statistics:
         Raises:
             ValueError: A column is missing, or has another kind of values.
         """
-        found = _counted_anywhere(source, list(self.columns), 2, reading)
+        found = _counted_anywhere(source, list(self.columns), 2, reading, self.columns)
         drifts = {name: _drift(name, one, found[name]) for name, one in self.columns.items()}
-        return dict(sorted(drifts.items(), key=lambda pair: -pair[1].index))
+        return dict(sorted(drifts.items(), key=lambda pair: (math.isnan(pair[1].index), -pair[1].index)))
 
     def to_json(self) -> str:
         """As text."""
@@ -146,16 +147,21 @@ def kept_statistics(url: str, source: Source, columns: Sequence[str], threads: i
         kept = Statistics.of_json(store.read(_FILE))
         if set(columns) <= set(kept.columns):
             return kept
-    made = Statistics({name: tally.statistics() for name, tally in _counted(source, list(columns), threads).items()})
+    made = Statistics(
+        {name: tally.statistics() for name, tally in _counted(source, list(columns), threads, {}).items()}
+    )
     store.write(_FILE, made.to_json().encode())
     return made
 
 
 class _Tally:
-    """Counts the rows of a column."""
+    """Counts the rows of a column; for a drift, those of each bin of the statistics alone."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, before: ColumnStatistics | None = None) -> None:
         self.kind, self.rows, self.missing = kind, 0, 0
+        self.edges = None if before is None else before.edges
+        self.known = None if before is None else before.values
+        self.bins: list[int] = [0] * (len(self.edges or ()) + 1)
         self.mean, self.cells = Mean(), Quantile(most=_CELLS)
         self.least, self.most = math.inf, -math.inf
         self.values: dict[str, int] | None = {}
@@ -171,10 +177,13 @@ class _Tally:
             column = column.drop_null().value_lengths()
         if self.kind in ("number", "list"):
             values = numbers(column)
-            self.mean.add(column)
-            self.cells.add(column)
             if self.kind == "number":
                 self.missing += len(column) - len(values)
+            if self.edges is not None:
+                self.bins = [one + more for one, more in zip(self.bins, _binned(values, self.edges), strict=True)]
+                return
+            self.mean.add(column)
+            self.cells.add(column)
             if len(values):
                 self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
             return
@@ -187,6 +196,8 @@ class _Tally:
         if self.values is None:
             return
         for value, count in pairs:
+            if self.known is not None and value not in self.known:
+                continue
             self.values[value] = self.values.get(value, 0) + count
         if len(self.values) > _MOST_VALUES:
             self.values = None
@@ -195,6 +206,7 @@ class _Tally:
         self.rows, self.missing = self.rows + other.rows, self.missing + other.missing
         self.mean.merge(other.mean)
         self.cells.merge(other.cells)
+        self.bins = [one + more for one, more in zip(self.bins, other.bins, strict=True)]
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
         if other.values is None:
             self.values = None
@@ -203,10 +215,13 @@ class _Tally:
 
     def statistics(self) -> ColumnStatistics:
         if self.kind in ("number", "list") and self.mean.count:
-            deciles = [self.cells.at(bin_ / _BINS) for bin_ in range(1, _BINS)]
+            # The largest number of its cell: what is in the cell is then below the edge in any other count, too.
+            deciles = [self.cells.up_to(bin_ / _BINS) for bin_ in range(1, _BINS)]
             edges = sorted({one for one in deciles if one is not None})
+            cells, rows = self.cells.numbers()
+            counts = _binned(cells, edges, rows)
             return ColumnStatistics(
-                self.kind, self.rows, self.missing, self.mean.value, self.least, self.most, edges, self.binned(edges)
+                self.kind, self.rows, self.missing, self.mean.value, self.least, self.most, edges, counts
             )
         values = self.values if self.kind == "value" else None
         shown = sorted(values or {}, key=lambda value: (-(values or {})[value], value))[:_SHOWN]
@@ -215,26 +230,32 @@ class _Tally:
             distinct=None if values is None else len(values),
         )  # fmt: skip
 
-    def binned(self, edges: Sequence[float]) -> list[int]:
-        """Rows up to each edge, and above the last one."""
-        import numpy as np  # noqa: PLC0415 - optional
 
-        cells, rows = self.cells.numbers()
-        places = np.searchsorted(np.asarray(edges), cells, side="left")
-        return np.bincount(places, rows, len(edges) + 1).astype(np.int64).tolist()
+def _binned(values: Any, edges: Sequence[float], rows: Any = None) -> list[int]:
+    """Rows up to each edge, and above the last one; of each value one, or as many as `rows` says."""
+    import numpy as np  # noqa: PLC0415 - optional
+
+    places = np.searchsorted(np.asarray(edges, np.float64), values, side="left")
+    return np.bincount(places, rows, len(edges) + 1).astype(np.int64).tolist()
 
 
 def _counted_anywhere(
-    source: Any, columns: list[str] | None, threads: int, reading: dict[str, Any]
+    source: Any,
+    columns: list[str] | None,
+    threads: int,
+    reading: dict[str, Any],
+    before: Mapping[str, ColumnStatistics] | None = None,
 ) -> dict[str, _Tally]:
-    """Counts in this process, or the rows of a Spark DataFrame on its executors."""
+    """Counts in this process, or the rows of a Spark DataFrame on its executors; `before` for a drift."""
     if is_spark(source):
-        return _counted_by_spark(source, columns)
+        return _counted_by_spark(source, columns, before or {})
     opened = open_source(source, **reading)
-    return _counted(opened, opened.schema.names if columns is None else columns, threads)
+    return _counted(opened, opened.schema.names if columns is None else columns, threads, before or {})
 
 
-def _counted_by_spark(frame: Any, columns: list[str] | None) -> dict[str, _Tally]:
+def _counted_by_spark(
+    frame: Any, columns: list[str] | None, before: Mapping[str, ColumnStatistics]
+) -> dict[str, _Tally]:
     chosen = frame.select(*(f"`{name}`" for name in _present(columns, frame.columns)))
     kinds = {field.name: _SPARK_KINDS.get(field.dataType.typeName(), "other") for field in chosen.schema.fields}
 
@@ -243,13 +264,13 @@ def _counted_by_spark(frame: Any, columns: list[str] | None) -> dict[str, _Tally
 
         import pyarrow as pa  # noqa: PLC0415 - as pickle
 
-        found = {name: _Tally(kind) for name, kind in kinds.items()}
+        found = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
         for batch in batches:
             for name, tally in found.items():
                 tally.add(batch.column(name))
         yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)], pa.binary())], names=["part"])
 
-    whole = {name: _Tally(kind) for name, kind in kinds.items()}
+    whole = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
     for row in chosen.mapInArrow(count, "part binary").collect():
         for name, tally in cloudpickle.loads(bytes(row.part)).items():
             whole[name].merge(tally)
@@ -263,18 +284,20 @@ def _present(columns: list[str] | None, present: list[str]) -> list[str]:
     return present if columns is None else columns
 
 
-def _counted(source: Source, columns: list[str], threads: int) -> dict[str, _Tally]:
+def _counted(
+    source: Source, columns: list[str], threads: int, before: Mapping[str, ColumnStatistics]
+) -> dict[str, _Tally]:
     columns = _present(columns, source.schema.names)
     kinds = {name: _kind(source.schema.field(name).type) for name in columns}
 
     def count(unit: Unit) -> dict[str, _Tally]:
-        found = {name: _Tally(kind) for name, kind in kinds.items()}
+        found = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
         for batch in unit.batches():
             for name, tally in found.items():
                 tally.add(batch.column(name))
         return found
 
-    whole = {name: _Tally(kind) for name, kind in kinds.items()}
+    whole = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
     with ThreadPoolExecutor(threads, "farandole-statistics") as pool:
         for part in pool.map(count, source.units(columns)):
             for name, tally in part.items():
@@ -299,20 +322,20 @@ def _drift(name: str, before: ColumnStatistics, now: _Tally) -> Drift:
         raise ValueError(f"column {name!r} is a {now.kind} now, in the statistics it is a {before.kind}")
     missing = now.missing / max(now.rows, 1) - before.missing / max(before.rows, 1)
     if before.kind in ("number", "list"):
-        return Drift(_index(before.counts, now.binned(before.edges)), missing)
-    if before.kind == "value" and before.distinct is not None and now.values is not None:
-        known = [now.values.get(value, 0) for value in before.values]
+        return Drift(_index(before.counts, now.bins), missing)
+    if before.kind == "value" and before.distinct is not None:
+        known = [(now.values or {}).get(value, 0) for value in before.values]
         others = before.rows - before.missing - sum(before.values.values())
         new = now.rows - now.missing - sum(known)
         share = new / max(now.rows - now.missing, 1) if before.distinct <= _SHOWN else 0.0
         return Drift(_index([*before.values.values(), others], [*known, new]), missing, share)
-    return Drift(0.0, missing)
+    return Drift(math.nan, missing)
 
 
 def _index(before: Sequence[int], now: Sequence[int]) -> float:
-    """The population stability index of two counts of the same bins."""
+    """The population stability index of two counts of the same bins; NaN if one has no rows."""
     if not sum(before) or not sum(now):
-        return 0.0
+        return math.nan
     shares = [
         (max(one / sum(before), _LEAST), max(other / sum(now), _LEAST)) for one, other in zip(before, now, strict=True)
     ]

@@ -53,6 +53,7 @@ class StreamLoader(BaseDataLoader):
             source: A function that takes the number of a row and returns an iterable of record batches or tables which
                 begins with this row; it must return the same rows each time. Or any source of
                 `farandole.data.prepare_data`, which is read in order; to resume, rows before the place are read again.
+                Queries, Iceberg tables and Ray data sets have no order: one rank alone can read them.
             batch_size: Rows of one batch of this rank.
             columns: Which columns; default: all.
             steps_per_epoch: Batches of one iteration. The next one continues after them. Without it, an iteration lasts
@@ -64,10 +65,11 @@ class StreamLoader(BaseDataLoader):
             size: How many ranks share the stream; default: that of the running job, or 1.
             framework: Arrays of NumPy or tensors of torch.
             transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record batch, a table, or a
-                dict of arrays.
+                dict of arrays. For a rank without rows it is called with one row, and what it returns is left out.
 
         Raises:
-            ValueError: A number that cannot be, a column that the source does not have.
+            ValueError: A number that cannot be, a column that the source does not have, a source for several ranks
+                whose rows may come in another order each time.
             TypeError: A source that holds no rows.
         """
         for name, value, least in (
@@ -90,7 +92,7 @@ class StreamLoader(BaseDataLoader):
                 f"shuffle_rows must be a multiple of size * batch_size, which is {self._round}: {shuffle_rows}"
             )
         self._window = shuffle_rows
-        read = source if callable(source) else _reading(source, self._columns)
+        read = source if callable(source) else _reading(source, self._columns, self.size)
         self._read: Callable[[int], Any] = read
         self._transform = transformation_fn
         self._wrap = wrapper(framework)
@@ -117,7 +119,12 @@ class StreamLoader(BaseDataLoader):
         rounds = self._rounds = self._rounds or self._passes()
         ends = 0
         while self._steps is None or done < self._steps:
-            place, batch = next(rounds)
+            try:
+                place, batch = next(rounds)
+            except BaseException:  # a generator that has raised is over: the next iteration reads again from here
+                if self._rounds is rounds:
+                    self._rounds, self._start = None, self._made[:3]
+                raise
             if batch is None:  # the stream has ended, perhaps with the last batch of the iteration before
                 ends += 1
                 if ends > 1 or done > first:
@@ -145,10 +152,15 @@ class StreamLoader(BaseDataLoader):
             if self._window:
                 order = np.random.default_rng([self.seed, number, start]).permutation(rows)
             while taken < rows:
-                mine = order[taken : taken + self._round][self.rank :: self.size]
+                rows_of_all = order[taken : taken + self._round]
+                mine = rows_of_all[self.rank :: self.size]
                 taken = min(rows, taken + self._round)
                 place = (number, start, taken) if taken < rows else (number, start + rows, 0)
-                yield place, self._batch(window.take(mine))
+                if len(mine):
+                    yield place, self._batch(window.take(mine))
+                else:  # types and shapes are those of another rank's row
+                    one = self._batch(window.take(rows_of_all[:1]))
+                    yield place, {name: values[:0] for name, values in one.items()}
             start, taken = start + rows, 0
 
     def _batches(self, start: int) -> Iterator[pa.Table]:
@@ -222,11 +234,18 @@ class StreamLoader(BaseDataLoader):
         self._start = self._taken[:3]
 
 
-def _reading(source: Any, columns: list[str] | None) -> Callable[[int], Iterator[Any]]:
+def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int], Iterator[Any]]:
     """A source of `prepare_data`, from any row on."""
     from farandole.data.sources import open_source  # noqa: PLC0415 - needs pyarrow
 
     opened = open_source(source)
+    if size > 1 and not opened.ordered:
+        kind = type(source)
+        raise ValueError(
+            f"the source, {kind.__module__}.{kind.__qualname__}, may have its rows in another order on each of the "
+            f"{size} ranks, so some would be lost and others come twice: use frame_loader, or a function that returns "
+            "the same rows each time"
+        )
     names = opened.schema.names if columns is None else columns
     lacking = [name for name in names if name not in opened.schema.names]
     if lacking:

@@ -155,6 +155,19 @@ class Quantile:
                 return self._last_of(key)
         return self._last_of(keys[-2]) if len(keys) > 1 else None
 
+    def up_to(self, share: float) -> float | None:
+        """The least number that ends a cell and that at least a share of the rows does not exceed.
+
+        Args:
+            share: Of the rows.
+        """
+        target, seen = share * sum(self.cells.values()), 0
+        for key in sorted(self.cells):
+            seen += self.cells[key]
+            if seen >= target:
+                return self._last_of(key)
+        return None
+
     def _last_of(self, key: int) -> float:
         """The largest number of a cell."""
         return self._number((key << self.dropped) + (1 << self.dropped) - 1, whole=True)
