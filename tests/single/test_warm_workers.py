@@ -107,19 +107,31 @@ def test_workers_come_with_torch_in_milliseconds_and_one_server_serves_them_all(
     assert min(times) < cold / 3, (times, cold)
 
 
-def test_the_first_optimizer_of_a_warm_worker_does_not_import_the_compiler():
-    def step():
-        import sys
+FIRST_STEP = """
+from farandole.spark.common import LocalBackend
 
-        import torch
+def step():
+    import sys
+    import torch
 
-        line = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(line.parameters(), lr=0.1)
-        line(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
-        return "torch._dynamo.convert_frame" in sys.modules
+    line = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(line.parameters(), lr=0.1)
+    line(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    return "torch._dynamo.convert_frame" in sys.modules
 
-    assert LocalBackend(1, verbose=0).run(step) == [False]
+if __name__ == "__main__":
+    import torch
+    print(LocalBackend(1, verbose=0).run(step))
+"""
+
+
+def test_the_first_optimizer_of_a_warm_worker_does_not_import_the_compiler(tmp_path):
+    # A process of its own: workers have what their driver has imported, and other tests import the compiler.
+    script = tmp_path / "first_step.py"
+    script.write_text(FIRST_STEP)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "[False]\n"), done.stderr
 
 
 def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_interpreters(tmp_path):
