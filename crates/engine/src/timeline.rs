@@ -10,7 +10,7 @@
 use std::path::PathBuf;
 
 use farandole_collectives::ReduceOp;
-use farandole_telemetry::{Nvtx, Timeline};
+use farandole_telemetry::{Nvtx, Timeline, Title};
 
 use crate::signature::Call;
 use crate::{Engine, Error, Result};
@@ -91,10 +91,13 @@ impl Engine {
             return Ok(());
         }
         let path = path.replace(RANK_PLACEHOLDER, &rank.to_string());
-        let title = format!("farandole rank {rank}");
+        let name = format!("farandole rank {rank}");
+        let host =
+            self.world().seats.get(rank.0 as usize).map_or_else(String::new, |seat| seat.host.0.clone());
+        let title = Title { name: &name, rank: rank.0, host: &host };
         self.tracer
             .timeline
-            .start(&PathBuf::from(&path), &title, mark_cycles)
+            .start(&PathBuf::from(&path), title, mark_cycles)
             .map_err(|error| refused(path, &error))
     }
 
@@ -105,6 +108,23 @@ impl Engine {
     pub fn stop_timeline(&self) -> Result<()> {
         self.check_process()?;
         self.tracer.timeline.stop().map_err(|error| refused("its end".to_owned(), &error))
+    }
+}
+
+impl Engine {
+    /// Whether a timeline is written in this process.
+    pub fn has_timeline(&self) -> bool {
+        self.tracer.timeline.is_on()
+    }
+
+    /// A phase of a training step begins in the timeline, inside of those that have begun.
+    pub fn enter_phase(&self, name: &str) {
+        self.tracer.timeline.enter(name);
+    }
+
+    /// The phase that began last ends.
+    pub fn leave_phase(&self) {
+        self.tracer.timeline.leave();
     }
 }
 

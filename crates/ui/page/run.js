@@ -42,6 +42,24 @@ function ownWork(rank) {
   return typeof rank.step_seconds === "number" ? rank.step_seconds - (rank.data_seconds || 0) - (rank.reduce_seconds || 0) : NaN;
 }
 
+/** Used and all of something in bytes, such as `3.1 of 16.0 GiB`. */
+function used(part, whole) {
+  return typeof part === "number" && whole > 0 ? `${(part / 2 ** 30).toFixed(1)} of ${(whole / 2 ** 30).toFixed(1)} GiB` : "";
+}
+
+function percent(share) {
+  return typeof share === "number" ? `${Math.round(share * 100)} %` : "";
+}
+
+/** Heads of the columns about a rank's host and GPU, and what they show. */
+const LOADS = [
+  ["Host CPU", (load) => percent(load.cpu)],
+  ["Process memory", (load) => (typeof load.process_memory === "number" ? bytes(load.process_memory) : "")],
+  ["Host memory", (load) => used(load.memory, load.memory_total)],
+  ["GPU load", (load) => percent(load.gpu)],
+  ["GPU memory", (load) => used(load.gpu_memory, load.gpu_memory_total)],
+];
+
 /** Where each rank is and where its time goes. */
 function ranks(record) {
   const all = Array.isArray(record.ranks) ? record.ranks.filter((one) => one && typeof one === "object") : [];
@@ -50,15 +68,17 @@ function ranks(record) {
   const usual = works.length > 1 ? median(works) : NaN;
   const time = (seconds) => (typeof seconds === "number" ? `${(seconds * 1000).toFixed(1)} ms` : "");
   const share = (part, whole) => (typeof part === "number" && whole > 0 ? `${Math.round((part / whole) * 100)} %` : "");
+  // Columns that no rank has are left out.
+  const loads = LOADS.filter(([, shown]) => all.some((rank) => shown(rank.load || {})));
   const rows = all.map((rank) => {
     const slow = ownWork(rank) > SLOW * usual;
     const cells = [rank.rank, rank.host, rank.pid, rank.executor, rank.gpu, time(rank.step_seconds), time(ownWork(rank)),
-      share(rank.data_seconds, rank.step_seconds), share(rank.reduce_seconds, rank.step_seconds)];
+      share(rank.data_seconds, rank.step_seconds), share(rank.reduce_seconds, rank.step_seconds), ...loads.map(([, shown]) => shown(rank.load || {}))];
     const mark = slow ? `computes ${(ownWork(rank) / usual).toFixed(1)} times as long as the median` : "";
     return make("tr", { class: slow ? "slow" : null }, cells.map((cell, index) => make("td", { class: index === 1 ? "" : "number" }, cell ?? "")), make("td", {}, mark));
   });
-  const heads = ["Rank", "Host", "Process", "Executor", "GPU", "Step", "Computes", "Waits for data", "Reduces", ""];
-  return section("Ranks", make("div", { class: "wide" }, make("table", { class: "list" }, make("thead", {}, make("tr", {}, heads.map((head, index) => make("th", { scope: "col", class: index === 1 || index === 9 ? "" : "number" }, head)))), make("tbody", {}, rows))));
+  const heads = ["Rank", "Host", "Process", "Executor", "GPU", "Step", "Computes", "Waits for data", "Reduces", ...loads.map(([head]) => head), ""];
+  return section("Ranks", make("div", { class: "wide" }, make("table", { class: "list" }, make("thead", {}, make("tr", {}, heads.map((head, index) => make("th", { scope: "col", class: index === 1 || index === heads.length - 1 ? "" : "number" }, head)))), make("tbody", {}, rows))));
 }
 
 /** What limits the speed of the run, where its ranks have measured it. */
@@ -73,6 +93,43 @@ function events(record) {
   if (!all.length) return null;
   const rows = all.map((event) => make("tr", {}, make("td", {}, moment(event.time)), make("td", {}, words(event.what)), make("td", { class: "reason" }, words(event.reason))));
   return section("Events", make("table", { class: "list" }, make("tbody", {}, rows)));
+}
+
+const PERFETTO = "https://ui.perfetto.dev";
+
+/** Opens a trace in Perfetto by its protocol: the new window answers PING when it can take a trace. */
+function openInPerfetto(address, title) {
+  const other = window.open(PERFETTO);
+  if (!other) { problem("the browser has blocked the window of Perfetto; download the timeline and open it there"); return; }
+  const trace = fetch(address, { cache: "no-store" }).then(async (response) => {
+    if (!response.ok) throw new Error(await response.text());
+    return response.arrayBuffer();
+  });
+  const asking = setInterval(() => { if (other.closed) end(); else other.postMessage("PING", PERFETTO); }, 100);
+  const end = () => { clearInterval(asking); window.removeEventListener("message", heard); };
+  const heard = async (event) => {
+    if (event.origin !== PERFETTO || event.source !== other || event.data !== "PONG") return;
+    end();
+    try {
+      const buffer = await trace;
+      other.postMessage({ perfetto: { buffer, title, fileName: "timeline.json" } }, PERFETTO, [buffer]);
+    } catch (error) {
+      problem(error.message);
+    }
+  };
+  window.addEventListener("message", heard);
+  trace.catch((error) => { end(); problem(error.message); });
+}
+
+/** The timeline of all ranks, if the run has one. */
+function timeline(run, told) {
+  const file = told.files.find((one) => one.path === "timeline.json");
+  if (!file) return null;
+  const address = `api/timeline?run=${encodeURIComponent(run)}`;
+  return section("Timeline", make("div", { class: "bar" },
+    make("button", { click: () => openInPerfetto(address, told.summary.name) }, "Open in Perfetto"),
+    make("a", { class: "button", href: address, download: "timeline.json" }, `Download (${bytes(file.bytes)})`)),
+  make("p", {}, "Perfetto is a page of ui.perfetto.dev. It shows the trace in the browser and sends it nowhere. Without a network, download the trace and open it in chrome://tracing."));
 }
 
 /** The files of a run; texts can be read here. */
@@ -100,7 +157,7 @@ function facts(run, told) {
   const told_data = object(record.data).filter(([name]) => name !== "told");
   return [
     summary.reason ? section(summary.state === "failed" ? "Why it failed" : "Why it ended", make("pre", {}, record.reason || summary.reason)) : null,
-    limits(told), ranks(record), events(record),
+    limits(told), ranks(record), timeline(run, told), events(record),
     make("div", { class: "columns" },
       table("Parameters", object(record.parameters)),
       make("div", {}, table("Data", told_data), table("Environment", object(record.environment)), table("Code", object(record.code)), table("Begun with", object(told.fingerprint)))),

@@ -8,6 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from farandole.runner import timelines
 from farandole.runner.watcher import RANK
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Hearing(ABC):
             self.watcher.record(record)
             if self.on_progress is not None:
                 self.on_progress(event.rank or 0, record)
+        elif event.text == timelines.KIND:
+            timelines.take(event.data)
 
     def log(self, event: Event) -> None:
         """Writes a line of a worker."""

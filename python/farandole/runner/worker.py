@@ -11,6 +11,7 @@ here comes from the process that started this one. The process exits with 0 afte
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import pickle
 import sys
@@ -48,8 +49,13 @@ def main() -> int:
         launcher.report(EXECUTOR, os.environ[EXECUTOR].encode())
     if TOLD in os.environ:
         from farandole._native import launcher  # noqa: PLC0415 - as above
+        from farandole.runner import load  # noqa: PLC0415 - as above
 
-        launcher.report("rank", f'{{"pid": {os.getpid()}}}'.encode())
+        def say(record: dict[str, Any]) -> None:
+            launcher.report("rank", json.dumps(record).encode())
+
+        say({"pid": os.getpid()})
+        load.watch(say)
     status, record = _call(packed)
     del packed
     try:

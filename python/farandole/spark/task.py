@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole.runner import load
 from farandole.runner.agent import RESOURCES
 from farandole.runner.watcher import RANK
 from farandole.runner.worker import TOLD
@@ -107,6 +108,7 @@ def device(count: int, local_rank: int, local_size: int) -> Choice | None:
     choice = choose_device(count, local_rank, local_size, get_available_devices(), visible, by_local_rank)
     if choice is not None:
         rank = os.environ.get("RANK", str(local_rank))
+        load.takes(choice.index)
         if is_told():
             say({"gpu": choice.index})
         sys.stderr.write(f"farandole: rank {rank} takes GPU {choice.index} of {count}: {choice.reason}\n")

@@ -159,6 +159,11 @@ pub(crate) const FLAGS: &[Flag] = &[
         ..own("prefix-output-with-timestamp", Takes::Nothing, "Begin each line of the workers with the time")
     },
     own(
+        "timeline",
+        Takes::Text,
+        "File for one timeline of all ranks, for Perfetto; clocks of hosts are aligned, a late rank is named",
+    ),
+    own(
         "config-file",
         Takes::Text,
         "YAML file with Horovod's keys, and any knob under `farandole`; flags win over it",

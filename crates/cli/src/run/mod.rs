@@ -23,6 +23,7 @@ use crate::check_build::check_build;
 use crate::console::Console;
 use crate::logging;
 use crate::surroundings::Surroundings;
+use crate::timeline::Gathering;
 
 /// Its command line.
 pub(crate) fn command() -> Command {
@@ -64,13 +65,22 @@ pub(crate) fn run(called: &str, matches: &ArgMatches, surroundings: &dyn Surroun
     let place = options.place()?;
     let console = Console::new(options.timestamps, options.output_folder.as_deref(), place.num_proc)?;
     let sink = Arc::new(console) as Arc<dyn Sink>;
-    let verbose = options.verbose;
+    let timeline = options.timeline.as_deref().map(|path| Gathering::new(path, &sink)).transpose()?;
+    let sink = timeline.as_ref().map_or(sink, |timeline| Arc::clone(timeline) as Arc<dyn Sink>);
+    let (verbose, ranks) = (options.verbose, (!options.is_elastic()).then_some(place.num_proc));
     let report = if options.is_elastic() {
         elastic(options, place, surroundings, &sink, &say)?
     } else {
         fixed(options, place, surroundings, &sink, &say)?
     };
     tell(&report, verbose, &say);
+    if let Some(timeline) = timeline {
+        // A job does not fail because nobody can see where its time went.
+        match timeline.merge(ranks) {
+            Ok(lines) => lines.iter().for_each(|line| say(line)),
+            Err(error) => say(&format!("there is no timeline of the ranks: {error:#}")),
+        }
+    }
     Ok(report.exit_code())
 }
 

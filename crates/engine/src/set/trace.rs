@@ -40,14 +40,14 @@ impl ProcessSet {
     }
 
     /// A list says that these are one operation.
-    pub(super) fn trace_batch(&self, entries: &[(Entry, Arc<Agreed>)]) -> Option<Span> {
+    pub(super) fn trace_batch(&self, list: u64, entries: &[(Entry, Arc<Agreed>)]) -> Option<Span> {
         let tracer = Arc::clone(&self.options.tracer);
         let labels = labels(&entries.first()?.1.signature.call);
         let mut tracks = Vec::with_capacity(entries.len());
         for (entry, agreed) in entries {
             let track = self.track(&entry.name);
             tracer.timeline.end_of(&track, None);
-            tracer.timeline.begin(&track, labels.operation);
+            tracer.timeline.begin_listed(&track, labels.operation, list);
             tracer.timeline.begin(&track, QUEUE);
             tracks.push((track, produced(agreed)));
         }

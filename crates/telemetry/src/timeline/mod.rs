@@ -52,11 +52,24 @@ pub struct Track {
     pub tensor: Arc<str>,
 }
 
+/// Whose timeline it is: what merging the files of all ranks needs to know.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Title<'a> {
+    /// Name of the process in the trace.
+    pub name: &'a str,
+    /// Its rank.
+    pub rank: u32,
+    /// Its host: processes with the same one have the same clock.
+    pub host: &'a str,
+}
+
 #[derive(Clone, Debug)]
 enum What {
-    Begin(Track, &'static str),
+    Begin(Track, &'static str, Option<u64>),
     Arrived(Track, u32),
     End(Track, Option<Produced>),
+    Enter(Arc<str>),
+    Leave,
     Cycle,
 }
 
@@ -92,12 +105,12 @@ impl Timeline {
         self.state.load(Ordering::Relaxed) != 0
     }
 
-    /// Writes to `path` from now on, which is created or emptied; what ran before is ended first. `title` names the
-    /// process in the trace. Returns when the file is there and valid.
+    /// Writes to `path` from now on, which is created or emptied; what ran before is ended first. Returns when the file
+    /// is there and valid.
     ///
     /// # Errors
     /// When the file cannot be written, or the thread not made; nothing runs then.
-    pub fn start(&self, path: &Path, title: &str, mark_cycles: bool) -> io::Result<()> {
+    pub fn start(&self, path: &Path, title: Title<'_>, mark_cycles: bool) -> io::Result<()> {
         let mut running = self.running.lock();
         self.end(&mut running)?;
         let mut writer = Writer::new(File::create(path)?, title)?;
@@ -139,7 +152,22 @@ impl Timeline {
 
     /// Something begins on a track, inside of what has begun there before.
     pub fn begin(&self, track: &Track, name: &'static str) {
-        self.record(|| What::Begin(track.clone(), name));
+        self.record(|| What::Begin(track.clone(), name, None));
+    }
+
+    /// As [`Timeline::begin`], for an operation of a list: its number is the same on all ranks.
+    pub fn begin_listed(&self, track: &Track, name: &'static str, list: u64) {
+        self.record(|| What::Begin(track.clone(), name, Some(list)));
+    }
+
+    /// A phase of a training step begins, inside of those that have begun.
+    pub fn enter(&self, name: &str) {
+        self.record(|| What::Enter(name.into()));
+    }
+
+    /// The phase that began last ends.
+    pub fn leave(&self) {
+        self.record(|| What::Leave);
     }
 
     /// A rank arrived in the negotiation of a tensor.

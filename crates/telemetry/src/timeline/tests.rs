@@ -22,7 +22,7 @@ fn a_tensor_is_a_process_with_nested_spans() {
     let (timeline, a) = (Timeline::default(), track(0, "a\"\n"));
     timeline.begin(&a, "BEFORE");
     assert!(!timeline.is_on());
-    timeline.start(&path, "rank 0", true).unwrap();
+    timeline.start(&path, Title { name: "rank 0", ..Title::default() }, true).unwrap();
     assert_eq!(read(&path).len(), 2, "valid before anything happened");
     timeline.begin(&a, "NEGOTIATE_ALLREDUCE");
     timeline.arrived(&a, 3);
@@ -50,10 +50,10 @@ fn what_began_earlier_does_not_end_here_and_what_is_open_ends_with_the_timeline(
     let folder = tempfile::tempdir().unwrap();
     let (one, two) = (folder.path().join("1"), folder.path().join("2"));
     let (timeline, a) = (Timeline::default(), track(0, "a"));
-    timeline.start(&one, "", false).unwrap();
+    timeline.start(&one, Title::default(), false).unwrap();
     timeline.begin(&a, "ALLREDUCE");
     timeline.cycle();
-    timeline.start(&two, "", false).unwrap();
+    timeline.start(&two, Title::default(), false).unwrap();
     timeline.end_of(&a, None);
     timeline.begin(&a, "ALLREDUCE");
     drop(timeline);
@@ -68,7 +68,7 @@ fn the_file_is_valid_while_events_keep_coming_and_growing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let (timeline, a) = (Timeline::default(), track(0, "a"));
-    timeline.start(&path, "", false).unwrap();
+    timeline.start(&path, Title::default(), false).unwrap();
     let (end, mut seen) = (Instant::now() + Duration::from_secs(20), 0);
     while seen < 100 {
         timeline.begin(&a, "ALLREDUCE");
@@ -86,7 +86,7 @@ fn the_file_is_valid_while_events_keep_coming_and_growing() {
 #[test]
 fn a_file_that_cannot_be_made_is_refused_and_nothing_runs() {
     let timeline = Timeline::default();
-    assert!(timeline.start(Path::new("/nonexistent/x.json"), "", false).is_err());
+    assert!(timeline.start(Path::new("/nonexistent/x.json"), Title::default(), false).is_err());
     assert!(!timeline.is_on() && timeline.stop().is_ok());
 }
 
@@ -94,8 +94,8 @@ fn a_file_that_cannot_be_made_is_refused_and_nothing_runs() {
 fn lost_events_are_counted_and_leave_no_span_open() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
-    let mut writer = Writer::new(File::create(&path).unwrap(), "").unwrap();
-    let begin = Event { at: Instant::now(), what: What::Begin(track(0, "a"), "ALLREDUCE") };
+    let mut writer = Writer::new(File::create(&path).unwrap(), Title::default()).unwrap();
+    let begin = Event { at: Instant::now(), what: What::Begin(track(0, "a"), "ALLREDUCE", None) };
     writer.write(std::slice::from_ref(&begin), 0).unwrap();
     writer.write(&[begin], 7).unwrap();
     writer.finish().unwrap();
@@ -103,4 +103,28 @@ fn lost_events_are_counted_and_leave_no_span_open() {
     let kinds: Vec<_> = spans.iter().map(|record| record["ph"].as_str().unwrap()).collect();
     assert_eq!(kinds, ["B", "E", "i", "B", "E"]);
     assert_eq!(spans[2]["args"]["count"], 7);
+}
+
+#[test]
+fn phases_of_steps_have_a_track_and_the_file_says_whose_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let timeline = Timeline::default();
+    timeline.enter("nobody listens");
+    timeline.start(&path, Title { name: "rank 3", rank: 3, host: "a-1\"" }, false).unwrap();
+    timeline.leave();
+    timeline.enter("step \"1\"");
+    timeline.enter("data");
+    timeline.leave();
+    timeline.begin_listed(&track(0, "steps"), "ALLREDUCE", 7);
+    timeline.stop().unwrap();
+    let records = read(&path);
+    assert_eq!(records[0]["args"]["rank"], 3);
+    assert_eq!(records[0]["args"]["host"], "a-1\"");
+    let phases: Vec<_> = records.iter().filter(|record| record["pid"] == 1).collect();
+    let names: Vec<_> = phases.iter().map(|record| &record["ph"]).collect();
+    assert_eq!(names, ["M", "M", "B", "B", "E", "E"], "what did not begin does not end, what is open does");
+    assert_eq!(phases[2]["name"], "step \"1\"");
+    let listed = records.iter().find(|record| record["name"] == "ALLREDUCE").unwrap();
+    assert_eq!((&listed["args"]["list"], &listed["pid"]), (&Value::from(7), &Value::from(2)));
 }

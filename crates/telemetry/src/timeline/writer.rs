@@ -10,9 +10,13 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use super::{Event, Produced, Track, What};
+use super::{Event, Produced, Title, Track, What};
 
 const END: &str = "\n]\n";
+/// Name of the track with the phases of training steps.
+const PHASES: &str = "steps";
+/// How often both clocks are read at the start; the reading that took the least time counts.
+const READINGS: usize = 5;
 
 struct Place {
     /// Its "process" number.
@@ -29,17 +33,21 @@ pub(super) struct Writer {
     text: String,
     start: Instant,
     places: HashMap<Track, Place>,
+    phases: Track,
 }
 
 impl Writer {
-    pub(super) fn new(file: File, title: &str) -> io::Result<Self> {
-        let start = Instant::now();
-        let epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
-        let mut writer = Self { file, offset: 0, text: String::new(), start, places: HashMap::new() };
-        let mut name = String::new();
-        quote(title, &mut name);
+    pub(super) fn new(file: File, title: Title<'_>) -> io::Result<Self> {
+        let (start, epoch) = clocks();
+        // The name cannot be a tensor's of a process set, so both tracks may have it.
+        let phases = Track { set: u32::MAX, tensor: PHASES.into() };
+        let mut writer = Self { file, offset: 0, text: String::new(), start, places: HashMap::new(), phases };
+        let (mut name, mut host) = (String::new(), String::new());
+        quote(title.name, &mut name);
+        quote(title.host, &mut host);
+        let rank = title.rank;
         writer.record(&format!(
-            r#"{{"name":"process_name","ph":"M","pid":0,"args":{{"name":{name},"start_time_since_epoch_in_micros":{epoch}}}}}"#
+            r#"{{"name":"process_name","ph":"M","pid":0,"args":{{"name":{name},"start_time_since_epoch_in_micros":{epoch},"rank":{rank},"host":{host}}}}}"#
         ));
         writer.record(r#"{"name":"process_sort_index","ph":"M","pid":0,"args":{"sort_index":0}}"#);
         writer.flush()?;
@@ -72,31 +80,43 @@ impl Writer {
     fn event(&mut self, event: &Event) {
         let ts = self.elapsed(event.at);
         match &event.what {
-            What::Begin(track, name) => {
+            What::Begin(track, name, list) => {
                 let place = self.place(track);
                 place.depth += 1;
                 let pid = place.pid;
-                self.record(&format!(r#"{{"name":"{name}","ph":"B","ts":{ts},"pid":{pid}}}"#));
+                let args = list.map_or_else(String::new, |list| format!(r#","args":{{"list":{list}}}"#));
+                self.record(&format!(r#"{{"name":"{name}","ph":"B","ts":{ts},"pid":{pid}{args}}}"#));
             }
             What::Arrived(track, rank) => {
                 let pid = self.place(track).pid;
                 self.record(&format!(r#"{{"name":"{rank}","ph":"X","ts":{ts},"pid":{pid},"dur":0}}"#));
             }
-            What::End(track, produced) => {
-                let place = self.place(track);
-                // It began before the timeline did.
-                if place.depth == 0 {
-                    return;
-                }
-                place.depth -= 1;
+            What::End(track, produced) => self.end(track, ts, produced.as_ref()),
+            What::Enter(name) => {
+                let place = self.place(&self.phases.clone());
+                place.depth += 1;
                 let pid = place.pid;
-                let args = produced.as_ref().map_or_else(String::new, arguments);
-                self.record(&format!(r#"{{"ph":"E","ts":{ts},"pid":{pid}{args}}}"#));
+                let mut quoted = String::new();
+                quote(name, &mut quoted);
+                self.record(&format!(r#"{{"name":{quoted},"ph":"B","ts":{ts},"pid":{pid}}}"#));
             }
+            What::Leave => self.end(&self.phases.clone(), ts, None),
             What::Cycle => {
                 self.record(&format!(r#"{{"name":"CYCLE_START","ph":"i","ts":{ts},"pid":0,"s":"g"}}"#));
             }
         }
+    }
+
+    fn end(&mut self, track: &Track, ts: u128, produced: Option<&Produced>) {
+        let place = self.place(track);
+        // It began before the timeline did.
+        if place.depth == 0 {
+            return;
+        }
+        place.depth -= 1;
+        let pid = place.pid;
+        let args = produced.map_or_else(String::new, arguments);
+        self.record(&format!(r#"{{"ph":"E","ts":{ts},"pid":{pid}{args}}}"#));
     }
 
     fn place(&mut self, track: &Track) -> &mut Place {
@@ -104,7 +124,7 @@ impl Writer {
             let pid = self.places.len() + 1;
             let mut name = String::new();
             match track.set {
-                0 => quote(&track.tensor, &mut name),
+                0 | u32::MAX => quote(&track.tensor, &mut name),
                 set => quote(&format!("{} (process set {set})", track.tensor), &mut name),
             }
             self.record(&format!(
@@ -152,6 +172,20 @@ impl Writer {
     fn elapsed(&self, at: Instant) -> u128 {
         at.saturating_duration_since(self.start).as_micros()
     }
+}
+
+/// One moment by both clocks, the second in microseconds since the epoch.
+fn clocks() -> (Instant, u128) {
+    let read = || {
+        let start = Instant::now();
+        let epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
+        (start.elapsed(), start, epoch)
+    };
+    let best = (1..READINGS).fold(read(), |best, _| {
+        let next = read();
+        if next.0 < best.0 { next } else { best }
+    });
+    (best.1, best.2)
 }
 
 fn arguments(produced: &Produced) -> String {

@@ -25,6 +25,7 @@ from pyspark.ml import Estimator
 from farandole.data.learning import WORDS, Wish
 from farandole.data.sides import split_of
 from farandole.runner.errors import FarandoleJobError
+from farandole.runner.timelines import gathered
 from farandole.spark.common.backend import Backend, SparkBackend
 from farandole.spark.common.classes import ClassParams
 from farandole.spark.common.columns import Roles, check_present, check_types
@@ -37,13 +38,14 @@ from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.progress import Progress, progress
 from farandole.spark.common.runs import alone, begin, mapped, name_of
-from farandole.spark.common.tracking import MlflowTracker, Tracker
+from farandole.spark.common.tracking import MlflowTracker, Tracker, Trackers, WandbTracker
 from farandole.spark.common.visibility import executor_hosts, told_local
 from farandole.spark.session import Cluster
 from farandole.spark.shim import Shim
 from farandole.spark.training import telling
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Sequence
 
     from pyspark.ml.param import Param
@@ -58,13 +60,17 @@ if TYPE_CHECKING:
 class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
     """What the estimators of all frameworks share."""
 
-    def fit(self, df: Any, params: Any = None, *, ui: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
+    def fit(  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
+        self, df: Any, params: Any = None, *, ui: bool = False, timeline: str | os.PathLike[str] | bool | None = None
+    ) -> Any:
         """Trains on a DataFrame, or on a pyarrow, pandas or polars table.
 
         Args:
             df: the rows.
             params: values of parameters that hold for this call; a list of them fits a model with each.
             ui: whether to open the run viewer on the store and print its link.
+            timeline: file for one timeline of all ranks, with aligned clocks, that opens in Perfetto; `True` keeps it
+                in the run, where the run viewer opens it.
 
         Returns:
             The fitted model, or a list of them.
@@ -73,7 +79,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             ValueError: a parameter, a column or the data does not fit; the message names it.
         """
         self._show(ui)
-        with mapped(params is not None):
+        with gathered(timeline), mapped(params is not None):
             return super().fit(df, params)
 
     def fitMultiple(  # noqa: N802 - Spark's name
@@ -102,7 +108,12 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         return _Fits(fit, len(paramMaps))
 
     def fit_on_parquet(
-        self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None, *, ui: bool = False
+        self,
+        params: dict[Param[Any], Any] | None = None,
+        dataset_idx: int | None = None,
+        *,
+        ui: bool = False,
+        timeline: str | os.PathLike[str] | bool | None = None,
     ) -> Any:
         """Trains on the Parquet data that is already in the store, without a DataFrame.
 
@@ -112,6 +123,8 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             params: values that hold for this call.
             dataset_idx: number of the data set; without it the store's unnumbered one.
             ui: whether to open the run viewer on the store and print its link.
+            timeline: file for one timeline of all ranks, with aligned clocks, that opens in Perfetto; `True` keeps it
+                in the run, where the run viewer opens it.
 
         Returns:
             The fitted model.
@@ -122,7 +135,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             RunDiffersError: a `ValueError`: the run of `run_id` was begun with other data or parameters.
         """
         self._show(ui)
-        with mapped(params is not None):
+        with gathered(timeline), mapped(params is not None):
             return (self.copy(params) if params else self)._fit_prepared(dataset_idx)
 
     def _show(self, ui: bool) -> None:
@@ -335,14 +348,13 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             yield
 
     def _tracked(self, run_id: str) -> Tracker:
-        """What logs the run elsewhere: MLflow where that was asked for, or nothing.
+        """What logs the run elsewhere: MLflow and Weights & Biases where they were asked for.
 
         Args:
             run_id: name of the run.
         """
-        if not self.getMlflow():
-            return Tracker()
-        return MlflowTracker(run_id, self._plain())
+        asked = {MlflowTracker: self.getMlflow(), WandbTracker: self.getWandb()}
+        return Trackers([kind(run_id, self._plain()) for kind, wanted in asked.items() if wanted])
 
     def _plain(self) -> dict[str, Any]:
         """The parameters whose values are numbers, words, or lists of them."""

@@ -183,6 +183,7 @@ class EstimatorParams(Params):
         "terminate_on_nan", "whether a loss that is NaN or infinite ends the run", check.flag("terminate_on_nan")
     )
     mlflow = declare("mlflow", "whether the run is logged to MLflow", check.flag("mlflow"))
+    wandb = declare("wandb", "whether the run is logged to Weights & Biases", check.flag("wandb"))
 
     setNumProc, getNumProc = accessors("num_proc")
     setModel, getModel = accessors("model")
@@ -242,6 +243,7 @@ class EstimatorParams(Params):
     setMaxRestarts, getMaxRestarts = accessors("max_restarts")
     setTerminateOnNan, getTerminateOnNan = accessors("terminate_on_nan")
     setMlflow, getMlflow = accessors("mlflow")
+    setWandb, getWandb = accessors("wandb")
 
     def __init__(self) -> None:
         """Gives every parameter its default."""
@@ -280,6 +282,7 @@ class EstimatorParams(Params):
             max_restarts=3,
             terminate_on_nan=True,
             mlflow=False,
+            wandb=False,
         )  # fmt: skip
 
     def setParams(self, **params: Any) -> Self:

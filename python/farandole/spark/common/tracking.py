@@ -2,16 +2,17 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A run logged elsewhere while it goes on: parameters, losses and metrics of each epoch, the model at its end."""
 
-# ruff: noqa: PLC0415 - MLflow is loaded when it is asked for
+# ruff: noqa: PLC0415 - MLflow and wandb are loaded when they are asked for
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole.spark.common.history import flat
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
 
 _LONGEST = 500
@@ -36,6 +37,86 @@ class Tracker(AbstractContextManager["Tracker"]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Ends the log; a failed run is marked as such."""
+
+
+class Trackers(Tracker):
+    """Several at once.
+
+    Args:
+        all: What logs.
+    """
+
+    def __init__(self, all: Iterable[Tracker]) -> None:  # noqa: A002 - of what there is
+        self._all = list(all)
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Starts all of them."""
+        with ExitStack() as opening:
+            for one in self._all:
+                opening.enter_context(one)
+            self._open = opening.pop_all()
+        return self
+
+    def report(self, record: dict[str, Any]) -> None:
+        """As `Tracker.report`."""
+        for one in self._all:
+            one.report(record)
+
+    def model(self, model: Any, flavor: str) -> None:
+        """As `Tracker.model`."""
+        for one in self._all:
+            one.model(model, flavor)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """As `Tracker.__exit__`."""
+        self._open.__exit__(kind, error, traceback)
+
+
+class WandbTracker(Tracker):
+    """Logs to Weights & Biases: into the run that is active, or one of its own.
+
+    Args:
+        run_id: name of the run.
+        parameters: plain values by name.
+
+    Raises:
+        ImportError: wandb is not installed.
+    """
+
+    def __init__(self, run_id: str, parameters: dict[str, Any]) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError("wandb=True needs the package wandb: pip install wandb", name="wandb") from error
+        self._wandb: Any = wandb
+        self._own = wandb.run is None
+        self._name = run_id
+        self._parameters = parameters
+        self._run: Any = None
+
+    def __enter__(self) -> Self:
+        """Starts the run and logs the parameters."""
+        self._run = self._wandb.init(name=self._name) if self._own else self._wandb.run
+        self._run.config.update(self._parameters, allow_val_change=True)
+        return self
+
+    def report(self, record: dict[str, Any]) -> None:
+        """As `Tracker.report`."""
+        if record.get("kind") == "epoch":
+            row = flat(record["entry"])
+            self._run.log(
+                {name: float(value) for name, value in row.items() if name != "epoch"}, step=int(row["epoch"])
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """As `Tracker.__exit__`."""
+        if self._own:
+            self._run.finish(exit_code=0 if kind is None else 1)
 
 
 class MlflowTracker(Tracker):

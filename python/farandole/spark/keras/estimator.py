@@ -159,6 +159,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         categorical_cols: NVTabular's; not used.
         terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
+        wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
         max_restarts: Most restarts of one fit; default 3.
     """
@@ -229,6 +230,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         categorical_cols: Sequence[str] | None = None,
         terminate_on_nan: bool | None = None,
         mlflow: bool | None = None,
+        wandb: bool | None = None,
         on_failure: str | None = None,
         max_restarts: int | None = None,
     ) -> None:

@@ -170,6 +170,7 @@ class LightningEstimator(
         max_steps: Steps after which the run ends.
         max_time: Seconds of training after which the run ends.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
+        wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
         max_restarts: Most restarts of one fit; default 3.
     """
@@ -257,6 +258,7 @@ class LightningEstimator(
         max_steps: int | None = None,
         max_time: float | None = None,
         mlflow: bool | None = None,
+        wandb: bool | None = None,
         on_failure: str | None = None,
         max_restarts: int | None = None,
     ) -> None:

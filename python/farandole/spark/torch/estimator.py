@@ -165,6 +165,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         max_time: Seconds of training after which the run ends, within an epoch too.
         terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
+        wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
         max_restarts: Most restarts of one fit; default 3.
     """
@@ -246,6 +247,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         max_time: float | None = None,
         terminate_on_nan: bool | None = None,
         mlflow: bool | None = None,
+        wandb: bool | None = None,
         on_failure: str | None = None,
         max_restarts: int | None = None,
     ) -> None:

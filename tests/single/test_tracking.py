@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What Weights & Biases is told, by a module that stands in for its library."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from farandole.spark.common.tracking import Tracker, Trackers, WandbTracker
+
+PARAMETERS = {"batch_size": 8}
+
+
+def epoch(number, loss):
+    scores = {"loss": loss, "all_metrics": []}
+    entry = {"epoch": number, "train": scores, "validation": scores | {"loss": 2 * loss}}
+    return {"kind": "epoch", "entry": entry}
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """The library; `told` has what it was told."""
+    told = []
+    fake = types.ModuleType("wandb")
+    run = types.SimpleNamespace(
+        config=types.SimpleNamespace(update=lambda values, **options: told.append(("config", values, *options))),
+        log=lambda row, step: told.append(("log", row, step)),
+        finish=lambda exit_code: told.append(("finish", exit_code)),
+    )
+    fake.run, fake.told, fake.active = None, told, run
+    fake.init = lambda name: told.append(("init", name)) or run
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_a_run_of_its_own_gets_parameters_and_epochs(wandb):
+    with WandbTracker("named", PARAMETERS) as tracker:
+        tracker.report({"kind": "step", "loss": 9.0})
+        tracker.report(epoch(0, 0.5))
+        tracker.report(epoch(1, 0.25))
+    assert wandb.told == [
+        ("init", "named"),
+        ("config", PARAMETERS, "allow_val_change"),
+        ("log", {"loss": 0.5, "val_loss": 1.0}, 0),
+        ("log", {"loss": 0.25, "val_loss": 0.5}, 1),
+        ("finish", 0),
+    ]
+
+
+def test_a_failed_fit_fails_its_run_and_an_active_run_stays_open(wandb):
+    with pytest.raises(RuntimeError), WandbTracker("named", {}):
+        raise RuntimeError
+    assert wandb.told[-1] == ("finish", 1)
+    wandb.told.clear()
+    wandb.run = wandb.active
+    with WandbTracker("named", {}):
+        pass
+    assert [name for name, *_ in wandb.told] == ["config"]
+
+
+def test_several_are_told_and_those_that_have_started_end_if_one_cannot_start(wandb):
+    class Unwilling(Tracker):
+        def __enter__(self):
+            raise ConnectionError("no server")
+
+    with Trackers([WandbTracker("a", {}), WandbTracker("b", {})]) as both:
+        both.report(epoch(0, 1.0))
+        both.model(None, "pytorch")
+    assert [name for name, *_ in wandb.told] == ["init", "config"] * 2 + ["log"] * 2 + ["finish"] * 2
+    wandb.told.clear()
+    with pytest.raises(ConnectionError), Trackers([WandbTracker("a", {}), Unwilling()]):
+        pass
+    assert wandb.told[-1] == ("finish", 1)
+    with Trackers([]) as none:
+        none.report(epoch(0, 1.0))
+
+
+def test_without_the_library_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="pip install wandb"):
+        WandbTracker("named", {})

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A job of functions in the run viewer, live: `farandole.run(ui=...)`; and the timeline of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from tests.ui.conftest import write_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from playwright.sync_api import Page
+
+JOB = """
+import os, signal, sys, time
+from pathlib import Path
+
+import farandole
+
+def train(folder):
+    import farandole.numpy as hvd
+    from farandole.spark.task import report
+
+    hvd.init()
+    print("rank", hvd.rank(), "is here", flush=True)
+    for epoch in range(200):
+        if hvd.rank() == 0:
+            report({"kind": "epoch", "entry": {"epoch": epoch, "train": {"loss": 1 / (epoch + 1), "all_metrics": []}}})
+        if hvd.rank() == 1 and Path(folder, "die").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        hvd.barrier()
+        time.sleep(0.5)
+
+farandole.run(train, args=(sys.argv[1],), num_proc=2, ui=sys.argv[1], timeline=True)
+"""
+
+
+def ready(page: Page, link: str) -> None:
+    """Opens the page and waits for its first answer."""
+    page.goto(link)
+    page.wait_for_selector("body[data-ready]")
+
+
+@contextlib.contextmanager
+def ended(job: subprocess.Popen[str]) -> Iterator[None]:
+    """Ends a job that a failed test leaves."""
+    try:
+        yield
+    except BaseException:
+        job.terminate()
+        raise
+
+
+def grows(page: Page, beyond: int) -> int:
+    """Waits until the curve of the loss has more points; how many it has then."""
+    chart = page.locator("figure[data-chart=loss]")
+    deadline = time.monotonic() + 30
+    while (points := int(chart.get_attribute("data-points") or 0)) <= beyond:
+        assert time.monotonic() < deadline, f"{points} points"
+        page.wait_for_timeout(100)
+    return points
+
+
+def test_a_live_job_grows_and_a_killed_rank_appears(page, shown, tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job, ended(job):
+        assert job.stderr is not None
+        said = job.stderr.readline()
+        assert re.search(r"the run is at http://127\.0\.0\.1:\d+/[0-9a-f]{32}/#/run/0%2Ftrain-", said), said
+        ready(page, shown())
+        page.wait_for_selector("#rows td.state:has-text('running')", timeout=30_000)
+        page.click("#rows a")
+        page.wait_for_selector("figure[data-chart=loss] canvas", timeout=30_000)
+        grows(page, beyond=grows(page, beyond=3))
+        page.wait_for_selector("[data-section=Ranks] th:has-text('Host memory')", timeout=20_000)
+        cells = page.locator("[data-section=Ranks] tbody tr").first.locator("td").all_inner_texts()
+        assert any(re.fullmatch(r"\d+\.\d of \d+\.\d GiB", cell) for cell in cells), cells
+        assert any(re.fullmatch(r"\d+ %", cell) for cell in cells), "the load of the host's processors"
+        page.click("button.link:has-text('output/rank.1/stdout')")
+        page.wait_for_selector("pre:has-text('rank 1 is here')")
+        (tmp_path / "die").touch()
+        page.wait_for_selector("#headline .badge:has-text('failed')", timeout=30_000)
+        assert "SIGKILL" in page.locator("[data-section='Why it failed']").inner_text()
+        rest = job.stderr.read()
+        assert job.wait(30) != 0
+    assert "the timeline of all ranks is timeline.json of the run" in rest, rest
+    run = next((tmp_path / "runs").iterdir())
+    trace = json.loads((run / "timeline.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"]} >= {0, 1}
+
+
+PERFETTO = """
+<script>
+window.addEventListener("message", (event) => {
+  if (event.data === "PING") event.source.postMessage("PONG", event.origin);
+  else document.title = `${event.data.perfetto.title}: ${new TextDecoder().decode(event.data.perfetto.buffer)}`;
+});
+</script>
+"""
+
+
+def test_a_timeline_opens_in_perfetto_and_is_downloaded(page, shown, tmp_path):
+    directory = write_run(tmp_path, "traced")
+    trace = '{"traceEvents":[]}'
+    (directory / "timeline.json").write_text(trace)
+    write_run(tmp_path, "plain")
+    link = shown()
+    page.context.route(
+        "https://ui.perfetto.dev/**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html")
+    )
+    ready(page, f"{link}#/run/0%2Fplain")
+    page.wait_for_selector("figure canvas")
+    assert page.locator("[data-section=Timeline]").count() == 0
+    ready(page, f"{link}#/run/0%2Ftraced")
+    page.wait_for_selector("[data-section=Timeline]")
+    with page.expect_popup() as opened:
+        page.click("text=Open in Perfetto")
+    opened.value.wait_for_function("document.title !== ''")
+    assert opened.value.title() == f"traced: {trace}"
+    with page.expect_download() as download:
+        page.click("[data-section=Timeline] a")
+    assert open(download.value.path()).read() == trace  # noqa: SIM115 - the browser's own copy
+    assert download.value.suggested_filename == "timeline.json"
+
+
+def test_a_rank_has_columns_for_what_is_known_of_its_load(page, shown, tmp_path):
+    gib = 2**30
+    load = {"cpu": 0.42, "memory": 3 * gib, "memory_total": 8 * gib, "process_memory": gib, "gpu": 0.9,
+            "gpu_memory": 10 * gib, "gpu_memory_total": 80 * gib}  # fmt: skip
+    write_run(tmp_path, "gpu", ranks=[{"rank": 0, "host": "a", "load": load}, {"rank": 1, "host": "b"}])
+    ready(page, f"{shown()}#/run/0%2Fgpu")
+    page.wait_for_selector("[data-section=Ranks]")
+    heads = page.locator("[data-section=Ranks] th").all_inner_texts()
+    assert heads[-6:-1] == ["Host CPU", "Process memory", "Host memory", "GPU load", "GPU memory"]
+    cells = page.locator("[data-section=Ranks] tbody tr").first.locator("td").all_inner_texts()
+    assert cells[-6:-1] == ["42 %", "1.0 GiB", "3.0 of 8.0 GiB", "90 %", "10.0 of 80.0 GiB"]
+
+
+def test_functions_run_as_before_without_a_viewer(tmp_path, monkeypatch):
+    import farandole
+
+    monkeypatch.chdir(tmp_path)
+    assert farandole.run(os.getcwd, num_proc=1) == [str(tmp_path)]
+    assert not list(tmp_path.iterdir())
+
+
+def kept(store: Path) -> dict[str, object]:
+    """The record of the only run of a store."""
+    (run,) = (store / "runs").iterdir()
+    return json.loads((run / "_record.json").read_text())
+
+
+def test_true_keeps_the_run_in_the_current_directory(tmp_path, monkeypatch, capfd):
+    import farandole
+
+    monkeypatch.chdir(tmp_path)
+    assert farandole.run(os.getcwd, num_proc=1, ui=True) == [str(tmp_path)]
+    record = kept(tmp_path / "farandole-runs")
+    assert (record["state"], record["what"], record["size"]) == ("ended", "run", 1)
+    assert "the run is at http://127.0.0.1:" in capfd.readouterr().err
