@@ -160,7 +160,11 @@ def test_a_search_finds_the_best_rate(execute):
 def test_failures_are_shown_with_their_reasons(execute):
     shown = execute("06_failures.ipynb")
     assert "the cause is ZeroDivisionError('division by zero')" in shown
+    assert re.search(r"^rank 1 .*SIGKILL", shown, re.MULTILINE), shown
+    for rank in (0, 1):
+        assert re.search(rf"^{rank} .*rank {1 - rank}.*", shown, re.MULTILINE), shown
     assert "rank 1 submitted allreduce" in shown
+    assert "['the next job runs', 'the next job runs']" in shown
 
 
 @pytest.mark.slow

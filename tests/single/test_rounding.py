@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.common.util import OPERATIONS, Average, Max, Sum, choose_op, exact, rounded, rounds_sums
+from farandole.torch.compression import Compression
 
 
 def test_sums_and_averages_alone_have_a_rounded_form() -> None:
@@ -23,13 +24,11 @@ def test_a_script_cannot_ask_for_a_rounded_form_by_number(op: int) -> None:
 
 
 def test_compressors_to_16_bits_round_and_those_of_a_script_do_as_they_say() -> None:
-    compression = pytest.importorskip("farandole.torch.compression").Compression
-
-    class Exact(compression.bf16):
+    class Exact(Compression.bf16):
         rounds_partial_sums = False
 
     class Own:
         """Written for Horovod."""
 
-    kinds = [compression.fp16, compression.bf16, compression.none, Exact, Own]
+    kinds = [Compression.fp16, Compression.bf16, Compression.none, Exact, Own]
     assert [rounds_sums(kind) for kind in kinds] == [True, True, False, False, False]
