@@ -50,9 +50,9 @@ packages:
 	@.ci/packages
 
 # The run viewer in a real browser, Debian's Chromium: a thousand runs, a million points, live runs. All notebooks, on a
-# real Jupyter kernel. `test` has the short ones.
+# real Jupyter kernel. The timelines of all ranks. `test` has the short ones.
 test-ui: install packages
-	$(BIN)/python -m pytest tests/ui tests/notebooks --reruns 1 --durations=10
+	$(BIN)/python -m pytest tests/ui tests/notebooks tests/launcher/test_timeline_of_ranks.py --reruns 1 --durations=10
 
 # loom tries all orders of memory operations in the shared ring and in the engine's threads.
 loom:

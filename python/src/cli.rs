@@ -6,11 +6,14 @@
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use farandole::launcher::Wish;
-use farandole_cli::{Distribution, Python as Interpreter, Surroundings};
+use farandole::telemetry::Metric;
+use farandole_cli::{Distribution, Python as Interpreter, Surroundings, Watch};
 use pyo3::exceptions::{PyException, PySystemExit};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 /// Fills the submodule.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -22,6 +25,8 @@ struct Here {
     /// What a signal handler raised; the command then ends, and `main` raises it.
     raised: RefCell<Option<PyErr>>,
     wish: Cell<Wish>,
+    /// What signal handlers raised while the run viewer was told something.
+    meanwhile: Arc<Mutex<Vec<PyErr>>>,
 }
 
 /// What an exit status that a signal handler raised asks for: Ctrl-C leaves time, SIGTERM less, and a second one of
@@ -60,9 +65,10 @@ impl Here {
 impl Surroundings for Here {
     fn wish(&self) -> Wish {
         Python::attach(|py| {
-            if let Err(error) = py.check_signals() {
-                self.hear(py, error);
-            }
+            let mut raised =
+                std::mem::take(&mut *self.meanwhile.lock().unwrap_or_else(PoisonError::into_inner));
+            raised.extend(py.check_signals().err());
+            raised.into_iter().for_each(|error| self.hear(py, error));
             self.wish.get()
         })
     }
@@ -83,6 +89,17 @@ impl Surroundings for Here {
         })
     }
 
+    fn watch(&self, store: Option<&str>, name: &str, ranks: u32) -> Result<Arc<dyn Watch>, String> {
+        Python::attach(|py| {
+            let made = py
+                .import("farandole.spark.common.watched")
+                .and_then(|module| module.call_method1("Watch", (store, name, ranks)));
+            let made = made.map_err(|error| error.to_string())?;
+            Ok(Arc::new(Watched { object: made.unbind(), raised: Arc::clone(&self.meanwhile) })
+                as Arc<dyn Watch>)
+        })
+    }
+
     fn package(&self) -> PathBuf {
         Python::attach(|py| {
             let folder = py
@@ -98,6 +115,51 @@ impl Surroundings for Here {
 
     fn modules(&self) -> BTreeMap<String, Vec<Distribution>> {
         Python::attach(|py| self.found(py, modules(py)))
+    }
+}
+
+/// The object that writes what the run viewer shows.
+struct Watched {
+    object: Py<PyAny>,
+    raised: Arc<Mutex<Vec<PyErr>>>,
+}
+
+impl Watched {
+    /// Tells it something. An error stays here; an interrupt is not lost.
+    fn tell(&self, told: impl FnOnce(Python<'_>, &Bound<'_, PyAny>) -> PyResult<()>) {
+        Python::attach(|py| {
+            if let Err(error) = told(py, self.object.bind(py))
+                && !error.is_instance_of::<PyException>(py)
+            {
+                self.raised.lock().unwrap_or_else(PoisonError::into_inner).push(error);
+            }
+        });
+    }
+}
+
+impl Watch for Watched {
+    fn folder(&self) -> Option<PathBuf> {
+        Python::attach(|py| self.object.getattr(py, "folder").ok()?.extract(py).ok()?)
+    }
+
+    fn world(&self, generation: u64, places: &[(u32, String)]) {
+        let places = places.to_vec();
+        self.tell(|_, object| object.call_method1("world", (generation, places)).map(drop));
+    }
+
+    fn metric(&self, metric: &Metric) {
+        let Metric { task, rank, kind, data } = metric;
+        self.tell(|py, object| {
+            object.call_method1("metric", (*task, *rank, kind, PyBytes::new(py, data))).map(drop)
+        });
+    }
+
+    fn loss(&self, what: &str) {
+        self.tell(|_, object| object.call_method1("loss", (what,)).map(drop));
+    }
+
+    fn ended(&self, reason: Option<&str>, interrupted: bool) {
+        self.tell(|_, object| object.call_method1("ended", (reason, interrupted)).map(drop));
     }
 }
 
@@ -140,7 +202,8 @@ fn interpreter(py: Python<'_>) -> PyResult<Interpreter> {
 #[pyfunction]
 fn main(py: Python<'_>, argv: Vec<String>) -> PyResult<i32> {
     let (status, raised) = py.detach(move || {
-        let here = Here { raised: RefCell::new(None), wish: Cell::new(Wish::GoOn) };
+        let here =
+            Here { raised: RefCell::new(None), wish: Cell::new(Wish::GoOn), meanwhile: Arc::default() };
         let status = farandole_cli::main(&argv, &here);
         (status, here.raised.into_inner())
     });

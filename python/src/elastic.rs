@@ -15,11 +15,12 @@ use farandole::launcher::allocation::{Here, allocation};
 use farandole::launcher::elastic::{Discovery, ElasticJob, Happening, Stop, chosen};
 use farandole::launcher::hosts::parse_hosts;
 use farandole::launcher::{Error, HostSlots, Report, Wish, Work};
-use farandole::telemetry::{LogLine, Record, Sink};
+use farandole::telemetry::{LogLine, Metric, Record, Sink};
 use farandole::world::Fault;
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::error::raise;
 use crate::hosts::{error, shell};
@@ -37,9 +38,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// What is heard of a job.
 enum News {
     Line(LogLine),
+    Metric(Metric),
     Loss(String),
-    /// The generation, and the host of each rank.
-    World(u64, Vec<String>),
+    /// The generation, and task and host of each rank.
+    World(u64, Vec<(u32, String)>),
     Ended(Result<Report, Error>),
 }
 
@@ -47,10 +49,11 @@ struct Lines(mpsc::SyncSender<News>);
 
 impl Sink for Lines {
     fn accept(&self, record: Record) {
-        if let Record::Log(line) = record {
-            // A job that nobody listens to ends soon.
-            drop(self.0.send(News::Line(line)));
-        }
+        // A job that nobody listens to ends soon.
+        drop(self.0.send(match record {
+            Record::Log(line) => News::Line(line),
+            Record::Metric(metric) => News::Metric(metric),
+        }));
     }
 }
 
@@ -148,7 +151,7 @@ impl PyElasticJob {
     }
 
     /// What has been heard since the last call, oldest first, waiting up to `timeout` seconds for the first:
-    /// `("line", (rank, stream, text))`, `("loss", sentence)`, `("world", (generation, hosts by rank))`, and last
+    /// `("line", (rank, stream, text))`, `("metric", (task, rank, kind, data))`, `("loss", sentence)`, `("world", (generation, task and host by rank))`, and last
     /// `("ended", outcomes)` or `("failed", exception)`.
     fn news(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<(&'static str, Py<PyAny>)>> {
         let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
@@ -181,7 +184,8 @@ impl PyElasticJob {
                     Happening::Loss(what) => News::Loss(what.to_owned()),
                     Happening::World { world, hosts } => {
                         let host = |task| hosts.get(task).cloned().unwrap_or_default();
-                        let places = world.seats.iter().map(|seat| host(&seat.task.0)).collect();
+                        let places =
+                            world.seats.iter().map(|seat| (seat.task.0, host(&seat.task.0))).collect();
                         News::World(world.generation.0, places)
                     }
                 }));
@@ -212,9 +216,13 @@ fn told(py: Python<'_>, news: News) -> PyResult<(&'static str, Py<PyAny>)> {
         News::Line(line) => {
             ("line", (line.rank, line.stream.name(), line.text).into_pyobject(py)?.into_any().unbind())
         }
+        News::Metric(Metric { task, rank, kind, data }) => {
+            let data = PyBytes::new(py, &data);
+            ("metric", (task, rank, kind, data).into_pyobject(py)?.into_any().unbind())
+        }
         News::Loss(what) => ("loss", what.into_pyobject(py)?.into_any().unbind()),
-        News::World(generation, hosts) => {
-            ("world", (generation, hosts).into_pyobject(py)?.into_any().unbind())
+        News::World(generation, places) => {
+            ("world", (generation, places).into_pyobject(py)?.into_any().unbind())
         }
         News::Ended(Ok(report)) => {
             let outcomes: Vec<PyOutcome> =

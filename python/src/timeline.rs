@@ -16,6 +16,9 @@ use crate::error::raise;
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(start_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(stop_timeline, module)?)?;
+    module.add_function(wrap_pyfunction!(has_timeline, module)?)?;
+    module.add_function(wrap_pyfunction!(enter_phase, module)?)?;
+    module.add_function(wrap_pyfunction!(leave_phase, module)?)?;
     module.add_function(wrap_pyfunction!(listen_for_stacks, module)?)?;
     module.add_function(wrap_pyfunction!(give_stacks, module)?)
 }
@@ -34,6 +37,29 @@ fn start_timeline(py: Python<'_>, path: &str, mark_cycles: bool) -> PyResult<()>
 fn stop_timeline(py: Python<'_>) -> PyResult<()> {
     let session = current()?;
     py.detach(|| session.engine().stop_timeline()).map_err(|error| raise(error.fault(), &error))
+}
+
+/// Whether a timeline is written here.
+#[pyfunction]
+fn has_timeline() -> bool {
+    session::current().is_ok_and(|session| session.engine().has_timeline())
+}
+
+/// A phase of a step begins; nothing where no timeline is written.
+#[pyfunction]
+#[pyo3(signature = (name, /))]
+fn enter_phase(name: &str) {
+    if let Ok(session) = session::current() {
+        session.engine().enter_phase(name);
+    }
+}
+
+/// The phase that began last ends.
+#[pyfunction]
+fn leave_phase() {
+    if let Ok(session) = session::current() {
+        session.engine().leave_phase();
+    }
 }
 
 /// A descriptor, the caller's to close, with a byte for every question; see `Stacks` of the session.

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole._native.ui`: the run viewer.
+//! `farandole._native.ui`: the run viewer, and the timeline of all ranks.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
+use farandole::ui::timeline::{Pieces, Summary, merge};
 use farandole::ui::{self, Error, Fault, Settings};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
@@ -14,6 +15,8 @@ use crate::error::chain;
 
 /// Fills the submodule.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(merge_timelines, module)?)?;
+    module.add_class::<Timelines>()?;
     module.add_class::<Viewer>()
 }
 
@@ -65,5 +68,41 @@ impl Viewer {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| drop(self.server.lock().unwrap_or_else(PoisonError::into_inner).take()));
+    }
+}
+
+/// A summary as Python has it: JSON for its fields, and lines for people.
+fn told(summary: &Summary) -> (String, Vec<String>) {
+    (summary.json(), summary.lines())
+}
+
+/// Merges files or folders into one trace.
+#[pyfunction]
+#[pyo3(signature = (inputs, output, /))]
+fn merge_timelines(py: Python<'_>, inputs: Vec<PathBuf>, output: PathBuf) -> PyResult<(String, Vec<String>)> {
+    Ok(told(&py.detach(|| merge(&inputs, &output)).map_err(refuse)?))
+}
+
+/// Timelines that come in pieces.
+#[pyclass(frozen, module = "farandole._native.ui")]
+struct Timelines {
+    pieces: Mutex<Pieces>,
+}
+
+#[pymethods]
+impl Timelines {
+    #[new]
+    fn new() -> PyResult<Self> {
+        Ok(Self { pieces: Mutex::new(Pieces::new().map_err(refuse)?) })
+    }
+
+    fn take(&self, task: u32, piece: &[u8]) -> PyResult<()> {
+        self.pieces.lock().unwrap_or_else(PoisonError::into_inner).take(task, piece).map_err(refuse)
+    }
+
+    #[pyo3(signature = (output, /))]
+    fn merge(&self, py: Python<'_>, output: PathBuf) -> PyResult<(String, Vec<String>)> {
+        let merged = py.detach(|| self.pieces.lock().unwrap_or_else(PoisonError::into_inner).merge(&output));
+        Ok(told(&merged.map_err(refuse)?))
     }
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import types
 
 import numpy as np
@@ -440,6 +441,35 @@ def test_mlflow_gets_parameters_metrics_and_the_model(data, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ImportError, match="pip install mlflow"):
         made.fit_on_parquet()
+
+
+@pytest.mark.slow
+def test_mlflow_has_signature_example_data_and_load_of_a_run(data, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("mlflow.pytorch")
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING", "1")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow.create_experiment("runs", artifact_location=str(tmp_path / "artifacts"))
+    mlflow.set_experiment("runs")
+
+    class Slow(Telling):
+        def run(self, fn, args=(), kwargs=None, env=None, on_progress=None):
+            time.sleep(1.5)  # MLflow looks at the host's load meanwhile
+            return super().run(fn, args, kwargs, env, on_progress)
+
+    estimator(data, linear(), epochs=2, mlflow=True, run_id="named", backend=Slow()).fit_on_parquet()
+    (run,) = mlflow.search_runs(output_format="list")
+    assert run.info.run_name == "named"
+    assert run.data.params["epochs"] == "2"
+    assert [one.step for one in mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")] == [0, 1]
+    assert [one.dataset.name for one in run.inputs.dataset_inputs] == [f"{len(line()[0])} rows"]
+    assert any(name.startswith("system/") for name in run.data.metrics)
+    (model,) = mlflow.search_logged_models(output_format="list")
+    information = mlflow.models.get_model_info(model.model_uri)
+    assert information.signature.inputs.to_dict()[0]["tensor-spec"]["dtype"] == "float32"
+    assert information.signature.outputs is not None
+    assert information.saved_input_example_info is not None
 
 
 class Telling(Here):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A job of functions in the run viewer, live: `farandole.run(ui=...)`."""
+"""A job of functions in the run viewer, live: `farandole.run(ui=...)`; and the timeline of a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(folder):
         hvd.barrier()
         time.sleep(0.5)
 
-farandole.run(train, args=(sys.argv[1],), num_proc=2, ui=sys.argv[1])
+farandole.run(train, args=(sys.argv[1],), num_proc=2, ui=sys.argv[1], timeline=True)
 """
 
 
@@ -92,8 +92,46 @@ def test_a_live_job_grows_and_a_killed_rank_appears(page, shown, tmp_path):
         (tmp_path / "die").touch()
         page.wait_for_selector("#headline .badge:has-text('failed')", timeout=30_000)
         assert "SIGKILL" in page.locator("[data-section='Why it failed']").inner_text()
-        job.stderr.read()
+        rest = job.stderr.read()
         assert job.wait(30) != 0
+    assert "the timeline of all ranks is timeline.json of the run" in rest, rest
+    run = next((tmp_path / "runs").iterdir())
+    trace = json.loads((run / "timeline.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"]} >= {0, 1}
+
+
+PERFETTO = """
+<script>
+window.addEventListener("message", (event) => {
+  if (event.data === "PING") event.source.postMessage("PONG", event.origin);
+  else document.title = `${event.data.perfetto.title}: ${new TextDecoder().decode(event.data.perfetto.buffer)}`;
+});
+</script>
+"""
+
+
+def test_a_timeline_opens_in_perfetto_and_is_downloaded(page, shown, tmp_path):
+    directory = write_run(tmp_path, "traced")
+    trace = '{"traceEvents":[]}'
+    (directory / "timeline.json").write_text(trace)
+    write_run(tmp_path, "plain")
+    link = shown()
+    page.context.route(
+        "https://ui.perfetto.dev/**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html")
+    )
+    ready(page, f"{link}#/run/0%2Fplain")
+    page.wait_for_selector("figure canvas")
+    assert page.locator("[data-section=Timeline]").count() == 0
+    ready(page, f"{link}#/run/0%2Ftraced")
+    page.wait_for_selector("[data-section=Timeline]")
+    with page.expect_popup() as opened:
+        page.click("text=Open in Perfetto")
+    opened.value.wait_for_function("document.title !== ''")
+    assert opened.value.title() == f"traced: {trace}"
+    with page.expect_download() as download:
+        page.click("[data-section=Timeline] a")
+    assert open(download.value.path()).read() == trace  # noqa: SIM115 - the browser's own copy
+    assert download.value.suggested_filename == "timeline.json"
 
 
 def test_a_rank_has_columns_for_what_is_known_of_its_load(page, shown, tmp_path):

@@ -6,7 +6,7 @@
 use clap::{ArgMatches, Command};
 
 use crate::run::flags::FLAGS;
-use crate::{agent, bench, data, explain, run, store, ui};
+use crate::{agent, bench, data, explain, run, store, timeline, ui};
 
 /// The whole command.
 pub(crate) fn command() -> Command {
@@ -22,6 +22,7 @@ pub(crate) fn command() -> Command {
         .subcommand(store::command())
         .subcommand(ui::command())
         .subcommand(explain::command())
+        .subcommand(timeline::command())
         .subcommand(
             Command::new("doctor")
                 .about("Says what is installed, which links and devices work, and what is wrong."),

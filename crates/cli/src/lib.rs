@@ -5,7 +5,7 @@
 //!
 //! Owns the command line: `run` starts a program on several processes of one host or of several, `bench` times collectives on them,
 //! `data` prepares data and looks into it, `store` shows and tidies stores, `ui` shows their runs in the browser,
-//! `explain` says what limits the speed of one, `doctor` says what works here.
+//! `explain` says what limits the speed of one, `timeline` merges the timelines of ranks, `doctor` says what works here.
 //! Refuses logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which lends
 //! it an interpreter through [`Surroundings`]; there is no second binary.
 //!
@@ -28,9 +28,10 @@ mod logging;
 mod run;
 mod store;
 mod surroundings;
+mod timeline;
 mod ui;
 
-pub use surroundings::{Distribution, Python, Surroundings};
+pub use surroundings::{Distribution, Python, Surroundings, Watch};
 
 use std::io::Write as _;
 
@@ -60,6 +61,7 @@ pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
         "explain" => explain::explain_run(&matches),
         "run" => run::run(called, &matches, surroundings),
         "store" => store::store(&matches),
+        "timeline" => timeline::timeline(&matches),
         "ui" => ui::ui(&matches, surroundings),
         other => Err(anyhow::anyhow!("no such command: {other}")),
     };

@@ -5,8 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use farandole::launcher::Wish;
+use farandole::telemetry::Metric;
 
 /// The interpreter's side.
 pub trait Surroundings {
@@ -27,6 +29,33 @@ pub trait Surroundings {
     /// # Errors
     /// What the function raised, or that there is no such module.
     fn call(&self, module: &str, words: &[String]) -> Result<i32, String>;
+
+    /// Opens the run viewer on a store, or on that of the current directory, and shows a job of `ranks` processes in it.
+    ///
+    /// # Errors
+    /// Why not, in words.
+    fn watch(&self, store: Option<&str>, name: &str, ranks: u32) -> Result<Arc<dyn Watch>, String> {
+        let _ = (store, name, ranks);
+        Err("there is no run viewer here".to_owned())
+    }
+}
+
+/// What the run viewer is told of a job. It never fails the job.
+pub trait Watch: Send + Sync {
+    /// Folder for what ranks print, if the store is of this host.
+    fn folder(&self) -> Option<PathBuf>;
+
+    /// Task and host of each rank, and which world of an elastic job it is.
+    fn world(&self, generation: u64, places: &[(u32, String)]);
+
+    /// A record of a worker.
+    fn metric(&self, metric: &Metric);
+
+    /// A worker or a host is out.
+    fn loss(&self, what: &str);
+
+    /// The job is over; why it failed, if it did.
+    fn ended(&self, reason: Option<&str>, interrupted: bool);
 }
 
 /// An interpreter.

@@ -231,8 +231,10 @@ knobs! {
     stall_shutdown_time: Duration = "0", "STALL_SHUTDOWN_TIME_SECONDS", Some("--stall-check-shutdown-time-seconds"), true;
     /// When every rank has waited this long in a barrier, a join or a change of process sets that not all ranks came to, the job ends and says who waits where; looked at with every stall report, 0 means never.
     meeting_timeout: Duration = "300", "MEETING_TIMEOUT", Some("--meeting-timeout"), true;
-    /// File for the timeline of operations; `{rank}` in it stands for the rank, and then every rank writes one. `DYNAMIC` or nothing: none until `start_timeline`.
+    /// File for the timeline of operations; `{rank}` in it stands for the rank, and then every rank writes one. `DYNAMIC` or nothing: none until `start_timeline`. `GATHER`: a file for each rank, which its agent sends to the driver; `--timeline` and `timeline=` set it.
     timeline: String = "", "TIMELINE", Some("--timeline-filename"), true;
+    /// Bytes that the timelines of all ranks may take together where each rank writes one, an equal share for each: what is oldest is given up. 0 means no limit.
+    timeline_limit: u64 = "256MiB", "TIMELINE_LIMIT", Some("--timeline-limit"), true;
     /// Marks every negotiation round in the timeline.
     timeline_mark_cycles: bool = "0", "TIMELINE_MARK_CYCLES", Some("--timeline-mark-cycles"), true;
     /// Tunes the fusion threshold in the first steps, unless it is set.

@@ -48,7 +48,7 @@ const FAREWELL: Duration = Duration::from_secs(2);
 
 /// The engine of this process. Share it in an `Arc`; every method may be called from any thread.
 pub struct Engine {
-    inner: Arc<Inner>,
+    pub(crate) inner: Arc<Inner>,
     sets: Registry,
     shared: Shared,
     devices: Arc<Devices>,

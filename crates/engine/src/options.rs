@@ -65,6 +65,8 @@ pub struct Settings {
     pub meeting_timeout: Option<Duration>,
     /// Ranges for NVIDIA's profilers, where their library can be loaded.
     pub nvtx: bool,
+    /// Bytes that the timelines of all ranks may take together, where each has its own; 0: no limit.
+    pub timeline_limit: u64,
     /// Searches for the fusion threshold.
     pub tune: Option<Tune>,
 }
@@ -87,6 +89,7 @@ impl From<&Config> for Settings {
             }),
             meeting_timeout: Some(config.meeting_timeout).filter(|time| !time.is_zero()),
             nvtx: !config.disable_nvtx_ranges,
+            timeline_limit: config.timeline_limit,
             tune: (config.autotune && !config.given.contains(&"fusion_threshold")).then(|| Tune {
                 warmup_samples: u32::try_from(config.autotune_warmup_samples).unwrap_or(u32::MAX),
                 steps_per_score: u32::try_from(config.autotune_steps_per_sample).unwrap_or(u32::MAX),

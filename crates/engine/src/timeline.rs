@@ -10,7 +10,7 @@
 use std::path::PathBuf;
 
 use farandole_collectives::ReduceOp;
-use farandole_telemetry::{Nvtx, Timeline};
+use farandole_telemetry::{Extent, Nvtx, Timeline, Title};
 
 use crate::signature::Call;
 use crate::{Engine, Error, Result};
@@ -79,7 +79,7 @@ pub(crate) fn labels(call: &Call) -> Labels {
 
 impl Engine {
     /// Writes a timeline to `path` from now on; one that runs is ended first. Rank 0 writes, other ranks only if the
-    /// path has [`RANK_PLACEHOLDER`] in it. With `mark_cycles` every negotiation round has a mark. Returns when the
+    /// path has [`RANK_PLACEHOLDER`] in it, and then each takes its share of the limit. With `mark_cycles` every negotiation round has a mark. Returns when the
     /// file is there.
     ///
     /// # Errors
@@ -90,11 +90,23 @@ impl Engine {
         if rank.0 != 0 && !path.contains(RANK_PLACEHOLDER) {
             return Ok(());
         }
+        let own = path.contains(RANK_PLACEHOLDER);
+        let limit = Some(self.inner.settings.timeline_limit).filter(|limit| own && *limit > 0);
+        let limit = limit.map(|limit| limit / self.world().size() as u64);
+        let extent = Extent { cycles: mark_cycles, own, limit };
         let path = path.replace(RANK_PLACEHOLDER, &rank.to_string());
-        let title = format!("farandole rank {rank}");
+        let name = format!("farandole rank {rank}");
+        let world = self.world();
+        let title = Title {
+            name: &name,
+            rank: rank.0,
+            host: world.seats.get(rank.0 as usize).map_or("", |seat| &seat.host.0),
+            size: world.size(),
+            generation: world.generation.0,
+        };
         self.tracer
             .timeline
-            .start(&PathBuf::from(&path), &title, mark_cycles)
+            .start(&PathBuf::from(&path), title, extent)
             .map_err(|error| refused(path, &error))
     }
 
@@ -105,6 +117,23 @@ impl Engine {
     pub fn stop_timeline(&self) -> Result<()> {
         self.check_process()?;
         self.tracer.timeline.stop().map_err(|error| refused("its end".to_owned(), &error))
+    }
+}
+
+impl Engine {
+    /// Whether a timeline is written in this process.
+    pub fn has_timeline(&self) -> bool {
+        self.tracer.timeline.is_on()
+    }
+
+    /// A phase of a training step begins in the timeline, inside of those that have begun.
+    pub fn enter_phase(&self, name: &str) {
+        self.tracer.timeline.enter(name);
+    }
+
+    /// The phase that began last ends.
+    pub fn leave_phase(&self) {
+        self.tracer.timeline.leave();
     }
 }
 

@@ -4,8 +4,6 @@
 //! A task's side of a job.
 
 use std::collections::BTreeMap;
-use std::io;
-use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::task::Poll;
@@ -19,10 +17,10 @@ use parking_lot::Mutex;
 
 use crate::environment::{Master, only_elastic, unranked, variables};
 use crate::error::{Error, Result};
+use crate::gather::Gathered;
+use crate::master::master;
 use crate::worker::{Manner, Remains, Start, TakeLine, Waited, Worker};
 
-/// Key under which rank 0's agent publishes where frameworks with a rendezvous of their own meet.
-const MASTER: &str = "launcher/master";
 /// How long reaching the registrar may take.
 const DIAL: Duration = Duration::from_secs(20);
 /// How long the end of a worker may take to be reported.
@@ -309,7 +307,8 @@ impl Run {
             *phase = Phase::Running;
         }
         let exited = self.signals.clone();
-        let started = Worker::start(self.start(client, place), move || {
+        let (start, gathered) = self.start(client, place);
+        let started = Worker::start(start, move || {
             // An agent that has ended hears nothing.
             drop(exited.send(Signal::Exited));
         });
@@ -345,11 +344,15 @@ impl Run {
             }
             cancelled
         })?;
+        if let Some(gathered) = gathered {
+            gathered.send(client, self.time_of(ended_by.as_ref()));
+        }
         Ok(self.report(client, place, remains, ended_by))
     }
 
-    fn start(&self, client: &Client, place: &Place) -> Start {
+    fn start(&self, client: &Client, place: &Place) -> (Start, Option<Gathered>) {
         let mut environment = self.task.environment.clone();
+        let gathered = Gathered::asked(&mut environment);
         if farandole_config::environment(UNBUFFERED).is_none() {
             // A line is seen when it is printed, and not lost with a killed worker.
             environment.entry(UNBUFFERED.to_owned()).or_insert_with(|| Some("1".to_owned()));
@@ -368,13 +371,14 @@ impl Run {
                 Arc::new(move |stream, text| sink.accept(Record::Log(LogLine { task, rank, stream, text })))
             }
         };
-        Start {
+        let start = Start {
             command: self.task.command.clone(),
             environment,
             payload: self.task.payload.clone(),
             collect_result: self.task.collect_result,
             take_line,
-        }
+        };
+        (start, gathered)
     }
 
     /// Reports a success and waits until the others have ended, or somebody cancels.
@@ -402,16 +406,20 @@ impl Run {
         }
     }
 
+    /// How long telling of a worker's end may take.
+    fn time_of(&self, ended_by: Option<&Signal>) -> Duration {
+        match ended_by {
+            Some(Signal::Stop(_)) => LATE_REPORT,
+            Some(Signal::Cancelled(..)) => CANCELLED_REPORT,
+            _ => REPORT.max(self.task.outage),
+        }
+    }
+
     /// Tells the registrar, and learns who failed first.
     fn report(&self, client: &Client, place: &Place, remains: Remains, ended_by: Option<Signal>) -> Outcome {
         let Remains { how, stderr_tail, result } = remains;
         let stopped = matches!(ended_by, Some(Signal::Stop(_)));
-        let time = match ended_by {
-            Some(Signal::Stop(_)) => LATE_REPORT,
-            Some(Signal::Cancelled(..)) => CANCELLED_REPORT,
-            _ => REPORT.max(self.task.outage),
-        };
-        let deadline = Instant::now() + time;
+        let deadline = Instant::now() + self.time_of(ended_by.as_ref());
         let peer_error = !how.is_success() && stderr_tail.iter().any(|line| is_peer_error(line));
         let exit = Exit { how: how.clone(), peer_error, stopped, stderr_tail: stderr_tail.clone() };
         let told = client.flush(deadline).and_then(|()| {
@@ -471,37 +479,6 @@ fn is_peer_error(line: &str) -> bool {
     let class = line.split(':').next().unwrap_or_default();
     let name = class.rsplit('.').next().unwrap_or_default().trim_end();
     PEER_ERRORS.contains(&name) && !class.starts_with(char::is_whitespace)
-}
-
-/// Where frameworks with a rendezvous of their own meet: on rank 0's host, at a port that its agent finds free.
-fn master(client: &Client, world: &World, deadline: Instant) -> farandole_registrar::Result<Master> {
-    if world.rank != Rank(0) {
-        let text = client.get(MASTER, deadline)?;
-        return Master::decode(&text).ok_or(farandole_registrar::Error::Malformed {
-            job: client.job_id().0.clone(),
-            call: "a get",
-            reason: String::from_utf8_lossy(&text).into_owned(),
-        });
-    }
-    let one_host = world.hosts().len() == 1;
-    let address = if one_host { IpAddr::V4(Ipv4Addr::LOCALHOST) } else { reachable(client) };
-    let port = free_port(address).unwrap_or(0);
-    let master = Master { address, port };
-    client.put(MASTER, master.encode().as_bytes())?;
-    Ok(master)
-}
-
-/// The address of this host that the registrar sees, unless both are one host: then any that others can reach.
-fn reachable(client: &Client) -> IpAddr {
-    client
-        .local_address()
-        .filter(|address| !address.is_loopback())
-        .or_else(|| host::addresses().into_iter().next())
-        .unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
-}
-
-fn free_port(address: IpAddr) -> io::Result<u16> {
-    Ok(TcpListener::bind((address, 0))?.local_addr()?.port())
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use farandole_config::Config;
 use farandole_registrar::{Event, Options, Registrar};
-use farandole_telemetry::{Record, Sink};
+use farandole_telemetry::Sink;
 use farandole_world::World;
 
 use crate::agent::{Outcome, Output};
@@ -180,7 +180,7 @@ impl<'a> Conduct<'a> {
         }
         for event in drained.records {
             match event {
-                Event::Record(record @ Record::Log(_)) => self.sink.accept(record),
+                Event::Record(record) => self.sink.accept(record),
                 Event::Assigned { world } => (self.assigned)(&world),
                 Event::Lost { task, .. } => {
                     if let Some(host) = self.crew.elsewhere(task.0) {

@@ -32,4 +32,4 @@ mod timeline;
 pub use nvtx::{Nvtx, Range};
 pub use record::{LogLine, Metric, PROGRESS, Record, Sink, Stream};
 pub use ring::{Drained, Ring, Weight};
-pub use timeline::{Produced, Timeline, Track};
+pub use timeline::{Extent, OLD, Produced, Timeline, Title, Track};

@@ -95,6 +95,43 @@ function events(record) {
   return section("Events", make("table", { class: "list" }, make("tbody", {}, rows)));
 }
 
+const PERFETTO = "https://ui.perfetto.dev";
+
+/** Opens a trace in Perfetto by its protocol: the new window answers PING when it can take a trace. */
+function openInPerfetto(address, title) {
+  const other = window.open(PERFETTO);
+  if (!other) { problem("the browser has blocked the window of Perfetto; download the timeline and open it there"); return; }
+  const trace = fetch(address, { cache: "no-store" }).then(async (response) => {
+    if (!response.ok) throw new Error(await response.text());
+    return response.arrayBuffer();
+  });
+  const asking = setInterval(() => { if (other.closed) end(); else other.postMessage("PING", PERFETTO); }, 100);
+  const end = () => { clearInterval(asking); window.removeEventListener("message", heard); };
+  const heard = async (event) => {
+    if (event.origin !== PERFETTO || event.source !== other || event.data !== "PONG") return;
+    end();
+    try {
+      const buffer = await trace;
+      other.postMessage({ perfetto: { buffer, title, fileName: "timeline.json" } }, PERFETTO, [buffer]);
+    } catch (error) {
+      problem(error.message);
+    }
+  };
+  window.addEventListener("message", heard);
+  trace.catch((error) => { end(); problem(error.message); });
+}
+
+/** The timeline of all ranks, if the run has one. */
+function timeline(run, told) {
+  const file = told.files.find((one) => one.path === "timeline.json");
+  if (!file) return null;
+  const address = `api/timeline?run=${encodeURIComponent(run)}`;
+  return section("Timeline", make("div", { class: "bar" },
+    make("button", { click: () => openInPerfetto(address, told.summary.name) }, "Open in Perfetto"),
+    make("a", { class: "button", href: address, download: "timeline.json" }, `Download (${bytes(file.bytes)})`)),
+  make("p", {}, "Perfetto is a page of ui.perfetto.dev. It shows the trace in the browser and sends it nowhere. Without a network, download the trace and open it in chrome://tracing."));
+}
+
 /** The files of a run; texts can be read here. */
 function files(run, told) {
   if (!told.files.length) return null;
@@ -120,7 +157,7 @@ function facts(run, told) {
   const told_data = object(record.data).filter(([name]) => name !== "told");
   return [
     summary.reason ? section(summary.state === "failed" ? "Why it failed" : "Why it ended", make("pre", {}, record.reason || summary.reason)) : null,
-    limits(told), ranks(record), events(record),
+    limits(told), ranks(record), timeline(run, told), events(record),
     make("div", { class: "columns" },
       table("Parameters", object(record.parameters)),
       make("div", {}, table("Data", told_data), table("Environment", object(record.environment)), table("Code", object(record.code)), table("Begun with", object(told.fingerprint)))),

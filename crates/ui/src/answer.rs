@@ -11,6 +11,7 @@
 //! TOKEN/api/curves?run=..&run=..&x=epoch|seconds&pixels=..&from=..&to=..&smooth=..
 //! TOKEN/api/history.csv?run=..&run=..
 //! TOKEN/api/output?run=..&file=..   the end of a text that the run left
+//! TOKEN/api/timeline?run=..    the merged timeline that the run left
 //! ```
 
 use bytes::Bytes;
@@ -33,6 +34,10 @@ const PAGE: &str = include_str!("../page/index.html");
 const RUNS: usize = 64;
 /// Bytes of a text that are shown: its end.
 const TAIL: u64 = 256 << 10;
+/// The file with the timeline of all ranks.
+const TIMELINE: &str = "timeline.json";
+/// Bytes of a timeline that a browser gets; larger ones are opened from the store.
+const LARGEST: u64 = 512 << 20;
 /// Names of files with what a process printed, or their ends.
 const TEXTS: [&str; 4] = ["stdout", "stderr", ".log", ".txt"];
 
@@ -63,6 +68,7 @@ impl Site {
             Some("api/curves") => self.curves(query),
             Some("api/history.csv") => self.csv(query),
             Some("api/output") => self.output(query),
+            Some("api/timeline") => self.timeline(query),
             Some(other) => Err(Error::Missing { what: other.to_owned() }),
         };
         answered.unwrap_or_else(|error| {
@@ -135,6 +141,14 @@ impl Site {
         let tail = bytes.saturating_sub(TAIL)..bytes;
         let end = found.directory.read_ranges(&file, std::slice::from_ref(&tail))?;
         Ok(Reply::text(end.into_iter().next().unwrap_or_default()))
+    }
+
+    fn timeline(&self, query: &str) -> Result<Reply> {
+        let found = self.one(query)?;
+        let known = found.files.get(TIMELINE).filter(|(bytes, _)| (1..=LARGEST).contains(bytes));
+        let Some(&(bytes, _)) = known else { return Err(Error::Missing { what: TIMELINE.to_owned() }) };
+        let read = found.directory.read_ranges(TIMELINE, std::slice::from_ref(&(0..bytes)))?;
+        Ok(Reply::file("application/json", TIMELINE, read.into_iter().next().unwrap_or_default()))
     }
 
     fn one(&self, query: &str) -> Result<Found> {

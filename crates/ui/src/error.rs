@@ -40,6 +40,14 @@ pub enum Error {
         /// What was asked for.
         what: String,
     },
+    /// A timeline cannot be read or written.
+    #[error("{path}: {reason}", path = path.display())]
+    Timeline {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
     /// A request's parameter does not fit.
     #[error("a parameter does not fit ({name}): {value}")]
     Parameter {
@@ -64,7 +72,7 @@ impl Error {
     pub fn fault(&self) -> Fault {
         match self {
             Self::NoStore | Self::Missing { .. } | Self::Parameter { .. } => Fault::Usage,
-            Self::Page { .. } | Self::Listen { .. } => Fault::Environment,
+            Self::Page { .. } | Self::Listen { .. } | Self::Timeline { .. } => Fault::Environment,
             Self::Store(error) => match error.fault() {
                 farandole_store::Fault::Usage => Fault::Usage,
                 farandole_store::Fault::Environment => Fault::Environment,

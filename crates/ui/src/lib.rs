@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The run viewer: a page on loopback that shows the runs in stores.
+//! What can be seen of runs: the run viewer, a page on loopback, and the [`timeline`] of all ranks.
 //!
-//! Owns the server, its addresses and its answers. It reads the files that estimators write into the directory of a run,
-//! and writes nothing.
+//! Owns the viewer's server, its addresses and its answers. The viewer reads the files that estimators write into the
+//! directory of a run, and writes nothing.
 //!
 //! ```text
 //! _record.json, logs/history.jsonl, logs/steps.jsonl --[store]--> catalog, curves --[thin]--> JSON --> page
@@ -31,6 +31,7 @@ mod server;
 mod source;
 mod table;
 mod thin;
+pub mod timeline;
 
 pub use error::{Error, Fault, Result};
 pub use explain::{Explanation, explain};

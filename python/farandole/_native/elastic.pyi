@@ -54,9 +54,10 @@ class ElasticJob:
             timeout: Seconds to wait for the first.
 
         Returns:
-            `("line", (rank, stream, text))`; `("loss", sentence)`: a worker or a host is out; `("world", (generation,
-            hosts by rank))`; and last `("ended", outcomes)`: those of the last world by rank, or the first failure and
-            the others, or `("failed", exception)`: the job could not begin or go on.
+            `("line", (rank, stream, text))`; `("metric", (task, rank, kind, data))`: a record of a worker or its agent;
+            `("loss", sentence)`: a worker or a host is out; `("world", (generation, [(task, host), ...]))` by rank; and
+            last `("ended", outcomes)`: those of the last world by rank, or the first failure and the others, or
+            `("failed", exception)`: the job could not begin or go on.
         """
     def end(self) -> None:
         """Has the job end: with time for last checkpoints the first time, soon the second, at once the third."""

@@ -4,5 +4,14 @@
 
 def start_timeline(path: str, mark_cycles: bool, /) -> None: ...
 def stop_timeline() -> None: ...
+def has_timeline() -> bool:
+    """Whether a timeline is written in this process."""
+
+def enter_phase(name: str, /) -> None:
+    """A phase of a step begins, inside of those that have begun; nothing where no timeline is written."""
+
+def leave_phase() -> None:
+    """The phase that began last ends."""
+
 def listen_for_stacks() -> int: ...
 def give_stacks(text: str, /) -> None: ...

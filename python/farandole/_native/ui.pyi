@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The run viewer."""
+"""The run viewer, and the timeline of all ranks."""
 
 from pathlib import Path
 from typing import final
@@ -34,3 +34,36 @@ class Viewer:
 
     def close(self) -> None:
         """Ends the server; nothing is answered when this returns."""
+
+def merge_timelines(inputs: list[str] | list[Path], output: str | Path, /) -> tuple[str, list[str]]:
+    """Merges timelines of ranks into one trace.
+
+    Args:
+        inputs: Files, and folders with files that end in `.json`.
+        output: File for the trace.
+
+    Returns:
+        The summary as JSON, and as lines for people.
+
+    Raises:
+        OSError: A file is no timeline, or cannot be read or written.
+    """
+
+@final
+class Timelines:
+    """Timelines that come from agents in pieces, in a temporary folder that goes with this.
+
+    Raises:
+        OSError: There is no room for the folder.
+    """
+
+    def __new__(cls) -> Timelines: ...
+    def take(self, task: int, piece: bytes) -> None:
+        """Takes a piece of the timeline of a task's worker.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+
+    def merge(self, output: str | Path, /) -> tuple[str, list[str]]:
+        """Merges what has come, as `merge_timelines`."""

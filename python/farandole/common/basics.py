@@ -16,6 +16,7 @@ from farandole.common import heap, logs, notices, stacks
 from farandole.common.exceptions import FarandoleEnvironmentError
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
+from farandole.runner import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,6 +105,7 @@ def init(
     if not _join(comm, ranks, process_sets == "dynamic"):
         return
     heap.start()
+    load.introduce()
     if engine.world().size > 1:
         stacks.start()  # alone, nobody asks what this process waits in
     for reset in _on_init:

@@ -4,9 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from typing import TYPE_CHECKING
 
 from farandole._native import timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
@@ -34,3 +39,20 @@ def stop_timeline() -> None:
         ValueError: Before `init`, or when the file could not be written to its end.
     """
     timeline.stop_timeline()
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Shows a part of a training step in this rank's timeline, inside of the phase that is under way.
+
+    Does nothing where no timeline is written. Estimators mark steps, their waits for data, forward and backward passes
+    and reductions by themselves.
+
+    Args:
+        name: Of the part, such as `augment`.
+    """
+    timeline.enter_phase(name)
+    try:
+        yield
+    finally:
+        timeline.leave_phase()

@@ -14,7 +14,7 @@ from farandole.ray.drains import Drains
 from farandole.ray.results import headline
 from farandole.ray.strategy import current_placement_group, reserved
 from farandole.ray.utils import needed
-from farandole.runner import environment, outcome
+from farandole.runner import environment, outcome, timelines
 from farandole.runner import warm as warm_workers
 from farandole.runner.agent import Work
 from farandole.runner.elastic.conduct import conduct as conduct_elastic
@@ -133,7 +133,7 @@ class RayBackend(Backend):
         packed = payload(fn, args, kwargs)
         output = self._streams.output(size)
         taken, _ = environment.chosen(os.environ, self._pass_env, NOT_FOR_WORKERS)
-        changes: dict[str, str | None] = {**taken, **self._env, **(env or {})}
+        changes: dict[str, str | None] = {**taken, **timelines.variables(), **self._env, **(env or {})}
         ray = needed()
         if not ray.is_initialized():
             ray.init()

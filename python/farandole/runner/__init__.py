@@ -49,6 +49,7 @@ def run(
     prefix_output_with_timestamp: bool = False,
     spares: int | None = None,
     elastic_timeout: float | None = None,
+    timeline: str | Path | bool | None = None,
     ui: bool | str | Path | Store = False,
 ) -> list[Any]:
     """Runs a function on `num_proc` processes and returns what it returned on each rank.
@@ -100,9 +101,11 @@ def run(
         spares: Elastic: processes beyond the largest number that wait to take the place of a lost one.
         elastic_timeout: Elastic: seconds for which there may be too few processes before the job fails; default:
             `FARANDOLE_ELASTIC_TIMEOUT`, else 600.
+        timeline: File for one timeline of all ranks, with aligned clocks, that opens in Perfetto; `True` keeps it in
+            the run of `ui`. Of an elastic job it shows the last world.
         ui: `True` opens the run viewer, prints its link and keeps the run in `farandole-runs` of the current directory;
             a store, or its path or URL, keeps it there. Shows ranks, their load and output, and what
-            `farandole.spark.task.report` says; not for elastic jobs.
+            `farandole.spark.task.report` says.
 
     Returns:
         The results by rank; of an elastic job those of its last world.
@@ -115,6 +118,7 @@ def run(
     """
     # The gang that runs workers without Spark lives beside the one that runs them on Spark; neither loads pyspark.
     from farandole._native import hosts as native  # noqa: PLC0415 - `import farandole` stays light
+    from farandole.runner import timelines  # noqa: PLC0415
     from farandole.runner.elastic.job import Elastic, ElasticBackend  # noqa: PLC0415
     from farandole.runner.hosts import HostsBackend, Reach  # noqa: PLC0415
     from farandole.spark.common.watched import watched  # noqa: PLC0415
@@ -133,8 +137,6 @@ def run(
     elastic.check(hosts=hosts, hostfile=hostfile)
     if hosts is not None and hostfile is not None:
         raise ValueError("hosts and hostfile exclude each other")
-    if ui is not False and elastic.is_asked:
-        raise ValueError("ui= is for jobs of fixed size")
     if use_gloo and use_mpi:
         raise ValueError("use_gloo and use_mpi exclude each other")
     _say_ignored(use_gloo=use_gloo, use_mpi=use_mpi, mpi_args=mpi_args)
@@ -157,12 +159,12 @@ def run(
         "bind": changes.get("FARANDOLE_BIND_ADDRESS"),
     }
     reach = Reach(ssh_command, ssh_port, ssh_identity_file)
-    if elastic.is_asked:
-        backend = ElasticBackend(elastic, num_proc, reach, hosts=hosts, hostfile=hostfile, **settings)
-        return backend.run(func, args, kwargs or {}, changes)
-    with watched(ui, func, num_proc) as folder:
+    with timelines.gathered(timeline), watched(ui, func, num_proc) as folder:
         settings["output_folder"] = output_filename or folder
-        backend = HostsBackend(native.slots(hosts, hostfile), num_proc, reach, **settings)
+        if elastic.is_asked:
+            backend = ElasticBackend(elastic, num_proc, reach, hosts=hosts, hostfile=hostfile, **settings)
+        else:
+            backend = HostsBackend(native.slots(hosts, hostfile), num_proc, reach, **settings)
         return backend.run(func, args, kwargs or {}, changes)
 
 

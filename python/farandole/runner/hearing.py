@@ -8,6 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from farandole.runner import timelines
 from farandole.runner.watcher import RANK
 
 if TYPE_CHECKING:
@@ -61,18 +62,39 @@ class Hearing(ABC):
 
     def metric(self, event: Event) -> None:
         """Hands over what a worker reports."""
-        if event.data is None:
-            return
-        if event.text == RANK:
-            self.watcher.said(event.task or 0, json.loads(event.data))
-        elif event.text == PROGRESS:
-            record = json.loads(event.data)
-            self.watcher.record(record)
-            if self.on_progress is not None:
-                self.on_progress(event.rank or 0, record)
+        if event.data is not None and event.text is not None:
+            record((event.task or 0, event.rank), event.text, event.data, self.watcher, self.on_progress)
 
     def log(self, event: Event) -> None:
         """Writes a line of a worker."""
         if event.dropped:
             self.output.say(f"{event.dropped} lines of workers were dropped: the driver could not keep up")
         self.output.line(event.rank, event.stream, event.text or "")
+
+
+def record(
+    who: tuple[int, int | None],
+    kind: str,
+    data: bytes,
+    watcher: Watcher,
+    on_progress: Callable[[int, dict[str, Any]], None] | None = None,
+) -> None:
+    """Hands over a record of a worker or of its agent.
+
+    Args:
+        who: Its task, and its rank where it has one.
+        kind: What the record is.
+        data: What it holds.
+        watcher: Is told of the worker, and of its progress.
+        on_progress: Called with (rank, record) for progress.
+    """
+    task, rank = who
+    if kind == RANK:
+        watcher.said(task, json.loads(data))
+    elif kind == PROGRESS:
+        told = json.loads(data)
+        watcher.record(told)
+        if on_progress is not None:
+            on_progress(rank or 0, told)
+    elif kind == timelines.KIND:
+        timelines.take(task, data)

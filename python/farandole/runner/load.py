@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from farandole.runner.watcher import RANK, TOLD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +30,8 @@ _KIB: Final = 1024
 _LIBRARY: Final = "libnvidia-ml.so.1"
 _TAKEN: Final[list[int]] = []
 """The GPU of this process, once it is known."""
+_INTRODUCED: Final[list[int]] = []
+"""This process, once its driver knows it."""
 
 
 class _Utilization(ctypes.Structure):
@@ -134,6 +139,20 @@ def takes(index: int) -> None:
         index: Its number among those that this process sees.
     """
     _TAKEN[:] = [index]
+
+
+def introduce() -> None:
+    """Says who this process is to a driver that shows its ranks, and from then on how busy it is; once a process."""
+    if TOLD not in os.environ or _INTRODUCED:
+        return
+    from farandole._native import launcher  # noqa: PLC0415 - other workers need not load it first
+
+    def say(record: dict[str, Any]) -> None:
+        launcher.report(RANK, json.dumps(record).encode())
+
+    _INTRODUCED.append(os.getpid())
+    say({"pid": os.getpid()})
+    watch(say)
 
 
 def watch(say: Callable[[dict[str, Any]], object]) -> None:

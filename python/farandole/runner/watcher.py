@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from farandole._native.registrar import Seat
 
 RANK: Final = "rank"
 """Kind of the records in which a worker says what it is and where its time goes."""
+
+TOLD: Final = "FARANDOLE_SPARK_TOLD"
+"""Variable of workers whose driver shows what its ranks say of themselves, by `farandole.spark.task`."""
 
 
 class Watcher:
@@ -21,7 +23,7 @@ class Watcher:
     def look(self) -> None:
         """Is called a few times a second."""
 
-    def seats(self, seats: Iterable[Seat]) -> None:
+    def seats(self, seats: Iterable[Mapping[str, Any]]) -> None:
         """Who sits where, once that is known or has changed.
 
         Args:

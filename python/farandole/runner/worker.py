@@ -11,7 +11,6 @@ here comes from the process that started this one. The process exits with 0 afte
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import pickle
 import sys
@@ -20,14 +19,12 @@ import traceback
 from typing import Any, Final, NoReturn
 
 from farandole.common import pickling
+from farandole.runner.watcher import TOLD
 
 PAYLOAD_FD: Final = "FARANDOLE_PAYLOAD_FD"
 RESULT_FD: Final = "FARANDOLE_RESULT_FD"
 EXECUTOR: Final = "FARANDOLE_SPARK_EXECUTOR"
 """What the driver of an elastic job wants to know of each worker: its executor of Spark, or its node of Ray."""
-
-TOLD: Final = "FARANDOLE_SPARK_TOLD"
-"""Whether the driver shows what its ranks say of themselves; the words are those of `farandole.spark.task`."""
 
 
 def main() -> int:
@@ -48,14 +45,9 @@ def main() -> int:
 
         launcher.report(EXECUTOR, os.environ[EXECUTOR].encode())
     if TOLD in os.environ:
-        from farandole._native import launcher  # noqa: PLC0415 - as above
         from farandole.runner import load  # noqa: PLC0415 - as above
 
-        def say(record: dict[str, Any]) -> None:
-            launcher.report("rank", json.dumps(record).encode())
-
-        say({"pid": os.getpid()})
-        load.watch(say)
+        load.introduce()
     status, record = _call(packed)
     del packed
     try:

@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from farandole.runner import outcome
+from farandole.runner import outcome, timelines
 from farandole.runner import warm as warm_workers
 from farandole.runner.agent import Work
 from farandole.runner.elastic import conduct as elastic
@@ -63,6 +63,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     resource_profile: ResourceProfile | None = None,
     store: Store | str | None = None,
     warm: bool | None = None,
+    timeline: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
     """Runs a function on `num_proc` Spark tasks that start together, and returns what it returned on each rank.
 
@@ -95,6 +96,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
             `spark.driver.maxResultSize` bounds, and its closure.
         warm: Whether workers start warm, from a fork server of their executor that has imported torch; by default they
             do in notebooks, inside Spark's `CrossValidator` and its like, and where `FARANDOLE_WARM_WORKERS` says `on`.
+        timeline: File for one timeline of all ranks, with aligned clocks, that opens in Perfetto.
 
     Returns:
         The results by rank.
@@ -106,27 +108,28 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         TimeoutError: Not all tasks started in time.
         Exception: There is no active Spark session.
     """
-    return run_with(
-        fn,
-        args,
-        kwargs,
-        None,
-        num_proc=num_proc,
-        start_timeout=start_timeout,
-        use_mpi=use_mpi,
-        use_gloo=use_gloo,
-        extra_mpi_args=extra_mpi_args,
-        env=env,
-        stdout=stdout,
-        stderr=stderr,
-        verbose=verbose,
-        nics=nics,
-        prefix_output_with_timestamp=prefix_output_with_timestamp,
-        executable=executable,
-        resource_profile=resource_profile,
-        store=store,
-        warm=warm,
-    )
+    with timelines.gathered(timeline):
+        return run_with(
+            fn,
+            args,
+            kwargs,
+            None,
+            num_proc=num_proc,
+            start_timeout=start_timeout,
+            use_mpi=use_mpi,
+            use_gloo=use_gloo,
+            extra_mpi_args=extra_mpi_args,
+            env=env,
+            stdout=stdout,
+            stderr=stderr,
+            verbose=verbose,
+            nics=nics,
+            prefix_output_with_timestamp=prefix_output_with_timestamp,
+            executable=executable,
+            resource_profile=resource_profile,
+            store=store,
+            warm=warm,
+        )
 
 
 def run_elastic(  # noqa: D417 - the ignored ones are named in one line
@@ -311,7 +314,7 @@ class _Job:
         packed = (
             ahead.sent(self.cluster.session, self.packed) if self.spill is None else self.spill.carried(self.packed)
         )
-        changes = _handed_on() | training.variables() | dict(self.env or {})
+        changes = _handed_on() | training.variables() | timelines.variables() | dict(self.env or {})
         return Work(ticket, packed, changes, self.executable, self.output.streaming, limit, **more)
 
     @contextlib.contextmanager

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from farandole.runner import load
 from farandole.runner.agent import RESOURCES
-from farandole.runner.watcher import RANK
-from farandole.runner.worker import TOLD
+from farandole.runner.watcher import RANK, TOLD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,14 +16,12 @@ import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from farandole.runner.watcher import Watcher
-from farandole.runner.worker import TOLD
+from farandole.runner.watcher import TOLD, Watcher
 from farandole.spark.common.history import flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from farandole._native.registrar import Seat
     from farandole.spark.shim import Shim
     from farandole.spark.word import Word
 
@@ -121,7 +119,7 @@ class Training(Watcher):
         self._run["size"] = size
         self._told()
 
-    def seats(self, seats: Iterable[Seat]) -> None:
+    def seats(self, seats: Iterable[Mapping[str, Any]]) -> None:
         """Who sits where, once that is known or has changed.
 
         Args:

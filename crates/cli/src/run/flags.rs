@@ -159,6 +159,21 @@ pub(crate) const FLAGS: &[Flag] = &[
         ..own("prefix-output-with-timestamp", Takes::Nothing, "Begin each line of the workers with the time")
     },
     own(
+        "timeline",
+        Takes::Text,
+        "File for one timeline of all ranks, for Perfetto; clocks of hosts are aligned, a late rank is named",
+    ),
+    own(
+        "ui",
+        Takes::Nothing,
+        "Show the job in the run viewer, live, and print its link; the run stays in a store",
+    ),
+    own(
+        "ui-store",
+        Takes::Text,
+        "Path or URL of that store; default: farandole-runs of the current directory",
+    ),
+    own(
         "config-file",
         Takes::Text,
         "YAML file with Horovod's keys, and any knob under `farandole`; flags win over it",

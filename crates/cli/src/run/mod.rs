@@ -8,6 +8,7 @@ pub(crate) mod flags;
 mod options;
 #[cfg(test)]
 mod tests;
+mod watching;
 
 use std::sync::Arc;
 
@@ -19,10 +20,12 @@ use farandole::telemetry::Sink;
 use farandole::world::World;
 
 use self::options::{Place, RunOptions};
+use self::watching::Watching;
 use crate::check_build::check_build;
 use crate::console::Console;
 use crate::logging;
 use crate::surroundings::Surroundings;
+use crate::timeline::Gathering;
 
 /// Its command line.
 pub(crate) fn command() -> Command {
@@ -62,16 +65,29 @@ pub(crate) fn run(called: &str, matches: &ArgMatches, surroundings: &dyn Surroun
     let say = |message: &str| crate::say(called, message);
     options.remarks.iter().for_each(|remark| say(remark));
     let place = options.place()?;
-    let (folder, continued) = (options.output_folder.as_deref(), options.is_continued());
-    let console = Console::new(options.timestamps, folder, place.num_proc, continued)?;
-    let sink = Arc::new(console) as Arc<dyn Sink>;
+    let watching = Watching::open(&options, place.num_proc, surroundings)?;
+    let shown = watching.watch().and_then(|watch| watch.folder());
+    let folder = options.output_folder.as_deref().or(shown.as_deref());
+    let console = Console::new(options.timestamps, folder, place.num_proc, options.is_continued())?;
+    let sink = watching.before(Arc::new(console) as Arc<dyn Sink>);
+    let timeline = options.timeline.as_deref().map(|path| Gathering::new(path, &sink)).transpose()?;
+    let sink = timeline.as_ref().map_or(sink, |timeline| Arc::clone(timeline) as Arc<dyn Sink>);
     let verbose = options.verbose;
     let report = if options.is_elastic() {
-        elastic(options, place, surroundings, &sink, &say)?
+        elastic(options, place, surroundings, (&sink, &watching), &say)
     } else {
-        fixed(options, place, surroundings, &sink, &say)?
+        fixed(options, place, surroundings, (&sink, &watching), &say)
     };
+    watching.ended(&report);
+    let report = report?;
     tell(&report, verbose, &say);
+    if let Some(timeline) = timeline {
+        // A job does not fail because nobody can see where its time went.
+        match timeline.merge() {
+            Ok(lines) => lines.iter().for_each(|line| say(line)),
+            Err(error) => say(&format!("there is no timeline of the ranks: {error:#}")),
+        }
+    }
     Ok(report.exit_code())
 }
 
@@ -80,7 +96,7 @@ fn fixed(
     options: RunOptions,
     place: Place,
     surroundings: &dyn Surroundings,
-    sink: &Arc<dyn Sink>,
+    (sink, watching): (&Arc<dyn Sink>, &Watching),
     say: &dyn Fn(&str),
 ) -> Result<Report> {
     let verbose = options.verbose;
@@ -91,6 +107,9 @@ fn fixed(
         say(&format!("starting {num_proc} processes of {}{system}", options.command.join(" ")));
     }
     let assigned = |world: &World| {
+        let host =
+            |task| world.seats.iter().find(|seat| seat.task.0 == task).map(|seat| seat.host.to_string());
+        watching.world(world, |task| host(task).unwrap_or_default());
         for seat in (0u32..).zip(&world.seats).filter(|_| verbose) {
             say(&format!("rank {} is local rank {} on {}", seat.0, seat.1.local_rank, seat.1.host));
         }
@@ -104,7 +123,7 @@ fn elastic(
     options: RunOptions,
     place: Place,
     surroundings: &dyn Surroundings,
-    sink: &Arc<dyn Sink>,
+    (sink, watching): (&Arc<dyn Sink>, &Watching),
     say: &dyn Fn(&str),
 ) -> Result<Report> {
     let rules = ElasticJob::rules(place.num_proc, &options.config)?;
@@ -112,8 +131,14 @@ fn elastic(
     let verbose = options.verbose;
     let heard = |happening: Happening<'_>| match happening {
         Happening::Resumed { workers } => say(&format!("continues a job that has {workers} processes")),
-        Happening::Loss(what) => say(what),
+        Happening::Loss(what) => {
+            say(what);
+            if let Some(watch) = watching.watch() {
+                watch.loss(what);
+            }
+        }
         Happening::World { world, hosts } => {
+            watching.world(world, |task| hosts.get(&task).cloned().unwrap_or_default());
             if verbose || world.generation.0 > 1 {
                 say(&format!("world {} has {} ranks", world.generation, world.size()));
             }

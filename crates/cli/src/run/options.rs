@@ -19,6 +19,12 @@ use farandole::registrar::host::network_of;
 use super::file::{self, File};
 use super::flags::{Does, FLAGS, Flag, IGNORED_VARIABLES, Takes, checked, is_elastic, is_switch, knob_flags};
 
+/// Value of the knob by which agents send the timelines of their workers.
+const GATHER: &str = "GATHER";
+
+/// Variable of workers that say of themselves what the run viewer shows.
+const TOLD: &str = "FARANDOLE_SPARK_TOLD";
+
 /// What the user asked for.
 #[derive(Debug)]
 pub(crate) struct RunOptions {
@@ -33,6 +39,10 @@ pub(crate) struct RunOptions {
     pub(crate) ssh_port: Option<u16>,
     pub(crate) ssh_identity_file: Option<PathBuf>,
     pub(crate) output_folder: Option<PathBuf>,
+    /// File for the timeline of all ranks.
+    pub(crate) timeline: Option<PathBuf>,
+    /// Whether the run viewer shows the job, and the store that keeps the run.
+    pub(crate) ui: Option<Option<String>>,
     pub(crate) timestamps: bool,
     pub(crate) verbose: bool,
     pub(crate) command: Vec<String>,
@@ -87,6 +97,15 @@ impl RunOptions {
                 given.insert("bind_address".to_owned(), network_of(&interfaces)?);
             }
         }
+        let timeline = text(matches, "timeline").map(PathBuf::from);
+        if timeline.is_some() && given.insert("timeline".to_owned(), GATHER.to_owned()).is_some() {
+            bail!("--timeline and --timeline-filename exclude each other: each takes the ranks' timelines");
+        }
+        let store = text(matches, "ui-store");
+        let ui = (matches.get_flag("ui") || store.is_some()).then_some(store);
+        if ui.is_some() {
+            extra.insert(TOLD.to_owned(), Some("1".to_owned()));
+        }
         remarks.extend(ignored_variables());
         remarks.dedup();
         let config = Config::read(environment, &given).map_err(|error| named(error, matches, &path))?;
@@ -109,6 +128,8 @@ impl RunOptions {
             ssh_port: number("ssh-port").map(|(_, text)| port(&text)).transpose()?,
             ssh_identity_file: text(matches, "ssh-identity-file").map(PathBuf::from),
             output_folder: text(matches, "output-filename").map(PathBuf::from),
+            timeline,
+            ui,
             timestamps: matches.get_flag("prefix-output-with-timestamp"),
             verbose: matches.get_flag("verbose"),
             command: matches.get_many::<String>("command").unwrap_or_default().cloned().collect(),

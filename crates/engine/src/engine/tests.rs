@@ -36,6 +36,7 @@ fn options(id: u32) -> EngineOptions {
             stall_shutdown: None,
             meeting_timeout: None,
             nvtx: false,
+            timeline_limit: 0,
             tune: None,
         },
         host: Arc::new(Awake),

@@ -162,7 +162,7 @@ impl ProcessSet {
         }
         self.statistics.operations += 1;
         self.statistics.tensors += entries.len() as u64;
-        let span = if self.options.tracer.is_on() { self.trace_batch(&entries) } else { None };
+        let span = if self.options.tracer.is_on() { self.trace_batch(list, &entries) } else { None };
         self.execution.push(list, entries, span);
         match unknown {
             None => Ok(()),

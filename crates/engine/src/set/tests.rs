@@ -187,6 +187,7 @@ fn settings(capacity: usize) -> Settings {
         stall_shutdown: None,
         meeting_timeout: None,
         nvtx: false,
+        timeline_limit: 0,
         tune: None,
     }
 }

@@ -22,16 +22,16 @@ impl ProcessSet {
     pub(super) fn trace_arrival(&self, name: &Arc<str>, wish: &Wish, members: &[u32]) {
         let timeline = &self.options.tracer.timeline;
         let track = self.track(name);
-        if !self.pending.contains_key(name)
-            && let Some(call) = wish.call()
-        {
+        let ranks = members.iter().filter_map(|member| self.members.get(*member as usize));
+        // Where each rank has a file, what others ask for is in theirs.
+        let only = timeline.only();
+        let ranks: Vec<u32> =
+            ranks.map(|rank| rank.0).filter(|rank| only.is_none_or(|only| only == *rank)).collect();
+        let begins = if only.is_some() { !ranks.is_empty() } else { !self.pending.contains_key(name) };
+        if begins && let Some(call) = wish.call() {
             timeline.begin(&track, labels(&call).negotiate);
         }
-        for member in members {
-            if let Some(rank) = self.members.get(*member as usize) {
-                timeline.arrived(&track, rank.0);
-            }
-        }
+        ranks.into_iter().for_each(|rank| timeline.arrived(&track, rank));
     }
 
     /// The ranks do not agree on a tensor.
@@ -40,14 +40,14 @@ impl ProcessSet {
     }
 
     /// A list says that these are one operation.
-    pub(super) fn trace_batch(&self, entries: &[(Entry, Arc<Agreed>)]) -> Option<Span> {
+    pub(super) fn trace_batch(&self, list: u64, entries: &[(Entry, Arc<Agreed>)]) -> Option<Span> {
         let tracer = Arc::clone(&self.options.tracer);
         let labels = labels(&entries.first()?.1.signature.call);
         let mut tracks = Vec::with_capacity(entries.len());
         for (entry, agreed) in entries {
             let track = self.track(&entry.name);
             tracer.timeline.end_of(&track, None);
-            tracer.timeline.begin(&track, labels.operation);
+            tracer.timeline.begin_listed(&track, labels.operation, list);
             tracer.timeline.begin(&track, QUEUE);
             tracks.push((track, produced(agreed)));
         }

@@ -85,6 +85,7 @@ pub(crate) fn settings() -> Settings {
         stall_shutdown: None,
         meeting_timeout: None,
         nvtx: false,
+        timeline_limit: 0,
         tune: None,
     }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use farandole_config::Config;
 use farandole_registrar::{Elastic, Event, Journal, Options, Registrar, Resumed};
-use farandole_telemetry::{Record, Sink};
+use farandole_telemetry::Sink;
 use farandole_world::{TaskId, World};
 
 use super::discovery::Discovery;
@@ -254,7 +254,7 @@ impl Conduct<'_> {
         let mut starting: Vec<(String, Vec<u32>)> = Vec::new();
         for event in drained.records {
             match event {
-                Event::Record(record @ Record::Log(_)) => self.sink.accept(record),
+                Event::Record(record) => self.sink.accept(record),
                 Event::Start { task, host } => match starting.last_mut() {
                     Some((last, tasks)) if *last == host => tasks.push(task.0),
                     _ => starting.push((host, vec![task.0])),

@@ -211,7 +211,7 @@ fn start(
         fabric: Some(Arc::clone(&gpus) as _),
         observer: Arc::new(Events(Arc::clone(&stacks))),
     })?;
-    if !matches!(&*config.timeline, "" | "DYNAMIC") {
+    if !matches!(&*config.timeline, "" | "DYNAMIC" | "GATHER") {
         engine.start_timeline(&config.timeline, config.timeline_mark_cycles)?;
     }
     Ok((engine, stacks, gpus))

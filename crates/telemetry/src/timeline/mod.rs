@@ -9,18 +9,19 @@
 //!
 //! Off, an event costs one relaxed load. The thread exists only while a timeline runs.
 
+mod file;
 mod writer;
 
-use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+pub use self::file::OLD;
 use self::writer::Writer;
 use crate::{Ring, Weight};
 
@@ -30,6 +31,9 @@ const BUDGET: usize = 32 << 20;
 const GATHER: Duration = Duration::from_millis(20);
 /// How long the writer sleeps when nothing happens.
 const LONG: Duration = Duration::from_secs(3600);
+
+/// No rank: the arrivals of all are wanted.
+const ALL: u32 = u32::MAX;
 
 const ON: u8 = 1;
 const CYCLES: u8 = 2;
@@ -52,11 +56,39 @@ pub struct Track {
     pub tensor: Arc<str>,
 }
 
+/// Whose timeline it is: what merging the files of all ranks needs to know.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Title<'a> {
+    /// Name of the process in the trace.
+    pub name: &'a str,
+    /// Its rank.
+    pub rank: u32,
+    /// Its host: processes with the same one have the same clock.
+    pub host: &'a str,
+    /// Number of ranks.
+    pub size: usize,
+    /// Which world of an elastic job it is.
+    pub generation: u64,
+}
+
+/// What a timeline holds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Extent {
+    /// Whether every negotiation round has a mark.
+    pub cycles: bool,
+    /// Whether arrivals of other ranks are left out, because each rank writes its own file.
+    pub own: bool,
+    /// Bytes that it may take; what is oldest is given up. `None`: no limit.
+    pub limit: Option<u64>,
+}
+
 #[derive(Clone, Debug)]
 enum What {
-    Begin(Track, &'static str),
+    Begin(Track, &'static str, Option<u64>),
     Arrived(Track, u32),
     End(Track, Option<Produced>),
+    Enter(Arc<str>),
+    Leave,
     Cycle,
 }
 
@@ -81,6 +113,8 @@ struct Running {
 #[derive(Default)]
 pub struct Timeline {
     state: AtomicU8,
+    /// The rank whose arrivals are wanted, or [`ALL`].
+    whose: AtomicU32,
     ring: Mutex<Option<Arc<Ring<Event>>>>,
     /// Held while the file changes. Taken before `ring`.
     running: Mutex<Option<Running>>,
@@ -92,15 +126,21 @@ impl Timeline {
         self.state.load(Ordering::Relaxed) != 0
     }
 
-    /// Writes to `path` from now on, which is created or emptied; what ran before is ended first. `title` names the
-    /// process in the trace. Returns when the file is there and valid.
+    /// The rank whose arrivals alone are wanted, where each rank writes its own file.
+    pub fn only(&self) -> Option<u32> {
+        Some(self.whose.load(Ordering::Relaxed)).filter(|rank| *rank != ALL)
+    }
+
+    /// Writes to `path` from now on, which is created or emptied; what ran before is ended first. Returns when the file
+    /// is there and valid. With a limit, the file has half of it at most, and what came before is in the file with
+    /// [`OLD`] after its name.
     ///
     /// # Errors
     /// When the file cannot be written, or the thread not made; nothing runs then.
-    pub fn start(&self, path: &Path, title: &str, mark_cycles: bool) -> io::Result<()> {
+    pub fn start(&self, path: &Path, title: Title<'_>, extent: Extent) -> io::Result<()> {
         let mut running = self.running.lock();
         self.end(&mut running)?;
-        let mut writer = Writer::new(File::create(path)?, title)?;
+        let mut writer = Writer::new(path, title, extent.limit)?;
         let ring = Arc::new(Ring::new(BUDGET));
         let events = Arc::clone(&ring);
         let write = move || {
@@ -116,7 +156,8 @@ impl Timeline {
         let thread = thread::Builder::new().name("farandole-timeline".to_owned()).spawn(write)?;
         *self.ring.lock() = Some(Arc::clone(&ring));
         *running = Some(Running { ring, thread });
-        self.state.store(ON | if mark_cycles { CYCLES } else { 0 }, Ordering::Relaxed);
+        self.whose.store(if extent.own { title.rank } else { ALL }, Ordering::Relaxed);
+        self.state.store(ON | if extent.cycles { CYCLES } else { 0 }, Ordering::Relaxed);
         Ok(())
     }
 
@@ -139,7 +180,22 @@ impl Timeline {
 
     /// Something begins on a track, inside of what has begun there before.
     pub fn begin(&self, track: &Track, name: &'static str) {
-        self.record(|| What::Begin(track.clone(), name));
+        self.record(|| What::Begin(track.clone(), name, None));
+    }
+
+    /// As [`Timeline::begin`], for an operation of a list: its number is the same on all ranks.
+    pub fn begin_listed(&self, track: &Track, name: &'static str, list: u64) {
+        self.record(|| What::Begin(track.clone(), name, Some(list)));
+    }
+
+    /// A phase of a training step begins, inside of those that have begun.
+    pub fn enter(&self, name: &str) {
+        self.record(|| What::Enter(name.into()));
+    }
+
+    /// The phase that began last ends.
+    pub fn leave(&self) {
+        self.record(|| What::Leave);
     }
 
     /// A rank arrived in the negotiation of a tensor.

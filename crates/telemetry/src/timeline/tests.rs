@@ -7,6 +7,10 @@ use serde_json::Value;
 
 use super::*;
 
+fn old(path: &Path) -> std::path::PathBuf {
+    path.with_file_name(format!("{}{OLD}", path.file_name().unwrap().to_string_lossy()))
+}
+
 fn track(set: u32, tensor: &str) -> Track {
     Track { set, tensor: tensor.into() }
 }
@@ -22,7 +26,13 @@ fn a_tensor_is_a_process_with_nested_spans() {
     let (timeline, a) = (Timeline::default(), track(0, "a\"\n"));
     timeline.begin(&a, "BEFORE");
     assert!(!timeline.is_on());
-    timeline.start(&path, "rank 0", true).unwrap();
+    timeline
+        .start(
+            &path,
+            Title { name: "rank 0", ..Title::default() },
+            Extent { cycles: true, ..Extent::default() },
+        )
+        .unwrap();
     assert_eq!(read(&path).len(), 2, "valid before anything happened");
     timeline.begin(&a, "NEGOTIATE_ALLREDUCE");
     timeline.arrived(&a, 3);
@@ -50,10 +60,10 @@ fn what_began_earlier_does_not_end_here_and_what_is_open_ends_with_the_timeline(
     let folder = tempfile::tempdir().unwrap();
     let (one, two) = (folder.path().join("1"), folder.path().join("2"));
     let (timeline, a) = (Timeline::default(), track(0, "a"));
-    timeline.start(&one, "", false).unwrap();
+    timeline.start(&one, Title::default(), Extent::default()).unwrap();
     timeline.begin(&a, "ALLREDUCE");
     timeline.cycle();
-    timeline.start(&two, "", false).unwrap();
+    timeline.start(&two, Title::default(), Extent::default()).unwrap();
     timeline.end_of(&a, None);
     timeline.begin(&a, "ALLREDUCE");
     drop(timeline);
@@ -68,7 +78,7 @@ fn the_file_is_valid_while_events_keep_coming_and_growing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let (timeline, a) = (Timeline::default(), track(0, "a"));
-    timeline.start(&path, "", false).unwrap();
+    timeline.start(&path, Title::default(), Extent::default()).unwrap();
     let (end, mut seen) = (Instant::now() + Duration::from_secs(20), 0);
     while seen < 100 {
         timeline.begin(&a, "ALLREDUCE");
@@ -86,7 +96,7 @@ fn the_file_is_valid_while_events_keep_coming_and_growing() {
 #[test]
 fn a_file_that_cannot_be_made_is_refused_and_nothing_runs() {
     let timeline = Timeline::default();
-    assert!(timeline.start(Path::new("/nonexistent/x.json"), "", false).is_err());
+    assert!(timeline.start(Path::new("/nonexistent/x.json"), Title::default(), Extent::default()).is_err());
     assert!(!timeline.is_on() && timeline.stop().is_ok());
 }
 
@@ -94,8 +104,8 @@ fn a_file_that_cannot_be_made_is_refused_and_nothing_runs() {
 fn lost_events_are_counted_and_leave_no_span_open() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
-    let mut writer = Writer::new(File::create(&path).unwrap(), "").unwrap();
-    let begin = Event { at: Instant::now(), what: What::Begin(track(0, "a"), "ALLREDUCE") };
+    let mut writer = Writer::new(&path, Title::default(), None).unwrap();
+    let begin = Event { at: Instant::now(), what: What::Begin(track(0, "a"), "ALLREDUCE", None) };
     writer.write(std::slice::from_ref(&begin), 0).unwrap();
     writer.write(&[begin], 7).unwrap();
     writer.finish().unwrap();
@@ -103,4 +113,84 @@ fn lost_events_are_counted_and_leave_no_span_open() {
     let kinds: Vec<_> = spans.iter().map(|record| record["ph"].as_str().unwrap()).collect();
     assert_eq!(kinds, ["B", "E", "i", "B", "E"]);
     assert_eq!(spans[2]["args"]["count"], 7);
+}
+
+#[test]
+fn phases_of_steps_have_a_track_and_the_file_says_whose_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let timeline = Timeline::default();
+    timeline.enter("nobody listens");
+    timeline
+        .start(
+            &path,
+            Title { name: "rank 3", rank: 3, host: "a-1\"", size: 4, generation: 2 },
+            Extent::default(),
+        )
+        .unwrap();
+    timeline.leave();
+    timeline.enter("step \"1\"");
+    timeline.enter("data");
+    timeline.leave();
+    timeline.begin_listed(&track(0, "steps"), "ALLREDUCE", 7);
+    timeline.stop().unwrap();
+    let records = read(&path);
+    assert_eq!(records[0]["args"]["rank"], 3);
+    assert_eq!(records[0]["args"]["host"], "a-1\"");
+    assert_eq!(
+        (&records[0]["args"]["size"], &records[0]["args"]["generation"]),
+        (&Value::from(4), &Value::from(2))
+    );
+    let phases: Vec<_> = records.iter().filter(|record| record["pid"] == 1).collect();
+    let names: Vec<_> = phases.iter().map(|record| &record["ph"]).collect();
+    assert_eq!(names, ["M", "M", "B", "B", "E", "E"], "what did not begin does not end, what is open does");
+    assert_eq!(phases[2]["name"], "step \"1\"");
+    let listed = records.iter().find(|record| record["name"] == "ALLREDUCE").unwrap();
+    assert_eq!((&listed["args"]["list"], &listed["pid"]), (&Value::from(7), &Value::from(2)));
+}
+
+#[test]
+fn a_limit_keeps_what_came_last_in_two_valid_files_that_name_their_tracks() {
+    const LIMIT: u64 = 128 << 10;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("0.json");
+    std::fs::write(old(&path), "of an earlier timeline").unwrap();
+    let extent = Extent { limit: Some(LIMIT), ..Extent::default() };
+    let timeline = Timeline::default();
+    timeline.start(&path, Title { rank: 5, ..Title::default() }, extent).unwrap();
+    assert!(!old(&path).exists());
+    for list in 0..10_000 {
+        let tensor = track(0, ["a", "b"][usize::try_from(list % 2).unwrap()]);
+        timeline.begin_listed(&tensor, "ALLREDUCE", list);
+        timeline.end_of(&tensor, None);
+    }
+    timeline.stop().unwrap();
+    let (before, after) = (read(&old(&path)), read(&path));
+    let sizes = [&path, &old(&path)].map(|path| path.metadata().unwrap().len());
+    assert!(sizes.iter().sum::<u64>() <= LIMIT + 1024, "{sizes:?}");
+    let lists: Vec<u64> =
+        before.iter().chain(&after).filter_map(|record| record["args"]["list"].as_u64()).collect();
+    assert_eq!(lists.last(), Some(&9_999));
+    assert!(lists[0] > 0 && lists.len() > 300, "{} from {}", lists.len(), lists[0]);
+    assert!(lists.windows(2).all(|pair| pair[1] == pair[0] + 1), "nothing is missing between the files");
+    for records in [before, after] {
+        let title = &records[0]["args"];
+        assert_eq!(title["rank"], 5);
+        let first = records.iter().find_map(|record| record["ts"].as_u64()).unwrap();
+        assert_eq!(title["since"].as_u64(), Some(first));
+        let names: Vec<_> = records.iter().filter(|record| record["name"] == "process_name").collect();
+        assert!(names.iter().any(|one| one["args"]["name"] == "a" && one["pid"] == 1));
+        assert!(names.iter().any(|one| one["args"]["name"] == "b" && one["pid"] == 2));
+    }
+}
+
+#[test]
+fn it_is_told_whose_arrivals_are_wanted() {
+    let folder = tempfile::tempdir().unwrap();
+    let timeline = Timeline::default();
+    let title = Title { rank: 1, ..Title::default() };
+    timeline.start(&folder.path().join("1"), title, Extent { own: true, ..Extent::default() }).unwrap();
+    assert_eq!(timeline.only(), Some(1));
+    timeline.start(&folder.path().join("2"), title, Extent::default()).unwrap();
+    assert_eq!(timeline.only(), None);
 }

@@ -120,3 +120,18 @@ fn a_million_points_are_answered_within_a_tenth_of_a_second() {
     assert!((2000..=4000).contains(&points), "{points}");
     assert!(took < Duration::from_millis(100), "{took:?}");
 }
+
+#[test]
+fn the_timeline_of_a_run_is_a_file_to_save() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), "runs/a/_record.json", "{}");
+    write(folder.path(), "runs/a/timeline.json", "{\"traceEvents\":[]}");
+    write(folder.path(), "runs/b/_record.json", "{}");
+    let site = site(folder.path());
+    let address = |run: &str| format!("/{TOKEN}/api/timeline?run=0%2F{run}");
+    assert_eq!(get(&site, &address("a")), (200, "{\"traceEvents\":[]}".to_owned()));
+    let (path, query) = address("a").split_once('?').map(|(a, b)| (a.to_owned(), b.to_owned())).unwrap();
+    let reply = site.answer(&path, &query).response(None);
+    assert_eq!(reply.headers()["content-disposition"], "attachment; filename=\"timeline.json\"");
+    assert_eq!(get(&site, &address("b")).0, 404);
+}

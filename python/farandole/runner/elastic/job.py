@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from farandole.runner import outcome
+from farandole.runner import hearing, outcome, timelines
 from farandole.runner.agent import environment
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import Output, payload
 from farandole.runner.limits import start_limit
 from farandole.runner.outcome import Ending
+from farandole.spark import training
 from farandole.spark.common.backend import LocalBackend
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from farandole._native.launcher import Outcome
     from farandole.runner.elastic.discovery import HostDiscovery
     from farandole.runner.hosts import Reach
+    from farandole.runner.watcher import Watcher
 
 _WAIT: Final = 0.25
 _ENDING: Final = 30.0
@@ -159,6 +161,8 @@ class ElasticBackend(LocalBackend):
         changes: dict[str, str | None] = {**self._env, **(env or {})}
         if "OMP_NUM_THREADS" not in os.environ:
             changes.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // size)))
+        under_way = training.current()
+        changes |= under_way.variables() | timelines.variables()
         options = self._elastic.options() | {"start_timeout": str(start_limit(self._start_timeout))}
         if self._bind is not None:
             options["bind_address"] = self._bind
@@ -179,15 +183,16 @@ class ElasticBackend(LocalBackend):
             ssh_port=self._reach.ssh_port,
             ssh_identity_file=self._reach.ssh_identity_file,
         )
-        return _Conduct(job, output).run()
+        return _Conduct(job, output, under_way).run()
 
 
 class _Conduct:
     """Takes the news of a job until it has ended."""
 
-    def __init__(self, job: ElasticJob, output: Output) -> None:
+    def __init__(self, job: ElasticJob, output: Output, watcher: Watcher) -> None:
         self._job = job
         self._output = output
+        self._watcher = watcher
         self._hosts: list[str] = []
         self._outcomes: list[Outcome] | None = None
 
@@ -213,11 +218,22 @@ class _Conduct:
             match kind:
                 case "line":
                     self._output.line(*what)
+                case "metric":
+                    task, rank, name, data = what
+                    hearing.record((task, rank), name, data, self._watcher)
                 case "loss":
                     self._output.say(what)
+                    self._watcher.event("a worker or a host is out", what)
                 case "world":
-                    generation, self._hosts = what
-                    self._output.say(f"world {generation} has {len(self._hosts)} ranks", 1 if generation > 1 else 2)
+                    generation, places = what
+                    self._hosts = [host for _, host in places]
+                    told = f"world {generation} has {len(places)} ranks"
+                    self._output.say(told, 1 if generation > 1 else 2)
+                    self._watcher.seats(
+                        [{"rank": rank, "task": task, "host": host} for rank, (task, host) in enumerate(places)]
+                    )
+                    if generation > 1:
+                        self._watcher.restarted(told)
                     for rank, host in enumerate(self._hosts):
                         self._output.say(f"rank {rank} is on {host}", level=2)
                 case "ended":

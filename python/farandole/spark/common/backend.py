@@ -10,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TextIO
 
-from farandole.runner import environment, outcome
+from farandole.runner import environment, outcome, timelines
 from farandole.runner import warm as warm_workers
 from farandole.runner.agent import Work
 from farandole.runner.elastic.conduct import conduct as conduct_elastic
@@ -296,7 +296,7 @@ class LocalBackend(Backend):
         packed = payload(fn, args, kwargs)
         output = self._streams.output(size)
         under_way = training.current()
-        changes |= under_way.variables()
+        changes |= under_way.variables() | timelines.variables()
         warmth = warm_workers.wanted(self._warm, by_default=True)
         with self._turn(output) as limit:
             if self._bounds:

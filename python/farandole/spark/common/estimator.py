@@ -25,6 +25,7 @@ from pyspark.ml import Estimator
 from farandole.data.learning import WORDS, Wish
 from farandole.data.sides import split_of
 from farandole.runner.errors import FarandoleJobError
+from farandole.runner.timelines import gathered
 from farandole.spark.common.backend import Backend, SparkBackend
 from farandole.spark.common.classes import ClassParams
 from farandole.spark.common.columns import Roles, check_present, check_types
@@ -44,6 +45,7 @@ from farandole.spark.shim import Shim
 from farandole.spark.training import telling
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Sequence
 
     from pyspark.ml.param import Param
@@ -58,13 +60,17 @@ if TYPE_CHECKING:
 class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
     """What the estimators of all frameworks share."""
 
-    def fit(self, df: Any, params: Any = None, *, ui: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
+    def fit(  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
+        self, df: Any, params: Any = None, *, ui: bool = False, timeline: str | os.PathLike[str] | bool | None = None
+    ) -> Any:
         """Trains on a DataFrame, or on a pyarrow, pandas or polars table.
 
         Args:
             df: the rows.
             params: values of parameters that hold for this call; a list of them fits a model with each.
             ui: whether to open the run viewer on the store and print its link.
+            timeline: file for one timeline of all ranks, with aligned clocks, that opens in Perfetto; `True` keeps it
+                in the run, where the run viewer opens it.
 
         Returns:
             The fitted model, or a list of them.
@@ -73,7 +79,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             ValueError: a parameter, a column or the data does not fit; the message names it.
         """
         self._show(ui)
-        with mapped(params is not None):
+        with gathered(timeline), mapped(params is not None):
             return super().fit(df, params)
 
     def fitMultiple(  # noqa: N802 - Spark's name
@@ -102,7 +108,12 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         return _Fits(fit, len(paramMaps))
 
     def fit_on_parquet(
-        self, params: dict[Param[Any], Any] | None = None, dataset_idx: int | None = None, *, ui: bool = False
+        self,
+        params: dict[Param[Any], Any] | None = None,
+        dataset_idx: int | None = None,
+        *,
+        ui: bool = False,
+        timeline: str | os.PathLike[str] | bool | None = None,
     ) -> Any:
         """Trains on the Parquet data that is already in the store, without a DataFrame.
 
@@ -112,6 +123,8 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             params: values that hold for this call.
             dataset_idx: number of the data set; without it the store's unnumbered one.
             ui: whether to open the run viewer on the store and print its link.
+            timeline: file for one timeline of all ranks, with aligned clocks, that opens in Perfetto; `True` keeps it
+                in the run, where the run viewer opens it.
 
         Returns:
             The fitted model.
@@ -122,7 +135,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             RunDiffersError: a `ValueError`: the run of `run_id` was begun with other data or parameters.
         """
         self._show(ui)
-        with mapped(params is not None):
+        with gathered(timeline), mapped(params is not None):
             return (self.copy(params) if params else self)._fit_prepared(dataset_idx)
 
     def _show(self, ui: bool) -> None:
@@ -334,14 +347,22 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
                 shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {epochs}")
             yield
 
-    def _tracked(self, run_id: str) -> Tracker:
+    def _tracked(self, run_id: str, prepared: Prepared) -> Tracker:
         """What logs the run elsewhere: MLflow and Weights & Biases where they were asked for.
 
         Args:
             run_id: name of the run.
+            prepared: its data.
         """
-        asked = {MlflowTracker: self.getMlflow(), WandbTracker: self.getWandb()}
-        return Trackers([kind(run_id, self._plain()) for kind, wanted in asked.items() if wanted])
+        trackers: list[Tracker] = []
+        if self.getMlflow():
+            data = {"training": (prepared.train_url, prepared.train_rows)}
+            if prepared.val_url is not None:
+                data["validation"] = (prepared.val_url, prepared.val_rows)
+            trackers.append(MlflowTracker(run_id, self._plain(), data))
+        if self.getWandb():
+            trackers.append(WandbTracker(run_id, self._plain()))
+        return Trackers(trackers)
 
     def _plain(self) -> dict[str, Any]:
         """The parameters whose values are numbers, words, or lists of them."""

@@ -19,6 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole._native import store as native
+from farandole.runner import timelines
 from farandole.spark.common.history import flat
 from farandole.spark.common.surroundings import code, environment
 
@@ -220,6 +221,8 @@ def recorded(estimator: EstimatorParams, job: Any) -> Iterator[Journal | None]:
     try:
         yield journal
     finally:
+        with contextlib.suppress(OSError):  # the training is over; what is missing is said at the end
+            timelines.keep(base.store.write)
         journal.close()
 
 

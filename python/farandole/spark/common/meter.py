@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where the time of one rank's steps goes, for Spark's Training tab. Without the Spark plugin nothing is measured."""
+"""Where the time of one rank's steps goes: for Spark's Training tab, the run viewer, and the rank's timeline.
+
+Nothing is measured where nobody wants to know.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,29 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
+from farandole._native import timeline
+from farandole.common.timeline import phase
 from farandole.spark import task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _EVERY = 2.0
+_NOTHING = contextlib.nullcontext()
 
 
 class Meter:
     """Means over the steps of the last two seconds: all of a step, what it waits for data, and for the reduction.
 
+    In a timeline, each step is a span `step` with the spans `data` and `compute`, and in `compute` what `phase` and
+    `reducing` measure.
+
     Attributes:
-        on: Whether somebody wants to know.
+        on: Whether somebody wants to know the means.
+        traced: Whether a timeline is written.
 
     Args:
-        on: Whether somebody wants to know; default: whether this worker's driver has the plugin.
+        on: Whether somebody wants to know; default: whether this worker's driver shows it.
         say: Gets what was measured.
         clock: In seconds.
     """
@@ -35,11 +45,18 @@ class Meter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on = task.is_told() if on is None else on
+        self.traced = False
         self._say = say
         self._clock = clock
         self._told = self._last = clock()
         self._rows = 0
+        self._in_step = False
         self._forget()
+
+    @property
+    def watches(self) -> bool:
+        """Whether reductions must be measured apart from steps of the optimizer."""
+        return self.on or self.traced
 
     def _forget(self) -> None:
         self._steps, self._all, self._data, self._reduce = 0, 0.0, 0.0, 0.0
@@ -47,18 +64,33 @@ class Meter:
     def epoch_begins(self) -> None:
         """What came before, as a validation, belongs to no step."""
         self._last = self._clock()
+        self._close()
+        self.traced = timeline.has_timeline()
+        self._open()
 
     def batch_begins(self) -> None:
         """The rows of a step are there."""
         if self.on:
             self._data += self._clock() - self._last
+        if self._in_step:
+            timeline.leave_phase()
+            timeline.enter_phase("compute")
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Shows a part of a step in the timeline.
+
+        Args:
+            name: Such as `forward`.
+        """
+        return phase(name) if self.traced else _NOTHING
 
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
         """Measures a wait for the reduction of gradients."""
         started = self._clock()
         try:
-            yield
+            with self.phase("reduce"):
+                yield
         finally:
             self._reduce += self._clock() - started
 
@@ -68,6 +100,8 @@ class Meter:
         Args:
             rows: That it had.
         """
+        self._close()
+        self._open()
         if not self.on:
             return
         now = self._clock()
@@ -76,10 +110,14 @@ class Meter:
         self._rows += rows
         self._last = now
         if now - self._told >= _EVERY:
-            self.tell()
+            self._tell()
 
     def tell(self) -> None:
-        """Says what was measured since the last time."""
+        """Says what was measured since the last time; no step is under way."""
+        self._close()
+        self._tell()
+
+    def _tell(self) -> None:
         if not self.on or not self._steps:
             return
         mean = {"step_seconds": self._all, "data_seconds": self._data, "reduce_seconds": self._reduce}
@@ -87,3 +125,17 @@ class Meter:
         self._say(record | ({"rows": self._rows} if self._rows else {}))
         self._told = self._clock()
         self._forget()
+
+    def _open(self) -> None:
+        """A step begins in the timeline, with its wait for data."""
+        if self.traced:
+            self._in_step = True
+            timeline.enter_phase("step")
+            timeline.enter_phase("data")
+
+    def _close(self) -> None:
+        """The step ends in the timeline, and what it was in."""
+        if self._in_step:
+            self._in_step = False
+            timeline.leave_phase()
+            timeline.leave_phase()

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _REDRAW_SECONDS = 0.5
+_LINES = 20
+"""Messages that are shown, the last ones."""
+_STEPS = 2000
+"""Losses within epochs that are kept."""
 
 
 class Notebook(Progress):
@@ -29,7 +33,9 @@ class Notebook(Progress):
         self._lines: list[str] = []
         self._history: list[dict[str, Any]] = []
         self._now = ""
+        self._steps: list[tuple[float, float]] = []
         self._done, self._drawn = 0.0, 0.0
+        self._begun: tuple[float, float] | None = None
         self._handle: Any = display(HTML(self._page()), display_id=True)
 
     def message(self, text: str) -> None:
@@ -39,7 +45,13 @@ class Notebook(Progress):
 
     def step(self, report: dict[str, Any]) -> None:
         """As `Progress.step`."""
-        self._done = (report["epoch"] + report["step"] / max(report["steps"], 1)) / report["epochs"]
+        place = report["epoch"] + report["step"] / max(report["steps"], 1)
+        self._reaches(place / report["epochs"])
+        if self._steps and place <= self._steps[-1][0]:
+            self._steps = [one for one in self._steps if one[0] < place]  # an epoch comes again after a restart
+        self._steps.append((place, report["loss"]))
+        if len(self._steps) > _STEPS:
+            self._steps = self._steps[::2]
         self._now = (
             f"epoch {report['epoch'] + 1}/{report['epochs']}, batch {report['step']}/{report['steps']}: "
             f"loss {report['loss']:.4f}, {report['rows_per_second']:,.0f} rows/s"
@@ -49,12 +61,27 @@ class Notebook(Progress):
     def epoch(self, report: dict[str, Any]) -> None:
         """As `Progress.epoch`."""
         entry = report["entry"]
+        self._history = [one for one in self._history if one["epoch"] < entry["epoch"]]
         self._history.append(entry)
-        self._done = (entry["epoch"] + 1) / report["epochs"]
+        self._reaches((entry["epoch"] + 1) / report["epochs"])
         self._now = (
             f"epoch {entry['epoch'] + 1}/{report['epochs']}: {scores(entry)}, {report['rows_per_second']:,.0f} rows/s"
         )
         self._draw(now=True)
+
+    def _reaches(self, done: float) -> None:
+        """Takes note of how much is done, and when that began: a run may go on from a checkpoint."""
+        self._done = done
+        if self._begun is None or done < self._begun[1]:
+            self._begun = time.monotonic(), done
+
+    def _left(self) -> str:
+        """The time that is left if it goes on as it went."""
+        if self._begun is None or not self._begun[1] < self._done < 1:
+            return ""
+        began, before = self._begun
+        seconds = (time.monotonic() - began) * (1 - self._done) / (self._done - before)
+        return f", about {_told(seconds)} left"
 
     def _draw(self, *, now: bool) -> None:
         clock = time.monotonic()
@@ -67,8 +94,9 @@ class Notebook(Progress):
             '<div style="width:360px;height:8px;background:#ddd">'
             f'<div style="width:{self._done:.1%};height:8px;background:#3465a4"></div></div>'
         )
-        text = "<br>".join(html.escape(line) for line in [*self._lines, self._now] if line)
-        chart = Chart(self._history).svg if self._history else ""
+        now = self._now + self._left() if self._now else ""
+        text = "<br>".join(html.escape(line) for line in [*self._lines[-_LINES:], now] if line)
+        chart = Chart(self._history, steps=self._steps).svg if self._history or self._steps else ""
         return f'<div class="farandole-progress">{bar}<div>{text}</div>{chart}</div>'
 
     def __exit__(
@@ -77,4 +105,13 @@ class Notebook(Progress):
         """Draws what came last."""
         if error is not None:
             self._now = f"ended by {type(error).__name__}"
+            self._begun = None
         self._draw(now=True)
+
+
+def _told(seconds: float) -> str:
+    """A time in the unit that a reader would choose."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

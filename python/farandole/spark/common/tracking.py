@@ -6,17 +6,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from farandole.spark.common.history import flat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from types import TracebackType
 
 _LONGEST = 500
 """Characters that MLflow takes of a parameter."""
+
+
+class Example(NamedTuple):
+    """Some rows of a model.
+
+    Attributes:
+        input: Arrays that it takes, rows first.
+        output: What it makes of them; `None` where it has several outputs.
+    """
+
+    input: Any
+    output: Any
 
 
 class Tracker(AbstractContextManager["Tracker"]):
@@ -25,12 +39,13 @@ class Tracker(AbstractContextManager["Tracker"]):
     def report(self, record: dict[str, Any]) -> None:
         """Takes what a worker has sent."""
 
-    def model(self, model: Any, flavor: str) -> None:
+    def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
         """Takes the trained model.
 
         Args:
             model: as its framework has it.
             flavor: MLflow's module for it, such as `pytorch` or `keras`.
+            example: some rows, where the model has one input.
         """
 
     def __exit__(
@@ -63,10 +78,10 @@ class Trackers(Tracker):
         for one in self._all:
             one.report(record)
 
-    def model(self, model: Any, flavor: str) -> None:
+    def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
         """As `Tracker.model`."""
         for one in self._all:
-            one.model(model, flavor)
+            one.model(model, flavor, example)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -127,12 +142,15 @@ class MlflowTracker(Tracker):
     Args:
         run_id: name of the run.
         parameters: plain values by name.
+        data: place and number of rows of each data set, by what it is for.
 
     Raises:
         ImportError: MLflow is not installed.
     """
 
-    def __init__(self, run_id: str, parameters: dict[str, Any]) -> None:
+    def __init__(
+        self, run_id: str, parameters: dict[str, Any], data: Mapping[str, tuple[str, int]] | None = None
+    ) -> None:
         try:
             import mlflow  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -141,13 +159,37 @@ class MlflowTracker(Tracker):
         self._own = mlflow.active_run() is None
         self._name = run_id
         self._parameters = {name: str(value)[:_LONGEST] for name, value in parameters.items()}
+        self._data = dict(data or {})
 
     def __enter__(self) -> Self:
-        """Starts the run and logs the parameters."""
+        """Starts the run and logs the parameters and the data sets."""
         if self._own:
-            self._mlflow.start_run(run_name=self._name)
+            self._mlflow.start_run(run_name=self._name, **self._system_metrics())
         self._mlflow.log_params(self._parameters)
+        for context, (url, rows) in self._data.items():
+            self._dataset(context, url, rows)
         return self
+
+    def _system_metrics(self) -> dict[str, bool]:
+        """Asks for the load of this host, where MLflow and psutil can tell it and nobody has decided otherwise."""
+        import inspect
+        from importlib.util import find_spec
+
+        known = "log_system_metrics" in inspect.signature(self._mlflow.start_run).parameters
+        decided = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING" in os.environ
+        return {"log_system_metrics": True} if known and not decided and find_spec("psutil") is not None else {}
+
+    def _dataset(self, context: str, url: str, rows: int) -> None:
+        try:
+            from mlflow.data.dataset_source_registry import (  # pyright: ignore[reportMissingImports]
+                resolve_dataset_source,
+            )
+            from mlflow.data.meta_dataset import MetaDataset  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            return  # an old MLflow
+        digest = hashlib.sha256(f"{url} {rows}".encode()).hexdigest()[:12]
+        dataset = MetaDataset(resolve_dataset_source(url), name=f"{rows} rows", digest=digest)
+        self._mlflow.log_input(dataset, context=context)
 
     def report(self, record: dict[str, Any]) -> None:
         """As `Tracker.report`."""
@@ -156,16 +198,20 @@ class MlflowTracker(Tracker):
             epoch = int(row.pop("epoch"))
             self._mlflow.log_metrics({name: float(value) for name, value in row.items()}, step=epoch)
 
-    def model(self, model: Any, flavor: str) -> None:
+    def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
         """As `Tracker.model`."""
         import inspect
         from importlib import import_module
 
         log = import_module(f"mlflow.{flavor}").log_model
         known = inspect.signature(log).parameters
-        options = {"name" if "name" in known else "artifact_path": "model"}
+        options: dict[str, Any] = {"name" if "name" in known else "artifact_path": "model"}
         if "serialization_format" in known:
             options["serialization_format"] = "pickle"  # the other traces the model, and not every one can be traced
+        if example is not None and {"signature", "input_example"} <= set(known):
+            from mlflow.models import infer_signature  # pyright: ignore[reportMissingImports]
+
+            options |= {"signature": infer_signature(*example), "input_example": example.input}
         log(model, **options)
 
     def __exit__(

@@ -307,7 +307,7 @@ class LightningEstimator(
         fingerprint = self._fingerprint(prepared)
         job, objects, sizes = self._job(prepared, fingerprint)
         base = job.base
-        with self._held(base, fingerprint, shown), self._tracked(base.run_id) as tracker:
+        with self._held(base, fingerprint, shown), self._tracked(base.run_id, prepared) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             objects.module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
             module = objects.module.model if self._package() is None else objects.module

@@ -13,6 +13,7 @@ import torch
 from farandole._native import prepare as native
 from farandole.spark.common.columns import Column, row_shape
 from farandole.spark.common.source import sample
+from farandole.spark.common.tracking import Example
 from farandole.spark.torch.batches import told_classes
 from farandole.spark.torch.losses import label_dtype, shaped, takes_indices
 from farandole.spark.torch.scores import Scores
@@ -162,6 +163,25 @@ def try_out(job: Job, objects: Objects, losses: Sequence[Any], tensors: dict[str
         _check_classes(job, one, found)
         _try_loss(one, loss, found)
     return outputs
+
+
+def example(job: Job, tensors: dict[str, torch.Tensor], outputs: Sequence[torch.Tensor]) -> Example | None:
+    """The rows that the model was tried out with; `None` where it has several inputs, which MLflow cannot name.
+
+    Args:
+        job: the run.
+        tensors: the rows.
+        outputs: what the model made of them.
+    """
+    if len(job.inputs) != 1 or job.inputs[0].ragged:
+        return None
+    given = input_tensor(tensors, job.inputs[0], _ROWS, torch.device("cpu"))
+    return Example(_array(given), _array(outputs[0]) if len(outputs) == 1 else None)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """A tensor as NumPy has it, which knows no bfloat16."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
 
 
 def outputs_of_model(

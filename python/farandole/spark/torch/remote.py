@@ -245,7 +245,7 @@ class _Trainer:
             return outputs, labels, loss
         if step == first:
             self.optimizer.zero_grad()
-        with self.stepper.autocast():
+        with self.stepper.meter.phase("forward"), self.stepper.autocast():
             outputs, labels, loss = self.batches.forward(rows, self.model)
         self._look(rows, loss, step)  # before anybody gets gradients of it
         factor = 1.0 / (last - first) if everywhere is None else share(rows.valid, self.size, everywhere)

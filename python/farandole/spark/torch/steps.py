@@ -68,12 +68,13 @@ class Stepper:
         Args:
             loss: one number.
         """
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        with self.meter.phase("backward"):
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     def step(self) -> None:
         """Reduces gradients over processes and takes the optimizer's step."""
         self.taken += 1
-        if self._scaler is None and self._clip is None and not self.meter.on:
+        if self._scaler is None and self._clip is None and not self.meter.watches:
             self.optimizer.step()
             return
         with self.meter.reducing():

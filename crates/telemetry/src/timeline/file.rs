@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The file of a timeline. With a limit, it is two files: what was written last, and what came before.
+//!
+//! ```text
+//! 0.json is full:  0.json.old is removed, 0.json becomes 0.json.old, 0.json begins anew
+//! ```
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// What follows the name of a timeline in the name of the file with what came before.
+pub const OLD: &str = ".old";
+/// A file has at least this many bytes before the next one begins.
+const LEAST: u64 = 32 << 10;
+const END: &str = "\n]\n";
+
+/// Where records go. The file ends with `]` after every write; the next one begins by overwriting that.
+pub(super) struct Pages {
+    path: PathBuf,
+    file: File,
+    /// Where the next record goes.
+    offset: u64,
+    /// Bytes after which the next file begins.
+    most: u64,
+}
+
+impl Pages {
+    pub(super) fn new(path: &Path, limit: Option<u64>) -> io::Result<Self> {
+        match fs::remove_file(old(path)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let most = limit.map_or(u64::MAX, |limit| (limit / 2).max(LEAST));
+        Ok(Self { path: path.to_owned(), file: File::create(path)?, offset: 0, most })
+    }
+
+    /// Whether nothing was written to the file yet.
+    pub(super) fn is_empty(&self) -> bool {
+        self.offset == 0
+    }
+
+    /// Whether this many bytes more do not fit.
+    pub(super) fn is_full(&self, bytes: usize) -> bool {
+        !self.is_empty() && self.offset.saturating_add(bytes as u64) > self.most
+    }
+
+    /// Begins the next file.
+    pub(super) fn turn(&mut self) -> io::Result<()> {
+        fs::rename(&self.path, old(&self.path))?;
+        self.file = File::create(&self.path)?;
+        self.offset = 0;
+        Ok(())
+    }
+
+    /// Writes records and takes them out of `text`.
+    pub(super) fn write(&mut self, text: &mut String) -> io::Result<()> {
+        let records = text.len() as u64;
+        text.push_str(END);
+        self.file.write_all_at(text.as_bytes(), self.offset)?;
+        self.offset += records;
+        text.clear();
+        Ok(())
+    }
+}
+
+fn old(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(OLD);
+    name.into()
+}

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Which rank the others wait for.
+
+use std::collections::BTreeMap;
+
+use super::clocks::Clocks;
+use super::{Operations, Part};
+
+/// Waits that are shorter, in microseconds, have no span of their own.
+const SHORT: i64 = 500;
+
+/// How a rank comes to operations.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Arrivals {
+    /// Operations that it took part in.
+    pub(super) operations: u64,
+    /// Those to which it came last.
+    pub(super) last: u64,
+    /// Microseconds for which all others waited for it alone.
+    pub(super) alone: i64,
+    /// Microseconds for which it waited for others.
+    pub(super) waited: i64,
+}
+
+/// A time in which everybody waits for one rank.
+#[derive(Clone, Debug)]
+pub(super) struct Wait {
+    pub(super) rank: u32,
+    pub(super) from: i64,
+    pub(super) until: i64,
+    pub(super) tensor: String,
+}
+
+/// What arrivals say.
+#[derive(Default)]
+pub(super) struct Lateness {
+    pub(super) ranks: BTreeMap<u32, Arrivals>,
+    /// In order, and apart from each other.
+    pub(super) waits: Vec<Wait>,
+    /// When the first shared operation began, and the last one.
+    pub(super) from: i64,
+    pub(super) until: i64,
+}
+
+impl Lateness {
+    /// Of the operations that began at `known` or later.
+    pub(super) fn of(operations: &Operations, clocks: &Clocks, known: i64) -> Self {
+        let mut lateness = Self { from: i64::MAX, until: i64::MIN, ..Self::default() };
+        let mut waits = Vec::new();
+        for ((tensor, _), parts) in operations {
+            let mut came: Vec<(i64, u32)> =
+                parts.iter().map(|part| (arrival(part, clocks), part.rank)).collect();
+            came.sort_unstable();
+            let [.., (second, _), (last, latest)] = came[..] else {
+                continue;
+            };
+            if came.first().is_some_and(|(first, _)| *first < known) {
+                continue;
+            }
+            lateness.until = lateness.until.max(last);
+            for (at, rank) in &came {
+                lateness.from = lateness.from.min(*at);
+                let arrivals = lateness.ranks.entry(*rank).or_default();
+                arrivals.operations += 1;
+                arrivals.waited += last - at;
+            }
+            let arrivals = lateness.ranks.entry(latest).or_default();
+            arrivals.last += 1;
+            if last - second >= SHORT {
+                waits.push(Wait { rank: latest, from: second, until: last, tensor: tensor.clone() });
+            }
+        }
+        lateness.waits = apart(waits);
+        // Tensors that wait at the same time for the same rank cost that time once.
+        for wait in &lateness.waits {
+            lateness.ranks.entry(wait.rank).or_default().alone += wait.until - wait.from;
+        }
+        lateness
+    }
+}
+
+fn arrival(part: &Part, clocks: &Clocks) -> i64 {
+    clocks.corrected(part.rank, part.begun)
+}
+
+/// Waits that do not overlap: what overlaps the wait before it begins at its end.
+fn apart(mut waits: Vec<Wait>) -> Vec<Wait> {
+    waits.sort_by_key(|wait| (wait.from, wait.until));
+    let mut kept: Vec<Wait> = Vec::new();
+    for mut wait in waits {
+        if let Some(before) = kept.last_mut()
+            && wait.from < before.until
+        {
+            if wait.rank == before.rank {
+                before.until = before.until.max(wait.until);
+                continue;
+            }
+            wait.from = before.until;
+        }
+        if wait.until - wait.from >= SHORT {
+            kept.push(wait);
+        }
+    }
+    kept
+}

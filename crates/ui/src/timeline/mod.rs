@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The timelines of all ranks as one trace, with one clock.
+//!
+//! ```text
+//! rank 0's file --\                                              /-> trace for Perfetto: a process for each rank
+//! rank 1's file ---+-> ops (who came when) -> clocks -> lateness +
+//! rank 2's file --/                                              \-> summary: who was late, how far clocks were off
+//! ```
+//!
+//! Each file is read twice, so only the times of operations are held in memory.
+//!
+//! Invariants:
+//! - `TL-1`: in the merged trace, no rank ends an operation before all ranks have begun it, beyond the stated error.
+//! - `TL-2`: ranks of one host have one clock: their times are not changed against each other.
+
+mod clocks;
+mod late;
+mod pieces;
+mod read;
+mod summary;
+#[cfg(test)]
+mod tests;
+mod write;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+pub use pieces::{KIND, Pieces};
+pub use summary::{RankSummary, Straggler, Summary};
+
+use self::clocks::Clocks;
+use self::late::Lateness;
+use self::read::Trace;
+use crate::error::{Error, Result};
+
+/// When one rank took part in one operation, in microseconds of its host's clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Part {
+    rank: u32,
+    begun: i64,
+    ended: i64,
+}
+
+/// Operations that several ranks took part in, by tensor and list.
+type Operations = HashMap<(String, u64), Vec<Part>>;
+
+/// What follows the name of a rank's file in the name of the one with what came before it, where files are bounded.
+const OLD: &str = ".old";
+
+/// Merges timelines into one trace.
+///
+/// `inputs` are files, and folders with files that end in `.json`. If there is a file with `.old` after such a name, it
+/// comes before.
+///
+/// # Errors
+/// `Timeline` if there is no timeline, a file is none, two have the same rank, or a file cannot be read or written.
+pub fn merge(inputs: &[PathBuf], output: &Path) -> Result<Summary> {
+    let mut traces = Vec::new();
+    for path in files(inputs)? {
+        traces.push(Trace::open(&path)?);
+    }
+    // Of an elastic job, the last world: ranks of others are other workers.
+    let last = traces.iter().map(|trace| trace.generation).max();
+    traces.retain(|trace| Some(trace.generation) == last);
+    traces.sort_by_key(|trace| trace.rank);
+    for pair in traces.windows(2) {
+        if let [one, other] = pair
+            && one.rank == other.rank
+        {
+            let reason = format!("it is of rank {}, as is {}", other.rank, one.path.display());
+            return Err(refused(&other.path, reason));
+        }
+    }
+    let mut operations = Operations::new();
+    for trace in &traces {
+        trace.operations(&mut operations)?;
+    }
+    let hosts: Vec<(u32, &str)> = traces.iter().map(|trace| (trace.rank, &*trace.host)).collect();
+    let clocks = Clocks::measure(&hosts, &operations);
+    // Before this, some rank's part in operations was given up: nobody knows who was late.
+    let cut = traces.iter().filter(|trace| trace.since > 0);
+    let known = cut.map(|trace| clocks.corrected(trace.rank, trace.start + trace.since)).max();
+    let lateness = Lateness::of(&operations, &clocks, known.unwrap_or(i64::MIN));
+    write::write(output, &traces, &clocks, &lateness)?;
+    Ok(Summary::of(&traces, &clocks, &lateness))
+}
+
+fn files(inputs: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for input in inputs {
+        if input.is_dir() {
+            let listing = std::fs::read_dir(input).map_err(|error| refused(input, error.to_string()))?;
+            let before = found.len();
+            for entry in listing {
+                let path = entry.map_err(|error| refused(input, error.to_string()))?.path();
+                if path.extension().is_some_and(|ending| ending == "json") {
+                    found.push(path);
+                }
+            }
+            if found.len() == before {
+                return Err(refused(input, "the folder has no files that end in .json".to_owned()));
+            }
+        } else {
+            found.push(input.clone());
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn refused(path: &Path, reason: String) -> Error {
+    Error::Timeline { path: path.to_owned(), reason }
+}

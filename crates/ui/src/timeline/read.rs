@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The file of one rank, a record on each line.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{BufRead as _, BufReader};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::{OLD, Operations, Part, refused};
+use crate::error::Result;
+
+/// The track of changes of process sets, such as the one of `init()`: no step waits for them.
+const SETS: &str = "process_sets";
+
+/// A record of the file.
+#[derive(Deserialize)]
+pub(super) struct Record<'a> {
+    #[serde(default, borrow)]
+    pub(super) name: Option<std::borrow::Cow<'a, str>>,
+    pub(super) ph: std::borrow::Cow<'a, str>,
+    #[serde(default)]
+    pub(super) ts: i64,
+    pub(super) pid: u64,
+    #[serde(default, borrow)]
+    pub(super) args: Option<&'a RawValue>,
+}
+
+/// What a first record says.
+#[derive(Deserialize)]
+struct Title {
+    #[serde(rename = "start_time_since_epoch_in_micros")]
+    start: i64,
+    rank: u32,
+    #[serde(default)]
+    host: String,
+    /// From when on the file has all events.
+    #[serde(default)]
+    since: i64,
+    #[serde(default)]
+    size: u32,
+    #[serde(default)]
+    generation: u64,
+}
+
+#[derive(Deserialize)]
+struct Named {
+    name: String,
+}
+
+#[derive(Deserialize)]
+struct Listed {
+    list: u64,
+}
+
+/// A rank's file, whose first record was read.
+pub(super) struct Trace {
+    pub(super) path: PathBuf,
+    pub(super) rank: u32,
+    pub(super) host: String,
+    /// Time of its clock at its time 0, in microseconds since the epoch.
+    pub(super) start: i64,
+    /// What happened before, by its time, is in no file: it was given up to keep the file small.
+    pub(super) since: i64,
+    /// Number of ranks; 0 where the file does not say.
+    pub(super) size: u32,
+    /// Which world of an elastic job it is.
+    pub(super) generation: u64,
+}
+
+/// An operation of a track that has begun and not ended.
+#[derive(Default)]
+struct Open {
+    begun: Option<i64>,
+    list: Option<u64>,
+}
+
+impl Trace {
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let mut title = None;
+        each(path, |record| {
+            if title.is_none() {
+                title = record.args.and_then(|args| serde_json::from_str::<Title>(args.get()).ok());
+                return Ok(title.is_none() && record.ph == "M");
+            }
+            Ok(false)
+        })?;
+        let Some(Title { start, rank, host, since, size, generation }) = title else {
+            let reason =
+                "it is no timeline of this version: its first record does not name a rank".to_owned();
+            return Err(refused(path, reason));
+        };
+        Ok(Self { path: path.to_owned(), rank, host, start, since, size, generation })
+    }
+
+    /// Calls `take` with each record until it returns false.
+    pub(super) fn each(&self, take: impl FnMut(Record<'_>) -> Result<bool>) -> Result<()> {
+        each(&self.path, take)
+    }
+
+    /// Adds the operations that this rank has completed.
+    pub(super) fn operations(&self, all: &mut Operations) -> Result<()> {
+        let mut tracks: HashMap<u64, (String, Open)> = HashMap::new();
+        let own = self.rank.to_string();
+        self.each(|record| {
+            if let (Some(name), Some(tensor)) = (&record.name, named(&record))
+                && name == "process_name"
+            {
+                // A file that goes on where another ends names its tracks again.
+                tracks.entry(record.pid).or_insert_with(|| (tensor, Open::default()));
+                return Ok(true);
+            }
+            let Some((tensor, open)) = tracks.get_mut(&record.pid) else { return Ok(true) };
+            if tensor == SETS {
+                return Ok(true);
+            }
+            match &*record.ph {
+                "X" if record.name.as_deref() == Some(own.as_str()) => open.begun = Some(record.ts),
+                "B" => {
+                    if let Some(list) = listed(&record) {
+                        open.list = Some(list);
+                    }
+                }
+                // Only what ended well says what it produced.
+                "E" if record.args.is_some() => {
+                    if let Open { begun: Some(begun), list: Some(list) } = std::mem::take(open) {
+                        let part = Part {
+                            rank: self.rank,
+                            begun: self.start + begun,
+                            ended: self.start + record.ts,
+                        };
+                        all.entry((tensor.clone(), list)).or_default().push(part);
+                    }
+                }
+                _ => {}
+            }
+            Ok(true)
+        })
+    }
+}
+
+/// The name of the track that a record introduces.
+pub(super) fn named(record: &Record<'_>) -> Option<String> {
+    let args = record.args.filter(|_| record.ph == "M")?;
+    serde_json::from_str::<Named>(args.get()).ok().map(|named| named.name)
+}
+
+/// The list that an operation began in.
+pub(super) fn listed(record: &Record<'_>) -> Option<u64> {
+    serde_json::from_str::<Listed>(record.args?.get()).ok().map(|listed| listed.list)
+}
+
+/// The records of what came before, if it is in a file of its own, and then those of the file.
+fn each(path: &Path, mut take: impl FnMut(Record<'_>) -> Result<bool>) -> Result<()> {
+    let mut old = path.as_os_str().to_owned();
+    old.push(OLD);
+    let old = PathBuf::from(old);
+    if old.exists() && !each_of(&old, &mut take)? {
+        return Ok(());
+    }
+    each_of(path, &mut take).map(drop)
+}
+
+/// Whether `take` wants more.
+fn each_of(path: &Path, take: &mut impl FnMut(Record<'_>) -> Result<bool>) -> Result<bool> {
+    let file = File::open(path).map_err(|error| refused(path, error.to_string()))?;
+    let mut reader = BufReader::with_capacity(1 << 18, file);
+    let mut line = String::new();
+    let mut number = 0;
+    loop {
+        line.clear();
+        let read = reader.read_line(&mut line).map_err(|error| refused(path, error.to_string()))?;
+        number += 1;
+        let text = line.trim().trim_end_matches(',');
+        if read == 0 {
+            return Ok(true);
+        }
+        // Pieces of two files may have been put together.
+        if matches!(text, "" | "[" | "]") {
+            continue;
+        }
+        match serde_json::from_str(text) {
+            Ok(record) => {
+                if !take(record)? {
+                    return Ok(false);
+                }
+            }
+            // The last line of a process that was killed while it wrote.
+            Err(_) if !line.ends_with('\n') => return Ok(true),
+            Err(error) => {
+                return Err(refused(path, format!("line {number} is no record of a timeline: {error}")));
+            }
+        }
+    }
+}

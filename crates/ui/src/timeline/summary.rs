@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What a merged timeline says in numbers.
+
+use serde::Serialize;
+
+use super::clocks::Clocks;
+use super::late::{Arrivals, Lateness};
+use super::read::Trace;
+
+/// A rank is a straggler if the others wait for it alone for at least this share of the traced time.
+const NOTABLE: f64 = 0.05;
+
+/// One rank.
+#[derive(Clone, Debug, Serialize)]
+pub struct RankSummary {
+    /// Its number.
+    pub rank: u32,
+    /// Its host.
+    pub host: String,
+    /// Operations that it shares with other ranks.
+    pub operations: u64,
+    /// Operations to which it came last.
+    pub last: u64,
+    /// Milliseconds for which all others waited for it alone.
+    pub waited_for_ms: f64,
+    /// Milliseconds for which it waited for others, summed over operations.
+    pub waited_ms: f64,
+    /// Microseconds that were added to its clock; absent if nothing was measured.
+    pub clock_shift_us: Option<f64>,
+    /// Largest error of that.
+    pub clock_error_us: Option<f64>,
+}
+
+/// The rank that the others wait for.
+#[derive(Clone, Debug, Serialize)]
+pub struct Straggler {
+    /// Its number.
+    pub rank: u32,
+    /// Share of the traced time in which all others wait for it alone.
+    pub share: f64,
+}
+
+/// What [`merge`](super::merge) returns.
+#[derive(Clone, Debug, Serialize)]
+pub struct Summary {
+    /// By rank.
+    pub ranks: Vec<RankSummary>,
+    /// The rank that the others wait for, if there is one.
+    pub straggler: Option<Straggler>,
+    /// Seconds from the first shared operation to the last.
+    pub seconds: f64,
+    /// Ranks whose files are missing or incomplete.
+    pub incomplete: Vec<u32>,
+}
+
+impl Summary {
+    pub(super) fn of(traces: &[Trace], clocks: &Clocks, lateness: &Lateness) -> Self {
+        let row = |trace: &Trace| {
+            let arrivals = lateness.ranks.get(&trace.rank).copied().unwrap_or_default();
+            let shift = clocks.shift(trace.rank);
+            RankSummary {
+                rank: trace.rank,
+                host: trace.host.clone(),
+                operations: arrivals.operations,
+                last: arrivals.last,
+                waited_for_ms: arrivals.alone as f64 / 1e3,
+                waited_ms: arrivals.waited as f64 / 1e3,
+                clock_shift_us: shift.map(|(shift, _)| shift),
+                clock_error_us: shift.map(|(_, error)| error),
+            }
+        };
+        let span = lateness.until.saturating_sub(lateness.from).max(1) as f64;
+        let latest = lateness.ranks.iter().max_by_key(|(_, arrivals)| arrivals.alone);
+        let straggler = latest.and_then(|(rank, Arrivals { alone, .. })| {
+            let share = *alone as f64 / span;
+            (share >= NOTABLE).then_some(Straggler { rank: *rank, share })
+        });
+        let ranks = traces.iter().map(row).collect();
+        let size = traces.iter().map(|trace| trace.size).max().unwrap_or_default();
+        let incomplete = (0..size).filter(|rank| !traces.iter().any(|trace| trace.rank == *rank)).collect();
+        Self { ranks, straggler, seconds: span / 1e6, incomplete }
+    }
+
+    /// All of it as JSON.
+    pub fn json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// The same for a terminal.
+    pub fn lines(&self) -> Vec<String> {
+        let mut lines = vec![format!(
+            "{:>5} {:>10} {:>10} {:>14}  clock",
+            "rank", "operations", "came last", "waited for"
+        )];
+        for row in &self.ranks {
+            let clock = match (row.clock_shift_us, row.clock_error_us) {
+                (Some(shift), Some(error)) => format!("{shift:+.0} us, error at most {error:.0} us"),
+                _ => "not measured: no operation is shared with the first rank's host".to_owned(),
+            };
+            lines.push(format!(
+                "{:>5} {:>10} {:>10} {:>11.1} ms  {clock}",
+                row.rank, row.operations, row.last, row.waited_for_ms
+            ));
+        }
+        lines.push(match &self.straggler {
+            Some(straggler) => format!(
+                "rank {} is a straggler: for {:.0} % of {:.2} s all other ranks waited for it",
+                straggler.rank,
+                100.0 * straggler.share,
+                self.seconds
+            ),
+            None => format!("no straggler in {:.2} s", self.seconds),
+        });
+        if !self.incomplete.is_empty() {
+            let ranks: Vec<String> = self.incomplete.iter().map(ToString::to_string).collect();
+            lines.push(format!(
+                "the timelines of these ranks are missing or incomplete: {}",
+                ranks.join(", ")
+            ));
+        }
+        lines
+    }
+}

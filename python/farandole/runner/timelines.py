@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The timelines of all ranks of a job: agents send them to the driver, which merges them into one trace."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import tempfile
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+KIND: Final = "timeline"
+"""Kind of the records that carry pieces of timelines."""
+
+NAME: Final = "timeline.json"
+"""Name of the trace in the directory of a run, where the run viewer finds it."""
+
+_LOG = logging.getLogger("farandole")
+_CURRENT: ContextVar[Gathering | None] = ContextVar("farandole_timeline", default=None)
+
+
+class Gathering:
+    """Takes the timelines of a job, piece by piece.
+
+    Attributes:
+        summary: What the merged trace says: ranks, straggler, clocks; empty before it was merged.
+
+    Args:
+        path: File for the trace; `None` keeps it in the directory of the run.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        from farandole._native import ui  # noqa: PLC0415 - `import farandole` stays light
+
+        if path is not None:
+            path.touch()  # an error now, and not after hours of training
+        self._path = path
+        self._pieces = ui.Timelines()
+        self._came = False
+        self._kept: list[str] | None = None
+        self.summary: dict[str, Any] = {}
+
+    def take(self, task: int, piece: bytes) -> None:
+        """Takes a piece; an error is one line in the log and never fails a job.
+
+        Args:
+            task: The worker's.
+            piece: As agents send it.
+        """
+        self._came = True
+        try:
+            self._pieces.take(task, piece)
+        except OSError as error:
+            _LOG.warning("a piece of a timeline is lost: %s", error)
+
+    def keep(self, write: Callable[[str, bytes], object]) -> None:
+        """Writes the trace into the directory of a run, if it belongs there.
+
+        Args:
+            write: Writes a file of the run.
+        """
+        if self._path is not None or not self._came:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / NAME
+            lines = self._merged(path)
+            if self.summary:
+                write(NAME, path.read_bytes())
+                lines.append(f"the timeline of all ranks is {NAME} of the run")
+        self._kept = lines
+
+    def end(self) -> list[str]:
+        """Writes the trace to its file.
+
+        Returns:
+            What to tell of it, in lines.
+        """
+        if not self._came:
+            return ["no rank has sent a timeline: there is none unless the ranks call init()"]
+        if self._path is None:
+            return self._kept or ["the timeline is lost: no store keeps this run; give timeline= a path"]
+        lines = self._merged(self._path)
+        return [*lines, f"the timeline of all ranks is in {self._path}"] if self.summary else lines
+
+    def _merged(self, path: Path) -> list[str]:
+        try:
+            summary, lines = self._pieces.merge(path)
+        except OSError as error:
+            return [f"the timelines of the ranks could not be merged: {error}"]
+        self.summary = json.loads(summary)
+        return lines
+
+
+@contextlib.contextmanager
+def gathered(path: str | os.PathLike[str] | bool | None) -> Iterator[Gathering | None]:
+    """Gathers the timelines of the jobs that run inside, and merges them at the end, also after a failure.
+
+    Args:
+        path: File for the trace; `True` keeps it in the directory of the run; `None` gathers nothing.
+
+    Yields:
+        What takes them; `None` for no path.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    if path is None or path is False:
+        yield None
+        return
+    gathering = Gathering(None if isinstance(path, bool) else Path(path).absolute())
+    token = _CURRENT.set(gathering)
+    try:
+        yield gathering
+    finally:
+        _CURRENT.reset(token)
+        for line in gathering.end():
+            sys.stderr.write(f"farandole: {line}\n")
+        sys.stderr.flush()
+
+
+def variables() -> dict[str, str | None]:
+    """What workers are told so that their agents send their timelines."""
+    return {} if _CURRENT.get() is None else {"FARANDOLE_TIMELINE": "GATHER"}
+
+
+def take(task: int, piece: bytes) -> None:
+    """Takes a piece where timelines are gathered; else nothing.
+
+    Args:
+        task: The worker's.
+        piece: As agents send it.
+    """
+    gathering = _CURRENT.get()
+    if gathering is not None:
+        gathering.take(task, piece)
+
+
+def keep(write: Callable[[str, bytes], object]) -> None:
+    """Writes the trace into the directory of a run that ends, where that was asked for.
+
+    Args:
+        write: Writes a file of the run.
+    """
+    gathering = _CURRENT.get()
+    if gathering is not None:
+        gathering.keep(write)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a cell shows of a fit: a curve of steps, the time that is left, and never more than a few kilobytes."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+
+import pytest
+
+from farandole.spark.common import notebook
+from farandole.spark.common.chart import thinned
+
+
+def step(epoch, number, loss=0.5, epochs=4, steps=100):
+    return {
+        "kind": "step", "epoch": epoch, "step": number, "steps": steps, "epochs": epochs, "loss": loss,
+        "rows_per_second": 10.0,
+    }  # fmt: skip
+
+
+def epoch(number, loss=0.5, epochs=4):
+    entry = {"epoch": number, "train": {"loss": loss, "all_metrics": []}, "seconds": 1.0, "rows": 10}
+    return {"kind": "epoch", "entry": entry, "epochs": epochs, "steps": 100, "rows_per_second": 10.0}
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    """An output of a cell: `pages` has what it showed, `clock` the time in seconds."""
+    found = types.SimpleNamespace(pages=[], clock=0.0)
+    handle = types.SimpleNamespace(update=found.pages.append)
+    display = types.ModuleType("IPython.display")
+    display.HTML = lambda text: text
+    display.display = lambda *_, **options: handle if options["display_id"] else None
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr(notebook.time, "monotonic", lambda: found.clock)
+    return found
+
+
+def test_the_curve_grows_within_the_first_epoch(cell):
+    shown = notebook.Notebook()
+    for number in (1, 2, 3):
+        cell.clock += 1
+        shown.report(step(0, number, loss=1 / number))
+    lines = re.findall(r'<polyline points="([^"]+)"', cell.pages[-1])
+    assert [len(line.split()) for line in lines] == [3]
+    cell.clock += 1
+    shown.report(epoch(0))
+    assert len(re.findall("<polyline|<circle", cell.pages[-1])) == 2, "the steps and the epoch"
+
+
+def test_the_time_that_is_left_is_told_of_a_run_that_goes_on_from_a_checkpoint(cell):
+    shown = notebook.Notebook()
+    shown.report(epoch(1))  # half of it was done before
+    assert "left" not in cell.pages[-1]
+    cell.clock = 100.0
+    shown.report(step(2, 50))
+    assert "about 5 min left" in cell.pages[-1]  # an eighth in 100 s, three eighths to go
+    shown.report(epoch(3))
+    assert "left" not in cell.pages[-1]
+
+
+def test_steps_of_an_epoch_that_comes_again_replace_those_before(cell):
+    shown = notebook.Notebook()
+    for place in ((0, 50), (0, 100), (1, 50), (0, 60)):
+        cell.clock += 1
+        shown.report(step(*place))
+    (line,) = re.findall(r'<polyline points="([^"]+)"', cell.pages[-1])
+    assert len(line.split()) == 2
+
+
+def test_the_output_stays_small_however_long_the_run_is(cell):
+    shown = notebook.Notebook()
+    for number in range(800):
+        cell.clock += 1
+        shown.report(step(number, 50, epochs=800))
+        shown.report(epoch(number, epochs=800))
+    for number in range(100):
+        shown.message(f"message {number}")
+    assert len(cell.pages[-1]) < 40_000
+    assert "message 99" in cell.pages[-1]
+    assert "message 0<" not in cell.pages[-1]
+
+
+def test_an_error_ends_it_without_a_time(cell):
+    shown = notebook.Notebook()
+    shown.report(step(0, 1))
+    cell.clock += 10
+    shown.report(step(0, 50))
+    shown.__exit__(RuntimeError, RuntimeError(), None)
+    assert "ended by RuntimeError" in cell.pages[-1]
+    assert "left" not in cell.pages[-1]
+
+
+def test_thinned_rows_have_the_last_one():
+    assert thinned([], 3) == []
+    assert thinned([1, 2, 3], 3) == [1, 2, 3]
+    assert thinned(range(10), 3) == [1, 5, 9]
+    assert thinned(range(10), 1) == [9]
