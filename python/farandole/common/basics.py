@@ -147,7 +147,7 @@ def _place(comm: Communicator) -> tuple[str, int]:
     if failure is not None:
         raise failure
     if reason is not None:
-        raise FarandoleEnvironmentError(f"rank 0 of comm could not take the others in: {reason}")
+        raise FarandoleEnvironmentError(f"rank 0 of comm could not admit the other ranks: {reason}")
     return ticket, rank
 
 

@@ -163,6 +163,6 @@ def plain_or_raise(values: dict[str, Any], is_plain: Callable[[Any], bool], allo
     for name, value in values.items():
         if not is_plain(value):
             raise TypeError(
-                f"state.{name} is {type(value).__module__}.{type(value).__qualname__}, which a store cannot give back "
-                f"without running code: keep {allowed}"
+                f"state.{name} is {type(value).__module__}.{type(value).__qualname__}, which cannot be read from a "
+                f"store without running code: use {allowed}"
             )

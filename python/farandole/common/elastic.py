@@ -72,7 +72,7 @@ class State:
 
         Raises:
             ValueError: `every` is below 1, or the store cannot be had.
-            TypeError: An attribute cannot go to a store.
+            TypeError: An attribute cannot be saved to a store.
             NotImplementedError: This kind of state cannot.
         """
         stored = StoredCommits(store, run_id, every)
@@ -192,13 +192,13 @@ class State:
         """Waits for what a commit still does; nothing by default."""
 
     def _check_storable(self) -> None:
-        """Raises where the state cannot go to a store.
+        """Raises where the state cannot be saved to a store.
 
         Raises:
             NotImplementedError: This kind of state cannot.
             TypeError: An attribute cannot.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot go to a store")
+        raise NotImplementedError(f"{type(self).__name__} cannot be saved to a store")
 
     def _lend(self) -> Any:
         """What the last commit kept; it does not change before `_take_back`."""

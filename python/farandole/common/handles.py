@@ -117,7 +117,7 @@ class HandleTable:
             ValueError: When there are none.
         """
         if count == 0:
-            raise ValueError("a group has at least one member")
+            raise ValueError("a group must have at least one member")
         base = self.name(operation, name, process_set)
         return [base, *(f"{base}_{i}of{count}" for i in range(2, count + 1))]
 

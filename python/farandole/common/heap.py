@@ -69,7 +69,7 @@ class Heap:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) << 10
-        raise OSError("the kernel does not tell")
+        raise OSError("the kernel does not report it")
 
     def trim(self) -> None:
         """Gives back what is unused."""

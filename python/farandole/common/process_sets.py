@@ -32,14 +32,14 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if hasattr(ranks_or_comm, "Get_rank"):
-            raise ValueError("a process set is made of ranks, not of an MPI communicator: there is no MPI")
+            raise ValueError("a process set takes ranks, not an MPI communicator: Farandole does not use MPI")
         if not isinstance(ranks_or_comm, Iterable):
-            raise ValueError(f"a process set is made of ranks, which are whole numbers from 0: {ranks_or_comm!r}")
+            raise ValueError(f"the ranks of a process set must be whole numbers, 0 or more: {ranks_or_comm!r}")
         ranks = list(ranks_or_comm)
         if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
-            raise ValueError(f"a process set is made of ranks, which are whole numbers from 0: {ranks!r}")
+            raise ValueError(f"the ranks of a process set must be whole numbers, 0 or more: {ranks!r}")
         if len(set(ranks)) != len(ranks):
-            raise ValueError(f"a process set names each rank once: {ranks!r}")
+            raise ValueError(f"a process set must contain each rank only once: {ranks!r}")
         self._ranks: list[int] | None = sorted(ranks)
 
     @property

@@ -189,11 +189,12 @@ def wrapper(framework: str) -> Wrap:
         values = {name: one(value) for name, value in result.items()}
         lengths = {name: len(value) for name, value in values.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"transformation_fn made columns of different lengths: {lengths}")
+            raise ValueError(f"transformation_fn returned columns of different lengths: {lengths}")
         if weights is not None:
             if any(length != batch.rows for length in lengths.values()):
                 raise ValueError(
-                    f'transformation_fn must keep the {batch.rows} rows of a batch with tail="pad", it made {lengths}'
+                    f'transformation_fn must keep the {batch.rows} rows of a batch with tail="pad", but '
+                    f"it returned {lengths}"
                 )
             values[weights] = one(np.frombuffer(memoryview(batch.weights()), np.float32))
         return values

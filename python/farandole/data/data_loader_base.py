@@ -184,4 +184,4 @@ class _Run:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN)
             if self._thread.is_alive():
-                _log.warning("the loader's thread still makes a batch after %.0f s; it is left behind", _JOIN)
+                _log.warning("the loader's thread is still creating a batch after %.0f s; it was left running", _JOIN)

@@ -106,7 +106,7 @@ class ParquetLoader(BaseDataLoader):
         if tail not in _TAILS:
             raise ValueError(f"tail must be keep, pad, drop_last or join: {tail}")
         if isinstance(columns, str):
-            raise ValueError(f"columns are a list of names: {columns!r}")
+            raise ValueError(f"columns must be a list of names: {columns!r}")
         here, everywhere = _world() if rank is None or size is None else (rank, size)
         self._given = rank, size
         self.rank = here if rank is None else rank
@@ -157,7 +157,7 @@ class ParquetLoader(BaseDataLoader):
         texts = [field.name for field in self._fields if field.dtype in TEXTS and field.name not in self._ragged]
         if texts and self.framework == "torch" and self._transform is None:
             raise ValueError(
-                f'tensors hold no strings: a transformation_fn, or framework="numpy", can read {", ".join(texts)}'
+                f'tensors cannot hold strings: a transformation_fn, or framework="numpy", can read {", ".join(texts)}'
             )
 
     def _make_reader(self, rank: int, size: int) -> Reader:
@@ -253,7 +253,7 @@ class ParquetLoader(BaseDataLoader):
             raise ValueError(f"not a state of ParquetLoader, it lacks {', '.join(lacking)}")
         if state["fingerprint"] != self.dataset.fingerprint:
             raise ValueError(
-                f"the state is of another data set, or its files have changed: {state['fingerprint']} there, "
+                f"the state belongs to another data set, or the files have changed: {state['fingerprint']} there, "
                 f"{self.dataset.fingerprint} in {self.dataset.url}"
             )
         try:
@@ -284,11 +284,11 @@ class ParquetLoader(BaseDataLoader):
             TypeError: A subclass makes batches ahead in a thread.
         """
         if self.tail == "join":
-            raise ValueError("ranks that come and go do not go with tail='join'")
+            raise ValueError("tail='join' cannot be used in an elastic job")
         if self._given != (None, None):
-            raise ValueError("a loader that follows the world takes rank and size from it: do not give them")
+            raise ValueError("a loader that follows the world takes rank and size from the world: do not pass them")
         if isinstance(self, AsyncDataLoaderMixin):
-            raise TypeError("a loader that follows the world makes no batches ahead in a thread of its own")
+            raise TypeError("a loader that follows the world cannot create batches ahead in its own thread")
         if self._turns is None:
             self.follow_world()  # which may have changed since the loader was made
             place, drops = Place(*self._taken), self.tail.startswith("drop")

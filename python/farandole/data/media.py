@@ -249,10 +249,10 @@ class Decode:
             ValueError: No columns.
         """
         if not columns:
-            raise ValueError("Decode needs one column at least")
+            raise ValueError("Decode needs at least one column")
         for name, one in columns.items():
             if not isinstance(one, Image | Audio):
-                raise TypeError(f"column {name!r} is decoded by an Image or an Audio: {type(one).__name__}")
+                raise TypeError(f"column {name!r} must be decoded by an Image or an Audio: {type(one).__name__}")
         self.columns, self.root = dict(columns), None if root is None else os.fspath(root)
 
     def __call__(self, batch: Any) -> dict[str, Array]:
@@ -289,7 +289,9 @@ class Decode:
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(value)
         if not isinstance(value, str):
-            raise ValueError(f"column {column!r}, row {row} of a batch: {type(value).__name__} is no bytes and no path")
+            raise ValueError(
+                f"column {column!r}, row {row} of a batch: {type(value).__name__} is neither bytes nor a path"
+            )
         if self.root is None and "://" not in value:
             with open(value, "rb") as opened:  # noqa: PTH123 - bytes of a path that a user gives
                 return opened.read()

@@ -195,7 +195,9 @@ class WeightedLoader(PoolLoader):
         if (weights is None) == (balanced is None):
             raise ValueError("WeightedLoader needs weights= or balanced=, and not both")
         if isinstance(weights, Mapping) and len(weights) != 1:
-            raise ValueError(f"weights by value are those of one column: {', '.join(map(str, weights)) or 'none'}")
+            raise ValueError(
+                f"weights by value must be for exactly one column: {', '.join(map(str, weights)) or 'none'}"
+            )
         self._values: dict[Any, float] | None = None
         if isinstance(weights, Mapping):
             ((self._column, values),) = weights.items()
@@ -220,7 +222,7 @@ class WeightedLoader(PoolLoader):
     def _weights(self, column: Array) -> tuple[Array, Array]:
         """The weight of each row, and the number of its value where that decides."""
         if column.ndim != 1:
-            raise ValueError(f"column {self._column!r} has {column.shape[1:]} values a row: weights need one")
+            raise ValueError(f"column {self._column!r} has {column.shape[1:]} values in each row, but weights need one")
         if self._values is None and not self._balanced:
             weight, owners = column.astype(np.float64), np.zeros(len(column), np.int64)
         else:
@@ -289,7 +291,7 @@ class LengthLoader(PoolLoader):
             raise ValueError(f"column {column!r} is not a ragged column that the loader reads, these are: {shown}")
         if loader.batch_size < batch_size:
             raise ValueError(
-                f"the loader's batches are the pools: {loader.batch_size} rows are fewer than {batch_size}"
+                f"a batch of the loader is too small for a pool: {loader.batch_size} rows are fewer than {batch_size}"
             )
         taken = [name for name in ragged if name + LENGTH in loader.columns]
         if taken:

@@ -195,7 +195,7 @@ def prepare_data(
     wish = Wish.of(categories, fill, roles.labels, split, ragged)
     kept = cast("AbstractFilesystemStore", place)
     if statistics and not opened.again:
-        raise ValueError("a stream passes by once, so statistics=True cannot look at it: write it to files first")
+        raise ValueError("a stream can be read only once, so statistics=True is not possible: write it to files first")
     done = prepare(opened, kept, roles, spec, "data", wish, threads=threads, reuse=reuse)
     names = sources_of([*roles.features, *roles.labels], opened.schema.names)
     return done if not statistics else replace(done, statistics=kept_statistics(done.train_url, opened, names, threads))
@@ -218,7 +218,7 @@ def roles_of(
         raise ValueError(f"validation must be a share of the rows or the name of a column: {validation!r}")
     present = source.schema.names
     if isinstance(features, str) or isinstance(labels, str):
-        raise ValueError(f"columns are a list of names: {features if isinstance(features, str) else labels!r}")
+        raise ValueError(f"columns must be a list of names: {features if isinstance(features, str) else labels!r}")
     if features is None:
         others = {*labels, weight, validation if isinstance(validation, str) else None}
         features = [name for name in present if name not in others]

@@ -74,7 +74,7 @@ def split_of(
     if len(chosen) > 1:
         raise ValueError(f"at most one of validation_stratify, validation_group, validation_time: {told}")
     if isinstance(share, str) or not share:
-        raise ValueError(f"{told} says how a share of rows is chosen: validation must be a number above 0: {share!r}")
+        raise ValueError(f"{told} chooses a share of the rows: validation must be a number above 0: {share!r}")
     ((by, column),) = chosen.items()
     return Split(by, column, float(share), seed)  # pyright: ignore[reportArgumentType] - of three words
 
@@ -272,7 +272,7 @@ class _Times:
 
 def _checked(column: Any, name: str) -> Any:
     if column.null_count:
-        raise ValueError(f"column {name!r} has nulls in {column.null_count} rows, which are neither early nor late")
+        raise ValueError(f"column {name!r} has nulls in {column.null_count} rows, so these rows cannot be ordered")
     return column
 
 

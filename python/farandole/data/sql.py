@@ -100,7 +100,7 @@ def _register(
         return told
     table = held(source)
     if table is None:
-        raise TypeError(f"a query is of files, tables and frames: {name} is a {type(source).__name__}")
+        raise TypeError(f"a query can read files, tables and frames: {name} is a {type(source).__name__}")
     context.register_record_batches(name, [table.to_batches()])
     return None
 

@@ -80,7 +80,7 @@ class StreamLoader(BaseDataLoader):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a whole number, {least} or more: {value!r}")
         if isinstance(columns, str):
-            raise ValueError(f"columns are a list of names: {columns!r}")
+            raise ValueError(f"columns must be a list of names: {columns!r}")
         here, everywhere = _world() if rank is None or size is None else (rank, size)
         self.rank, self.size = here if rank is None else rank, everywhere if size is None else size
         self.batch_size, self.seed = batch_size, seed
@@ -169,7 +169,7 @@ class StreamLoader(BaseDataLoader):
         for part in self._read(start):
             table = pa.Table.from_batches([part]) if isinstance(part, pa.RecordBatch) else part
             if not isinstance(table, pa.Table):
-                raise TypeError(f"a stream is of pyarrow record batches and tables: {type(part).__name__}")
+                raise TypeError(f"a stream must return pyarrow record batches or tables: {type(part).__name__}")
             lacking = [name for name in self._columns or () if name not in table.column_names]
             if lacking:
                 raise ValueError(f"the stream has no column {lacking[0]!r}: {', '.join(table.column_names)}")
@@ -242,8 +242,10 @@ def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int
     if size > 1 and not opened.ordered:
         kind = type(source)
         raise ValueError(
-            f"the source, {kind.__module__}.{kind.__qualname__}, may have its rows in another order on each of the "
-            f"{size} ranks, so some would be lost and others come twice: use frame_loader, or a function that returns "
+            f"the source, {kind.__module__}.{kind.__qualname__}, may return its rows in a different "
+            "order on each of the "
+            f"{size} ranks, so some rows would be lost and others repeated: use frame_loader, or a "
+            "function that returns "
             "the same rows each time"
         )
     names = opened.schema.names if columns is None else columns
@@ -257,7 +259,7 @@ def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int
         if read and not opened.again:
             raise ValueError("the stream can be read once: pass a function that opens it again")
         if start and not opened.ordered:
-            raise ValueError("the source has its rows in another order each time, so nothing can be resumed in it")
+            raise ValueError("the source returns its rows in a different order each time, so it cannot be resumed")
         read = True
         for unit in opened.units(names):
             for batch in unit.batches():

@@ -261,4 +261,4 @@ class Values:
         for value, count in pairs:
             self.counts[value] = self.counts.get(value, 0) + count
         if len(self.counts) > MOST_VALUES:
-            raise ValueError(f"has more than {MOST_VALUES:,} different values, which is no column of categories")
+            raise ValueError(f"has more than {MOST_VALUES:,} different values, which is too many for categories")

@@ -212,9 +212,9 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     layers = list(layers) if isinstance(layers, list | tuple) else [layers]
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(f"local_layers must be a layer of Keras's or a list of them: {layer!r}")
+            raise ValueError(f"local_layers must be a Keras layer or a list of Keras layers: {layer!r}")
         if not layer.built:
-            raise ValueError(f"the local layer {layer.name!r} must be built, or nobody knows its weights")
+            raise ValueError(f"the local layer {layer.name!r} must be built first, because it has no weights yet")
     distributed = DistributedOptimizer(
         optimizer,
         name,

@@ -105,7 +105,7 @@ class LightningState(TorchState):
             ValueError: The trainer has `max_steps`, by which Lightning counts otherwise.
         """
         if trainer.max_steps != -1:
-            raise ValueError(f"an elastic fit ends by max_epochs, and not by max_steps: {trainer.max_steps}")
+            raise ValueError(f"an elastic fit must end by max_epochs, not by max_steps: {trainer.max_steps}")
         trainer.callbacks.append(_commits(type(trainer).__module__.partition(".trainer")[0], self))
         # What is left of an epoch has fewer batches than the next one: Lightning counts them when it loads.
         trainer.reload_dataloaders_every_n_epochs = 1

@@ -149,7 +149,7 @@ class DistributedTrainer(mx.gluon.Trainer):
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             warnings.warn(
-                "DistributedTrainer reduces by itself: it takes the optimizer out of its wrapper", stacklevel=2
+                "DistributedTrainer reduces gradients itself, so it unwraps the distributed optimizer", stacklevel=2
             )
             optimizer = optimizer._optimizer  # noqa: SLF001 - ours
         if isinstance(params, list):

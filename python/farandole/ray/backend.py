@@ -94,7 +94,7 @@ class RayBackend(Backend):
         limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
         self._limits = {name: value for name, value in limits.items() if value is not None}
         if self._limits and not self._bounds:
-            raise ValueError(f"only elastic jobs take these, which min_num_proc makes a job: {', '.join(self._limits)}")
+            raise ValueError(f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}")
         self._gpus = gpus(gpus_per_worker, use_gpu, "gpus_per_worker")
         self._cpus = cpus_per_worker
         self._env = dict(env or {})

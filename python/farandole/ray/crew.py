@@ -234,7 +234,7 @@ class RayCrew:
         except Exception as error:
             if not self._found:
                 raise
-            self._output.say(f"discovery failed, so the hosts found last stay: {error}")
+            self._output.say(f"discovery failed, so the hosts that were found last are kept: {error}")
             return self._found
         found: list[_Place] = [(host, slot) for host, slots in hosts.items() for slot in range(slots)]
         self._found = found[: self._most]

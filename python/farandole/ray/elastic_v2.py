@@ -176,7 +176,7 @@ class ElasticAdapter(Adapter):
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
         """Not for elastic jobs."""
-        raise NotImplementedError("an elastic job has no fixed ranks to return references by: use run")
+        raise NotImplementedError("an elastic job has no fixed ranks, so it cannot return references by rank: use run")
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
         """As `Adapter.execute`; each worker makes its executable when it starts."""

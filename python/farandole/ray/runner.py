@@ -150,7 +150,7 @@ class StaticAdapter(Adapter):
         }
         group = current_placement_group() if params.use_current_placement_group else None
         if params.num_workers is None and params.num_hosts is None:
-            raise ValueError("pass num_workers or num_hosts: how many workers are to be started")
+            raise ValueError("the number of workers is missing: pass num_workers or num_hosts")
         if params.num_workers is not None or group is not None:
             number = params.num_workers or (params.num_hosts or 1) * params.num_workers_per_host
             fresh = not params.use_current_placement_group

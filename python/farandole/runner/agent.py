@@ -75,7 +75,7 @@ class Work:
             if not isinstance(name, str) or not (value is None or isinstance(value, str)):
                 raise TypeError(f"env must hold strings, or None to remove a variable: {name!r} is {value!r}")
             if not name or "=" in name or "\0" in name + (value or ""):
-                raise ValueError(f"env has a variable that no process can have: {name!r} is {value!r}")
+                raise ValueError(f"env has a variable with an invalid name or value: {name!r} is {value!r}")
 
 
 def serve(

@@ -47,7 +47,7 @@ class Ahead:
 
         data = (Path(SparkFiles.getRootDirectory()) / self.name).read_bytes()
         if hashlib.sha256(data).hexdigest() != self.name:
-            raise ValueError(f"Spark's file {self.name} is not what the driver has sent: {len(data)} bytes")
+            raise ValueError(f"Spark's file {self.name} differs from the file that the driver sent: {len(data)} bytes")
         return data
 
 

@@ -205,7 +205,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be positive: {backward_passes_per_step}")
     if op == Adasum and average_aggregated_gradients:
-        raise ValueError("average_aggregated_gradients does not go with op=Adasum")
+        raise ValueError("average_aggregated_gradients cannot be combined with op=Adasum")
     groups = choose_groups(groups, num_groups)
     if isinstance(optimizer, _Base):
         reducer = GradientReducer(

@@ -200,5 +200,5 @@ def trainable_weights(layers: Any) -> list[Any]:
         if not hasattr(layer, "trainable_weights"):
             raise ValueError(f"local_layers must hold layers: {type(layer).__name__}")
         if not getattr(layer, "built", True):
-            raise ValueError(f"the local layer {layer.name!r} must be built, or nobody knows its weights")
+            raise ValueError(f"the local layer {layer.name!r} must be built first, because it has no weights yet")
     return [weight for layer in listed for weight in layer.trainable_weights]

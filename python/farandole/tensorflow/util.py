@@ -28,7 +28,7 @@ def check_num_rank_power_of_2(num_rank: int) -> bool:
         Whether it is one.
     """
     if not num_rank_is_power_2(num_rank):
-        warnings.warn(f"{num_rank} ranks are no power of two; Adasum works all the same", stacklevel=2)
+        warnings.warn(f"{num_rank} ranks are not a power of two; Adasum works anyway", stacklevel=2)
         return False
     return True
 

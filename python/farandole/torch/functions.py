@@ -165,7 +165,7 @@ def _from_plain_form(told: Any) -> Any:
     if isinstance(told, str):
         dtype = getattr(torch, told, None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"a peer names {told!r} as a data type of tensors, which it is not")
+            raise ValueError(f"a peer names {told!r} as a data type of tensors, but it is not one")
         return dtype
     index, shape, dtype, on_host = told
     return _Slot(index, shape, _from_plain_form(dtype), on_host)

@@ -156,7 +156,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _tolerant(self) -> Tolerance:
         if self._tolerance is None:
-            raise ValueError("the optimizer is not fault tolerant: make it with fault_tolerant=True")
+            raise ValueError("the optimizer is not fault tolerant: create it with fault_tolerant=True")
         return self._tolerance
 
     def _tolerant_step(self, closure: Callable[[], Any] | None) -> Any:
@@ -293,7 +293,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ValueError: When an argument is wrong, or before `init`.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS cannot be distributed: its line search would take different turns on different ranks")
+        raise ValueError("LBFGS cannot be distributed: its line search would differ between ranks")
     if isinstance(optimizer, (_DistributedOptimizer, _DistributedAdasumOptimizer)):
         raise ValueError(f"the optimizer is distributed already: {type(optimizer).__name__}")
     choose_op(op, None)
@@ -347,7 +347,7 @@ def _refuse_intolerant(fault_tolerant: bool, options: dict[str, bool]) -> None:
     """Refuses what a reduction cannot be repeated with, or what fault tolerance has no meaning for."""
     for name, given in options.items():
         if fault_tolerant and given:
-            raise ValueError(f"fault_tolerant=True does not go with {name}")
+            raise ValueError(f"fault_tolerant=True cannot be combined with {name}")
 
 
 def _enter(optimizer: Any, names: dict[torch.Tensor, str]) -> None:

@@ -126,7 +126,7 @@ class TrialBackend(Backend):
 
     def _tell(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._metric is None and len(metrics) != 1:
-            raise ValueError(f"name the metric that the trial is judged by, of {', '.join(metrics) or 'none'}")
+            raise ValueError(f"name the metric that decides the trial, one of {', '.join(metrics) or 'none'}")
         name = self._metric or next(iter(metrics))
         if name not in metrics:
             raise ValueError(f"the trial reported no {name!r}, but {', '.join(metrics)}")

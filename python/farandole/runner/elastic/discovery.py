@@ -92,7 +92,9 @@ class HostDiscoveryScript(HostDiscovery):
                 raise ValueError(f"{self._discovery_script} printed a host without slots: {line}")
             return line, self._default_slots
         if not host or not slots.isdecimal():
-            raise ValueError(f"{self._discovery_script} printed what is no host, as in node1 or node1:4: {line}")
+            raise ValueError(
+                f"{self._discovery_script} printed a line that is not a host such as node1 or node1:4: {line}"
+            )
         return host, int(slots)
 
 

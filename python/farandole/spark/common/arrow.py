@@ -154,7 +154,7 @@ def _filled(column: Any, name: str, fill: Fill) -> Any:
         value = pa.scalar(fill.text).cast(kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         if fill.named:
-            raise ValueError(f"column {name!r} is {kind}, which this cannot fill: {fill.text}") from None
+            raise ValueError(f"column {name!r} is {kind}, which cannot hold the value of fill: {fill.text}") from None
         return column
     return compute.if_else(missing, value, column)
 

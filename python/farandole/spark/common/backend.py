@@ -152,7 +152,7 @@ class SparkBackend(Backend):
         unknown = sorted(set(kwargs) - known)
         if unknown:
             raise TypeError(
-                f"SparkBackend takes what farandole.spark.{name} takes, and not {', '.join(unknown)}: "
+                f"SparkBackend takes what farandole.spark.{name} takes, but not {', '.join(unknown)}: "
                 f"{', '.join(sorted(known))}"
             )
         self._kwargs = kwargs
@@ -185,7 +185,7 @@ class SparkBackend(Backend):
             )
             names = ", ".join(left)
             output.say(
-                f"variables of the driver that do not reach the workers (pass_env names those that must): {names}", 2
+                f"variables of the driver that are not forwarded to the workers (pass_env adds names): {names}", 2
             )
 
     def plain(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class LocalBackend(Backend):
         limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
         self._limits = {name: value for name, value in limits.items() if value is not None}
         if self._limits and not self._bounds:
-            raise ValueError(f"only elastic jobs take these, which min_num_proc makes a job: {', '.join(self._limits)}")
+            raise ValueError(f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}")
         self._env = dict(env or {})
         self._start_timeout = start_timeout
         self._streams = Streams(stdout, stderr, prefix_output_with_timestamp, verbose, output_folder)

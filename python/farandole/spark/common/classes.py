@@ -42,7 +42,7 @@ def _thresholds(value: Any) -> list[float] | None:
         return None
     numbers = check.numbers("thresholds")(value)
     if any(not 0 <= one < float("inf") for one in numbers) or numbers.count(0.0) > 1 or len(numbers) < _TWO:
-        raise ValueError(f"thresholds are one number of each class, 0 or more, at most one of them 0: {value}")
+        raise ValueError(f"thresholds must be one number for each class, 0 or more, and at most one of them 0: {value}")
     return numbers
 
 

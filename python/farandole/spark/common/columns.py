@@ -86,7 +86,7 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
         name = source_of(given, present)
         if name != given and role != "feature column":
             raise ValueError(
-                f"{role} {given!r} is not in the {where}: a feature alone can say where {name!r} is missing"
+                f"{role} {given!r} is not in the {where}: only a feature can show where {name!r} is missing"
             )
         if name not in present:
             name = name.removesuffix(SUFFIX)

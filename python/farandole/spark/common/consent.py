@@ -49,6 +49,6 @@ def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
     """
     if (given() if allowed is None else allowed) is False:
         raise PickleNotAllowedError(
-            f"what is saved at {path} holds pickled code, which is not allowed to run: allow it by "
+            f"what is saved at {path} holds pickled code, which is not allowed to run: allow it with "
             f"read().allow_pickle(True) or {VARIABLE}=1{instead}"
         )

@@ -189,12 +189,12 @@ def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes 
     if found is None:
         if there or store.exists(name + PREVIOUS):
             raise ValueError(
-                "no checkpoint of the run is whole and of this run, as warnings have said: choose another run_id, or "
-                f"delete {store.url} to begin anew"
+                "the run has no usable checkpoint (see the warnings): choose another run_id, or "
+                f"delete {store.url} to start the run from the beginning"
             )
         return None
     state = "cannot be used" if there else "is missing"
-    _log.warning("%s/%s %s: the run goes on from the one before, %s%s", store.url, name, state, name, PREVIOUS)
+    _log.warning("%s/%s %s: the run continues from the one before, %s%s", store.url, name, state, name, PREVIOUS)
     write(store, name, found)
     return found
 

@@ -176,7 +176,9 @@ class Encoding:
             if name in self.fill:
                 column = compute.fill_null(column, pa.scalar(self.fill[name], column.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-            raise ValueError(f"column {name!r} is {column.type}, its categories or its fill are not: {error}") from None
+            raise ValueError(
+                f"column {name!r} is {column.type}, which its categories or its fill do not match: {error}"
+            ) from None
         found = compute.index_in(column, value_set=known)
         if name in self.labels:
             if found.null_count:

@@ -89,7 +89,7 @@ def found_outputs(dataset: DataFrame, labels: Sequence[str], probe: Callable[[Ba
     """
     sizes = numbered(dataset.limit(1)).mapInArrow(_mapped(probe), "size int").collect()
     if not sizes:
-        raise ValueError("the outputs of the model are not known and the DataFrame has no row to find them out")
+        raise ValueError("the outputs of the model are unknown, and the DataFrame has no row to determine them")
     schema = {field.name: field.dataType for field in dataset.schema.fields}
     return [
         Output(numpy_name(schema.get(label)), isinstance(schema.get(label), VectorUDT), row.size)

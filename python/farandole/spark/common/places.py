@@ -52,12 +52,12 @@ def put(loaded: Any, saved: Any, path: str) -> None:
             kind = {one: getattr(module, one) for one in known}[entry["class"]]
             loaded.setParams(**{name: kind(**entry["arguments"])})
         except (ValueError, TypeError, KeyError, OSError) as error:
-            _log.warning("the %s that was saved at %s cannot be made here, set one: %s", name, path, error)
+            _log.warning("the %s that was saved at %s cannot be created here, so set one: %s", name, path, error)
             continue
         if entry.get(_OPTIONS):
             _log.warning(
-                "the store saved at %s had storage options, which are never saved: without them its services are asked "
-                "with what the environment gives; set a store that has them",
+                "the store saved at %s had storage options, which are never saved: without them, the "
+                "credentials of the environment are used; set a store that has them",
                 path,
             )
 

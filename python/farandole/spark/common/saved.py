@@ -104,7 +104,7 @@ class Saved:
             FileExistsError: something is there, and may not be; or it is of another class, and cannot be deleted.
         """
         if not overwrite and self._files.exists():
-            raise FileExistsError(f"there is something already, write().overwrite() replaces it: {self._path}")
+            raise FileExistsError(f"the path already exists; write().overwrite() replaces it: {self._path}")
         before, old = _saves(self._files.texts()), self._files.names()
         if old is None and any(one["class"] != metadata["class"] for one in before):
             raise FileExistsError(

@@ -140,7 +140,7 @@ class Source:
         self._fixed = fixed or (in_memory and not moves)
         texts = [one.name for one in self._reader.columns if one.dtype in TEXTS and one.name not in self._ragged]
         if texts and transformation is None:
-            raise ValueError(f"tensors hold no strings: a transformation_fn can make numbers of {', '.join(texts)}")
+            raise ValueError(f"tensors cannot hold strings: a transformation_fn can make numbers of {', '.join(texts)}")
         self.steps = self._reader.steps()
         self.total = dataset.rows
         self.own = max(0, -(-(dataset.rows - rank) // size))

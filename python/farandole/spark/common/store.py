@@ -482,7 +482,7 @@ class FilesystemStore(AbstractFilesystemStore):
             raise ValueError("a store needs a path, got an empty one")
         scheme = _scheme(path)
         if scheme not in (None, "file"):
-            raise ValueError(f"not a path of a file system, Store.create makes the store for its scheme: {path}")
+            raise ValueError(f"not a path of a file system; use Store.create for its scheme: {path}")
 
     @classmethod
     def matches(cls, path: str) -> bool:

@@ -64,11 +64,13 @@ class Transformation:
         for name, values in made.items():
             if values.dtype.kind in "OSU":
                 raise ValueError(
-                    f"transformation_fn leaves column {name!r} of {values.dtype}, which no tensor can hold: it has to "
-                    "make numbers of it, or transformation_removed_fields to name it"
+                    f"transformation_fn returns column {name!r} of {values.dtype}, which no tensor can hold: "
+                    "convert it to numbers, or name it in transformation_removed_fields"
                 )
             if len(values) != rows:
-                raise ValueError(f"transformation_fn made {len(values)} values of column {name!r} out of {rows} rows")
+                raise ValueError(
+                    f"transformation_fn returned {len(values)} values of column {name!r} out of {rows} rows"
+                )
         return made
 
     def _whole(self, arrays: Arrays) -> Arrays:

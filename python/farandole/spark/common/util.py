@@ -288,5 +288,5 @@ def to_list(var: Any, length: int) -> list[Any] | None:
     if len(values) == 1:
         return values * length
     if len(values) != length:
-        raise ValueError(f"a list of length {len(values)} does not go with {length} columns")
+        raise ValueError(f"a list of length {len(values)} cannot be combined with {length} columns")
     return values

@@ -248,7 +248,7 @@ class TorchState(ObjectState):
         plain_or_raise(self._plain(), _is_plain, "numbers, strings, tensors, and lists and dicts of them")
         for name, handler in self._handlers.items():
             if not isinstance(handler, _DictHandler):
-                raise NotImplementedError(f"state.{name} has a handler of your own, which has nothing for a store")
+                raise NotImplementedError(f"state.{name} has your own handler, which cannot save to a store")
 
     def _lend(self) -> Any:
         handled = {name: one.lend() for name, one in self._handlers.items() if isinstance(one, _DictHandler)}
