@@ -10,11 +10,11 @@ from __future__ import annotations
 
 
 class FarandoleInternalError(RuntimeError):
-    """A collective failed because of a peer or a shut-down; the process itself may form a new world."""
+    """A collective failed because of a peer or a shutdown. This process may form a new world."""
 
 
 class FarandoleUsageError(ValueError, FarandoleInternalError):
-    """A call that cannot work, here or together with what the other ranks ask for; the world goes on.
+    """A call that cannot work by itself or together with the calls of the other ranks. The world continues.
 
     It is a `ValueError`, since the call is wrong, and a `FarandoleInternalError`, since Horovod raises its
     `HorovodInternalError` where the engine refuses an operation. `elastic.run` does not try it again.
@@ -26,7 +26,7 @@ class FarandoleEnvironmentError(RuntimeError):
 
 
 class FarandoleBugError(RuntimeError):
-    """Farandole itself is wrong; please report it with the message."""
+    """A bug in Farandole. Please report it with the message."""
 
 
 class WorkerDismissed(SystemExit):

@@ -79,7 +79,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: list[_T], n: int) -> list[list[_T]]:  # noqa: E741 - Horovod's argument name
-    """Cuts a list into `n` consecutive parts whose lengths differ by one at most, the longer ones first."""
+    """Divides a list into `n` consecutive parts whose lengths differ by at most one, the longer ones first."""
     each, longer = divmod(len(l), n)
     ends = [each * part + min(part, longer) for part in range(n + 1)]
     return [l[start:end] for start, end in itertools.pairwise(ends)]
@@ -193,7 +193,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Returns where a framework is installed; there is no library to be built for it.
+    """Returns where a framework is installed. No library has to be built for it.
 
     Args:
         ext_name: Horovod's name of the library, such as `"horovod.torch"`.

@@ -36,7 +36,7 @@ class MixedLoader(BaseDataLoader):
         *,
         steps: int | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reading starts with the first iteration.
 
         Args:
             loaders: By name: `ParquetLoader`, `WeightedLoader` or `LengthLoader`, with the same columns. Without
@@ -146,7 +146,7 @@ class MixedLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is: the states of all loaders, and the batches that each has given."""
+        """The position of the consumer: the states of all loaders, and the number of batches that each has given."""
         return self._taken
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ class PoolLoader(BaseDataLoader):
     """Batches that are made of the batches of another loader."""
 
     def __init__(self, loader: ParquetLoader, batch_size: int) -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reading starts with the first iteration.
 
         Args:
             loader: Its batches are the pools. This loader decides from now on when it is read.
@@ -126,7 +126,7 @@ class PoolLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is, the same on every rank after the same number of batches.
+        """The position of the consumer, the same on every rank after the same number of batches.
 
         Between two pools, a loader of another size and batch size can take it. Within a pool, both must be equal.
         """
@@ -178,7 +178,7 @@ class WeightedLoader(PoolLoader):
         weights: str | Mapping[str, Mapping[Any, float]] | None = None,
         balanced: str | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reading starts with the first iteration.
 
         Args:
             loader: Its batches are the pools, for example of 4 to 16 times `batch_size` rows.
@@ -267,7 +267,7 @@ class LengthLoader(PoolLoader):
     """
 
     def __init__(self, loader: ParquetLoader, column: str, batch_size: int, *, even: str = "rows") -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reading starts with the first iteration.
 
         Args:
             loader: Its batches are the pools, for example of 16 to 64 times `batch_size` rows.

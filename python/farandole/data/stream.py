@@ -47,7 +47,7 @@ class StreamLoader(BaseDataLoader):
         framework: Literal["numpy", "torch"] = "numpy",
         transformation_fn: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reading starts with the first iteration.
 
         Args:
             source: A function that takes the number of a row and returns an iterable of record batches or tables which
@@ -68,8 +68,8 @@ class StreamLoader(BaseDataLoader):
                 dict of arrays. For a rank without rows it is called with one row, and what it returns is left out.
 
         Raises:
-            ValueError: A number that cannot be, a column that the source does not have, a source for several ranks
-                whose rows may come in another order each time.
+            ValueError: A number out of range, a column that the source does not have, or a source for several ranks
+                whose rows may come in a different order each time.
             TypeError: A source that holds no rows.
         """
         for name, value, least in (
@@ -192,7 +192,7 @@ class StreamLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is, the same on every rank after the same number of batches.
+        """The position of the consumer, the same on every rank after the same number of batches.
 
         It fits another number of ranks and another batch size, if `shuffle_rows` is the same.
         """
@@ -227,7 +227,7 @@ class StreamLoader(BaseDataLoader):
         self._made = self._taken = (*self._start, self._done)
 
     def close(self) -> None:
-        """Ends reading; the next iteration begins where the consumer is."""
+        """Ends reading. The next iteration continues at the position of the consumer."""
         if self._rounds is not None:
             self._rounds.close()
         self._rounds = None

@@ -41,7 +41,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The compressors on offer."""
+    """The available compressors."""
 
     none = NoneCompressor
     """No compression."""

@@ -264,7 +264,7 @@ def alltoall(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Deals the rows of every rank's array out to all ranks.
+    """Sends rows of every rank's array to all ranks.
 
     Args:
         tensor: At least one dimension.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Farandole on Ray: ranks are Ray actors, which Ray places and gives GPUs to.
+"""Farandole on Ray: ranks are Ray actors. Ray places them and assigns GPUs to them.
 
 `RayExecutor` keeps Horovod's interface: it starts actors once and then runs functions on all of them. `RayBackend` is a
 place where estimators train, beside `SparkBackend` and `LocalBackend`.

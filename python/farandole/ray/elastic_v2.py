@@ -36,7 +36,7 @@ class ElasticParams(BaseParams):
         reset_limit: How often its world may change.
         cooldown_range: Seconds, at first and at most, without a new worker where one failed.
         elastic_timeout: Seconds for which there may be too few ranks.
-        override_discovery: Whether Ray says where there is room, rather than `settings.discovery`.
+        override_discovery: Whether Ray finds the free resources, instead of `settings.discovery`.
     """
 
     min_workers: int = 1

@@ -27,7 +27,7 @@ _LOG = logging.getLogger("farandole.spark")
 
 
 def plugin(builder: SparkSession.Builder) -> SparkSession.Builder:
-    """Switches the Spark plugin on for a session that is to be made.
+    """Enables the Spark plugin for a session that does not exist yet.
 
     Jars and plugins that the builder was given stay. Those of `spark-defaults.conf` do not, as with any setting that a
     builder is given: where that file has `spark.jars` or `spark.plugins`, add to them there instead.

@@ -184,7 +184,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         use_locking: For optimizers of `tf.compat.v1.train`.
         device_dense: Where ops for dense gradients are placed.
         device_sparse: Where ops for slices are placed.
-        compression: Makes gradients smaller on the wire.
+        compression: Compresses the gradients for transport.
         sparse_as_dense: Whether `IndexedSlices` become tensors first; else they are gathered.
         backward_passes_per_step: Gradients of this many steps are summed, then reduced and applied once.
         op: `Average`, `Sum`, or `Adasum`, which combines the steps that the ranks take (`tf.compat.v1.train` only).

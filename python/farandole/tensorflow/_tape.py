@@ -34,7 +34,7 @@ class _Distributed(tf.GradientTape):
             target: What is differentiated.
             sources: One variable or tensor, or any nested structure of them.
             output_gradients: As in `tf.GradientTape.gradient`.
-            use_generic_names: Taken for Horovod's sake: names never depend on the variables.
+            use_generic_names: Accepted for compatibility with Horovod: names never depend on the variables.
             unconnected_gradients: As in `tf.GradientTape.gradient`.
 
         Returns:
@@ -90,7 +90,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         gradtape: A `tf.GradientTape` that has recorded or still records.
         device_dense: Where ops for dense gradients are placed.
         device_sparse: Where ops for slices are placed.
-        compression: Makes gradients smaller on the wire.
+        compression: Compresses the gradients for transport.
         sparse_as_dense: Whether `IndexedSlices` become tensors first; else they are gathered.
         op: The reduction, `Average` by default.
         gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
@@ -166,7 +166,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         As there.
 
     Raises:
-        ValueError: When arguments do not fit together, or a layer is none or has not been built.
+        ValueError: If arguments contradict each other, or a layer is not a layer or has not been built.
     """
     tape = DistributedGradientTape(
         gradtape,

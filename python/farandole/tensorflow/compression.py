@@ -89,7 +89,7 @@ class BF16Compressor(Compressor):
 
 
 class Compression:
-    """The compressors on offer."""
+    """The available compressors."""
 
     none = NoneCompressor
     """No compression."""

@@ -32,7 +32,7 @@ def broadcast_variables(
         variables: TensorFlow's, Keras's or `tf.compat.v1`'s.
         root_rank: The rank whose values count.
         process_set: The ranks that take part.
-        inplace: Taken for Horovod's sake: variables are always read, sent and assigned.
+        inplace: Accepted for compatibility with Horovod: variables are always read, sent and assigned.
 
     Returns:
         In a graph of `tf.compat.v1`, the op to run; elsewhere nothing.

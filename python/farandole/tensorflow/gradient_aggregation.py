@@ -36,8 +36,8 @@ class LocalGradientAggregationHelper:
         allreduce_func: Takes gradients and variables, returns reduced gradients.
         sparse_as_dense: Must be true when gradients are `IndexedSlices`.
         average_aggregated_gradients: Whether sums are divided by n.
-        rank: Taken for Horovod's sake.
-        optimizer_type: Taken for Horovod's sake.
+        rank: Accepted for compatibility with Horovod.
+        optimizer_type: Accepted for compatibility with Horovod.
         process_set: The ranks that take part.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
         name: Names the variables.
@@ -157,7 +157,7 @@ class LocalGradientAggregationHelper:
 
         Args:
             apply_grads_closure: Applies the gradients.
-            optimizer: Taken for Horovod's sake, as what follows.
+            optimizer: Accepted for compatibility with Horovod, as what follows.
             *args: Not used.
             **kwargs: Not used.
 

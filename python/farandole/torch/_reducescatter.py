@@ -93,7 +93,7 @@ def reducescatter_async(
         A handle for `synchronize` and `poll`.
 
     Raises:
-        ValueError: When an argument is wrong, or an operation of this name is under way.
+        ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
     reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)

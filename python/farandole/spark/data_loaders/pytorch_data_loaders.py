@@ -57,9 +57,9 @@ class PytorchDataLoader(BaseDataLoader):
         """Takes a reader.
 
         Args:
-            reader: Gives batches of any size, anew for every epoch.
+            reader: Returns batches of any size, again in every epoch.
             batch_size: Rows of a batch; the last one of an epoch may have fewer.
-            shuffling_queue_capacity: Rows out of which batches are drawn at random; 0 keeps the reader's order.
+            shuffling_queue_capacity: Number of rows from which batches are drawn at random; 0 keeps the reader's order.
             name: For log lines.
             limit_step_per_epoch: Batches after which an epoch ends; -1: as many as there are.
             verbose: Whether to log the start of each epoch.
@@ -93,7 +93,7 @@ class PytorchDataLoader(BaseDataLoader):
 
 
 class PytorchAsyncDataLoader(AsyncDataLoaderMixin, PytorchDataLoader):
-    """`PytorchDataLoader` whose batches are made in a thread."""
+    """`PytorchDataLoader` whose batches are created in a thread."""
 
 
 class PytorchInfiniteDataLoader(PytorchDataLoader):

@@ -72,9 +72,10 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
     fresh and on a resumed run alike. Each row of a step counts the same. Every process takes the same number of steps;
     each row is seen once per epoch. With `random_seed`, the split, the order, and torch on each rank are seeded.
 
-    A `run_id` whose checkpoint is in the store is resumed: the run goes on after its last complete epoch, up to
-    `epochs` of them all together. It goes on with the data, model, loss, optimizer and parameters that it was begun
-    with, else `fit` says what differs; fits of a tuner, and those with a map of parameters, have runs of their own.
+    If the checkpoint of a `run_id` is in the store, the run continues after its last complete epoch, up to
+    `epochs` in total. It continues with the data, model, loss, optimizer and parameters that it was started
+    with. Otherwise `fit` raises an error that lists the differences. Each fit of a tuner or with a map of parameters
+    has its own run.
 
     Args:
         num_proc: Training processes; default: Spark's default parallelism.
@@ -98,15 +99,15 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         sample_weight_col: Column with each row's weight in the loss.
         batch_size: Rows per step and process; default 32.
         val_batch_size: The same for validation; default: `batch_size`.
-        epochs: Times the rows are seen; default 1.
+        epochs: Number of passes over the rows; default 1.
         verbose: 0 silent, 1 progress, 2 also what workers print; default 1.
         callbacks: Called on every rank while the model trains: `farandole.spark.torch.callbacks.Callback`, or
             functions of a `TrainingState` for the end of epochs.
         random_seed: Seed of everything.
         shuffle: Whether each epoch has its own order; default True.
-        partitions_per_process: Most files of prepared data per process; default 10.
+        partitions_per_process: Largest number of prepared files per process; default 10.
         run_id: Name of the run; default `pytorch_<time>`.
-        resume: `"force"` goes on with a run that was begun with something else, too; default `"auto"`.
+        resume: `"force"` also continues a run that was started with something else; default `"auto"`.
         train_steps_per_epoch: Training steps per epoch, fewer or more than one pass over the rows takes.
         validation_steps_per_epoch: The same for validation.
         input_shapes: Shape of each input's tensor, -1 for its rows.
@@ -124,14 +125,14 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         transformation_removed_fields: Columns it removes.
         train_reader_num_workers: Reading threads per process; default 2.
         val_reader_num_workers: The same for validation.
-        reader_pool_type: Accepted for Horovod's sake: readers are native threads.
+        reader_pool_type: Accepted for compatibility with Horovod: readers are native threads.
         inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
         data_module: A class that gives batches instead of the native reader, built with the arguments of Horovod's
             `DataModule`.
-        mp_start_method: How training processes start processes of their own.
+        mp_start_method: Start method of processes that a training process starts.
         shuffle_buffer_size: Ignored.
         compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
-        fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+        fill: Replacement of nulls and NaN, for all columns or a dict by column; without it they are errors.
             `"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` says
             where a column is missing.
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
@@ -145,9 +146,9 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
         class_names: Names of the classes, where the label has none of its own.
-        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
+        output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
             `"log_probabilities"`; default: what its loss takes, where that is known.
-        allow_nan: Whether NaN and infinities are values like any others; default False.
+        allow_nan: Whether NaN and infinities are accepted like other values; default False.
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.
         precision: `"fp32"`, or `"bf16"` or `"fp16"` for autocast, the latter with a GradScaler; default `"fp32"`.
@@ -167,7 +168,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
-        max_restarts: Most restarts of one fit; default 3.
+        max_restarts: Largest number of restarts of one fit; default 3.
     """
 
     @keyword_only
