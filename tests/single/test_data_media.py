@@ -206,7 +206,7 @@ def test_what_cannot_be_names_the_column_the_row_or_the_option(monkeypatch):
         Decode({"picture": Image(8)})(batch)
     with pytest.raises(ValueError, match="column 'image', row 0 of a batch: int is neither bytes nor a path"):
         Decode({"image": Image(8)})(pa.record_batch({"image": [1]}))
-    with pytest.raises(ValueError, match="the data made column sound of binary, which is no number"):
+    with pytest.raises(ValueError, match="the data made column sound of binary, which is neither a number"):
         Decode({"image": Image(8)})(batch.slice(0, 1))
     with pytest.raises(TypeError, match="column 'image' must be decoded by an Image or an Audio: int"):
         Decode({"image": 8})

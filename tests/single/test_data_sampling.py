@@ -256,7 +256,7 @@ def test_what_cannot_be_names_the_column_the_loader_or_the_option(url):
         list(WeightedLoader(plain(url, 1000), 10, weights={"label": {0: -1, 1: 0}}))
     with pytest.raises(ValueError, match="column 'id' is not a ragged column that the loader reads, these are: tokens"):
         LengthLoader(ParquetLoader(url, 100), "id", 10)
-    with pytest.raises(ValueError, match="pools: 100 rows are fewer than 200"):
+    with pytest.raises(ValueError, match="pool: 100 rows are fewer than 200"):
         by_length(url, pool=100, batch_size=200)
     with pytest.raises(ValueError, match="even must be rows or values: tokens"):
         by_length(url, even="tokens")

@@ -179,7 +179,7 @@ def test_what_cannot_be_names_the_column_or_the_option():
         next(iter(StreamLoader(endless, 4, ["age"])))
     with pytest.raises(ValueError, match="the source has no column 'age': id"):
         StreamLoader(pa.table({"id": [1]}), 4, ["age"])
-    with pytest.raises(ValueError, match="the stream made column name of string, which is no number"):
+    with pytest.raises(ValueError, match="the stream made column name of string, which is neither a number"):
         next(iter(StreamLoader(endless, 4)))
     with pytest.raises(ValueError, match="the stream left 1 nulls in column id"):
         next(iter(StreamLoader(pa.table({"id": [1, None]}), 4)))

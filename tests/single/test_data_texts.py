@@ -91,7 +91,7 @@ def test_a_function_in_another_process_gets_texts_and_must_not_return_them(path)
     loader = ParquetLoader(
         path, 100, columns=["s"], transformation_fn=lambda batch: batch, transform_pool="process", transform_workers=1
     )
-    with pytest.raises(ValueError, match="column s of large_string, which is no number"):
+    with pytest.raises(ValueError, match="column s of large_string, which is neither a number"):
         list(loader)
     loader.close()
 

@@ -136,7 +136,7 @@ def test_csv_takes_options_and_types_and_files_may_guess_differently(tmp_path):
     done = prepare_data(f"{tmp_path}/*.csv", tmp_path / "store", options={"delimiter": ";"}, types={"b": "string"})
     assert sorted(column(done.train_url, "a").tolist()) == [1, 2, 2.5]
     assert done.columns["b"].dtype == "utf8"
-    with pytest.raises(ValueError, match=r"no such option of csv .*: delimeter"):
+    with pytest.raises(ValueError, match=r"unknown option of csv .*: delimeter"):
         prepare_data(first, tmp_path / "store", options={"delimeter": ";"})
     with pytest.raises(ValueError, match=r"validation column 'c' is not in the source"):
         prepare_data(first, tmp_path / "store", options={"delimiter": ";"}, validation="c")

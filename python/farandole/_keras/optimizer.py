@@ -51,7 +51,7 @@ class _Distributed:
     _farandole_kind: Any
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves a variable's gradients to this rank."""
+        """Excludes the gradients of a variable from the reduction."""
         self._farandole.reducer.register_local(var)
 
     @classmethod
@@ -113,7 +113,7 @@ class _Scaling:
     _farandole_kind: Any
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves a variable's gradients to this rank."""
+        """Excludes the gradients of a variable from the reduction."""
         self.inner_optimizer.register_local_var(var)  # type: ignore[attr-defined]
 
     @classmethod

@@ -54,7 +54,7 @@ def exact(number: int) -> int:
 
 
 def choose_op(op: int | None, average: bool | None) -> int:
-    """The reduction that `op` and the deprecated `average` ask for together.
+    """The reduction that results from `op` and the deprecated `average`.
 
     Raises:
         ValueError: When both are given, or `op` is not on offer.
@@ -101,7 +101,7 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether a version is another one or a later one; what comes before a release is earlier than that.
+    """Whether a version is equal to or later than another one. A pre-release is earlier than its release.
 
     Args:
         ver: The version, such as `"2.16.1"` or `"2.17.0rc1"`.

@@ -130,7 +130,7 @@ class LightningState(TorchState):
         super().save()
 
     def sync(self) -> None:
-        """Spreads everything of rank 0, and keeps it."""
+        """Broadcasts everything of rank 0, and keeps it."""
         self._checkpoint = broadcast_object(self._checkpoint, root_rank=0)
         super().sync()
 

@@ -317,7 +317,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Combines all ranks' arrays and gives every rank its own rows; what is left over goes to the first ranks.
+    """Combines all ranks' arrays and gives every rank its own rows. Remaining rows go to the first ranks.
 
     Args:
         tensor: At least one dimension; equal shape and dtype on all ranks.

@@ -65,7 +65,7 @@ class _DistributedOptimizer(_Wrapped):
             )
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves a variable's gradients to this rank."""
+        """Excludes the gradients of a variable from the reduction."""
         self._reducer.register_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +200,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         An optimizer of the same kind.
 
     Raises:
-        ValueError: When arguments do not fit together, or `optimizer` is none.
+        ValueError: If arguments contradict each other, or `optimizer` is not an optimizer.
     """
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be positive: {backward_passes_per_step}")

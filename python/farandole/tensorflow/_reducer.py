@@ -74,7 +74,7 @@ class GradientReducer:
         self.is_named = name is not None
 
     def register_local(self, variable: Any) -> None:
-        """Leaves a variable's gradients to this rank."""
+        """Excludes the gradients of a variable from the reduction."""
         self.local.add(key_of(variable))
 
     def is_local(self, variable: Any) -> bool:

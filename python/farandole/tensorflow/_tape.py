@@ -105,7 +105,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         A tape of the same kind, an instance of a subclass of its class.
 
     Raises:
-        ValueError: When arguments do not fit together, or the tape is distributed already.
+        ValueError: If arguments contradict each other, or the tape is already distributed.
         NotImplementedError: For Adasum in a process set.
     """
     reducer = GradientReducer(
@@ -145,7 +145,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     *,
     name: str | None = None,
 ) -> Any:
-    """As `DistributedGradientTape`, but leaves the gradients of some layers to each rank.
+    """Like `DistributedGradientTape`, but each rank keeps the gradients of some layers.
 
     Args:
         gradtape: As there, like all that are not named here.

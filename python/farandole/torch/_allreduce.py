@@ -83,7 +83,7 @@ def allreduce(
         tensor: As for `allreduce_async`.
         average: Deprecated; use `op`.
         name: As for `allreduce_async`.
-        compression: Makes the tensor smaller on the wire, e.g. `Compression.bf16`.
+        compression: Compresses the tensor for transport, for example `Compression.bf16`.
         op: As for `allreduce_async`.
         prescale_factor: Multiplies every rank's tensor before the reduction.
         postscale_factor: Multiplies the result.

@@ -162,7 +162,7 @@ def reducescatter(
     Args:
         tensor: As for `reducescatter_async`.
         name: As for `reducescatter_async`.
-        compression: Makes the tensor smaller on the wire, e.g. `Compression.bf16`.
+        compression: Compresses the tensor for transport, for example `Compression.bf16`.
         op: `Average` or `Sum`.
         process_set: As for `reducescatter_async`.
         prescale_factor: Multiplies every rank's tensor before the reduction.

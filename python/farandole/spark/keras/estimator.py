@@ -118,7 +118,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         resume: `"force"` also continues a run that was started with something else; default `"auto"`.
         train_steps_per_epoch: Training steps per epoch, fewer or more than one pass over the rows takes.
         validation_steps_per_epoch: Fewer validation steps per epoch.
-        transformation_fn: Makes other values of each row, a dict by column, in the training processes; marked by
+        transformation_fn: Changes the values of each row, a dict by column, in the training processes; if marked by
             `farandole.spark.common.transform.batched`, of whole batches.
         transformation_edit_fields: Columns it changes: (name, NumPy type, shape, whether nulls are allowed).
         transformation_removed_fields: Columns it removes.
@@ -130,12 +130,12 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             the model that it kept, in place of the last one.
         inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
         backend_env: Variables to set in the training processes.
-        use_gpu: Train on GPUs where every process sees one; default True.
+        use_gpu: Train on GPUs if every process sees one; default True.
         mp_start_method: Start method of processes that a training process starts.
         backward_passes_per_step: Batches whose gradients, averaged, make one step; default 1.
         tensorflow_dataset_prefetch_buffer_size: On TensorFlow, batches prepared ahead; 0, the default, leaves it to
             Keras.
-        data_module: A class that gives batches instead of the native reader, built with the arguments of Horovod's
+        data_module: A class that returns batches instead of the native reader, created with the arguments of Horovod's
             `DataModule`; its `train_data()` and `val_data()` return what `fit` takes.
         shuffle_buffer_size: Ignored.
         compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
@@ -144,17 +144,17 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             where a column is missing.
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
             one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
-            a list of categories, of how many there may be, or of None for all. What is not given is learned.
+            a list of categories, a number of categories, or None for all. Categories that are not given are learned.
         ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
-        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
         probabilityCol: Column for the probability of each class.
         predictedLabelCol: Column for the name of the class.
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-        class_names: Names of the classes, where the label has none of its own.
+        class_names: Names of the classes, if the label has none.
         output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: what its loss takes, where that is known.
+            `"log_probabilities"`; default: the form that its loss takes, if it is known.
         allow_nan: Whether NaN and infinities are accepted like other values; default False.
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.

@@ -63,14 +63,14 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         learned: The values of `fill` that were learned, and their kind, such as `{"age": "mean"}`.
         ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
-        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
         probabilityCol: Column for the probability of each class.
         predictedLabelCol: Column for the name of the class.
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-        class_names: Names of the classes, where the label has none of its own.
+        class_names: Names of the classes, if the label has none.
         output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: what its loss takes, where that is known.
+            `"log_probabilities"`; default: the form that its loss takes, if it is known.
     """
 
     feature_columns = declare("feature_columns", "columns given to the model", check.features)

@@ -116,17 +116,17 @@ class LightningEstimator(
             where a column is missing.
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
             one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
-            a list of categories, of how many there may be, or of None for all. What is not given is learned.
+            a list of categories, a number of categories, or None for all. Categories that are not given are learned.
         ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
-        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
         probabilityCol: Column for the probability of each class.
         predictedLabelCol: Column for the name of the class.
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-        class_names: Names of the classes, where the label has none of its own.
+        class_names: Names of the classes, if the label has none.
         output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: what its loss takes, where that is known.
+            `"log_probabilities"`; default: the form that its loss takes, if it is known.
         allow_nan: Whether NaN and infinities are accepted like other values; default False.
         run_id: Name of the run; default `pytorch_<time>`.
         resume: `"force"` also continues a run that was started with something else; default `"auto"`.
@@ -135,7 +135,7 @@ class LightningEstimator(
         input_shapes: Shape of each input's tensor, -1 for its rows.
         input_dtypes: Type of each input's tensor; default: `"float32"`.
         label_shapes: Shape of each label's tensor, -1 for its rows.
-        use_gpu: Train on GPUs where every process sees one; default True.
+        use_gpu: Train on GPUs if every process sees one; default True.
         num_gpus: GPUs per process: 0 keeps to CPUs.
         backward_passes_per_step: Batches whose gradients make one step; default 1.
         gradient_compression: Such as `farandole.torch.Compression.fp16`.
@@ -161,10 +161,10 @@ class LightningEstimator(
         precision: `"fp32"`, `"bf16"` or `"fp16"`; default `"fp32"`.
         gradient_clip_norm: Most norm of all gradients together.
         lr_scheduler: For a plain module: a scheduler over the optimizer, or a function that makes one.
-        lr_scheduler_interval: `"epoch"` or `"step"`: when it takes its step; default `"epoch"`.
+        lr_scheduler_interval: `"epoch"` or `"step"`: the interval of its steps; default `"epoch"`.
         early_stopping: As in `farandole.spark.torch`.
         best_checkpoint: As in `farandole.spark.torch`.
-        checkpoint_every: Epochs from one checkpoint that stays to the next.
+        checkpoint_every: Interval in epochs at which a checkpoint is kept.
         compile: Whether `torch.compile` compiles the module; default False.
         deterministic: Whether equal seeds and sizes give equal bits; default False.
         max_steps: Steps after which the run ends.

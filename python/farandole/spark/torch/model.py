@@ -55,21 +55,21 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         output_cols: Names of the added columns, instead of `<label>__output`.
         batch_size: Largest number of rows that are predicted at once; default 4096.
         outputs: Description of the outputs; determined if omitted.
-        use_gpu: Whether to predict on a GPU; default: where Spark assigned one to the task.
+        use_gpu: Whether to predict on a GPU; default: if Spark assigned one to the task.
         fill: Replacement of nulls and NaN, as in the estimator.
         categories: The categories of each column that has some.
         verbose: 0 shows no messages about predictions; default 1.
         learned: The values of `fill` that were learned, and their kind, such as `{"age": "mean"}`.
         ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
-        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
         probabilityCol: Column for the probability of each class.
         predictedLabelCol: Column for the name of the class.
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-        class_names: Names of the classes, where the label has none of its own.
+        class_names: Names of the classes, if the label has none.
         output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: what its loss takes, where that is known.
+            `"log_probabilities"`; default: the form that its loss takes, if it is known.
         _metadata: Horovod's description of columns; not needed.
     """
 
