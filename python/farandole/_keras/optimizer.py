@@ -131,7 +131,7 @@ class _Scaling:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether this is an optimizer of Keras's."""
+    """Whether this is a Keras optimizer."""
     return isinstance(value, keras.optimizers.Optimizer)
 
 
@@ -171,7 +171,7 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
         An instance of a subclass of the same name and module, so that saved models load without Farandole.
 
     Raises:
-        ValueError: When arguments do not fit together, or it is no optimizer of Keras's or distributed already.
+        ValueError: If arguments contradict each other, or it is not a Keras optimizer, or it is already distributed.
     """
     if not is_optimizer(optimizer):
         raise ValueError(f"optimizer must be one of Keras's: {optimizer!r}")

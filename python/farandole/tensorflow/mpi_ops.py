@@ -120,7 +120,7 @@ _native = ops if _eager.IS_POSSIBLE and _library.library is not None else None
 
 
 def as_tensor(value: Any) -> Any:
-    """A tensor of what is one, a variable of TensorFlow's or Keras's, or what TensorFlow makes a tensor of."""
+    """Converts a tensor, a TensorFlow or Keras variable, or any value that TensorFlow can convert, to a tensor."""
     if type(value) is _eager.eager_tensor or isinstance(value, tf.Tensor):
         return value
     return tf.convert_to_tensor(native_variable(value))

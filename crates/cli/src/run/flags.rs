@@ -413,7 +413,7 @@ const fn own_turn(name: &'static str, does: Does, help: &'static str) -> Flag {
     Flag { name, takes: Takes::Nothing, does, help, ..PLAIN }
 }
 
-/// Variables of Horovod's that mean nothing here, and the flag that says why.
+/// Horovod variables that mean nothing here, and the flag that says why.
 pub(crate) const IGNORED_VARIABLES: [(&str, &str); 10] = [
     ("HOROVOD_CYCLE_TIME", "cycle-time-ms"),
     ("HOROVOD_HIERARCHICAL_ALLREDUCE", "hierarchical-allreduce"),

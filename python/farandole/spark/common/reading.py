@@ -47,7 +47,7 @@ class Data:
     def module(
         self, kind: Any, *, epochs: int, transformation: Any, rank: int, size: int, steps: tuple[int, int]
     ) -> Any:
-        """A data module of the user's, made with the arguments of Horovod's.
+        """Creates the user's data module with the arguments of Horovod's data modules.
 
         Args:
             kind: its class.

@@ -92,8 +92,8 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         store: Where prepared data, checkpoints and logs live: a `Store`, or a path.
         custom_objects: Classes and functions by name, where Keras asks for them; those that the model is seen to be
             made of need not be listed.
-        optimizer: An optimizer of Keras's or its name; default: the compiled model's, with its state.
-        loss: A loss of Keras's, or a list or dict of one per output; default: the compiled model's.
+        optimizer: A Keras optimizer or its name; default: that of the compiled model, with its state.
+        loss: A Keras loss, or a list or dict with one per output; default: that of the compiled model.
         loss_weights: Weight of each output's loss.
         sample_weight_col: Column with each row's weight in the loss and in the model's `weighted_metrics`.
         metrics: As `compile` takes them; default: the compiled model's.

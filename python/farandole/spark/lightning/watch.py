@@ -70,7 +70,7 @@ class Watch:
         self.meter = Meter()
 
     def callback(self, base: type[Any]) -> Any:
-        """A callback of Lightning's that tells this.
+        """A Lightning callback that calls this.
 
         Args:
             base: Lightning's class of callbacks.

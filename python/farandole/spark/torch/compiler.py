@@ -38,7 +38,7 @@ def defer() -> None:
     stand_in.__path__ = list(spec.submodule_search_locations or ())
     sys.meta_path.insert(0, _Finder())
     sys.modules[_NAME] = stand_in
-    setattr(torch, "_dynamo", stand_in)  # noqa: B010 - not a name of torch's for a type checker
+    setattr(torch, "_dynamo", stand_in)  # noqa: B010 - type checkers do not know this name of torch
 
 
 def is_deferred() -> bool:
