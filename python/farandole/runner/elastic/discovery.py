@@ -65,7 +65,7 @@ class HostDiscoveryScript(HostDiscovery):
 
         Raises:
             RuntimeError: It failed, or did not end in time.
-            ValueError: It printed what is no host, or a host without slots where there is no number for all.
+            ValueError: It printed a line that is not a host, or a host without slots and there is no default.
         """
         failed = f"Failed to execute discovery script: {self._discovery_script}"
         try:
