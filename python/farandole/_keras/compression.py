@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Smaller gradients on the wire, on any backend of Keras."""
+"""Compression of gradients, on any Keras backend."""
 
 from __future__ import annotations
 

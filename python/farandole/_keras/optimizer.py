@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Keras optimizers whose gradients are those of all ranks.
 
-Reduction happens where Keras clips: after gradient accumulation, before clipping and weight decay, once for every
-update. A `LossScaleOptimizer` around a distributed one asks all ranks whether gradients are finite, so that all of them
+Gradients are reduced once for every update, after gradient accumulation and before clipping and weight decay. A
+`LossScaleOptimizer` around a distributed optimizer asks all ranks whether gradients are finite, so either all of them
 take a step or none.
 """
 

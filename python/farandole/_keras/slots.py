@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What an optimizer keeps for which variable."""
+"""The state that an optimizer keeps for each variable."""
 
 from __future__ import annotations
 

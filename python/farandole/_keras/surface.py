@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What both public namespaces say in the same words."""
+"""Functions that both public namespaces share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The session of this process: joining and leaving the world, and questions about it."""
+"""The session of this process: joining the world, leaving it, and its properties."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Training that survives a changed world: state that is committed, restored and spread, and the loop around it."""
+"""Training that survives a change of the world: state that is committed, restored and broadcast, and its loop."""
 
 from __future__ import annotations
 

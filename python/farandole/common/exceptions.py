@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Exceptions, defined in Python so that they pickle and exist without the native library.
 
-The native code raises by fault: a wrong call is a `FarandoleUsageError`, which is a `ValueError`, a failed peer or a
-changed world a `FarandoleInternalError`, a machine that refuses a `FarandoleEnvironmentError`.
+The native code chooses the class by the kind of failure. A wrong call is a `FarandoleUsageError`, which is a
+`ValueError`. A failed peer or a changed world is a `FarandoleInternalError`. A problem of the machine or the network is
+a `FarandoleEnvironmentError`.
 """
 
 from __future__ import annotations

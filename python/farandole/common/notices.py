@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Leaving in time: a worker of an elastic job that hears of its end leaves at the end of the step under way."""
+"""Notices of termination: a worker of an elastic job that gets one leaves at the end of the present step."""
 
 from __future__ import annotations
 

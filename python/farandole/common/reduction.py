@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What distributed tapes and optimizers of TensorFlow and Keras decide alike: factors and groups."""
+"""Decisions that the distributed tapes and optimizers of TensorFlow and Keras share: factors and groups."""
 
 from __future__ import annotations
 

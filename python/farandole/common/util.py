@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the frameworks' modules decide alike."""
+"""Helpers that the modules of all frameworks share."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Batches as NumPy arrays or torch tensors, without copies; texts as arrays of objects.
+"""Batches as NumPy arrays or torch tensors, without copies; strings as arrays of objects.
 
-Neighbouring scalar columns of one type lie at equal distances in a batch's memory: they are taken as one matrix and
-split by the framework, which costs a fraction of making each tensor from Python.
+Neighbouring scalar columns of one type are at equal distances in the memory of a batch. They become one matrix, which
+the framework splits. This is much faster than creating each tensor from Python.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What loaders have in common, and a mixin that fetches batches ahead in a thread of its own.
+"""The base class of loaders, and a mixin that creates batches ahead in its own thread.
 
 Example:
     ```python

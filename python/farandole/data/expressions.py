@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""SQL expressions in place of a Python function on batches."""
+"""SQL expressions instead of a Python function on batches."""
 
 from __future__ import annotations
 

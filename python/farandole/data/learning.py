@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a preparation learns from rows before it writes them: categories, and values for what is missing."""
+"""Categories and replacements of missing values, which a preparation learns from the rows before it writes them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`Decode`: a `transformation_fn` that makes tensors of images and sounds, from bytes or from paths.
+"""`Decode`: a `transformation_fn` that converts images and sounds, as bytes or paths, to tensors.
 
-Pillow decodes and resizes images, soundfile (libsndfile) decodes sounds. Both release the interpreter's lock meanwhile,
-so the loader's threads decode at the same time.
+Pillow decodes and resizes images, soundfile (libsndfile) decodes sounds. Both release the interpreter's lock, so the
+threads of the loader decode in parallel.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Loaders that choose rows: each batch of a `ParquetLoader` is a pool of rows, from which smaller batches are made.
+"""Loaders that choose rows: each batch of a `ParquetLoader` is a pool of rows for smaller batches.
 
 `WeightedLoader` draws one batch from each pool, with probabilities by weight or by class. `LengthLoader` cuts each pool
-into batches of rows of similar length. What they choose is a function of the pool, the seed, the epoch and the row
-where the pool begins. So all ranks have the same number of batches, and a few integers are enough to resume.
+into batches of rows of similar length. Their choice is a function of the pool, the seed, the epoch and the first row of
+the pool. So all ranks have the same number of batches, and a few integers are enough to resume.
 """
 
 from __future__ import annotations

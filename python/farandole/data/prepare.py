@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """From files, tables and frames to prepared data in a store, without Spark.
 
-Rows flow from pyarrow into the native `PartitionWriter`, which checks, splits and writes them; memory stays bounded
-whatever the size of the source. Finished partitions are noted as they come, so that a preparation that was killed goes
-on with the others, and data that was prepared from the same source in the same way is found again, by any process.
+Rows flow from pyarrow into the native `PartitionWriter`, which checks, splits and writes them. The size of the source
+does not affect the memory. Finished partitions are recorded, so a preparation that was killed continues with the
+others. Any process finds data again that was prepared from the same source in the same way.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Validation rows chosen by a column: a share of each class, whole groups, or the latest rows.
 
-As with a plain share, the choice depends on the content of rows and the seed alone, however rows are cut into files,
-batches and tasks. Each side gets a row where the column allows it.
+As with a plain share, the choice depends only on the content of the rows and the seed, not on files, batches and tasks.
+Each side gets at least one row if the column allows it.
 """
 
 from __future__ import annotations

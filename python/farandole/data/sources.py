@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where rows to prepare come from: files, tables, frames and streams, as record batches in bounded memory.
+"""Sources of rows to prepare: files, tables, frames and streams, as record batches in bounded memory.
 
 A source is a list of units, each a stream of record batches: a bundle of row groups of a Parquet file, another file, a
-table. Units are read apart from each other, so that a preparation can go on with those that are missing, and what is
-wrong with a file names it. pyarrow reads the files.
+table. Units are read separately, so a preparation can continue with missing units, and an error names the file. pyarrow
+reads the files.
 """
 
 from __future__ import annotations

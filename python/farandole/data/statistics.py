@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Statistics of the columns of a source, and how far another source has drifted from them."""
+"""Statistics of the columns of a source, and the drift of another source from them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`StreamLoader`: batches of rows that come in time order and may never end.
 
-Every rank reads the whole stream and keeps its own rows, so ranks need not talk to agree on the number of batches. A
-window of rows is shuffled at a time; what a window holds does not depend on the number of ranks.
+Every rank reads the whole stream and keeps its own rows, so ranks agree on the number of batches without communication.
+Windows of rows are shuffled. The rows of a window do not depend on the number of ranks.
 """
 
 from __future__ import annotations

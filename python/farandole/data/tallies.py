@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Statistics of a column, gathered batch by batch and merged from tasks.
 
-Each is the same to the last bit however the rows are cut into batches and tasks, so that data which is prepared again
-in other partitions is the same data. Nulls, NaN and infinities count as missing.
+Batches and tasks do not change a bit of the result, so data that is prepared again with other partitions is the same
+data. Nulls, NaN and infinities count as missing.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 """A user's function on whole batches, in worker threads or processes.
 
 The function takes a `pyarrow.RecordBatch` (scalars as columns of their type, vectors as fixed-size lists, texts as
-large strings) and returns another one, a `pyarrow.Table`, or a dict of arrays. Batches come out in the order they went
-in.
+large strings) and returns another one, a `pyarrow.Table`, or a dict of arrays. Batches stay in order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Data-parallel training: equal starts, and gradients averaged over all ranks."""
+"""Data-parallel training: broadcast of parameters, and gradients averaged over all ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Elastic training with Lightning: a `Trainer.fit` that goes on in another world.
+"""Elastic training with Lightning: a `Trainer.fit` that continues in another world.
 
-A `Trainer` has no way to change its world, so each world has a trainer of its own, which begins with what Lightning
-would write into a checkpoint, kept in memory. What is left of an epoch is an epoch of fewer batches to it.
+A `Trainer` cannot change its world, so each world has its own trainer. It begins with a checkpoint of Lightning that is
+kept in memory. For Lightning, the rest of an epoch is an epoch with fewer batches.
 
 Example:
     @elastic.run

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Collectives on MXNet's arrays. Each waits until it is done; `priority` is taken for Horovod's sake.
+"""Collectives on MXNet arrays. Each waits for its result; `priority` is accepted for compatibility with Horovod.
 
 They have no gradients. Adasum is refused, as by Horovod.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Plain values from one rank to all, and from all to all, without pickle: what the estimators' ranks tell each other.
+"""Plain values from one rank to all, and from all to all, without pickle, for the ranks of estimators.
 
-A message is a JSON text, a zero byte, and the bytes that the text refers to. JSON writes no zero byte. Only values that
-hold no code have a place in it, so receiving one runs none.
+A message is a JSON text, a zero byte, and the bytes that the text refers to. JSON writes no zero byte. A message can
+contain only values without code, so receiving one runs no code.
 """
 
 from __future__ import annotations

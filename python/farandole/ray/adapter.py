@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What `RayExecutor` asks of each kind of job: a static one or an elastic one."""
+"""The interface of a job for `RayExecutor`, static or elastic."""
 
 from __future__ import annotations
 

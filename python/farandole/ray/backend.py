@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Ray as the place where estimators train."""
+"""The backend that trains estimators on Ray."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Nodes of a Ray cluster with room for workers."""
+"""Nodes of a Ray cluster that have resources for workers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The older way to an elastic job on Ray, which Horovod deprecated for `RayExecutor(min_workers=...)`."""
+"""The older interface of elastic jobs on Ray, which Horovod replaced with `RayExecutor(min_workers=...)`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A task's side of a job: runs one worker and tells how it ended.
+"""A task's side of a job: runs one worker and reports how it ended.
 
-A worker's own failure never becomes an exception here: Spark, for one, would run the whole stage four times for it.
+A failure of the worker never becomes an exception here, because Spark would then run the whole stage four times.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a driver raises when a job failed in one of its workers."""
+"""The error of a job in which a worker failed."""
 
 from __future__ import annotations
 

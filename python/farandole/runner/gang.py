@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The driver's side of a job: whatever runs the agents, this pumps their events and ends what must end.
+"""The driver's side of a job on any launcher: it handles the events of the agents and ends the job.
 
-A gang either returns how every task ended, or leaves nothing behind: `conduct` comes back only after the registrar is
-closed and every agent it could reach has reported its worker's end.
+A gang either returns the outcome of every task, or leaves nothing running: `conduct` returns only after the registrar
+is closed and every agent that it could reach has reported the end of its worker.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where a backend's workers and the backend itself write."""
+"""The streams to which a backend and its workers write."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The Spark plugin, which is a jar, and the way to it from a driver in Python.
+"""The Spark plugin, which is a jar, and the access to it from a Python driver.
 
-Everything works without it: it adds a Training tab to Spark's UI and to the History Server, numbers to Spark's metrics
-and Spark's own reason to a worker's death. A Connect client has no JVM of its own, and so no way to it.
+Everything works without it. It adds a Training tab to Spark's UI and to the History Server, numbers to Spark's metrics,
+and Spark's own reason to the error of a lost worker. A Connect client has no JVM, and so no access to it.
 """
 
 from __future__ import annotations

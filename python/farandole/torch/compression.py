@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Smaller gradients on the wire: casts before and after a reduction."""
+"""Compression of gradients: casts before and after a reduction."""
 
 from __future__ import annotations
 

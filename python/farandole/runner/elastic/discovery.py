@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What says which hosts an elastic job may use, in Python.
+"""Host discovery of elastic jobs, in Python.
 
 `farandole.run(..., host_discovery_script=...)` takes any object with this method; these classes are Horovod's.
 """

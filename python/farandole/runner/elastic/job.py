@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A function on workers that come and go: the native driver runs them, this writes their lines and takes results."""
+"""A function on workers that come and go. The native driver runs them; this module writes their output."""
 
 from __future__ import annotations
 

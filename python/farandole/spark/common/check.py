@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checks of single parameter values; each returns the value in its canonical form, or says what was expected."""
+"""Checks of single parameter values. Each returns the value in its canonical form, or raises an error."""
 
 # ruff: noqa: PLC0415 - as the store loads the native library
 

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Predictions in Spark ML's manner: raw predictions, probabilities, a predicted class, thresholds and names of classes.
 
-They are of models of one label. What a model returns has a form: `logits`, `probabilities` or `log_probabilities` of
-classes, or `values` that are no classes. A model of two classes may return one number, that of the second class.
+They are for models with one label. The output of a model has a form: `logits`, `probabilities` or `log_probabilities`
+of classes, or `values`, which are not classes. A model with two classes may return one number, that of the second
+class.
 """
 
 # ruff: noqa: N802, N815, PLC0415 - names are Spark ML's; tasks load what they need

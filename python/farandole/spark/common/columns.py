@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which columns take part in a fit, and whether a DataFrame or a data set has them in a usable form."""
+"""The columns of a fit, and checks that a DataFrame or a data set has them in a usable form."""
 
 # ruff: noqa: PLC0415 - training processes load no pyspark
 

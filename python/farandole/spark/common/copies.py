@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Parquet that nobody prepared, copied into the store where its rows have to be encoded before they can be read."""
+"""Encoded copies, in the store, of Parquet that was not prepared."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The life of a fit, whatever the framework: check, prepare, train.
+"""The steps of a fit, for all frameworks: check, prepare, train.
 
-Everything that can be known to be wrong is said before data is written, and everything else before workers start.
+Errors that can be found without data are raised before data is written, and all others before workers start.
 """
 
 # ruff: noqa: PLC0415, SLF001 - Spark ML's names; what needs a session is loaded when there is one

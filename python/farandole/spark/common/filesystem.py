@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A store as an fsspec file system, for pandas, pyarrow and whatever else speaks fsspec."""
+"""A store as an fsspec file system, for pandas, pyarrow and other users of fsspec."""
 
 from __future__ import annotations
 

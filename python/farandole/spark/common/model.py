@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What fitted models of all frameworks share: predictions, their columns, and metrics over rows."""
+"""Code shared by the fitted models of all frameworks: predictions, their columns, and metrics over rows."""
 
 # ruff: noqa: PLC0415 - what needs a session is loaded when there is one
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a model's outputs become as columns of a DataFrame, whatever the framework."""
+"""Converts a model's outputs to columns of a DataFrame, for all frameworks."""
 
 # ruff: noqa: PLC0415 - tasks load what they need
 

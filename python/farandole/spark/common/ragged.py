@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Columns of lists that have different lengths: how they are stored, and how they become arrays.
 
-Prepared data holds the bytes of each row's values, which the native reader gathers as it does any column of bytes. A
-batch is padded when it is handed out, to the shortest of a few lengths that holds its longest row.
+Prepared data contains the bytes of each row's values, which the native reader gathers like any column of bytes. A batch
+is padded when it is returned, to the shortest of a few lengths that fits its longest row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which rows a training process reads, and how: what estimators of all frameworks tell it."""
+"""What a training process reads, and how, for the estimators of all frameworks."""
 
 from __future__ import annotations
 

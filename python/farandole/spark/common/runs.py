@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Who trains a run, and with what: one driver at a time, and always the same data, model and parameters.
+"""The driver and the fingerprint of a run: one driver at a time, and always the same data, model and parameters.
 
-Two drivers would write each other's checkpoints and history. And a fit that goes on from the checkpoint of other data
-or parameters would return a model of those: `_fingerprint.json` in the run's directory says what it was begun with.
+Two drivers would overwrite each other's checkpoints and history. A fit that continues from a checkpoint of other data
+or parameters would return a wrong model, so `_fingerprint.json` in the run's directory describes the start of the run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where prepared data, checkpoints and logs live.
+"""Stores: the places of prepared data, checkpoints and logs.
 
 A store is a URL and a layout below it:
 
@@ -10,9 +10,9 @@ A store is a URL and a layout below it:
     <prefix>/runs/<run_id>/_fingerprint.json    which data, model and parameters the run was begun with
     <prefix>/runs/<run_id>/logs/                history and logs
 
-The bytes go through the native store, so that the driver, Spark's executors and training processes agree on every path.
-Credentials come from `storage_options`, else from each provider's standard environment variables and files; options
-travel with the store to executors and training processes, the environment does not.
+The native store reads and writes all bytes, so the driver, Spark's executors and training processes agree on every
+path. Credentials come from `storage_options`, or else from each provider's standard environment variables and files.
+Options are sent with the store to executors and training processes; the environment is not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`transformation_fn`: values made anew in the training processes, before the model sees them.
+"""`transformation_fn`: changes values in the training processes, before the model gets them.
 
-As in Horovod the function takes one row, a dict of NumPy values by column, and returns one. A function marked by
-`batched` takes and returns whole batches, a dict of arrays whose first axis is rows, and saves the call per row.
+As in Horovod, the function takes one row, a dict of NumPy values by column, and returns one. A function that is marked
+with `batched` takes and returns whole batches, a dict of arrays whose first axis is rows, which is faster.
 """
 
 from __future__ import annotations

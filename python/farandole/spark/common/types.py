@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Types of Spark by other names: NumPy's, Python's, and the words that Horovod's metadata has for them."""
+"""Conversions of Spark's types to types of NumPy and Python, and to the names in Horovod's metadata."""
 
 # ruff: noqa: PLC0415 - what needs Spark is loaded when asked for
 

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Horovod's PyTorch loaders: batches of one size, as dicts of tensors, from a reader of batches of any size.
 
-A reader is anything that can be iterated again and again and gives dicts or named tuples of columns: a
-`farandole.data.ParquetLoader`, or a reader of petastorm's. `ParquetLoader` makes batches of the right size, shuffled,
-by itself, and needs none of this; the classes are here for code that was written for Horovod's.
+A reader is an object that can be iterated repeatedly and returns dicts or named tuples of columns: a
+`farandole.data.ParquetLoader`, or a petastorm reader. `ParquetLoader` itself returns shuffled batches of the right size
+and does not need these classes. They exist for code that was written for Horovod.
 
 Example:
     ```python
