@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What `farandole data` does; its arguments have been read by the command."""
+"""The functions of `farandole data`, with arguments that the command has parsed."""
 
 # ruff: noqa: T201 - printing is what it is for
 

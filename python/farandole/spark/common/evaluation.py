@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How well a model predicts the rows of a DataFrame: sums that tasks make, and metrics of them."""
+"""Metrics of a model's predictions on a DataFrame, computed from sums of the tasks."""
 
 from __future__ import annotations
 

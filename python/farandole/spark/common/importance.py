@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How much worse a model predicts when the values of one column are exchanged between rows."""
+"""Permutation importance: the loss of quality if the values of one column are exchanged between rows."""
 
 from __future__ import annotations
 

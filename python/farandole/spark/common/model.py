@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What fitted models of all frameworks share: predictions, their columns, and metrics over rows."""
+"""Code shared by the fitted models of all frameworks: predictions, their columns, and metrics over rows."""
 
 # ruff: noqa: PLC0415 - what needs a session is loaded when there is one
 
@@ -289,7 +289,7 @@ class FarandoleModel(ModelParams, ClassParams, Model):
 
         run, logs = self.getRunId(), (self.getPaths() or {}).get("logs")
         if run is None or logs is None or f"/{run}/" not in logs:
-            raise ValueError("the run of this model was not saved, so that there is nothing to show")
+            raise ValueError("the run of this model was not saved, so there is nothing to show")
         return show(logs.rpartition(f"/{run}/")[0], run=run)
 
     def _entries(self) -> list[Entry]:
@@ -312,7 +312,7 @@ def check_form(what: str, form: str | None, labels: list[str] | None) -> str:
         raise ValueError(f"{what} is for models of one label: {', '.join(labels or [])}")
     if form is None:
         raise ValueError(
-            f"{what} needs to know what the model returns, which its loss does not tell: set output_form to values, "
+            f"{what} needs to know what the model returns, which its loss does not show: set output_form to values, "
             "logits, probabilities or log_probabilities"
         )
     return form
@@ -331,7 +331,7 @@ def check_columns(columns: dict[str, str], form: str, thresholds: list[float] | 
     """
     of_classes = [name for name in columns if name != "predictionCol"] + (["thresholds"] if thresholds else [])
     if form == "values" and of_classes:
-        raise ValueError(f"{of_classes[0]} is for models of classes, the output_form of this one is values")
+        raise ValueError(f"{of_classes[0]} needs a model with classes, but the output_form of this model is values")
 
 
 def _label(name: str, columns: list[str], encoding: Encoding) -> Callable[[pa.RecordBatch], npt.NDArray[Any]]:

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The parameters of estimators and models, as Spark ML `Param`s with one accessor pair each.
 
-A value is checked when it is set, whatever door it came through: constructor, setter, `setParams` or a param map of
-`fit`. What is wrong with one value alone is a `ValueError` or `TypeError` that names the parameter.
+A value is checked when it is set, by the constructor, a setter, `setParams` or a param map of `fit`. A wrong value is a
+`ValueError` or `TypeError` that names the parameter.
 """
 
 # ruff: noqa: N802, N815, SLF001 - names are Spark ML's

@@ -57,26 +57,26 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         run_id: Name of the run.
         loss: As it was trained with.
         loss_constructors: As it was trained with.
-        paths: Where the run left its data, checkpoint and logs.
+        paths: Paths of the data, checkpoint and logs of the run.
         output_cols: Names of the added columns, instead of `<label>__output`.
-        batch_size: Most rows predicted at once; default 4096.
-        outputs: What is known of the outputs; found out when omitted.
-        use_gpu: Whether to predict on a GPU; default: where Spark assigned one to the task.
-        fill: What takes the place of nulls and NaN, as in the estimator.
+        batch_size: Largest number of rows that are predicted at once; default 4096.
+        outputs: Description of the outputs; determined if omitted.
+        use_gpu: Whether to predict on a GPU; default: if Spark assigned one to the task.
+        fill: Replacement of nulls and NaN, as in the estimator.
         categories: The categories of each column that has some.
-        verbose: 0 says nothing about predictions; default 1.
-        learned: Which values of `fill` were learned, and as what, as `{"age": "mean"}`.
+        verbose: 0 shows no messages about predictions; default 1.
+        learned: The values of `fill` that were learned, and their kind, such as `{"age": "mean"}`.
         ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
-        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
         probabilityCol: Column for the probability of each class.
         predictedLabelCol: Column for the name of the class.
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-        class_names: Names of the classes, where the label has none of its own.
+        class_names: Names of the classes, if the label has none.
         signature: What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.
-        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: what its loss takes, where that is known.
+        output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
+            `"log_probabilities"`; default: the form that its loss takes, if it is known.
         _metadata: Horovod's description of columns; not needed.
     """
 
