@@ -160,7 +160,9 @@ trust-rest:
 	tests/launch/test_spark_hosts.py \
 	--reruns 1 --durations=15
 
-lint: $(VENV)/.packages
+# What Vale reads: pages, and the comments and docstrings of the sources.
+PROSE := $(wildcard *.md) docs python/farandole $(wildcard crates/*/src)
+lint: $(VENV)/.packages .tools/bin/vale
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	cargo xtask check
@@ -168,6 +170,13 @@ lint: $(VENV)/.packages
 	$(BIN)/ruff format --check python tests examples bench release docs
 	$(BIN)/pyright
 	PYTHONPATH=python $(BIN)/lint-imports --no-cache --no-logo
+	.tools/bin/vale --output=line $(PROSE)
+
+# Vale is built from its Go module, because its other packages download a program from a place that may be unreachable.
+.tools/bin/vale: Makefile
+	@command -v go >/dev/null || { echo "missing: go (builds Vale, which checks the prose). Install Go 1.25 or newer." >&2; exit 1; }
+	GOBIN=$(CURDIR)/.tools/bin CGO_CFLAGS=-w go install github.com/vale-cli/vale/v3/cmd/vale@v3.21.0
+	touch $@
 
 # All checks that need a GPU. Without a GPU it prints that there is none.
 gpu-check: install

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole._native`: registers one submodule per room; no policy lives here.
+//! `farandole._native`: registers one submodule for each crate, without logic.
 
 mod arrow;
 mod cli;

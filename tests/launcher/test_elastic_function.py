@@ -144,7 +144,7 @@ def test_too_few_slots_are_told(tmp_path):
 
 def test_arguments_that_contradict_each_other_are_refused():
     for wrong, message in [
-        ({"max_num_proc": 2}, "min_num_proc makes a job"),
+        ({"max_num_proc": 2}, "so set min_num_proc, too"),
         ({"hosts": "a:1", "host_discovery_script": "find"}, "hosts and host_discovery_script exclude each other"),
         ({"num_proc": 2, "min_num_proc": 3}, r"--min-num-proc \(3\) is larger"),
         ({"min_num_proc": 1, "cooldown_range": (9, 5)}, "blacklist_cooldown_range must be"),

@@ -284,7 +284,7 @@ def a_step_needs_no_more_than_one_call_of_the_stand_ins(lacks):
         close(model.get_weights()[0], [[0.85], [0.85]], "fit")
     [warning] = [str(one.message) for one in told if "native ops" in str(one.message)]
     assert f"this TensorFlow lacks {lacks}" in warning
-    assert "Python functions take their place" in warning
+    assert "Python functions are used instead" in warning
 
 
 def test_groups_are_reduced_while_the_backward_pass_goes_on(tensorflow_pair):

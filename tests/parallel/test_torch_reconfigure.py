@@ -238,7 +238,7 @@ def test_a_new_member_gets_the_parameters_of_a_ddp_model(crew: Crew) -> None:
 def of_a_store_that_ends() -> None:
     import farandole.torch.distributed  # noqa: F401 - registers the backend
 
-    with pytest.raises(ValueError, match="needs a store that is there whatever becomes"):
+    with pytest.raises(ValueError, match="needs a store that survives the loss of any member"):
         dist.init_process_group("farandole", init_method="farandole://", enable_reconfigure=True)
 
 

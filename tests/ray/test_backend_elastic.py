@@ -83,6 +83,6 @@ def test_numbers_that_contradict_each_other_are_refused(resources):
         RayBackend(2, min_num_proc=3)
     with pytest.raises(ValueError, match="max_num_proc must be at least 1: 0"):
         RayBackend(2, max_num_proc=0)
-    with pytest.raises(ValueError, match=r"only elastic jobs take these.*reset_limit"):
+    with pytest.raises(ValueError, match=r"these are for elastic jobs.*reset_limit"):
         RayBackend(2, reset_limit=3)
     assert RayBackend(2, max_num_proc=3).num_processes() == 2

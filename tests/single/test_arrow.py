@@ -84,7 +84,7 @@ def test_a_fill_is_what_preparation_makes_of_it_for_every_type():
     assert rows(pa.array([1, 2]), "x", half).tolist() == [1, 2], "nothing is missing"
     with pytest.raises(ValueError, match="column 'x' has nulls: 1 of 2 rows"):
         rows(pa.array([1, None]), "x", half)
-    with pytest.raises(ValueError, match=r"column 'x' is int64, which this cannot fill: 0\.5"):
+    with pytest.raises(ValueError, match=r"column 'x' is int64, which cannot hold the value of fill: 0\.5"):
         rows(pa.array([1, None]), "x", fill_of({"x": 0.5}, "x"))
     assert rows(pa.array([True, None]), "x", fill_of(False, "x")).tolist() == [True, False]
     assert rows(pa.array([Decimal("1.5"), None]), "x", fill_of({"*": 2}, "x")).tolist() == [1.5, 2.0]

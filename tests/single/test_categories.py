@@ -116,11 +116,17 @@ def test_rows_that_a_column_holds_out_teach_nothing(tmp_path):
     [
         ({"fill": {"sex": "mean"}}, r"column 'sex' is string, which has no mean to fill in; most_frequent is for"),
         ({"categories": ["fare"]}, r"column 'fare' is double: categories are strings, integers or booleans"),
-        ({"categories": {"sex": 0}}, r"categories of column 'sex' are a list of values, a number of them or None: 0"),
-        ({"categories": {"sex": ["a", "a"]}}, r"categories of column 'sex' must be different values, one at least"),
-        ({"categories": {"sex": [1]}}, r"column 'sex' is large_string, its categories or its fill are not"),
+        (
+            {"categories": {"sex": 0}},
+            r"categories of column 'sex' must be a list of values, a number of values, or None: 0",
+        ),
+        (
+            {"categories": {"sex": ["a", "a"]}},
+            r"categories of column 'sex' must be at least one value, without duplicates",
+        ),
+        ({"categories": {"sex": [1]}}, r"column 'sex' is large_string, which its categories or its fill do not match"),
         ({"categories": {"class": ["low"]}}, r"label column 'class' has values that are no class, such as 'high'"),
-        ({"categories": ["none"]}, r"categories are features or labels, and these are none: none"),
+        ({"categories": ["none"]}, r"categories must be features or labels; these are neither: none"),
     ],
 )
 def test_what_cannot_be_learned_is_refused_by_name(tmp_path, wish, told):
@@ -130,7 +136,7 @@ def test_what_cannot_be_learned_is_refused_by_name(tmp_path, wish, told):
 
 def test_a_stream_teaches_nothing_and_takes_what_is_given(tmp_path):
     stream = pa.RecordBatchReader.from_batches(TABLE.schema, TABLE.to_batches())
-    with pytest.raises(ValueError, match=r"a stream passes by once.*give the values for sex"):
+    with pytest.raises(ValueError, match=r"a stream can be read only once.*give the values for sex"):
         prepare_data(stream, tmp_path, feature_cols=["sex"], label_cols=["age"], categories=["sex"], fill={"age": 1})
     prepared = prepare_data(
         stream, tmp_path, feature_cols=["sex"], label_cols=["age"], categories={"sex": ["male"]}, fill={"age": 1}

@@ -188,7 +188,7 @@ def test_damaged_checkpoints_alone_are_an_error_and_none_at_all_a_fresh_run(tmp_
     store = native.Store(str(tmp_path))
     assert durable.resume(store, "checkpoint") is None
     store.write("checkpoint", archive("1")[:-5])
-    with pytest.raises(ValueError, match="no checkpoint of the run is whole"):
+    with pytest.raises(ValueError, match="the run has no usable checkpoint"):
         durable.resume(store, "checkpoint")
 
 
@@ -240,7 +240,7 @@ def test_a_run_with_a_truncated_checkpoint_ends_like_an_undisturbed_one(data, ca
     with caplog.at_level(logging.WARNING, "farandole"):
         again = fitted(data, "again", 4)
     assert f"{path}: " in caplog.text
-    assert "the run goes on from the one before" in caplog.text
+    assert "the run continues from the one before" in caplog.text
     assert [one["epoch"] for one in again.getHistory()] == [0, 1, 2, 3]
     assert torch.allclose(weights(again), weights(whole), atol=1e-6)
 
@@ -274,6 +274,6 @@ def test_a_run_of_keras_with_a_truncated_checkpoint_goes_on_from_the_one_before(
     path.write_bytes(path.read_bytes()[:-100])
     with caplog.at_level(logging.WARNING, "farandole"):
         second = fitted(4).getHistory()["loss"]
-    assert "the run goes on from the one before" in caplog.text
+    assert "the run continues from the one before" in caplog.text
     assert len(second) == 4
     assert second[:2] == first

@@ -85,7 +85,7 @@ def test_an_unknown_framework_is_refused(path):
         ({"seed": -1}, "seed must be at least 0 and below 2**64: -1"),
         ({"byte_budget": 1 << 64}, "byte_budget must be at least 0 and below 2**64"),
         ({"threads": 0}, "threads must be at least 1"),
-        ({"columns": "label"}, "columns are a list of names: 'label'"),
+        ({"columns": "label"}, "columns must be a list of names: 'label'"),
     ],
 )
 def test_arguments_that_cannot_be_are_named_with_their_value(path, arguments, told):

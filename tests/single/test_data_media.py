@@ -204,11 +204,11 @@ def test_what_cannot_be_names_the_column_the_row_or_the_option(monkeypatch):
         Decode({"sound": Audio(8, 8000, 2)})(batch.select(["sound"]))
     with pytest.raises(ValueError, match="there is no column 'picture' to decode: image, sound"):
         Decode({"picture": Image(8)})(batch)
-    with pytest.raises(ValueError, match="column 'image', row 0 of a batch: int is no bytes and no path"):
+    with pytest.raises(ValueError, match="column 'image', row 0 of a batch: int is neither bytes nor a path"):
         Decode({"image": Image(8)})(pa.record_batch({"image": [1]}))
-    with pytest.raises(ValueError, match="the data made column sound of binary, which is no number"):
+    with pytest.raises(ValueError, match="the data made column sound of binary, which is neither a number"):
         Decode({"image": Image(8)})(batch.slice(0, 1))
-    with pytest.raises(TypeError, match="column 'image' is decoded by an Image or an Audio: int"):
+    with pytest.raises(TypeError, match="column 'image' must be decoded by an Image or an Audio: int"):
         Decode({"image": 8})
     for wrong, told in (
         ({"height": 0}, "height of an image must be a whole number, 1 or more: 0"),

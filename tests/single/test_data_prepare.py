@@ -130,7 +130,7 @@ def test_a_missing_column_and_a_type_that_cannot_be_are_named(tmp_path):
     with pytest.raises(ValueError, match="column a has a type that cannot be prepared: Map"):
         write(tmp_path, [pa.table({"a": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))})])
     for weights, kind in ((["heavy"], "Utf8"), ([[1.0, 2.0]], "List")):
-        with pytest.raises(ValueError, match=f"column w cannot weigh samples, since it is {kind}"):
+        with pytest.raises(ValueError, match=f"column w cannot be a sample weight, because it is {kind}"):
             write(tmp_path, [pa.table({"a": [1], "w": weights})], weight="w")
 
 

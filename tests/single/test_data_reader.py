@@ -194,10 +194,10 @@ def test_columns_of_one_name_are_refused(tmp_path):
 def test_a_file_is_no_data_set(files):
     pq.write_table(pa.table({"a": [1]}), files / "x.parquet")
     for url in (str(files / "x.parquet"), f"file://{files}/x.parquet"):
-        with pytest.raises(ValueError, match=r"this is a file, a data set is the directory .*x\.parquet"):
+        with pytest.raises(ValueError, match=r"this is a file; a data set is the directory .*x\.parquet"):
             Dataset.open(url)
     native.Store("memory://a-file").write("x.parquet", b"")
-    with pytest.raises(ValueError, match=r"this is a file, .*memory://a-file/x\.parquet"):
+    with pytest.raises(ValueError, match=r"this is a file; .*memory://a-file/x\.parquet"):
         Dataset.open("memory://a-file/x.parquet")
 
 

@@ -96,7 +96,7 @@ def test_a_state_counts_what_was_handed_out_not_what_was_made_ahead(path):
 def test_a_state_of_other_data_is_refused(path, tmp_path):
     pq.write_table(pa.table({"id": np.arange(10)}), tmp_path / "f.parquet")
     state = ParquetLoader(tmp_path, 5).state_dict()
-    with pytest.raises(ValueError, match="the state is of another data set, or its files have changed"):
+    with pytest.raises(ValueError, match="the state belongs to another data set, or the files have changed"):
         ParquetLoader(path, 5).load_state_dict(state)
     with pytest.raises(ValueError, match="not a state of this version"):
         ParquetLoader(path, 5).load_state_dict({})

@@ -231,7 +231,7 @@ def test_a_mix_without_ratios_drops_no_column(url):
     both.close()
     more = plain(url, 10, transformation_fn=lambda batch: {"id": batch["id"].to_numpy(), "y": batch["id"].to_numpy()})
     mix = MixedLoader({"a": plain(url, 10), "b": more})
-    with pytest.raises(ValueError, match="joined have the same columns: 'b' has id, y, 'a' has id, label, weight"):
+    with pytest.raises(ValueError, match="joined must have the same columns: 'b' has id, y, 'a' has id, label, weight"):
         next(iter(mix))
     mix.close()
 
@@ -256,7 +256,7 @@ def test_what_cannot_be_names_the_column_the_loader_or_the_option(url):
         list(WeightedLoader(plain(url, 1000), 10, weights={"label": {0: -1, 1: 0}}))
     with pytest.raises(ValueError, match="column 'id' is not a ragged column that the loader reads, these are: tokens"):
         LengthLoader(ParquetLoader(url, 100), "id", 10)
-    with pytest.raises(ValueError, match="pools: 100 rows are fewer than 200"):
+    with pytest.raises(ValueError, match="pool: 100 rows are fewer than 200"):
         by_length(url, pool=100, batch_size=200)
     with pytest.raises(ValueError, match="even must be rows or values: tokens"):
         by_length(url, even="tokens")
@@ -266,7 +266,7 @@ def test_what_cannot_be_names_the_column_the_loader_or_the_option(url):
         WeightedLoader(url, 10, weights="weight")
     two = {"a": plain(url, 100), "b": plain(url, 100)}
     for ratios, told in (
-        ({"a": 1}, "these have none, or no loader: b"),
+        ({"a": 1}, "these names are missing or unknown: b"),
         ({"a": 1, "b": 0}, "the ratio of 'b' must be a number above 0: 0"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -277,7 +277,7 @@ def test_what_cannot_be_names_the_column_the_loader_or_the_option(url):
         MixedLoader({"a": plain(url, 2000, tail="drop_last")})
     with pytest.raises(ValueError, match="the loader 'a' has tail='join'"):
         MixedLoader({"a": plain(url, 200, tail="join")})
-    with pytest.raises(ValueError, match="the state is of other loaders: one, two there, a, b here"):
+    with pytest.raises(ValueError, match="the state belongs to other loaders: one, two there, a, b here"):
         MixedLoader(two).load_state_dict(mixed(url).state_dict())
     with pytest.raises(ValueError, match="column 'weight' has different types, see cast"):
         next(iter(MixedLoader({"a": plain(url, 5), "b": plain(url, 5, cast={"weight": "float32"})})))

@@ -130,7 +130,7 @@ def test_what_cannot_be_names_the_column(tmp_path):
         found.drift(pa.table({"x": [1.0], "word": [1]}))
     with pytest.raises(ValueError, match="the source has no column 'age'"):
         statistics_of(table(), ["age"])
-    with pytest.raises(ValueError, match="a stream passes by once, so statistics=True"):
+    with pytest.raises(ValueError, match="a stream can be read only once, so statistics=True"):
         prepare_data(pa.table({"x": [1]}).to_reader(), tmp_path, statistics=True)
     empty = statistics_of(pa.table({"x": pa.array([None, None], pa.float64())}))
     assert (empty["x"].missing, empty["x"].mean) == (2, None)

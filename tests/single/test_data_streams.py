@@ -163,7 +163,7 @@ def test_after_an_error_the_next_iteration_reads_on_from_there():
 
 def test_a_source_without_an_order_has_one_rank():
     rows = pl.LazyFrame({"id": range(20)})
-    told = r"the source, polars\.lazyframe\.frame\.LazyFrame, may have its rows in another order on each of the 2 ranks"
+    told = r"the source, polars\.lazyframe\.frame\.LazyFrame, may return its rows in a different order on each"
     for rank in range(2):
         with pytest.raises(ValueError, match=told):
             StreamLoader(rows, 4, size=2, rank=rank)
@@ -179,11 +179,11 @@ def test_what_cannot_be_names_the_column_or_the_option():
         next(iter(StreamLoader(endless, 4, ["age"])))
     with pytest.raises(ValueError, match="the source has no column 'age': id"):
         StreamLoader(pa.table({"id": [1]}), 4, ["age"])
-    with pytest.raises(ValueError, match="the stream made column name of string, which is no number"):
+    with pytest.raises(ValueError, match="the stream made column name of string, which is neither a number"):
         next(iter(StreamLoader(endless, 4)))
     with pytest.raises(ValueError, match="the stream left 1 nulls in column id"):
         next(iter(StreamLoader(pa.table({"id": [1, None]}), 4)))
-    with pytest.raises(TypeError, match="a stream is of pyarrow record batches and tables: dict"):
+    with pytest.raises(TypeError, match="a stream must return pyarrow record batches or tables: dict"):
         next(iter(StreamLoader(lambda _: [{"id": 1}], 4)))
     with pytest.raises(ValueError, match="the state has shuffle_rows=8, this loader 0"):
         stream().load_state_dict(stream(shuffle_rows=8).state_dict())

@@ -97,7 +97,7 @@ def test_a_loader_reads_a_table_of_iceberg_where_its_files_alone_tell_its_rows(i
     assert ids(where) == [row for row in range(ROWS) if row % 3 != 1]
     with iceberg.update_schema() as update:
         update.rename_column("x", "z")
-    with pytest.raises(ValueError, match=r"the Iceberg table file://.*rows has had other columns before, prepare_data"):
+    with pytest.raises(ValueError, match=r"the Iceberg table file://.*rows had other columns before, prepare_data"):
         ParquetLoader(where, 16)
 
 
@@ -115,7 +115,7 @@ def test_the_command_prepares_and_shows_a_table_of_iceberg(iceberg, tmp_path):
 
 
 def test_what_cannot_be_is_refused_by_name(iceberg, tmp_path):
-    with pytest.raises(ValueError, match=r"an Iceberg table is a source by itself: file://.*/rows"):
+    with pytest.raises(ValueError, match=r"an Iceberg table must be the only source: file://.*/rows"):
         prepare_data([iceberg.location(), str(tmp_path)], tmp_path / "store")
     relation = duckdb.sql("select 1 as id")
     with pytest.raises(ValueError, match="age"):

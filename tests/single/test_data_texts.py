@@ -72,7 +72,7 @@ def test_columns_of_texts_are_read_where_they_are_named_only(path):
 
 
 def test_tensors_hold_no_texts_but_functions_make_numbers_of_them(path):
-    with pytest.raises(ValueError, match=r"tensors hold no strings: a transformation_fn, .* can read s, b$"):
+    with pytest.raises(ValueError, match=r"tensors cannot hold strings: a transformation_fn, .* can read s, b$"):
         ParquetLoader(path, 16, columns=["s", "id", "b"], framework="torch")
 
     def measured(batch):
@@ -91,7 +91,7 @@ def test_a_function_in_another_process_gets_texts_and_must_not_return_them(path)
     loader = ParquetLoader(
         path, 100, columns=["s"], transformation_fn=lambda batch: batch, transform_pool="process", transform_workers=1
     )
-    with pytest.raises(ValueError, match="column s of large_string, which is no number"):
+    with pytest.raises(ValueError, match="column s of large_string, which is neither a number"):
         list(loader)
     loader.close()
 

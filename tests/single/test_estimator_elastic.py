@@ -220,9 +220,9 @@ def test_numbers_of_processes_that_contradict_each_other_are_refused():
         LocalBackend(2, min_num_proc=3)
     with pytest.raises(ValueError, match="max_num_proc must be at least 1: 0"):
         SparkBackend(2, max_num_proc=0)
-    with pytest.raises(ValueError, match=r"only elastic jobs take these.*reset_limit"):
+    with pytest.raises(ValueError, match=r"these are for elastic jobs.*reset_limit"):
         LocalBackend(2, reset_limit=3)
-    with pytest.raises(TypeError, match="run_elastic takes, and not warm"):
+    with pytest.raises(TypeError, match="run_elastic takes, but not warm"):
         SparkBackend(2, min_num_proc=1, warm=True)
     assert LocalBackend(max_num_proc=3).num_processes() == 3
     assert LocalBackend(2, min_num_proc=1).plain()["min_num_proc"] == 1

@@ -72,7 +72,7 @@ def test_what_cannot_be_is_refused_and_leaves_no_files(tmp_path):
         frame_loader(table().slice(0, 0), 10, cache=tmp_path)
     with pytest.raises(ValueError, match=r"column b "):
         frame_loader(pd.DataFrame({"a": [1], "b": [None]}), 10, ["a", "b"], cache=tmp_path)
-    with pytest.raises(TypeError, match=r"a source is a path .*: builtins\.int"):
+    with pytest.raises(TypeError, match=r"a source must be a path .*: builtins\.int"):
         frame_loader(5, 10, cache=tmp_path)
     assert not list(tmp_path.iterdir())
 

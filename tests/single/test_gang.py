@@ -181,7 +181,9 @@ def test_results_of_the_old_gang_are_none_of_the_new_one(monkeypatch):
 def test_results_that_only_rows_would_bring_are_given_up_when_no_rows_come(monkeypatch):
     script = Script(STARTED, well(0, 1), *([] for _ in range(100)), endings=[])
     Clock(monkeypatch).passes(script, *([1] * 102))
-    with pytest.raises(FarandoleJobError, match=r"all workers ended well, and Spark has not .* for 60 s.*store="):
+    with pytest.raises(
+        FarandoleJobError, match=r"all workers ended successfully, but Spark has not .* for 60 s.*store="
+    ):
         play(script, start_timeout=60.0)
 
 
@@ -243,7 +245,7 @@ def test_published_results_answer_for_rows_that_spark_lost(capsys):
         endings=[Ending(0, "host-0", refused="the job is done"), Ending(1, "host-1", refused="the job is done")],
     )
     assert results(play(script), 2) == [0, 1]
-    assert "their results were kept" in capsys.readouterr().err
+    assert "the driver has their results" in capsys.readouterr().err
 
 
 def test_published_results_answer_for_rows_that_never_come(monkeypatch, capsys):
@@ -259,7 +261,7 @@ def test_published_results_answer_for_rows_that_never_come(monkeypatch, capsys):
     assert results(play(script), 2) == [0, 1]
     assert script.cancelled
     assert len(script.batches) > 40
-    assert "their results were kept" in capsys.readouterr().err
+    assert "the driver has their results" in capsys.readouterr().err
 
 
 def test_a_published_failure_is_raised_with_its_traceback_when_no_rows_come():

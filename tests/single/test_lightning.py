@@ -190,7 +190,7 @@ def test_gradients_of_two_ranks_travel_compressed(data, compression):
 
 
 def test_what_is_no_compression_is_refused(data):
-    with pytest.raises(TypeError, match="gradient_compression must be of Compression"):
+    with pytest.raises(TypeError, match="gradient_compression must be a member of Compression"):
         fit(data, Line(), gradient_compression="fp16")
 
 

@@ -109,5 +109,5 @@ def test_labels_that_are_missing_reach_a_loss_that_knows_them_where_nan_is_allow
 def test_a_fill_for_a_column_that_is_not_used_is_refused_by_name(tmp_path):
     x, y = line()
     write(tmp_path / "intermediate_train_data", x=x, y=y)
-    with pytest.raises(ValueError, match="fill is for features, labels and weights, and these are none: z"):
+    with pytest.raises(ValueError, match="fill must name features, labels or weights; these are not: z"):
         estimator(tmp_path, linear(), fill={"z": 0, "*": 1}).fit_on_parquet()

@@ -62,7 +62,9 @@ class Other:
     "value", [Other(), {1, 2}, np.array([Other()], object), Other, len], ids=lambda one: type(one).__name__
 )
 def test_what_is_not_plain_is_named_with_its_place(value):
-    with pytest.raises(TypeError, match=rf"value\['rows'\]\[1\] is a {type(value).__name__}, which is no plain value"):
+    with pytest.raises(
+        TypeError, match=rf"value\['rows'\]\[1\] is a {type(value).__name__}, which is not a plain value"
+    ):
         pack({"rows": [0, value]})
 
 

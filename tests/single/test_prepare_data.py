@@ -136,7 +136,7 @@ def test_csv_takes_options_and_types_and_files_may_guess_differently(tmp_path):
     done = prepare_data(f"{tmp_path}/*.csv", tmp_path / "store", options={"delimiter": ";"}, types={"b": "string"})
     assert sorted(column(done.train_url, "a").tolist()) == [1, 2, 2.5]
     assert done.columns["b"].dtype == "utf8"
-    with pytest.raises(ValueError, match=r"no such option of csv .*: delimeter"):
+    with pytest.raises(ValueError, match=r"unknown option of csv .*: delimeter"):
         prepare_data(first, tmp_path / "store", options={"delimeter": ";"})
     with pytest.raises(ValueError, match=r"validation column 'c' is not in the source"):
         prepare_data(first, tmp_path / "store", options={"delimiter": ";"}, validation="c")
@@ -402,11 +402,11 @@ def test_a_place_of_somebody_else_is_passed_over(tmp_path, table):
 
 
 def test_what_is_no_source_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"a source is a path.*builtins\.int"):
+    with pytest.raises(TypeError, match=r"a source must be a path.*builtins\.int"):
         prepare_data(5, tmp_path)
     with pytest.raises(ValueError, match="label column 'z' is not in the source"):
         prepare_data(pa.table({"a": [1]}), tmp_path, label_cols=["z"])
-    with pytest.raises(ValueError, match="columns are a list of names: 'a'"):
+    with pytest.raises(ValueError, match="columns must be a list of names: 'a'"):
         prepare_data(pa.table({"a": [1]}), tmp_path, label_cols="a")
     with pytest.raises(ValueError, match="validation must be a share of the rows or the name of a column: nan"):
         prepare_data(pa.table({"a": [1]}), tmp_path, validation=float("nan"))

@@ -67,7 +67,7 @@ def test_nulls_and_other_lists_become_rows_and_what_holds_no_numbers_is_refused(
     ):
         with pytest.raises(ValueError, match=told):
             prepare_data(pa.table({"t": column}), tmp_path, ragged={"t": Pad()})
-    with pytest.raises(ValueError, match="ragged columns are features, and these are none: t"):
+    with pytest.raises(ValueError, match="ragged columns must be features; these are not: t"):
         prepare_data(wide, tmp_path, label_cols=["t"], ragged={"t": Pad()})
     with pytest.raises(ValueError, match="buckets of a ragged column must be a whole number, 1 or more: 0"):
         Pad(buckets=0)

@@ -113,14 +113,17 @@ def test_force_goes_on_and_says_so_and_the_next_fit_needs_it_no_more(data, capsy
     fit(data, **sgd(model, lr=0.05))
     forced = fit(data, **sgd(model, lr=0.1), epochs=2, resume="force", verbose=1)
     assert len(forced.getHistory()) == 2
-    assert "run r goes on although it was begun with something else: optimizer was" in capsys.readouterr().err
+    assert "run r continues although it was started with something else: optimizer was" in capsys.readouterr().err
     assert len(fit(data, **sgd(model, lr=0.1), epochs=3).getHistory()) == 3
 
 
 def test_other_initial_weights_do_not_count_and_are_said(data, capsys):
     fit(data)
     fit(data, linear(seed=5), epochs=2, verbose=1)
-    assert "the model of run r had other initial weights; those of its checkpoint count" in capsys.readouterr().err
+    assert (
+        "the model of run r had other initial weights; the weights of its checkpoint are used"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_run_that_never_ended_an_epoch_may_be_begun_with_something_else(data):
@@ -139,7 +142,7 @@ def test_a_run_of_an_older_version_goes_on_and_has_a_fingerprint_then(data, caps
     file = data / "runs/r/_fingerprint.json"
     file.unlink()
     fit(data, epochs=2, verbose=1)
-    assert "run r does not say which data and parameters it was begun with" in capsys.readouterr().err
+    assert "run r has no record of its data and parameters" in capsys.readouterr().err
     assert {one["name"] for one in json.loads(file.read_text())["parts"]} >= {"model", "optimizer", "loss"}
 
 

@@ -89,11 +89,11 @@ def test_the_latest_rows_are_held_out(tmp_path, column):
     [
         ({"validation_group": "user", "validation_time": "day"}, "at most one of validation_stratify, validation_gr"),
         ({"validation_group": "user", "validation": None}, "validation must be a number above 0: None"),
-        ({"validation_group": "none"}, "validation_group names no column of the rows: 'none'"),
+        ({"validation_group": "none"}, "validation_group names a column that the rows do not have: 'none'"),
         ({"validation_group": "same"}, "column 'same' has one group, so none can be held out"),
         ({"validation_time": "same"}, "column 'same' has one time, so no rows are later than others"),
         ({"validation_stratify": "id"}, "column 'id' has more than 10 classes to hold rows out of"),
-        ({"validation_time": "holes"}, "column 'holes' has nulls in 1 rows, which are neither early nor late"),
+        ({"validation_time": "holes"}, "column 'holes' has nulls in 1 rows, so these rows cannot be ordered"),
     ],
 )
 def test_what_cannot_be_split_is_refused(tmp_path, monkeypatch, options, told):

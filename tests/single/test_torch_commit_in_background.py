@@ -65,7 +65,7 @@ def test_a_change_of_parameters_that_is_no_step_is_told_of(hvd):
         state.commit()
     with torch.no_grad():
         model[0].weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match=r"changed by something else than optimizer.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"something other than optimizer.step\(\) changed parameters"):
         step(model, optimizer)
 
 

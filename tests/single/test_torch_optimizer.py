@@ -98,7 +98,7 @@ def test_state_dicts_go_both_ways(hvd):
         ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
         ({"op": 6}, "op must be one of"),
         ({"groups": 0}, "groups must be a positive"),
-        ({"groups": [[1]]}, "groups must hold parameters"),
+        ({"groups": [[1]]}, "groups must contain parameters"),
         ({"named_parameters": [torch.ones(1)]}, "pairs"),
         ({"named_parameters": [("a", torch.ones(1)), ("a", torch.ones(1))]}, "differently: a"),
         ({"named_parameters": [("a", torch.ones(1))]}, "lacks parameters"),

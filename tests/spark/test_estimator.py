@@ -171,7 +171,7 @@ def test_a_fill_for_all_columns_leaves_those_alone_that_cannot_hold_it_in_transf
     assert [row.label__output for row in by_hand.transform(frame).collect()] == [3.5, 4.5]
     frame = spark.createDataFrame([(1.0, None)], "a double, b int")
     by_hand = TorchModel(model=Sum(), feature_columns=["a", "b"], label_columns=["label"]).setFill({"b": 0.5})
-    with pytest.raises(Exception, match=r"column 'b' is int32, which this cannot fill: 0\.5"):
+    with pytest.raises(Exception, match=r"column 'b' is int32, which cannot hold the value of fill: 0\.5"):
         by_hand.transform(frame).collect()
 
 

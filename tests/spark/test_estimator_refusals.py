@@ -72,7 +72,7 @@ def test_a_column_in_other_letters_is_recognised(good, tmp_path):
 
 def test_a_stream_is_refused_before_spark_looks_at_it(spark, tmp_path):
     stream = spark.readStream.format("rate").load().selectExpr("cast(value as double) as x", "1 as y")
-    assert "this one is a stream" in refused(lambda: estimator(tmp_path).fit(stream))
+    assert "fit does not take a streaming DataFrame" in refused(lambda: estimator(tmp_path).fit(stream))
 
 
 def test_what_cannot_be_pickled_is_named_down_to_the_variable(spark, good, tmp_path):

@@ -131,7 +131,7 @@ def test_a_model_and_its_pipeline_are_overwritten_and_what_was_cut_off_is_ignore
     assert float(TorchModel.load(path).getModel().weight.detach()) == 1.0
     model(3.0).write().overwrite().save(path)
     assert float(TorchModel.load(path).getModel().weight.detach()) == 3.0
-    with pytest.raises(FileExistsError, match="there is something already"):
+    with pytest.raises(FileExistsError, match="the path already exists"):
         model(4.0).write().save(path)
     pipeline = PipelineModel([model(5.0)])
     pipeline.write().overwrite().save(path)

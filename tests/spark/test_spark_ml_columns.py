@@ -251,7 +251,9 @@ def test_a_model_of_values_predicts_them_and_has_metrics_of_values(spark, tmp_pa
     assert worse == {"a": pytest.approx(2 * slope * 2 * spread, rel=0.1)}
     with pytest.raises(ValueError, match="metric must be one of mse, rmse, mae, r2: accuracy"):
         fitted.importance(line, "accuracy")
-    with pytest.raises(ValueError, match="probabilityCol is for models of classes, the output_form of this one is"):
+    with pytest.raises(
+        ValueError, match="probabilityCol needs a model with classes, but the output_form of this model is"
+    ):
         estimator.copy().setProbabilityCol("p").fit(line)
     own = estimator.copy().setOutputForm(None)
     own._set(loss=lambda output, label: ((output - label) ** 2).mean())

@@ -157,7 +157,7 @@ def test_a_place_that_cannot_be_made_here_stays_unset_and_is_said(caplog):
     saved = {"store": {"class": "Popen", "arguments": {"prefix_path": "x"}}, "backend": {"class": "LocalBackend"}}
     with caplog.at_level(logging.WARNING, "farandole"):
         places.put(made, saved, "/saved")
-    assert "the store that was saved at /saved cannot be made here, set one: 'Popen'" in caplog.text
+    assert "the store that was saved at /saved cannot be created here, so set one: 'Popen'" in caplog.text
     assert made.getStore() is None
     assert made.getBackend() is None
 
@@ -177,7 +177,7 @@ def test_a_model_is_saved_where_spark_has_no_file_system(spark, frame, tmp_path)
     fitted = estimator(tmp_path).fit(frame)
     path = "memory://saved/model"
     fitted.write().save(path)
-    with pytest.raises(FileExistsError, match="there is something already"):
+    with pytest.raises(FileExistsError, match="the path already exists"):
         fitted.write().save(path)
     fitted.write().overwrite().save(path)
     loaded = TorchModel.load(path)

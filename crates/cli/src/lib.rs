@@ -3,11 +3,11 @@
 
 //! The farandole command.
 //!
-//! Owns the command line: `run` starts a program on several processes of one host or of several, `bench` times collectives on them,
-//! `data` prepares data and looks into it, `store` shows and tidies stores, `ui` shows their runs in the browser,
-//! `explain` says what limits the speed of one, `doctor` says what works here.
-//! Refuses logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which lends
-//! it an interpreter through [`Surroundings`]; there is no second binary.
+//! Owns the command line: `run` starts a program on several processes of one host or of several, `bench` measures
+//! collectives, `data` prepares and shows data, `store` lists and cleans up stores, `ui` shows their runs in the
+//! browser, `explain` says what limits the speed of a run, `doctor` says what works on this machine.
+//! It has no logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which
+//! passes an interpreter through [`Surroundings`]; there is no second binary.
 //!
 //! Invariants:
 //! - `CL-1`: the exit status of `run` is that of the worker that failed first (128 + n for signal n), else 0.

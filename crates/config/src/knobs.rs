@@ -22,7 +22,7 @@ pub struct Knob {
     pub expected: &'static str,
     /// Default as text.
     pub default: &'static str,
-    /// Whether launchers hand it on to workers.
+    /// Whether launchers forward it to workers.
     pub propagate: bool,
     /// What it does.
     pub doc: &'static str,
@@ -147,89 +147,89 @@ fn limits(key: &str) -> Limits {
 }
 
 knobs! {
-    /// Ticket of the job this process belongs to: addresses, certificate fingerprint and token. Set by launchers.
+    /// Ticket of this process's job: addresses, certificate fingerprint and token. Set by launchers.
     job: String = "", "JOB", None, false;
     /// Task number of this process within its job. Set by launchers.
     task: u64 = "0", "TASK", None, false;
-    /// Secret of a job that mpirun, srun, torchrun or the like started, the same in all its processes and forwarded by what starts them; at least 16 characters, random ones, as by `openssl rand -hex 32`. Never printed.
+    /// Secret of a job that mpirun, srun, torchrun or a similar launcher started. It must be the same in all processes, and the launcher must forward it. At least 16 random characters, for example from `openssl rand -hex 32`. Never printed.
     job_secret: String = "", "JOB_SECRET", None, false;
-    /// Where the ranks of such a job meet: `host:port` of rank 0, which takes a `FARANDOLE_JOB_SECRET`, or a directory that all of them see, as `/path` or `file:///path`.
+    /// Where the ranks of such a job meet: `host:port` of rank 0, which needs a `FARANDOLE_JOB_SECRET`, or a directory that all ranks see, as `/path` or `file:///path`.
     rendezvous: String = "", "RENDEZVOUS", None, false;
-    /// Generation of the job that this process was started for; 0 where none is known. Set by launchers.
+    /// Generation of the job for which this process was started; 0 if it is unknown. Set by launchers.
     generation: u64 = "0", "GENERATION", None, false;
-    /// Whether workers come and go while the job runs: `init` waits until this one is wanted. Set by launchers.
+    /// Whether workers come and go while the job runs. If so, `init` waits until this worker has a place. Set by launchers.
     elastic: bool = "0", "ELASTIC", None, false;
-    /// How long this process waits for a registrar that is gone, if the job has a journal. Set by launchers.
+    /// How long this process waits for a lost registrar if the job has a journal. Set by launchers.
     outage: Duration = "0", "OUTAGE", None, false;
-    /// Addresses the registrar is reached at; default: all of the driver's own.
+    /// Addresses at which the registrar is reached. Default: all addresses of the driver.
     driver_host: String = "", "DRIVER_HOST", Some("--driver-host"), true;
-    /// Address of this host to listen on, for the driver and the ranks; or a network such as `10.0.0.0/8`, in which each host has an address of its own. Default: all.
+    /// Address on which the driver and the ranks listen, or a network such as `10.0.0.0/8`, in which each host uses its own address. Default: all addresses.
     bind_address: String = "", "BIND_ADDRESS", Some("--bind-address"), true;
-    /// Ports to listen on; `0` lets the system choose.
+    /// Ports on which the driver and the ranks listen. With `0` the system chooses.
     port_range: PortRange = "0", "PORT_RANGE", Some("--port-range"), true;
-    /// Hosts open connections and take none: links between them pass through the driver's port, which makes them slower. For the driver and the workers.
+    /// For hosts that open connections but accept none: links between hosts pass through the driver's port, which is slower. For the driver and the workers.
     dial_out: bool = "0", "DIAL_OUT", Some("--dial-out"), true;
-    /// How long all tasks may take to register.
+    /// Time within which all tasks must register.
     start_timeout: Duration = "600", "START_TIMEOUT", Some("--start-timeout"), true;
     /// How long `farandole.spark` waits for all Spark tasks to start. Read by the driver, in seconds.
     spark_start_timeout: Duration = "600", "SPARK_START_TIMEOUT", None, false;
-    /// Whether workers start from a fork server that has imported torch: `on`, `off`, or `auto`: in notebooks, in Spark's searches over parameters, and for `LocalBackend`. Read by the driver.
+    /// Whether workers start from a fork server that has imported torch: `on`, `off` or `auto`. With `auto` they do so in notebooks, in Spark's tuners, and for `LocalBackend`. Read by the driver.
     warm_workers: String = "auto", "WARM_WORKERS", None, false;
-    /// How long such a server stays without work. Read by the driver, in seconds.
+    /// Time after which such a server ends if it has no work. Read by the driver, in seconds.
     warm_idle: Duration = "120", "WARM_IDLE_SECONDS", None, false;
-    /// Elastic training: the least number of processes; with fewer the job waits for more. Given, the job is elastic; default there: the number of processes.
+    /// Elastic training: the smallest number of processes. With fewer, the job waits for more. Setting it makes the job elastic. Default in an elastic job: the number of processes.
     min_num_proc: Option<u32> = "", "MIN_NUM_PROC", Some("--min-num-proc"), false;
-    /// Elastic training: the largest number of processes; default: all slots there are, and with spares the number of processes.
+    /// Elastic training: the largest number of processes. Default: all slots; with spares, the number of processes.
     max_num_proc: Option<u32> = "", "MAX_NUM_PROC", Some("--max-num-proc"), false;
-    /// Elastic training: processes beyond the largest number that are started, wait, and take over when one is lost.
+    /// Elastic training: additional processes that are started, wait, and take over when a process is lost.
     spares: u64 = "0", "SPARES", Some("--spares"), false;
-    /// Elastic training: a program that prints the hosts there are, `host` or `host:slots` a line; run by the shell every second. Given, the job is elastic.
+    /// Elastic training: a program that prints the available hosts, one `host` or `host:slots` on each line. The shell runs it every second. Setting it makes the job elastic.
     host_discovery_script: String = "", "HOST_DISCOVERY_SCRIPT", Some("--host-discovery-script"), false;
-    /// Elastic training: how long that program may take before it is killed and tried again.
+    /// Elastic training: time after which that program is killed and started again.
     discovery_timeout: Duration = "20", "DISCOVERY_TIMEOUT", Some("--discovery-timeout"), false;
-    /// Elastic training: slots of hosts that are found without a number.
+    /// Elastic training: slots of a host for which that program prints no number.
     slots_per_host: Option<u32> = "", "SLOTS_PER_HOST", Some("--slots-per-host"), false;
-    /// Elastic training: how long there may be too few slots for the least number of processes before the job fails.
+    /// Elastic training: time after which the job fails if there are too few slots for the smallest number of processes.
     elastic_timeout: Duration = "600", "ELASTIC_TIMEOUT", Some("--elastic-timeout"), false;
-    /// Elastic training: how often the world may change before the job fails; default: without limit.
+    /// Elastic training: number of changes of the world after which the job fails. Default: no limit.
     reset_limit: Option<u32> = "", "RESET_LIMIT", Some("--reset-limit"), false;
-    /// Elastic training: seconds for which no new process is started on a host after a failure there, at first and at most; every further failure doubles them.
+    /// Elastic training: seconds for which a host gets no new process after a failure there: after the first failure, and at most. Each further failure doubles the time.
     blacklist_cooldown_range: Cooldown = "5 300", "BLACKLIST_COOLDOWN_RANGE", Some("--blacklist-cooldown-range"), false;
     /// Elastic training: a file in which `farandole run` records the state of the job. If the command is killed and started again with the same file, it continues the job with the same processes. The file contains the job's secrets. Removed from the environment of the processes.
     journal: String = "", "JOURNAL", Some("--journal"), false;
-    /// Elastic training: how long the processes of a job with a journal wait for a `farandole run` that was killed, before they end.
+    /// Elastic training: time for which the processes of a job with a journal wait for a `farandole run` that was killed. Then they end.
     registrar_timeout: Duration = "60", "REGISTRAR_TIMEOUT", Some("--registrar-timeout"), false;
-    /// The longest one collective may take before it fails, naming the ranks that did not come.
+    /// Time after which a collective fails with an error that names the missing ranks.
     collective_timeout: Duration = "1800", "COLLECTIVE_TIMEOUT", Some("--collective-timeout"), true;
-    /// How long a silent peer is waited for: a stopped process, a lost host, a partition.
+    /// Time after which a silent peer counts as lost: a stopped process, a lost host, a network partition.
     peer_timeout: Duration = "5", "PEER_TIMEOUT", Some("--peer-timeout"), true;
-    /// Largest fused operation.
+    /// Largest size of a fused operation.
     fusion_threshold: u64 = "128MiB", "FUSION_THRESHOLD", Some("--fusion-threshold"), true;
-    /// Tensors of a group are fused with each other only.
+    /// Fuses the tensors of a group only with each other.
     disable_group_fusion: bool = "0", "DISABLE_GROUP_FUSION", Some("--disable-group-fusion"), true;
     /// Process sets may be added and removed while the job runs.
     dynamic_process_sets: bool = "0", "DYNAMIC_PROCESS_SETS", None, true;
-    /// Tensors remembered per process set; 0 turns the response cache off.
+    /// Number of tensors in the response cache of each process set; 0 turns the cache off.
     cache_capacity: u64 = "1024", "CACHE_CAPACITY", Some("--cache-capacity"), true;
-    /// Shared memory between ranks of one host; off means TCP everywhere.
+    /// Shared memory between the ranks of a host. If it is off, all links use TCP.
     shared_memory: bool = "1", "SHARED_MEMORY", None, true;
-    /// Bytes of shared memory a host may use for links, half of them for the links of the world. Where nothing is given, hosts of more than 45 ranks may take what the smallest rings need.
+    /// Bytes of shared memory that a host may use for links. Half of them are for the links of the world. If it is not set, a host with more than 45 ranks may use as much as the smallest rings need.
     shared_memory_bytes: u64 = "256MiB", "SHARED_MEMORY_BYTES", None, true;
-    /// TCP connections of each link between two hosts, 1 to 16: several pay where a network limits each flow.
+    /// TCP connections of each link between two hosts, 1 to 16. Several are faster if the network limits each flow.
     tcp_streams: u64 = "1", "TCP_STREAMS", None, true;
-    /// TCP's congestion control between hosts, where the system has and allows it; empty takes the system's own, which may be faster where packets get lost.
+    /// TCP's congestion control between hosts, if the system has and allows it. An empty value uses the system's default, which may be faster on a network that loses packets.
     tcp_congestion: String = "cubic", "TCP_CONGESTION", None, true;
-    /// How allreduces are done: `auto`, or `direct`, `doubling`, `pipeline` or `hierarchy`, or several with the most bytes each is for, as in `direct:4096,doubling:65536,hierarchy`. The same on all ranks.
+    /// Algorithm of allreduces: `auto`, `direct`, `doubling`, `pipeline` or `hierarchy`, or several with the largest number of bytes for each, such as `direct:4096,doubling:65536,hierarchy`. It must be the same on all ranks.
     allreduce_algorithm: String = "auto", "ALLREDUCE_ALGORITHM", None, true;
-    /// Busy-waiting before a waiting thread sleeps.
+    /// Time for which a waiting thread spins before it sleeps.
     spin: Duration = "1ms", "SPIN", None, true;
     /// Turns the stall check off.
     stall_check_disable: bool = "0", "STALL_CHECK_DISABLE", Some("--no-stall-check"), true;
-    /// A tensor waiting this long for other ranks is reported; 0 means never.
+    /// Time after which a tensor that waits for other ranks is reported; 0 means never.
     stall_check_time: Duration = "60", "STALL_CHECK_TIME_SECONDS", Some("--stall-check-warning-time-seconds"), true;
-    /// A tensor waiting this long ends the job; 0 means never.
+    /// Time after which a tensor that waits for other ranks ends the job; 0 means never.
     stall_shutdown_time: Duration = "0", "STALL_SHUTDOWN_TIME_SECONDS", Some("--stall-check-shutdown-time-seconds"), true;
-    /// When every rank has waited this long in a barrier, a join or a change of process sets that not all ranks came to, the job ends and says who waits where; looked at with every stall report, 0 means never.
+    /// If every rank has waited this long in a barrier, a join or a change of process sets that some ranks did not call, the job ends with an error that lists where each rank waits. Checked with every stall report; 0 means never.
     meeting_timeout: Duration = "300", "MEETING_TIMEOUT", Some("--meeting-timeout"), true;
     /// File for the timeline of operations; `{rank}` in it stands for the rank, and then every rank writes one. `DYNAMIC` or nothing: none until `start_timeline`.
     timeline: String = "", "TIMELINE", Some("--timeline-filename"), true;
@@ -239,29 +239,29 @@ knobs! {
     autotune: bool = "0", "AUTOTUNE", Some("--autotune"), true;
     /// CSV file for the samples of autotune, written by rank 0.
     autotune_log: String = "", "AUTOTUNE_LOG", Some("--autotune-log-file"), true;
-    /// Samples of autotune at the beginning that do not count.
+    /// Number of first samples of autotune that are ignored.
     autotune_warmup_samples: u64 = "3", "AUTOTUNE_WARMUP_SAMPLES", Some("--autotune-warmup-samples"), true;
-    /// Steps of each of the five scores whose median is a sample.
+    /// Number of steps in a score of autotune. A sample is the median of five scores.
     autotune_steps_per_sample: u64 = "10", "AUTOTUNE_STEPS_PER_SAMPLE", Some("--autotune-steps-per-sample"), true;
-    /// Samples after which autotune stops, keeping the best.
+    /// Number of samples after which autotune stops and keeps the best threshold.
     autotune_samples: u64 = "20", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", Some("--autotune-bayes-opt-max-samples"), true;
     /// Accepted and not used: the search has no Gaussian process.
     autotune_noise: String = "0.8", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", Some("--autotune-gaussian-process-noise"), true;
-    /// What becomes of torch's tensors on GPUs: `auto`, NCCL reduces them where every rank has a GPU of its own, ranks that share one GPU allreduce there by CUDA IPC, and the ranks in host memory elsewhere; `staged`, always in host memory; `copied`, in host memory, to which torch itself copies them.
+    /// How tensors of torch on GPUs are reduced. `auto`: by NCCL if every rank has its own GPU, by CUDA IPC if all ranks share one GPU, otherwise in host memory. `staged`: always in host memory. `copied`: in host memory, and torch makes the copies.
     gpu_tensors: String = "auto", "GPU_TENSORS", None, true;
-    /// With `gradient_as_bucket_view`, gradients on GPUs lie in memory that NCCL gives (`ncclMemAlloc`) and its communicators register, which spares it copies where the GPUs' links allow that; the same on all ranks.
+    /// With `gradient_as_bucket_view`, NCCL allocates (`ncclMemAlloc`) and registers the memory of gradients on GPUs, which saves copies if the links between the GPUs allow it. It must be the same on all ranks.
     nccl_memory: bool = "0", "NCCL_MEMORY", None, true;
-    /// Folders with CUDA's libraries, separated by colons, to be looked into before torch's own wheels and the system's.
+    /// Folders with CUDA's libraries, separated by colons. They are searched before the wheels of torch and the system.
     cuda_libraries: String = "", "CUDA_LIBRARIES", None, true;
-    /// TensorFlow: collectives inside functions that XLA compiles for the CPU are calls of XLA's. Off: such functions are split around them, as where XLA cannot call.
+    /// TensorFlow: XLA calls the collectives inside functions that it compiles for the CPU. If this is off, or XLA cannot call them, such functions are split around their collectives.
     enable_xla_ops: bool = "1", "ENABLE_XLA_OPS", None, true;
-    /// The gradients of collectives in torch and TensorFlow: `farandole`, those of the sum of all ranks' losses; `horovod`, those of Horovod 0.28, which for n ranks are 1/n of that for `allgather` and `broadcast`, n times that for `reducescatter`, and the reduction of the gradients by the same op for an allreduce by `Min`, `Max`, `Product` or `Adasum`. `import horovod` sets `horovod` where nothing is set. The same on all ranks.
+    /// The gradients of collectives in torch and TensorFlow. `farandole`: the gradients of the sum of all ranks' losses. `horovod`: the gradients of Horovod 0.28. For n ranks these are 1/n of the former for `allgather` and `broadcast`, n times the former for `reducescatter`, and the gradients reduced by the same op for an allreduce by `Min`, `Max`, `Product` or `Adasum`. `import horovod` sets `horovod` if nothing is set. It must be the same on all ranks.
     gradient_convention: Gradients = "farandole", "GRADIENT_CONVENTION", None, true;
-    /// No ranges for NVIDIA's profilers, even where their library is found.
+    /// Turns off the ranges for NVIDIA's profilers, which are on if their library is found.
     disable_nvtx_ranges: bool = "0", "DISABLE_NVTX_RANGES", None, true;
-    /// The least grave events of the engine that are logged, in any case of letters: in workers by Python's `logging`, by the command on stderr. Where it is given, it is also the level of Python's logger `farandole`, unless the script sets one.
+    /// Lowest level of the engine's events that are logged, in upper or lower case: in workers through Python's `logging`, in the command on stderr. If it is set, it is also the level of the Python logger `farandole`, unless the script sets one.
     log_level: LogLevel = "warning", "LOG_LEVEL", Some("--log-level"), true;
-    /// Lines that the engine writes to stderr begin without the time.
+    /// Omits the time at the beginning of lines that the engine writes to stderr.
     log_hide_time: bool = "0", "LOG_HIDE_TIME", None, true;
 }
 

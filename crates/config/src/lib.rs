@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Every knob in one registry: name, alias, flag, type, default, documentation, whether workers inherit it.
+//! All settings (knobs) in one registry: name, alias, flag, type, default, documentation, whether workers inherit it.
 //!
-//! Owns the reading of the environment; reading it anywhere else is a lint error. Refuses policy: what a value
-//! means is decided where it is used. `docs/reference/configuration.md` is generated from [`KNOBS`].
+//! Owns the reading of the environment; reading it anywhere else is a lint error. The crate that uses a value decides
+//! what it means. `docs/reference/configuration.md` is generated from [`KNOBS`].
 //!
 //! Invariants:
-//! - `C-1`: `FARANDOLE_X` wins over `HOROVOD_X`; an argument wins over both.
+//! - `C-1`: `FARANDOLE_X` has priority over `HOROVOD_X`, and an argument over both.
 //! - `C-2`: a value that does not parse is an error naming the variable and the value, never a silent default.
 
 mod knobs;

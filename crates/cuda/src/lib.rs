@@ -3,12 +3,12 @@
 
 //! NVIDIA GPUs behind the traits `Device`, `Event` and `Communicator`.
 //!
-//! It owns finding and loading CUDA's libraries at run time, our kernels, and how memory of a GPU meets the host's and
-//! other GPUs'. It refuses to know who asks and when: that is the engine's. Nothing here is linked, so everything
-//! builds, and most is tested, where there is no CUDA.
+//! Owns the search for CUDA's libraries and their loading at run time, our kernels, and copies between the memory of a
+//! GPU, the host and other GPUs. The engine decides when to do what. No CUDA library is linked, so everything builds
+//! without CUDA, and most of it is tested without CUDA.
 //!
 //! ```text
-//!   Gpus                                                      those a process uses, and which can form a communicator
+//!   Gpus                                                      GPUs of the process, and whether they form a communicator
 //!   Places ── Library ──┬── Driver ── Context ── Gpu          copies beside the framework's work, by events
 //!                       │                └────── Kernels      pack, unpack, reduce, Adasum: CUDA C++
 //!                       ├── Nvrtc ── Cache ─────────┘         compiled once for each architecture
@@ -17,11 +17,11 @@
 //! ```
 //!
 //! Invariants:
-//! - `CU-1`: no context is made, and no GPU touched, before somebody uses memory of it.
-//! - `CU-2`: a missing or unfit library is an error that says where was looked and why it was refused, never a panic.
-//! - `CU-3`: when an operation was given up, nothing on the GPU touches its tensors any more.
-//! - `CU-4`: nothing waits for a peer without a deadline.
-//! - `CU-5`: nothing asked of the driver ends a graph's capture on another thread.
+//! - `CU-1`: no context is created and no GPU is used before the process uses memory of that GPU.
+//! - `CU-2`: a missing or unsuitable library is an error that lists the searched places and the reasons, never a panic.
+//! - `CU-3`: after an operation was aborted, nothing on the GPU accesses its tensors.
+//! - `CU-4`: every wait for a peer has a deadline.
+//! - `CU-5`: no call of the driver ends the capture of a graph on another thread.
 
 #![deny(unsafe_code)]
 

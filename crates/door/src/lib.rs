@@ -3,8 +3,8 @@
 
 //! The door: the C function table through which another library of this process reaches its one engine.
 //!
-//! The extension owns the engine and fills one [`Door`] (`ffi`); it hands the table's address out in a capsule named
-//! [`CAPSULE`]. Whoever takes it, `tensorflow` for one, links no engine of its own: two engines in one process would
+//! The extension owns the engine and fills one [`Door`] (`ffi`). It publishes the address of the table in a capsule named
+//! [`CAPSULE`]. A library that uses it, such as `tensorflow`, links no engine, because two engines in one process would
 //! be two worlds.
 //!
 //! ```text
@@ -12,14 +12,14 @@
 //! completion thread <─────────── done(context, outcome) ──────┘
 //! ```
 //!
-//! Owns the layout and the numbers, nothing else: no code runs here.
+//! Owns the layout and the numbers. It contains no code.
 //!
 //! Invariants:
 //! - `DO-1`: the table is valid until the process ends; fields are only ever appended, and `bytes` says how many there are.
 //! - `DO-2`: `done` runs exactly once for every call that was taken, and never for one that was refused.
 //! - `DO-3`: no function of the table needs or takes Python's interpreter lock.
 //! - `DO-4`: memory of requests belongs to the caller and stays valid until `done` has run; an output's `owner` belongs
-//!   to whoever got it in `done`, until it is given to `free`.
+//!   to the receiver of `done`, until it is passed to `free`.
 
 #![forbid(unsafe_code)]
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The facade: what bindings may see. Re-exports only, one module per room; no logic, no types of its own.
+//! The facade for bindings: re-exports, with one module for each crate. It has no logic and no types.
 
 pub use farandole_collectives as collectives;
 pub use farandole_config as config;

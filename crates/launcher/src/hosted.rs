@@ -41,7 +41,7 @@ pub fn serve_host(
     if let Some(folder) = &order.folder
         && let Err(error) = std::env::set_current_dir(folder)
     {
-        tracing::warn!(%error, folder, "the launcher's working directory is not here, workers start in this host's own");
+        tracing::warn!(%error, folder, "the launcher's working directory cannot be used here, workers start in the home directory");
     }
     let agents = start(&order, payload)?;
     let listening = Arc::clone(&agents);

@@ -41,7 +41,7 @@ pub enum Error {
         found: String,
     },
     /// Weights that are no numbers.
-    #[error("column {column} cannot weigh samples, since it is {found}")]
+    #[error("column {column} cannot be a sample weight, because it is {found}")]
     Weight {
         /// The column.
         column: String,
@@ -97,7 +97,7 @@ pub enum Error {
         row: u64,
     },
     /// A fill that no value of the column can be.
-    #[error("column {column} is {kind}, which this cannot fill: {fill}")]
+    #[error("column {column} is {kind}, which cannot hold the value of fill: {fill}")]
     Fill {
         /// The column.
         column: String,

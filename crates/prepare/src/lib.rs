@@ -3,8 +3,8 @@
 
 //! Arrow batches in, Parquet and a manifest out.
 //!
-//! Owns what becomes of each Arrow type, the split into training and validation, the sizes of row groups, and the
-//! commit. Refuses sources: who makes the batches (Spark, pandas, SQL) is not its business.
+//! Owns the conversion of each Arrow type, the split into training and validation, the sizes of row groups, and the
+//! commit. It knows no sources: Spark, pandas or SQL may create the batches.
 //!
 //! ```text
 //! batch --> converters (one per column) --> split --> side: training   --> row groups --> part-<n>-<attempt>.parquet
@@ -17,7 +17,7 @@
 //!
 //! Invariants:
 //! - `PR-1`: a row lands on the same side however the data is partitioned (split by fraction, or by a bound of hashes).
-//! - `PR-2`: files carry partition and attempt in their names; without a manifest that names it a file does not exist.
+//! - `PR-2`: names of files contain partition and attempt; a file that the manifest does not name is not part of the data.
 //! - `PR-3`: every row that came in is in the output once, or counted as dropped, or an error was raised.
 //! - `PR-4`: no column of the output has nulls, and all rows of a column have one shape; NaN and infinities only where they were asked for.
 //! - `PR-5`: the manifest has a checksum of every file, and of every column's chunk of every row group.

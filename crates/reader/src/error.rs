@@ -17,7 +17,7 @@ pub enum Error {
         url: String,
     },
     /// A file where a directory is needed.
-    #[error("this is a file, a data set is the directory that it is in: {url}")]
+    #[error("this is a file; a data set is the directory that contains it: {url}")]
     IsFile {
         /// The file.
         url: String,

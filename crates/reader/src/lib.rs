@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Streaming batches from Parquet, in the order that the plan of `farandole-dataset` lays down.
+//! Streams batches from Parquet, in the order of the plan of `farandole-dataset`.
 //!
-//! Owns the threads that fetch and decode, the bytes they hold, and the batches. Refuses to decide the order, and to
-//! know what a tensor is: a batch is aligned buffers.
+//! Owns the threads that fetch and decode, their memory, and the batches. It does not decide the order and knows no
+//! tensors: a batch consists of aligned buffers.
 //!
 //! ```text
 //! Dataset::open --> Reader (columns, casts, budget) --> Epoch: threads
@@ -15,8 +15,8 @@
 //! Narrow columns are shuffled when they are decoded, column by column, while a block's column fits into the cache;
 //! batches then copy neighbouring values. Wide rows are moved once, from the decoded block into the batch.
 //!
-//! A consumer that finds no batch ready puts the next one together itself when its blocks are there. Where blocks that
-//! end and blocks that begin in one step do not fit into the budget together, the rows of the former are copied first.
+//! If no batch is ready, the consumer creates the next one itself as soon as its blocks are loaded. If the blocks that
+//! end and those that begin in one step do not fit into the budget together, the rows of the former are copied first.
 //!
 //! Invariants:
 //! - `RE-1`: batches come in the plan's order, whatever the timing of threads.
@@ -26,7 +26,7 @@
 //! - `RE-3`: parts are loaded in the order of their first step, so that the budget cannot be filled with later ones.
 //! - `RE-4`: threads end with the epoch: at its end, at an error, when it is dropped; one whose store does not answer ends
 //!   with its request, and nobody waits for it.
-//! - `RE-5`: what is wrong with a file reaches the consumer as an error that names file, row group and column.
+//! - `RE-5`: a defect of a file becomes an error of the consumer that names file, row group and column.
 
 #![forbid(unsafe_code)]
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The job's meeting point: registration, assignment, key-value, logs, metrics, results.
+//! The registrar of a job: registration, assignment of ranks, key-value pairs, logs, metrics, results.
 //!
-//! Owns the gRPC protocol (`proto/`), the decision of who is in the job (`membership`, pure), the server that the
-//! driver runs and the client that tasks use. Refuses to start processes (`launcher`) and to link ranks
-//! (`transport`); values that pass through are bytes to it, and nothing from a socket is unpickled.
+//! Owns the gRPC protocol (`proto/`), the decision which tasks are in the job (`membership`, pure), the server in the
+//! driver, and the client in the tasks. It starts no processes (`launcher` does) and links no ranks (`transport` does).
+//! It does not interpret the values that pass through, and unpickles nothing from a socket.
 //!
 //! ```text
 //! driver                              task
@@ -15,17 +15,17 @@
 //! events()
 //! ```
 //!
-//! Every call proves the token of the [`Ticket`]; the client accepts only the certificate that the ticket names.
-//! Ranks go by `farandole_world::assign`, or are the tasks' numbers where somebody else gave them out
-//! ([`Registrar::start_in_order`]); both ends compute them from the same registrations.
+//! Every call carries the token of the [`Ticket`]; the client accepts only the certificate that the ticket names.
+//! `farandole_world::assign` assigns the ranks. If another launcher has assigned them, they are the numbers of the tasks
+//! ([`Registrar::start_in_order`]). Both ends compute them from the same registrations.
 //!
 //! Invariants: `MB-1` to `MB-5` of `membership`, and
-//! - `RG-1`: a call without the job's token learns and changes nothing.
-//! - `RG-2`: what a task, or anybody else, can make the registrar hold is bounded: connections, calls a second,
-//!   message size, key-values, results, and records (oldest dropped and counted).
+//! - `RG-1`: a call without the job's token gets no information and changes nothing.
+//! - `RG-2`: the resources that any caller can take are bounded: connections, calls per second, message size, key-value
+//!   pairs, results, and records (the oldest are dropped and counted).
 //! - `RG-3`: a generation that is over can neither write nor read key-values; its waiting calls end at once.
-//! - `RG-5`: what a task has heard of an elastic job with a journal holds after the registrar has started again.
-//! - `RG-4`: a client or a registrar used in a fork of its process says so instead of hanging.
+//! - `RG-5`: in an elastic job with a journal, every answer stays valid after the registrar has started again.
+//! - `RG-4`: a client or a registrar that is used in a fork of its process returns an error instead of hanging.
 
 #![forbid(unsafe_code)]
 

@@ -86,13 +86,13 @@ pub enum Error {
         holder: String,
     },
     /// What a starter has told in the environment is no place.
-    #[error("cannot tell this process's rank: {reason}")]
+    #[error("the rank of this process is unknown: {reason}")]
     Place {
         /// What is wrong, naming the variables.
         reason: String,
     },
     /// The ranks that a starter has made cannot meet.
-    #[error("{starter} started {size} processes, which have no way to meet: {reason}; {WAYS}")]
+    #[error("{starter} started {size} processes, which cannot find each other: {reason}; {WAYS}")]
     NoWay {
         /// Who started them.
         starter: &'static str,

@@ -3,7 +3,7 @@
 
 //! The worker's side: joins registrar, transports and engine behind [`init`].
 //!
-//! Owns the one session of this process and the order in which it comes up and goes down:
+//! Owns the session of this process, and the order of its start and end:
 //!
 //! ```text
 //! Client::of_process -> await_assignment -> Mesh::join -> links -> HostCommunicator -> Engine -> sets
@@ -11,24 +11,25 @@
 //! started (mpirun, srun, torchrun, ...)
 //! ```
 //!
-//! Where this process belongs is told by the ticket that our own launcher has set (`FARANDOLE_JOB`), or else by the
-//! variables of another starter (`started`), or by the caller, who has a communicator of his own ([`Told`], [`host`]). A
-//! process that nobody started gets a world of one.
+//! The place of this process comes from the ticket that our own launcher has set (`FARANDOLE_JOB`), or from the variables
+//! of another launcher (`started`), or from the caller, which has its own communicator ([`Told`], [`host`]). A process
+//! that was started alone gets a world of one.
 //!
-//! Ranks meet by one question each (`meeting`): the registrar hands out all cards when the last has asked, and says at
-//! once why some cannot meet.
+//! Each rank makes one call to meet the others (`meeting`). The registrar returns all cards when the last rank has
+//! called, or at once an error if some cannot meet.
 //!
-//! In an elastic job a worker asks the registrar for each world by itself (`rejoin`), as often as worlds break.
+//! In an elastic job, a worker asks the registrar for each new world (`rejoin`).
 //!
-//! Refuses policy: who gets which rank is the registrar's or the starter's, when to form a new world the trainer's.
+//! The registrar or the other launcher decides which process gets which rank. The training loop decides when to form a
+//! new world.
 //!
 //! Invariants:
 //! - `SE-1`: at most one session per process; `init` while one runs does nothing.
 //! - `SE-2`: when `init` returns, every rank has joined and every link works.
 //! - `SE-3`: no wait is longer than its deadline, and each gives up within seconds when asked to.
-//! - `SE-4`: a forked child sees the world but neither uses nor ends its parent's session.
+//! - `SE-4`: a forked child can read its rank, but neither uses nor ends its parent's session.
 //! - `SE-5`: a rank belongs to one process; process sets have the same numbers and members on all ranks.
-//! - `SE-6`: a process that was started as one of several is never alone by accident: it joins them or fails.
+//! - `SE-6`: a process that was started as one of several never forms a world of one: it joins the others or fails.
 
 #![forbid(unsafe_code)]
 

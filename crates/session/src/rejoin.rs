@@ -69,7 +69,7 @@ pub(crate) fn form(
         let seats = whole.clone();
         match linked(config, client.clone(), whole, wishes, deadline, interrupted) {
             Err(error) if is_a_peers(&error) => {
-                tracing::warn!(%generation, %error, "a world broke while it formed; the next one is waited for");
+                tracing::warn!(%generation, %error, "a world broke while it formed; waiting for the next one");
                 *LEFT.lock() = Left { generation, lost: blamed(&seats, &error), sets: left.sets };
             }
             formed => return formed,

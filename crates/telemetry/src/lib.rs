@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Records of a running job, the bounded ring they wait in, the trait of those who take them, and the timeline.
+//! Records of a running job, the bounded ring in which they wait, the trait of their receivers, and the timeline.
 //!
-//! Owns the words for what workers say: log lines and metrics, progress being one kind of metric; and what becomes of the
-//! events that the rooms emit by `tracing` ([`log`]). Refuses transport and presentation: `registrar` carries records, the
+//! Owns the types of log lines and metrics of workers (progress is a kind of metric), and the path of the events that
+//! other crates emit with `tracing` ([`log`]). It neither transports nor shows records: `registrar` carries them, the
 //! command and the Python package show them.
 //!
 //! ```text
@@ -15,11 +15,11 @@
 //!
 //! Invariants:
 //! - `TM-1`: a ring never holds more weight than its budget, except for one record that alone is heavier.
-//! - `TM-2`: records leave a ring in the order they came; what is dropped is the oldest that may be dropped, and
-//!   every drop is counted once.
+//! - `TM-2`: records leave a ring in the order in which they came. If one must be dropped, it is the oldest droppable
+//!   one, and every drop is counted once.
 //! - `TM-3`: a record that may not be dropped is never dropped.
 //! - `TM-4`: a timeline's file is valid JSON after every flush; no span ends that did not begin.
-//! - `TM-5`: an event that nobody wants costs one relaxed load; one that somebody wants never waits for who takes it.
+//! - `TM-5`: a disabled event costs one relaxed load; an enabled event never waits for its receiver.
 
 #![deny(unsafe_code)]
 

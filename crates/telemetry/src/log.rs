@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! any thread: tracing::warn!(..) --level, one load--> Subscriber --> stderr                     (the command)
-//!                                                               '-> queue --> take() --> logger (a thread of Python's)
+//!                                                               '-> queue --> take() --> logger (a Python thread)
 //! ```
 //!
 //! Who emits never waits: the queue is bounded, and drops its oldest events. Our events pass by the level; those of the

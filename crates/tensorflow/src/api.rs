@@ -7,7 +7,7 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-/// A pointer to something of TensorFlow's that is never looked into.
+/// An opaque pointer to a TensorFlow object.
 pub(crate) type Opaque = *mut c_void;
 
 /// Makes a kernel of a node; null after a failure.

@@ -26,7 +26,7 @@ pub(crate) struct Failure {
     pub(crate) text: String,
 }
 
-/// A status of TensorFlow's.
+/// A TensorFlow status.
 pub(crate) struct Status {
     api: &'static Api,
     pub(crate) raw: Opaque,

@@ -267,7 +267,7 @@ fn numbered(rows: &[u64]) -> Result<Vec<i32>, Failure> {
     rows.iter().enumerate().map(number).collect()
 }
 
-/// The wire's number of an element type of TensorFlow's; what the ops do not take becomes a number that nobody has.
+/// The number on the wire of a TensorFlow element type. A type that the ops do not take gets an unused number.
 pub(crate) fn wire(dtype: c_int) -> u32 {
     match dtype {
         1 => 7,

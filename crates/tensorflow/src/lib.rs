@@ -3,9 +3,9 @@
 
 //! TensorFlow ops over TensorFlow's stable C kernel API.
 //!
-//! A cdylib that links no TensorFlow: its ELF constructor looks the API up in the `libtensorflow_framework` that the
-//! process already holds, and registers ops and kernels there. `tf.load_op_library` makes Python functions of them;
-//! [`farandole_tensorflow_connect`](exports) then hands over the engine's door.
+//! A cdylib that does not link TensorFlow: its ELF constructor finds the API in the `libtensorflow_framework` of the
+//! process, and registers ops and kernels there. `tf.load_op_library` creates Python functions for them.
+//! [`farandole_tensorflow_connect`](exports) then passes the engine's door.
 //!
 //! ```text
 //! compute ── inputs, outputs, moved callback ──> Job ── door.submit ──> engine
@@ -13,12 +13,12 @@
 //!                                     outputs or a status, then the callback
 //! ```
 //!
-//! Inside of functions that XLA compiles, [`xla`] takes the place of the ops.
+//! In functions that XLA compiles, [`xla`] replaces the ops.
 //!
-//! Refuses to block: TensorFlow has few threads and runs nodes in any order, so a kernel helps to drive its operation for
-//! a fraction of a millisecond, which is often enough, and returns. Only an operation that Python marks as attended is
-//! driven to its end, on the Python thread that asks.
-//! Names, gradients and fallbacks are Python's.
+//! Kernels do not block, because TensorFlow has few threads and runs nodes in any order. A kernel drives its operation
+//! for a fraction of a millisecond, which is often enough, and returns. Only an operation that Python marks as attended
+//! is driven to its end, on the calling Python thread.
+//! Names, gradients and fallbacks are in Python.
 //!
 //! Invariants:
 //! - `TF-1`: `done` of a kernel runs exactly once, and the context is not touched after it.

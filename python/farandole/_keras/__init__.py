@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What `farandole.keras` and `farandole.tensorflow.keras` share: Keras 3 on TensorFlow, torch or JAX."""
+"""Code shared by `farandole.keras` and `farandole.tensorflow.keras`: Keras 3 on TensorFlow, torch or JAX."""
 
 from importlib.util import find_spec as _find_spec
 

@@ -35,7 +35,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Args:
         root_rank: The rank whose values count.
-        device: Taken for Horovod's sake.
+        device: Accepted for compatibility with Horovod.
         local_variables: Variables that belong to each rank, in addition to those given to the optimizer's
             `register_local_var`; Horovod's scripts register them with the callback. What the optimizer keeps for them
             stays with their rank, too.
@@ -90,7 +90,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """Averages metrics over all ranks at the end of every epoch, in place; list it before those that read them.
 
     Args:
-        device: Taken for Horovod's sake.
+        device: Accepted for compatibility with Horovod.
     """
 
     def __init__(self, device: str = "") -> None:

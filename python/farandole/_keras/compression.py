@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Smaller gradients on the wire, on any backend of Keras."""
+"""Compression of gradients, on any Keras backend."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class BF16Compressor(Compressor):
 
 
 class Compression:
-    """The compressors on offer."""
+    """The available compressors."""
 
     none = NoneCompressor
     """No compression."""

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Keras optimizers whose gradients are those of all ranks.
 
-Reduction happens where Keras clips: after gradient accumulation, before clipping and weight decay, once for every
-update. A `LossScaleOptimizer` around a distributed one asks all ranks whether gradients are finite, so that all of them
+Gradients are reduced once for every update, after gradient accumulation and before clipping and weight decay. A
+`LossScaleOptimizer` around a distributed optimizer asks all ranks whether gradients are finite, so either all of them
 take a step or none.
 """
 
@@ -51,7 +51,7 @@ class _Distributed:
     _farandole_kind: Any
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves a variable's gradients to this rank."""
+        """Excludes the gradients of a variable from the reduction."""
         self._farandole.reducer.register_local(var)
 
     @classmethod
@@ -113,7 +113,7 @@ class _Scaling:
     _farandole_kind: Any
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves a variable's gradients to this rank."""
+        """Excludes the gradients of a variable from the reduction."""
         self.inner_optimizer.register_local_var(var)  # type: ignore[attr-defined]
 
     @classmethod
@@ -131,7 +131,7 @@ class _Scaling:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether this is an optimizer of Keras's."""
+    """Whether this is a Keras optimizer."""
     return isinstance(value, keras.optimizers.Optimizer)
 
 
@@ -171,7 +171,7 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
         An instance of a subclass of the same name and module, so that saved models load without Farandole.
 
     Raises:
-        ValueError: When arguments do not fit together, or it is no optimizer of Keras's or distributed already.
+        ValueError: If arguments contradict each other, or it is not a Keras optimizer, or it is already distributed.
     """
     if not is_optimizer(optimizer):
         raise ValueError(f"optimizer must be one of Keras's: {optimizer!r}")

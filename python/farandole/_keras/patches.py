@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Two questions that Keras asks without knowing about other ranks, answered for distributed optimizers."""
+"""Patches of two Keras functions that do not know about other ranks, for distributed optimizers."""
 
 from __future__ import annotations
 

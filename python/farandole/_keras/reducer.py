@@ -29,7 +29,7 @@ class Reducer(Protocol):
         ...
 
     def register_local(self, variable: Any) -> None:
-        """Leaves a variable's gradients to this rank."""
+        """Excludes the gradients of a variable from the reduction."""
         ...
 
     def is_local(self, variable: Any) -> bool:

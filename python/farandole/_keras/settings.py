@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a distributed optimizer was asked for."""
+"""Settings of a distributed optimizer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What an optimizer keeps for which variable."""
+"""The state that an optimizer keeps for each variable."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def slots(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any, int | None]
         second.build(watched)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"{kind.__name__} cannot be made of its configuration, so it cannot be told what it keeps for variables of "
-            f"this rank alone: {error}"
+            f"{kind.__name__} cannot be created from its configuration, so its state for the local variables of this "
+            f"rank is unknown: {error}"
         ) from error
     made = second.variables[first:]
     variables = optimizer.variables

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What both public namespaces say in the same words."""
+"""Functions that both public namespaces share."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def load_model(
         filepath: What `model.save` wrote.
         custom_optimizers: Classes of optimizers that are not Keras's.
         custom_objects: Other classes and functions by name.
-        compression: Makes gradients smaller on the wire.
-        legacy_opts: Taken for Horovod's sake: Keras 3 has no legacy optimizers.
+        compression: Compresses the gradients for transport.
+        legacy_opts: Accepted for compatibility with Horovod: Keras 3 has no legacy optimizers.
 
     Returns:
         A compiled model, if it was saved as one.
@@ -62,15 +62,15 @@ def load_model(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """All ranks' values, one after the other along the first dimension, as a NumPy array."""
+    """Returns the values of all ranks, concatenated along the first dimension, as a NumPy array."""
     return values.allgather(value, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """One rank's value on all, as a NumPy array."""
+    """Returns the value of one rank on all ranks, as a NumPy array."""
     return values.broadcast(value, root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """This rank's rows of the reduced value, as a NumPy array."""
+    """Returns this rank's rows of the reduced value, as a NumPy array."""
     return values.reducescatter(value, name, op)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Values and variables outside of any step: they travel as NumPy arrays, whatever the backend."""
+"""Values and variables outside of a training step. They are sent as NumPy arrays on every backend."""
 
 from __future__ import annotations
 

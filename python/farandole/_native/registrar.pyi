@@ -115,7 +115,7 @@ class Registrar:
             least: Fewest workers of a world.
             most: Most workers of a world.
             timeout: Seconds the job may wait for workers.
-            reset_limit: Worlds after the first that may be formed; default: any number.
+            reset_limit: Number of changes of the world after which the job fails; default: no limit.
             start_timeout: As for `Registrar`.
             host: As for `Registrar`.
             bind: As for `Registrar`.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The session of this process: joining and leaving the world, and questions about it."""
+"""The session of this process: joining the world, leaving it, and its properties."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_init(reset: Callable[[], None]) -> None:
 
 
 def take_place(ticket: str, rank: int) -> None:
-    """Has `init` in this process join the world of a ticket, as often as it is called.
+    """Makes every `init` in this process join the world of a ticket.
 
     For starters that hand tickets on by ways of their own, as Ray does.
 
@@ -69,16 +69,16 @@ def init(
     comm: Sequence[int] | Communicator | None = None,
     process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None,
 ) -> None:
-    """Joins the world this process was started into, or a world of its own when nobody started it with others.
+    """Joins the world for which this process was started, or forms a world of one if it was started alone.
 
-    Whoever started it: `farandole run`, an estimator, mpirun, srun, jsrun, torchrun, or a script that sets Horovod's
+    The launcher may be `farandole run`, an estimator, mpirun, srun, jsrun, torchrun, or a script that sets Horovod's
     variables; see `docs/user-guide/running/other-launchers.md`. Does nothing while a session runs; may be called again
     after `shutdown`. Leaves the world by itself when the interpreter exits.
 
     Args:
-        comm: `None` or an empty list for all ranks; the ranks of the launched world that form this one, numbered anew
+        comm: `None` or an empty list for all ranks; the ranks of the launched world that form this one, renumbered
             in ascending order; or an mpi4py communicator, whose processes then form the world with its ranks. All of
-            them call `init`, and it passes the ticket of the job on as MPI passes everything; the collectives are
+            them call `init`, which sends the job's ticket through MPI; the collectives are
             Farandole's own.
         process_sets: Sets to register, the same in the same order on all ranks; or `"dynamic"`, so that sets may be
             added and removed later. A world of an elastic job that follows another has the sets of that one, of the
@@ -147,7 +147,7 @@ def _place(comm: Communicator) -> tuple[str, int]:
     if failure is not None:
         raise failure
     if reason is not None:
-        raise FarandoleEnvironmentError(f"rank 0 of comm could not take the others in: {reason}")
+        raise FarandoleEnvironmentError(f"rank 0 of comm could not admit the other ranks: {reason}")
     return ticket, rank
 
 
@@ -159,7 +159,7 @@ def _leave() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the world; operations that still wait fail with `FarandoleInternalError`, here and on all ranks."""
+    """Leaves the world. Operations that still wait fail with `FarandoleInternalError` on all ranks."""
     engine.shutdown()
 
 
@@ -178,7 +178,7 @@ def size() -> int:
 
 
 def rank() -> int:
-    """This process's number among all, from 0.
+    """Number of this process among all, from 0.
 
     Raises:
         ValueError: Before `init`.
@@ -196,7 +196,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its host, from 0: which GPU to take.
+    """Number of this process on its host, from 0, for example to choose a GPU.
 
     Raises:
         ValueError: Before `init`.
@@ -214,7 +214,7 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """This host's number among those that have a process with this local rank.
+    """Number of this host among the hosts that have a process with this local rank.
 
     Raises:
         ValueError: Before `init`.
@@ -232,7 +232,7 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be used from several threads: never, there is no MPI underneath.
+    """Whether MPI may be used from several threads: never, because Farandole does not use MPI.
 
     Raises:
         ValueError: Before `init`.
@@ -252,7 +252,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Whether Gloo carries the operations: never, the engine's own links do."""
+    """Whether Gloo carries the operations: never, because the engine has its own links."""
     return False
 
 
@@ -270,9 +270,9 @@ def _cuda() -> tuple[bool, int]:
 
 
 def nccl_built() -> int:
-    """Version code of the NCCL that reduces torch's tensors on GPUs, such as 23007; 0 where there is none.
+    """Version code of the NCCL that reduces torch tensors on GPUs, such as 23007; 0 if there is none.
 
-    It is loaded when first asked for, so this host decides, not the build.
+    It is loaded at the first call, so the result depends on this host and not on the build.
     """
     return _cuda()[1]
 
@@ -288,7 +288,7 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether the engine works on CUDA memory, which it does where there is a driver; from torch, that is."""
+    """Whether the engine works on CUDA memory of torch, which it does if there is a driver."""
     return _cuda()[0]
 
 

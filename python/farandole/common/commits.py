@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Commits of elastic states that also go to a store, so that a job that starts anew goes on from the last one.
+"""Commits of elastic states in a store, from which a job that is started again continues.
 
     <prefix>/runs/<run_id>/checkpoint             the last commit that was written
-    <prefix>/runs/<run_id>/checkpoint.previous    the one before; the job goes on from it where the last one is damaged
+    <prefix>/runs/<run_id>/checkpoint.previous    the one before, which is used if the last one is damaged
 
-One rank writes, in a thread of its own; training waits for it at its end alone. While a commit is written others are
-skipped, so that a slow store costs freshness and no time.
+One rank writes, in its own thread. Training waits for it only at the end. While a commit is being written, others are
+skipped, so a slow store does not slow down training.
 """
 
 from __future__ import annotations
@@ -163,6 +163,6 @@ def plain_or_raise(values: dict[str, Any], is_plain: Callable[[Any], bool], allo
     for name, value in values.items():
         if not is_plain(value):
             raise TypeError(
-                f"state.{name} is {type(value).__module__}.{type(value).__qualname__}, which a store cannot give back "
-                f"without running code: keep {allowed}"
+                f"state.{name} is {type(value).__module__}.{type(value).__qualname__}, which cannot be read from a "
+                f"store without running code: use {allowed}"
             )

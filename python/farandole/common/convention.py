@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Whose gradients collectives have: those of the sum of all ranks' losses, or Horovod's.
+"""The convention for gradients of collectives: those of the sum of all ranks' losses, or Horovod's.
 
 `FARANDOLE_GRADIENT_CONVENTION` decides. The drop-in package sets it when a script imports `horovod`, unless it is set.
 For n ranks Horovod's gradients are 1/n of ours for `allgather` and `broadcast`, and n times ours for `reducescatter`;

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Training that survives a changed world: state that is committed, restored and spread, and the loop around it."""
+"""Training that survives a change of the world: state that is committed, restored and broadcast, and its loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ATTEMPTS = 3
 
 
 class HostUpdateResult:
-    """What happened to the set of hosts: bits."""
+    """How the set of hosts has changed, as bits."""
 
     no_update = 0
     removed = 1
@@ -39,11 +39,11 @@ class HostUpdateResult:
 
 
 class State:
-    """What training needs to go on elsewhere: kept in memory, put back after a failure, spread from rank 0.
+    """The state from which training continues: kept in memory, restored after a failure, broadcast from rank 0.
 
     Args:
         bcast_object: Sends an object from rank 0 to all ranks.
-        get_rank: Tells this rank.
+        get_rank: Returns this rank.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
@@ -59,7 +59,7 @@ class State:
         self._synced = False
 
     def save_to(self, store: Store | str, run_id: str, every: int = 1) -> None:
-        """Has commits go to a store, too; a job that starts anew, and finds one there, goes on from it.
+        """Also writes commits to a store. A job that is started again continues from the last one.
 
         Every rank calls it before the function of `elastic.run` begins. Rank 0 writes, in another thread. If no process
         has the state when that function begins, rank 0 reads it from the store. The last commit is written when the
@@ -67,12 +67,12 @@ class State:
 
         Args:
             store: Where to, or its URL, such as `"s3://bucket/jobs"`.
-            run_id: Names the directory of this job in `<store>/runs`; it is the same when the job starts anew.
-            every: Commits from one that is written to the next. While one is written others are skipped.
+            run_id: Names the directory of this job in `<store>/runs`. Use the same name when the job is started again.
+            every: Interval in commits between writes. While a commit is being written, others are skipped.
 
         Raises:
-            ValueError: `every` is below 1, or the store cannot be had.
-            TypeError: An attribute cannot go to a store.
+            ValueError: `every` is below 1, or the store cannot be used.
+            TypeError: An attribute cannot be saved to a store.
             NotImplementedError: This kind of state cannot.
         """
         stored = StoredCommits(store, run_id, every)
@@ -80,22 +80,22 @@ class State:
         self._stored = stored
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Has functions called after every change of the world, e.g. to scale the learning rate anew."""
+        """Registers functions that are called after every change of the world, for example to scale a rate."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Takes note of a new world."""
+        """Prepares the state for a new world."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Takes note of a changed set of hosts; `check_host_updates` tells all ranks."""
+        """Records a change of the set of hosts. `check_host_updates` informs all ranks."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Keeps the state as it is, to come back to after a failure, and looks for changed hosts.
+        """Keeps the present state for the case of a failure, and checks whether hosts have changed.
 
         Raises:
             HostsUpdatedInterrupt: On all ranks, when hosts came or went.
@@ -106,7 +106,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Asks rank 0 whether the set of hosts has changed; every rank calls this equally often.
+        """Asks rank 0 whether the set of hosts has changed. Every rank calls this the same number of times.
 
         Raises:
             HostsUpdatedInterrupt: On all ranks, when hosts came or went.
@@ -124,15 +124,15 @@ class State:
             raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
 
     def save(self) -> None:
-        """Keeps the state as it is."""
+        """Keeps the present state."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Puts the state back that was kept last."""
+        """Restores the state that was kept last."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Spreads the state of rank 0."""
+        """Broadcasts the state of rank 0."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -192,13 +192,13 @@ class State:
         """Waits for what a commit still does; nothing by default."""
 
     def _check_storable(self) -> None:
-        """Raises where the state cannot go to a store.
+        """Raises where the state cannot be saved to a store.
 
         Raises:
             NotImplementedError: This kind of state cannot.
             TypeError: An attribute cannot.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot go to a store")
+        raise NotImplementedError(f"{type(self).__name__} cannot be saved to a store")
 
     def _lend(self) -> Any:
         """What the last commit kept; it does not change before `_take_back`."""
@@ -229,7 +229,7 @@ class Reader(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a state was taken."""
+        """Continues at the position of a state."""
         ...
 
     def follow_world(self) -> None:
@@ -240,12 +240,12 @@ class Reader(Protocol):
 class ObjectState(State):
     """State of plain objects, one attribute for each keyword.
 
-    Of a reader, such as a loader of `farandole.data`, its position is kept: each row of an epoch counts once, whatever
-    happens to the world.
+    For a reader, such as a loader of `farandole.data`, its position is kept: each row of an epoch counts once, however
+    the world changes.
 
     Args:
         bcast_object: Sends an object from rank 0 to all ranks.
-        get_rank: Tells this rank.
+        get_rank: Returns this rank.
         **kwargs: Attributes and their first values.
     """
 
@@ -261,7 +261,7 @@ class ObjectState(State):
         self._saved_state = {name: _kept(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Puts the attributes back that were kept last, and readers to their positions."""
+        """Restores the attributes and the positions of readers that were kept last."""
         for name, value in self._saved_state.items():
             if isinstance(value, Position):
                 getattr(self, name).load_state_dict(value.state)
@@ -269,14 +269,14 @@ class ObjectState(State):
                 setattr(self, name, value)
 
     def sync(self) -> None:
-        """Spreads the attributes of rank 0 as they are now, and keeps them."""
+        """Broadcasts the present attributes of rank 0, and keeps them."""
         ObjectState.save(self)
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state)
             ObjectState.restore(self)
 
     def on_reset(self) -> None:
-        """Takes note of a new world, also on behalf of readers."""
+        """Prepares the state and its readers for a new world."""
         for name in self._saved_state:
             reader = getattr(self, name)
             if isinstance(reader, Reader):

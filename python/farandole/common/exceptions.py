@@ -2,19 +2,20 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Exceptions, defined in Python so that they pickle and exist without the native library.
 
-The native code raises by fault: a wrong call is a `FarandoleUsageError`, which is a `ValueError`, a failed peer or a
-changed world a `FarandoleInternalError`, a machine that refuses a `FarandoleEnvironmentError`.
+The native code chooses the class by the kind of failure. A wrong call is a `FarandoleUsageError`, which is a
+`ValueError`. A failed peer or a changed world is a `FarandoleInternalError`. A problem of the machine or the network is
+a `FarandoleEnvironmentError`.
 """
 
 from __future__ import annotations
 
 
 class FarandoleInternalError(RuntimeError):
-    """A collective failed because of a peer or a shut-down; the process itself may form a new world."""
+    """A collective failed because of a peer or a shutdown. This process may form a new world."""
 
 
 class FarandoleUsageError(ValueError, FarandoleInternalError):
-    """A call that cannot work, here or together with what the other ranks ask for; the world goes on.
+    """A call that cannot work by itself or together with the calls of the other ranks. The world continues.
 
     It is a `ValueError`, since the call is wrong, and a `FarandoleInternalError`, since Horovod raises its
     `HorovodInternalError` where the engine refuses an operation. `elastic.run` does not try it again.
@@ -26,7 +27,7 @@ class FarandoleEnvironmentError(RuntimeError):
 
 
 class FarandoleBugError(RuntimeError):
-    """Farandole itself is wrong; please report it with the message."""
+    """A bug in Farandole. Please report it with the message."""
 
 
 class WorkerDismissed(SystemExit):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Handles of operations under way, whatever the framework.
+"""Handles of operations in progress, for all frameworks.
 
-The engine writes to addresses without the GIL, so whatever they belong to is kept in a table here until the engine is
-done with it, also when the caller drops everything or Ctrl-C ends a wait.
+The engine writes to addresses without the GIL. So this table keeps the objects that own the memory until the engine has
+finished, also if the caller drops them or Ctrl-C ends a wait.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class HandleTable:
             ValueError: When there are none.
         """
         if count == 0:
-            raise ValueError("a group has at least one member")
+            raise ValueError("a group must have at least one member")
         base = self.name(operation, name, process_set)
         return [base, *(f"{base}_{i}of{count}" for i in range(2, count + 1))]
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Gives back memory of the C library's heap that stays unused.
+"""Returns unused memory of the C library's heap to the system.
 
-Workers keep what a training step frees, because the next step needs it again (`launcher.ALLOCATOR`). But blocks of
-another size may not fit into the holes, and one small block that lives on keeps everything below it: a program whose
-tensors change their sizes would grow for ever. So a thread looks at the heap now and then, and what nobody has used for
-some seconds goes back to the system, where it is more than an eighth of what is in use.
+Workers keep memory that a training step frees, because the next step needs it again (`launcher.ALLOCATOR`). But blocks
+of another size may not fit into the holes, and one small live block keeps everything below it, so a program whose
+tensors change their sizes would grow for ever. Therefore a thread checks the heap regularly. Memory that was unused for
+some seconds is returned to the system if it is more than an eighth of the used memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Heap:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) << 10
-        raise OSError("the kernel does not tell")
+        raise OSError("the kernel does not report it")
 
     def trim(self) -> None:
         """Gives back what is unused."""

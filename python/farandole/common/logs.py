@@ -3,9 +3,9 @@
 """The engine's events as records of Python's `logging`, below the logger `farandole`.
 
 The engine never takes the interpreter's lock: its events wait in a bounded queue. A thread of the interpreter sleeps
-until there are some, and gives them to `logging`. It begins with `init`, or with a job that is started here, and ends
-when the interpreter exits. A forked child has no such thread until it calls `init` itself; its events go to stderr
-until then.
+until there are events, and passes them to `logging`. It starts with `init`, or with a job that this process starts, and
+ends when the interpreter exits. A forked child has no such thread until it calls `init`. Until then, its events go to
+stderr.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Whether somebody looks at this process through a notebook."""
+"""Whether this process runs in a notebook."""
 
 import sys
 from typing import Any

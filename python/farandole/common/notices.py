@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Leaving in time: a worker of an elastic job that hears of its end leaves at the end of the step under way."""
+"""Notices of termination: a worker of an elastic job that gets one leaves at the end of the present step."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def is_elastic() -> bool:
 
 
 def leave(reason: str = "its script has said so") -> bool:
-    """Has this worker leave at its next commit or step, without counting as a failure; the others go on.
+    """Makes this worker leave at its next commit or step, which does not count as a failure. The others continue.
 
-    For notices that come otherwise than by a signal, such as the metadata of a spot instance. Any thread may call it.
+    For notices that do not come as a signal, such as the metadata of a spot instance. Any thread may call it.
 
     Args:
-        reason: What the launcher says about it.
+        reason: The reason that the launcher prints.
 
     Returns:
-        False where the job is not elastic: then nothing has happened.
+        False if the job is not elastic. Then it does nothing.
 
     Raises:
         FarandoleInternalError: The job is over.

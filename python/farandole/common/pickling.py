@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Pickling of functions and objects by value, which keeps where their code came from.
+"""Pickling of functions and objects by value, which keeps the names of their source files.
 
 Since its release 3.1.3 cloudpickle writes `<dynamic-code>` for the file of each function, so that equal functions have
 equal bytes. Then tracebacks of workers have no source lines, and TensorFlow cannot read the source that `tf.function`
-compiles. What is pickled here keeps its file.
+compiles. Functions that are pickled here keep the file name.
 """
 
 import io

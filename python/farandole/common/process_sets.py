@@ -14,14 +14,14 @@ from farandole.common import basics
 class ProcessSet:
     """Some ranks of the world.
 
-    When the world of an elastic job changes, a registered set goes on with those of its members that are in the next
-    world, and with their ranks there. New workers are in none. A set of which nobody is left is registered no longer.
+    When the world of an elastic job changes, a registered set keeps those of its members that are in the next
+    world, under their new ranks. New workers are in no set. A set without members is unregistered.
 
     Args:
-        ranks_or_comm: Their global ranks, in any order, by any iterable.
+        ranks_or_comm: The global ranks, in any order, as an iterable.
 
     Raises:
-        ValueError: When an entry is no rank, or appears twice.
+        ValueError: If an entry is not a rank, or appears twice.
     """
 
     mpi_comm = None
@@ -32,14 +32,14 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if hasattr(ranks_or_comm, "Get_rank"):
-            raise ValueError("a process set is made of ranks, not of an MPI communicator: there is no MPI")
+            raise ValueError("a process set takes ranks, not an MPI communicator: Farandole does not use MPI")
         if not isinstance(ranks_or_comm, Iterable):
-            raise ValueError(f"a process set is made of ranks, which are whole numbers from 0: {ranks_or_comm!r}")
+            raise ValueError(f"the ranks of a process set must be whole numbers, 0 or more: {ranks_or_comm!r}")
         ranks = list(ranks_or_comm)
         if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
-            raise ValueError(f"a process set is made of ranks, which are whole numbers from 0: {ranks!r}")
+            raise ValueError(f"the ranks of a process set must be whole numbers, 0 or more: {ranks!r}")
         if len(set(ranks)) != len(ranks):
-            raise ValueError(f"a process set names each rank once: {ranks!r}")
+            raise ValueError(f"a process set must contain each rank only once: {ranks!r}")
         self._ranks: list[int] | None = sorted(ranks)
 
     @property
@@ -150,10 +150,10 @@ def _of_ranks(ranks: list[int]) -> ProcessSet:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Registers a process set while the world runs; every rank calls it, members or not, in the same order.
+    """Registers a process set while the world runs. Every rank calls it, member or not, in the same order.
 
     Needs `init(process_sets="dynamic")` or `FARANDOLE_DYNAMIC_PROCESS_SETS=1`. Waits until all ranks have called it. In
-    an elastic job, a set of these ranks that comes from the world before is the one that is meant.
+    an elastic job, if a set of these ranks continues from the previous world, it returns that set.
 
     Args:
         process_set: The set, or its global ranks.
@@ -174,7 +174,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Ends a process set; every rank calls it, members or not, in the same order, and waits until all have.
+    """Removes a process set. Every rank calls it, member or not, in the same order, and waits until all have called it.
 
     Args:
         process_set: A registered set.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What distributed tapes and optimizers of TensorFlow and Keras decide alike: factors and groups."""
+"""Decisions that the distributed tapes and optimizers of TensorFlow and Keras share: factors and groups."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def check_groups(groups: Any, key_of: Callable[[Any], Any]) -> Groups:
     if not isinstance(groups, Sequence) or any(not isinstance(group, Sequence) for group in groups):
         raise ValueError(f"groups must be a positive number or a list of lists of variables: {groups!r}")
     if any(not hasattr(variable, "assign") for group in groups for variable in group):
-        raise ValueError("groups must hold variables")
+        raise ValueError("groups must contain variables")
     keys = [[key_of(variable) for variable in group] for group in groups]
     flat = [key for group in keys for key in group]
     if len(set(flat)) < len(flat):
-        raise ValueError("groups must hold each variable once")
+        raise ValueError("groups must contain each variable once")
     return keys
 
 

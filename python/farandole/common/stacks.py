@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the threads of this process do, for the stall report of another rank that waits for it.
+"""Stacks of the threads of this process, for the stall report of another rank that waits for it.
 
-The engine never takes the interpreter's lock, so a thread of the interpreter waits to be asked. It sleeps in `read`;
-nothing wakes it unless this rank is missing somewhere.
+The engine never takes the interpreter's lock, so a thread of the interpreter waits for its request. It sleeps in `read`
+and wakes only if this rank is missing in an operation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the frameworks' modules decide alike."""
+"""Helpers that the modules of all frameworks share."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def exact(number: int) -> int:
 
 
 def choose_op(op: int | None, average: bool | None) -> int:
-    """The reduction that `op` and the deprecated `average` ask for together.
+    """The reduction that results from `op` and the deprecated `average`.
 
     Raises:
         ValueError: When both are given, or `op` is not on offer.
@@ -79,7 +79,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: list[_T], n: int) -> list[list[_T]]:  # noqa: E741 - Horovod's argument name
-    """Cuts a list into `n` consecutive parts whose lengths differ by one at most, the longer ones first."""
+    """Divides a list into `n` consecutive parts whose lengths differ by at most one, the longer ones first."""
     each, longer = divmod(len(l), n)
     ends = [each * part + min(part, longer) for part in range(n + 1)]
     return [l[start:end] for start, end in itertools.pairwise(ends)]
@@ -101,7 +101,7 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether a version is another one or a later one; what comes before a release is earlier than that.
+    """Whether a version is equal to or later than another one. A pre-release is earlier than its release.
 
     Args:
         ver: The version, such as `"2.16.1"` or `"2.17.0rc1"`.
@@ -193,7 +193,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Returns where a framework is installed; there is no library to be built for it.
+    """Returns where a framework is installed. No library has to be built for it.
 
     Args:
         ext_name: Horovod's name of the library, such as `"horovod.torch"`.

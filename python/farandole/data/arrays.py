@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Batches as NumPy arrays or torch tensors, without copies; texts as arrays of objects.
+"""Batches as NumPy arrays or torch tensors, without copies; strings as arrays of objects.
 
-Neighbouring scalar columns of one type lie at equal distances in a batch's memory: they are taken as one matrix and
-split by the framework, which costs a fraction of making each tensor from Python.
+Neighbouring scalar columns of one type are at equal distances in the memory of a batch. They become one matrix, which
+the framework splits. This is much faster than creating each tensor from Python.
 """
 
 from __future__ import annotations
@@ -189,11 +189,12 @@ def wrapper(framework: str) -> Wrap:
         values = {name: one(value) for name, value in result.items()}
         lengths = {name: len(value) for name, value in values.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"transformation_fn made columns of different lengths: {lengths}")
+            raise ValueError(f"transformation_fn returned columns of different lengths: {lengths}")
         if weights is not None:
             if any(length != batch.rows for length in lengths.values()):
                 raise ValueError(
-                    f'transformation_fn must keep the {batch.rows} rows of a batch with tail="pad", it made {lengths}'
+                    f'transformation_fn must keep the {batch.rows} rows of a batch with tail="pad", but '
+                    f"it returned {lengths}"
                 )
             values[weights] = one(np.frombuffer(memoryview(batch.weights()), np.float32))
         return values

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What tells one table from another."""
+"""Digests of the content of tables."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What loaders have in common, and a mixin that fetches batches ahead in a thread of its own.
+"""The base class of loaders, and a mixin that creates batches ahead in its own thread.
 
 Example:
     ```python
@@ -41,7 +41,7 @@ _JOIN = 30.0
 
 
 class BaseDataLoader(ABC):
-    """An iterable of batches: a subclass says how many there are and how they come about."""
+    """An iterable of batches. A subclass defines their number and how they are created."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -70,10 +70,10 @@ class BaseDataLoader(ABC):
 
 
 class AsyncDataLoaderMixin:
-    """Makes batches in a thread while the consumer works on earlier ones.
+    """Creates batches in a thread while the consumer works on earlier ones.
 
-    Stands before the loader among the bases. The thread lives as long as one iteration: an epoch that is left early
-    leaves nothing behind, and the next iteration starts a new one.
+    Put it before the loader among the base classes. The thread lives as long as one iteration: an epoch that ends early
+    leaves no batches, and the next iteration starts a new thread.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class AsyncDataLoaderMixin:
         """Passes everything else on to the loader.
 
         Args:
-            async_loader_queue_size: Batches made ahead; 0 makes them when they are asked for, without a thread.
+            async_loader_queue_size: Number of batches that are created ahead. With 0 they are created on demand,
+                without a thread.
             debug_data_loader: Logs how many batches wait and when the thread starts and ends.
             args: For the loader.
             kwargs: For the loader.
@@ -111,7 +112,7 @@ class AsyncDataLoaderMixin:
             run.close()
 
     def close_async_loader(self) -> None:
-        """Ends the threads of all iterations; they raise no error and make no more batches."""
+        """Ends the threads of all iterations. They raise no error and create no more batches."""
         for run in list(self._async_runs):
             run.close()
         self._async_runs.clear()
@@ -184,4 +185,4 @@ class _Run:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN)
             if self._thread.is_alive():
-                _log.warning("the loader's thread still makes a batch after %.0f s; it is left behind", _JOIN)
+                _log.warning("the loader's thread is still creating a batch after %.0f s; it was left running", _JOIN)

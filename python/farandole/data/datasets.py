@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Opening data that others wrote."""
+"""Opens data that other programs wrote."""
 
 from __future__ import annotations
 

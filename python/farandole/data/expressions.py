@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""SQL expressions in place of a Python function on batches."""
+"""SQL expressions instead of a Python function on batches."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SqlExpressions:
     """
 
     def __init__(self, *expressions: str, where: str | None = None) -> None:
-        """Takes what follows `select`.
+        """Stores the part of the query after `select`.
 
         Args:
             expressions: A column of the result each; `*` stands for all columns of the batch.
-            where: Which rows to keep; batches then have different lengths.
+            where: Condition of the rows that are kept; batches then have different lengths.
 
         Raises:
             ImportError: datafusion is not installed.
@@ -42,7 +42,7 @@ class SqlExpressions:
 
     @property
     def query(self) -> str:
-        """The query that is made of them."""
+        """The complete query."""
         kept = "" if self.where is None else f" where {self.where}"
         return f"select {', '.join(self.expressions)} from {_TABLE}{kept}"  # noqa: S608 - the user's own, of one batch
 

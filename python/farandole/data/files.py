@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Files by path, directory or pattern, in any store, with what tells their versions apart."""
+"""Files by path, directory or pattern, in any store, with the facts that distinguish their versions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`frame_loader`: a frame in, batches of tensors out, without an estimator and without data prepared by hand."""
+"""`frame_loader`: from a frame to batches of tensors, without an estimator and without prepared data."""
 
 from __future__ import annotations
 

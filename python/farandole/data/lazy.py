@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Lazy frames of polars: queries whose rows come batch by batch, without a table that holds all of them."""
+"""Lazy polars frames: queries whose rows come batch by batch, without a table of all rows."""
 
 from __future__ import annotations
 

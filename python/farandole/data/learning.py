@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a preparation learns from rows before it writes them: categories, and values for what is missing."""
+"""Categories and replacements of missing values, which a preparation learns from the rows before it writes them."""
 
 from __future__ import annotations
 
@@ -141,10 +141,12 @@ class Wish:
         import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
         if self.split is not None and self.split.column not in schema.names:
-            raise ValueError(f"validation_{self.split.by} names no column of the rows: {self.split.column!r}")
+            raise ValueError(
+                f"validation_{self.split.by} names a column that the rows do not have: {self.split.column!r}"
+            )
         strange = sorted(set(self.categories) - {*roles.features, *roles.labels})
         if strange:
-            raise ValueError(f"categories are features or labels, and these are none: {', '.join(strange)}")
+            raise ValueError(f"categories must be features or labels; these are neither: {', '.join(strange)}")
         plan: dict[str, list[str]] = {}
         for name, values in self.categories.items():
             plain(pa.nulls(0, schema.field(name).type), name)  # refuses other types
@@ -154,7 +156,7 @@ class Wish:
             plan.setdefault(name, []).append(word)
         strange = sorted(set(self.ragged) - set(roles.features))
         if strange:
-            raise ValueError(f"ragged columns are features, and these are none: {', '.join(strange)}")
+            raise ValueError(f"ragged columns must be features; these are not: {', '.join(strange)}")
         for name, pad in self.ragged.items():
             kind = element(schema.field(name).type, name)
             if not isinstance(pad, Ragged):  # its type comes from the rows, whether its length is known or not
@@ -296,7 +298,8 @@ def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encodin
         return known
     if not source.again:
         raise ValueError(
-            f"a stream passes by once, so nothing can be learned from it before it is written: give the values for "
+            "a stream can be read only once, so nothing can be learned from it before it is written: "
+            "give the values for "
             f"{', '.join(plan) or 'validation'}, or write the stream to files first"
         )
     names = wish.reads(plan, roles)
@@ -343,16 +346,20 @@ def _names(categories: Any) -> list[str]:
     if categories is None:
         return []
     if isinstance(categories, str):
-        raise ValueError(f"categories are a list of names, or a mapping by name: {categories!r}")
+        raise ValueError(f"categories must be a list of names or a dict by name: {categories!r}")
     return list(categories)
 
 
 def _check(name: str, value: Any) -> None:
     if isinstance(value, list | tuple):
         if not value or len(set(value)) != len(value):
-            raise ValueError(f"categories of column {name!r} must be different values, one at least: {list(value)[:5]}")
+            raise ValueError(
+                f"categories of column {name!r} must be at least one value, without duplicates: {list(value)[:5]}"
+            )
     elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"categories of column {name!r} are a list of values, a number of them or None: {value!r}")
+        raise ValueError(
+            f"categories of column {name!r} must be a list of values, a number of values, or None: {value!r}"
+        )
 
 
 def _is_number(kind: pa.DataType) -> bool:

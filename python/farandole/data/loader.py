@@ -70,20 +70,21 @@ class ParquetLoader(BaseDataLoader):
             path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; one file, a pattern such
                 as `/data/2024-*/*.parquet`, or a list of files, directories and patterns; or what `Dataset.open` made.
             batch_size: Rows of one batch of this rank.
-            columns: Which columns; default: all of numbers, and of vectors of one length. Columns of strings and bytes
-                are read where they are named: as NumPy arrays of objects, and by a `transformation_fn`.
-            shuffle: Whether rows come in random order, or in that of the files. Unshuffled, every rank reads all files.
+            columns: Columns to read; default: all numbers, and vectors of one length. Columns of strings and bytes
+                are read if they are named: as NumPy arrays of objects, and by a `transformation_fn`.
+            shuffle: Whether rows come in random order, or in the order of the files. Without it, every rank reads all
+                files.
             seed: Of the shuffle; the same on every rank.
             rank: This rank; default: that of the running job (or of `torch.distributed`), or 0.
             size: How many ranks share the data; default: that of the running job, or 1.
-            tail: What becomes of the rows that do not fill a batch on every rank. `keep`: a shorter last batch, which
+            tail: What happens to the rows that do not fill a batch on every rank. `keep`: a shorter last batch, which
                 may be empty on some ranks. `pad`: a last batch filled up with rows of weight 0; batches then have
                 `"_weights"`. `drop_last`: they are left out. `join`: a shorter last batch, and no batch on ranks
                 without rows: those have one batch less and call `join()`.
             cast: Types to convert to, by column: `{"features": "float32"}`; `"*"` stands for all other float columns.
-            fill: What to put in place of nulls, and of NaN in columns of floats, by column: `{"age": 0.0}`; `"*"`
+            fill: Replacements of nulls, and of NaN in columns of floats, by column: `{"age": 0.0}`; `"*"`
                 stands for all other columns that can hold it. Without it they are errors.
-            allow_nan: Takes NaN and infinities as values like any others.
+            allow_nan: Accepts NaN and infinities like other values.
             framework: Arrays of NumPy or tensors of torch.
             byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at once. It never
                 changes the order. What a `transformation_fn` makes comes on top.
@@ -106,7 +107,7 @@ class ParquetLoader(BaseDataLoader):
         if tail not in _TAILS:
             raise ValueError(f"tail must be keep, pad, drop_last or join: {tail}")
         if isinstance(columns, str):
-            raise ValueError(f"columns are a list of names: {columns!r}")
+            raise ValueError(f"columns must be a list of names: {columns!r}")
         here, everywhere = _world() if rank is None or size is None else (rank, size)
         self._given = rank, size
         self.rank = here if rank is None else rank
@@ -157,7 +158,7 @@ class ParquetLoader(BaseDataLoader):
         texts = [field.name for field in self._fields if field.dtype in TEXTS and field.name not in self._ragged]
         if texts and self.framework == "torch" and self._transform is None:
             raise ValueError(
-                f'tensors hold no strings: a transformation_fn, or framework="numpy", can read {", ".join(texts)}'
+                f'tensors cannot hold strings: a transformation_fn, or framework="numpy", can read {", ".join(texts)}'
             )
 
     def _make_reader(self, rank: int, size: int) -> Reader:
@@ -221,7 +222,7 @@ class ParquetLoader(BaseDataLoader):
         return self._reader.steps(self._next[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is: the same on every rank after the same number of batches, and less than a kilobyte.
+        """The position of the consumer: less than a kilobyte, the same on all ranks after the same batches.
 
         Taken after any batch, it makes another loader of the same data set go on with the row after it, also one of
         another `batch_size` or `size`. A batch counts as soon as it was handed out. A `State` of an elastic job that is
@@ -238,7 +239,7 @@ class ParquetLoader(BaseDataLoader):
         return {**state, "epoch": epoch, "rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration go on where a state was taken.
+        """Makes the next iteration continue where a state was taken.
 
         Args:
             state: From `state_dict`; its seed and shuffling replace this loader's.
@@ -253,7 +254,7 @@ class ParquetLoader(BaseDataLoader):
             raise ValueError(f"not a state of ParquetLoader, it lacks {', '.join(lacking)}")
         if state["fingerprint"] != self.dataset.fingerprint:
             raise ValueError(
-                f"the state is of another data set, or its files have changed: {state['fingerprint']} there, "
+                f"the state belongs to another data set, or the files have changed: {state['fingerprint']} there, "
                 f"{self.dataset.fingerprint} in {self.dataset.url}"
             )
         try:
@@ -274,21 +275,21 @@ class ParquetLoader(BaseDataLoader):
             self._turns.start_at(Place(epoch, rows, left))
 
     def take_turns(self, books: Turns | None = None) -> Turns:
-        """Keeps books of who gets which rows, for a fault-tolerant optimizer: `optimizer.share(reader=loader)`.
+        """Records which rank gets which rows, for a fault-tolerant optimizer: `optimizer.share(reader=loader)`.
 
         Args:
-            books: Those that the other ranks keep, when this one is new.
+            books: The records of the other ranks, if this rank is new.
 
         Raises:
             ValueError: With `tail="join"`, where rank and size were given, and where the other ranks read otherwise.
             TypeError: A subclass makes batches ahead in a thread.
         """
         if self.tail == "join":
-            raise ValueError("ranks that come and go do not go with tail='join'")
+            raise ValueError("tail='join' cannot be used in an elastic job")
         if self._given != (None, None):
-            raise ValueError("a loader that follows the world takes rank and size from it: do not give them")
+            raise ValueError("a loader that follows the world takes rank and size from the world: do not pass them")
         if isinstance(self, AsyncDataLoaderMixin):
-            raise TypeError("a loader that follows the world makes no batches ahead in a thread of its own")
+            raise TypeError("a loader that follows the world cannot create batches ahead in its own thread")
         if self._turns is None:
             self.follow_world()  # which may have changed since the loader was made
             place, drops = Place(*self._taken), self.tail.startswith("drop")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Marks of this process in directories of a store: files that say who writes or uses what is there.
+"""Marks of this process in directories of a store: files that show which process writes or uses a directory.
 
-Processes of this host ask the kernel whether this one lives. Others believe a mark for some time after it was written.
-So a thread of this process writes its marks again, in good time, for as long as it lives.
+Processes of this host ask the kernel whether this process is alive. Other hosts trust a mark for some time after it was
+written. So a thread of this process writes its marks again in time, as long as the process lives.
 """
 
 from __future__ import annotations

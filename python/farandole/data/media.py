@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`Decode`: a `transformation_fn` that makes tensors of images and sounds, from bytes or from paths.
+"""`Decode`: a `transformation_fn` that converts images and sounds, as bytes or paths, to tensors.
 
-Pillow decodes and resizes images, soundfile (libsndfile) decodes sounds. Both release the interpreter's lock meanwhile,
-so the loader's threads decode at the same time.
+Pillow decodes and resizes images, soundfile (libsndfile) decodes sounds. Both release the interpreter's lock, so the
+threads of the loader decode in parallel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FITS = ("stretch", "crop", "pad")
 
 @dataclass(frozen=True)
 class Image:
-    """What becomes of a column of images: PNG, JPEG, WebP, GIF, BMP or TIFF. Other formats are refused.
+    """Decodes a column of images: PNG, JPEG, WebP, GIF, BMP or TIFF. Other formats are refused.
 
     An image is turned as its EXIF orientation says, converted to `mode`, and resized. Of 16 bits, the high 8 are taken;
     images of 32-bit integers and of floats are refused, since their range is not known. A batch has float32 of shape
@@ -152,10 +152,10 @@ def _of_bytes(image: Any) -> Any:
 
 @dataclass(frozen=True)
 class Audio:
-    """What becomes of a column of sounds: WAV, FLAC, Ogg, MP3 and other formats of libsndfile.
+    """Decodes a column of sounds: WAV, FLAC, Ogg, MP3 and other formats of libsndfile.
 
     A batch has float32 of shape (rows, samples), from -1 to 1, or (rows, channels, samples) with several channels. A
-    column `<name>__length` has how many samples of each row are of the sound; zeros follow.
+    column `<name>__length` has the number of samples of each sound; zeros follow them.
 
     Args:
         samples: Of each row: longer sounds are cut.
@@ -173,7 +173,7 @@ class Audio:
             _whole(name, getattr(self, name), "a sound")
 
     def decode(self, blobs: Sequence[Any], column: str) -> tuple[Array, Array]:
-        """Sounds as one array, and how many samples each has.
+        """Returns the sounds as one array, and the number of samples of each.
 
         Args:
             blobs: Bytes, or open files, of each row.
@@ -228,7 +228,7 @@ class Audio:
 
 
 class Decode:
-    """A `transformation_fn` that decodes columns of bytes, or of paths, and leaves all others as they are.
+    """A `transformation_fn` that decodes columns of bytes or paths and keeps all other columns.
 
     Loaders call it with record batches, estimators with dicts of arrays.
     """
@@ -237,22 +237,22 @@ class Decode:
     """For estimators: it takes whole batches."""
 
     def __init__(self, columns: Mapping[str, Image | Audio], *, root: str | os.PathLike[str] | None = None) -> None:
-        """Decodes nothing yet.
+        """Stores the arguments.
 
         Args:
-            columns: What becomes of each column.
-            root: The directory that paths are relative to, local or the URL of a store; default: where the process
-                works. Columns of bytes need none.
+            columns: The decoder of each column.
+            root: The directory of relative paths, local or the URL of a store; default: the current directory of the
+                process. Columns of bytes need none.
 
         Raises:
-            TypeError: Something else than an `Image` or an `Audio`.
+            TypeError: A decoder that is neither an `Image` nor an `Audio`.
             ValueError: No columns.
         """
         if not columns:
-            raise ValueError("Decode needs one column at least")
+            raise ValueError("Decode needs at least one column")
         for name, one in columns.items():
             if not isinstance(one, Image | Audio):
-                raise TypeError(f"column {name!r} is decoded by an Image or an Audio: {type(one).__name__}")
+                raise TypeError(f"column {name!r} must be decoded by an Image or an Audio: {type(one).__name__}")
         self.columns, self.root = dict(columns), None if root is None else os.fspath(root)
 
     def __call__(self, batch: Any) -> dict[str, Array]:
@@ -289,7 +289,9 @@ class Decode:
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(value)
         if not isinstance(value, str):
-            raise ValueError(f"column {column!r}, row {row} of a batch: {type(value).__name__} is no bytes and no path")
+            raise ValueError(
+                f"column {column!r}, row {row} of a batch: {type(value).__name__} is neither bytes nor a path"
+            )
         if self.root is None and "://" not in value:
             with open(value, "rb") as opened:  # noqa: PTH123 - bytes of a path that a user gives
                 return opened.read()

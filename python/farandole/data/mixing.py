@@ -36,7 +36,7 @@ class MixedLoader(BaseDataLoader):
         *,
         steps: int | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reading starts with the first iteration.
 
         Args:
             loaders: By name: `ParquetLoader`, `WeightedLoader` or `LengthLoader`, with the same columns. Without
@@ -50,7 +50,7 @@ class MixedLoader(BaseDataLoader):
                 batches, other columns, or `tail="join"`.
         """
         if not loaders:
-            raise ValueError("MixedLoader needs one loader at least")
+            raise ValueError("MixedLoader needs at least one loader")
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ValueError(f"steps must be a whole number, 1 or more: {steps!r}")
         self.loaders = dict(loaders)
@@ -66,7 +66,7 @@ class MixedLoader(BaseDataLoader):
         for name, loader in self.loaders.items():
             if sorted(loader.columns) != sorted(self.loaders[first].columns):
                 raise ValueError(
-                    f"loaders of a mix have the same columns: {name!r} has {', '.join(sorted(loader.columns))}, "
+                    f"loaders of a mix must have the same columns: {name!r} has {', '.join(sorted(loader.columns))}, "
                     f"{first!r} has {', '.join(sorted(self.loaders[first].columns))}"
                 )
         if ratios is None:
@@ -134,7 +134,7 @@ class MixedLoader(BaseDataLoader):
         for name, batch in batches.items():
             if batch.keys() != batches[first].keys():
                 raise ValueError(
-                    f"batches that are joined have the same columns: {name!r} has {', '.join(batch)}, "
+                    f"batches that are joined must have the same columns: {name!r} has {', '.join(batch)}, "
                     f"{first!r} has {', '.join(batches[first])}"
                 )
         return {column: _concatenated(column, batches) for column in batches[first]}
@@ -146,7 +146,7 @@ class MixedLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is: the states of all loaders, and the batches that each has given."""
+        """The position of the consumer: the states of all loaders, and the number of batches that each has given."""
         return self._taken
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -162,7 +162,8 @@ class MixedLoader(BaseDataLoader):
             raise ValueError(f"not a state of MixedLoader: version {state.get('version')}")
         if set(state["loaders"]) != set(self.loaders):
             raise ValueError(
-                f"the state is of other loaders: {', '.join(state['loaders'])} there, {', '.join(self.loaders)} here"
+                f"the state belongs to other loaders: {', '.join(state['loaders'])} there, "
+                f"{', '.join(self.loaders)} here"
             )
         self.close()
         for name, loader in self.loaders.items():
@@ -187,7 +188,8 @@ def _shares(ratios: Mapping[str, float], loaders: Mapping[str, Any]) -> dict[str
     if set(ratios) != set(loaders):
         strange = sorted(set(ratios) ^ set(loaders))
         raise ValueError(
-            f"ratios are one for each loader, by name; these have none, or no loader: {', '.join(strange)}"
+            "ratios must have one number for each loader, by name; these names are missing or unknown: "
+            f"{', '.join(strange)}"
         )
     for name, ratio in ratios.items():
         if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < ratio < math.inf:
@@ -211,7 +213,7 @@ def _check_added(loaders: Mapping[str, Any]) -> None:
             one = min(columns ^ added[first])
             has, lacks = (name, first) if one in columns else (first, name)
             raise ValueError(
-                f"without ratios, batches of a mix have the same columns: those of {has!r} have {one!r}, those of "
+                f"without ratios, batches of a mix must have the same columns: those of {has!r} have {one!r}, those of "
                 f"{lacks!r} do not"
             )
 

@@ -2,20 +2,19 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The numbered directories of a store in which prepared data lives.
 
-A directory of training data, and the one of validation data beside it, are one place. Files in the former say what
-becomes of both:
+A directory of training data and its directory of validation data are one place. Files in the former describe both:
 
     _lease-<n>.json     one process writes here
     _use-<name>.json    a process reads here; both count while the process lives
-    _preparation.json   a preparation has begun and not ended; names what is being prepared
-    _done-<n>.json      a partition that is finished: a repeated preparation goes on with the others
+    _preparation.json   a preparation that has not ended; describes the data
+    _done-<n>.json      a finished partition: a repeated preparation continues with the others
     _manifest.json      the data is complete
-    _used.json          written when somebody last used it
+    _used.json          its time is that of the last use
 
-Data has a key, which says what it was made from. Keys begin with a word: nobody can ask for `once` data again, so its
-place is free when its process lets go of it; what a fit prepared (`fit`) is kept for a week after its last use; what
-somebody asked for by name (`data`) stays until `Store.gc` deletes it. Files that no preparation wrote are never
-deleted: a directory with such files is passed over.
+Data has a key, which identifies its source. Keys begin with a word. `once` data cannot be found again, so its place is
+free when its process releases it. Data that a fit prepared (`fit`) is kept for a week after its last use. Data that was
+prepared explicitly (`data`) stays until `Store.gc` deletes it. Files that no preparation wrote are never deleted: a
+directory with such files is skipped.
 """
 
 from __future__ import annotations

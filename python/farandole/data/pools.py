@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Loaders that choose rows: each batch of a `ParquetLoader` is a pool of rows, from which smaller batches are made.
+"""Loaders that choose rows: each batch of a `ParquetLoader` is a pool of rows for smaller batches.
 
 `WeightedLoader` draws one batch from each pool, with probabilities by weight or by class. `LengthLoader` cuts each pool
-into batches of rows of similar length. What they choose is a function of the pool, the seed, the epoch and the row
-where the pool begins. So all ranks have the same number of batches, and a few integers are enough to resume.
+into batches of rows of similar length. Their choice is a function of the pool, the seed, the epoch and the first row of
+the pool. So all ranks have the same number of batches, and a few integers are enough to resume.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PoolLoader(BaseDataLoader):
     """Batches that are made of the batches of another loader."""
 
     def __init__(self, loader: ParquetLoader, batch_size: int) -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reading starts with the first iteration.
 
         Args:
             loader: Its batches are the pools. This loader decides from now on when it is read.
@@ -126,7 +126,7 @@ class PoolLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is, the same on every rank after the same number of batches.
+        """The position of the consumer, the same on every rank after the same number of batches.
 
         Between two pools, a loader of another size and batch size can take it. Within a pool, both must be equal.
         """
@@ -178,7 +178,7 @@ class WeightedLoader(PoolLoader):
         weights: str | Mapping[str, Mapping[Any, float]] | None = None,
         balanced: str | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reading starts with the first iteration.
 
         Args:
             loader: Its batches are the pools, for example of 4 to 16 times `batch_size` rows.
@@ -195,7 +195,9 @@ class WeightedLoader(PoolLoader):
         if (weights is None) == (balanced is None):
             raise ValueError("WeightedLoader needs weights= or balanced=, and not both")
         if isinstance(weights, Mapping) and len(weights) != 1:
-            raise ValueError(f"weights by value are those of one column: {', '.join(map(str, weights)) or 'none'}")
+            raise ValueError(
+                f"weights by value must be for exactly one column: {', '.join(map(str, weights)) or 'none'}"
+            )
         self._values: dict[Any, float] | None = None
         if isinstance(weights, Mapping):
             ((self._column, values),) = weights.items()
@@ -220,7 +222,7 @@ class WeightedLoader(PoolLoader):
     def _weights(self, column: Array) -> tuple[Array, Array]:
         """The weight of each row, and the number of its value where that decides."""
         if column.ndim != 1:
-            raise ValueError(f"column {self._column!r} has {column.shape[1:]} values a row: weights need one")
+            raise ValueError(f"column {self._column!r} has {column.shape[1:]} values in each row, but weights need one")
         if self._values is None and not self._balanced:
             weight, owners = column.astype(np.float64), np.zeros(len(column), np.int64)
         else:
@@ -265,7 +267,7 @@ class LengthLoader(PoolLoader):
     """
 
     def __init__(self, loader: ParquetLoader, column: str, batch_size: int, *, even: str = "rows") -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reading starts with the first iteration.
 
         Args:
             loader: Its batches are the pools, for example of 16 to 64 times `batch_size` rows.
@@ -289,7 +291,7 @@ class LengthLoader(PoolLoader):
             raise ValueError(f"column {column!r} is not a ragged column that the loader reads, these are: {shown}")
         if loader.batch_size < batch_size:
             raise ValueError(
-                f"the loader's batches are the pools: {loader.batch_size} rows are fewer than {batch_size}"
+                f"a batch of the loader is too small for a pool: {loader.batch_size} rows are fewer than {batch_size}"
             )
         taken = [name for name in ragged if name + LENGTH in loader.columns]
         if taken:

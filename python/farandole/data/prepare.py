@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """From files, tables and frames to prepared data in a store, without Spark.
 
-Rows flow from pyarrow into the native `PartitionWriter`, which checks, splits and writes them; memory stays bounded
-whatever the size of the source. Finished partitions are noted as they come, so that a preparation that was killed goes
-on with the others, and data that was prepared from the same source in the same way is found again, by any process.
+Rows flow from pyarrow into the native `PartitionWriter`, which checks, splits and writes them. The size of the source
+does not affect the memory. Finished partitions are recorded, so a preparation that was killed continues with the
+others. Any process finds data again that was prepared from the same source in the same way.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FORM = 1
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A data set that can be trained on. As a context manager it lets go of the data at the end."""
+    """A data set that can be trained on. As a context manager it releases the data at the end."""
 
     index: int | None
     train_url: str
@@ -74,7 +74,7 @@ class PreparedData:
 
     @property
     def fill(self) -> dict[str, Any]:
-        """What took the place of missing values, where rows were encoded."""
+        """The replacements of missing values, if rows were encoded."""
         return {} if self.encoding is None else dict(self.encoding.fill)
 
     @property
@@ -83,7 +83,7 @@ class PreparedData:
         return {} if self.encoding is None else dict(self.encoding.ragged)
 
     def release(self) -> None:
-        """Says that this process uses the data no more; it stays where it is."""
+        """Declares that this process no longer uses the data. The data stays in the store."""
         if self.place is not None:
             self.place.release()
 
@@ -122,7 +122,7 @@ def prepare_data(
     reuse: bool = True,
     statistics: bool = False,
 ) -> PreparedData:
-    """Writes rows to a store in the form that training reads fastest, or finds that this has been done before.
+    """Writes rows to a store in the form that training reads fastest, unless this has been done before.
 
     Sources, in bounded memory: Parquet, CSV, JSON (one object a line) and Arrow IPC files, by path, directory, pattern
     or a list of paths, in any store; Delta tables (with the extra `delta`); pyarrow tables and datasets, pandas and
@@ -130,12 +130,12 @@ def prepare_data(
 
     The data stays in the store until `Store.gc` deletes it. Estimators train on it by
     `fit_on_parquet(dataset_idx=data.index)`, `ParquetLoader(data.train_url, ...)` reads it. A preparation that was
-    killed goes on where it was when it is asked for again; streams cannot be asked for again.
+    killed continues at the next call with the same arguments, except for streams.
 
     Args:
         source: The rows.
         store: Where to: a `Store`, or its path or URL.
-        feature_cols: Columns for the model; default: all that are nothing else.
+        feature_cols: Columns for the model; default: all columns that have no other role.
         label_cols: Columns to compare with.
         sample_weight_col: Column with each row's weight.
         validation: Share of rows held out, chosen by a hash of their content and the seed: the same rows however the
@@ -154,7 +154,7 @@ def prepare_data(
         validation_group: Column of groups: all rows of a group are on one side.
         validation_time: Column of times or numbers: the latest rows are held out.
         ragged: How columns of lists of different lengths are padded, as `{"tokens": Pad(max_length=512)}`.
-        allow_nan: Takes NaN and infinities as values like any others.
+        allow_nan: Accepts NaN and infinities like other values.
         compression: Of the files.
         row_group_rows: Rows of a row group; default: by size, as suits shuffling.
         format: Of files whose names do not tell.
@@ -166,7 +166,7 @@ def prepare_data(
             query has to paths, tables and frames. What it takes in memory beyond 256 MiB goes to disk. With the extra
             `sql`.
         threads: Files read at the same time.
-        reuse: Whether data that was prepared before will do.
+        reuse: Whether data that was prepared before may be used.
         statistics: Whether the result has those of features and labels: one more pass, kept with the data.
 
     Returns:
@@ -195,7 +195,7 @@ def prepare_data(
     wish = Wish.of(categories, fill, roles.labels, split, ragged)
     kept = cast("AbstractFilesystemStore", place)
     if statistics and not opened.again:
-        raise ValueError("a stream passes by once, so statistics=True cannot look at it: write it to files first")
+        raise ValueError("a stream can be read only once, so statistics=True is not possible: write it to files first")
     done = prepare(opened, kept, roles, spec, "data", wish, threads=threads, reuse=reuse)
     names = sources_of([*roles.features, *roles.labels], opened.schema.names)
     return done if not statistics else replace(done, statistics=kept_statistics(done.train_url, opened, names, threads))
@@ -218,7 +218,7 @@ def roles_of(
         raise ValueError(f"validation must be a share of the rows or the name of a column: {validation!r}")
     present = source.schema.names
     if isinstance(features, str) or isinstance(labels, str):
-        raise ValueError(f"columns are a list of names: {features if isinstance(features, str) else labels!r}")
+        raise ValueError(f"columns must be a list of names: {features if isinstance(features, str) else labels!r}")
     if features is None:
         others = {*labels, weight, validation if isinstance(validation, str) else None}
         features = [name for name in present if name not in others]
@@ -320,7 +320,7 @@ def prepare(
         kind: Who asks: it decides how long the data is kept, see `places`.
         wish: Categories, and what takes the place of missing values, as in `spec`.
         threads: Files read at the same time.
-        reuse: Whether data that was prepared before will do.
+        reuse: Whether data that was prepared before may be used.
     """
     validates = spec["validation"] is not None
     wish = wish or Wish(fill=spec["fill"], labels=frozenset(roles.labels))

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Validation rows chosen by a column: a share of each class, whole groups, or the latest rows.
 
-As with a plain share, the choice depends on the content of rows and the seed alone, however rows are cut into files,
-batches and tasks. Each side gets a row where the column allows it.
+As with a plain share, the choice depends only on the content of the rows and the seed, not on files, batches and tasks.
+Each side gets at least one row if the column allows it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def split_of(
     if len(chosen) > 1:
         raise ValueError(f"at most one of validation_stratify, validation_group, validation_time: {told}")
     if isinstance(share, str) or not share:
-        raise ValueError(f"{told} says how a share of rows is chosen: validation must be a number above 0: {share!r}")
+        raise ValueError(f"{told} chooses a share of the rows: validation must be a number above 0: {share!r}")
     ((by, column),) = chosen.items()
     return Split(by, column, float(share), seed)  # pyright: ignore[reportArgumentType] - of three words
 
@@ -272,7 +272,7 @@ class _Times:
 
 def _checked(column: Any, name: str) -> Any:
     if column.null_count:
-        raise ValueError(f"column {name!r} has nulls in {column.null_count} rows, which are neither early nor late")
+        raise ValueError(f"column {name!r} has nulls in {column.null_count} rows, so these rows cannot be ordered")
     return column
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where rows to prepare come from: files, tables, frames and streams, as record batches in bounded memory.
+"""Sources of rows to prepare: files, tables, frames and streams, as record batches in bounded memory.
 
 A source is a list of units, each a stream of record batches: a bundle of row groups of a Parquet file, another file, a
-table. Units are read apart from each other, so that a preparation can go on with those that are missing, and what is
-wrong with a file names it. pyarrow reads the files.
+table. Units are read separately, so a preparation can continue with missing units, and an error names the file. pyarrow
+reads the files.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def open_source(
             "a Spark DataFrame is prepared by estimator.fit, or by farandole.spark.common.util.prepare_data"
         )
     raise TypeError(
-        "a source is a path or a list of paths, a pyarrow, pandas, polars or Iceberg table, a pyarrow or Ray dataset, "
+        "a source must be a path or a list of paths, a pyarrow, pandas, polars or Iceberg table, a "
+        "pyarrow or Ray dataset, "
         f"or anything with __arrow_c_stream__: {kind.__module__}.{kind.__qualname__}"
     )
 
@@ -117,7 +118,7 @@ def listed(
         table = delta_table(path)
         if table is not None:
             if len(paths) > 1:
-                raise ValueError(f"a Delta table is a source by itself: {path}")
+                raise ValueError(f"a Delta table must be the only source: {path}")
             return [table.to_pyarrow_dataset()], f"delta {path} {table.version()}", True
     places = [found_files.find(path) for path in paths]
     everything = [file for place in places for file in place.files]
@@ -127,7 +128,7 @@ def listed(
         kind = kinds.pop() if len(kinds) == 1 else None
         if kind is None:
             shown = ", ".join(sorted(f".{ending}" for ending in endings))
-            raise ValueError(f"the format cannot be told from names that end in {shown}: pass format=")
+            raise ValueError(f"the format is unknown for names that end in {shown}: pass format=")
     if kind not in _FORMATS.values():
         raise ValueError(f"format must be one of {', '.join(sorted(set(_FORMATS.values())))}: {kind}")
     tabs = {"delimiter": "\t"} if endings == {"tsv"} else {}
@@ -214,9 +215,9 @@ def _format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any
     known = {"csv": (*_READ, *_PARSE, *_CONVERT), "json": ("newlines_in_values",)}.get(kind, ())
     strange = sorted(set(options) - set(known))
     if strange:
-        raise ValueError(f"no such option of {kind} (known: {', '.join(known) or 'none'}): {', '.join(strange)}")
+        raise ValueError(f"unknown option of {kind} (known: {', '.join(known) or 'none'}): {', '.join(strange)}")
     if types and kind in _TYPED:
-        raise ValueError(f"files of {kind} say their types themselves: types={dict(types)}")
+        raise ValueError(f"files of {kind} contain their types, which cannot be set: types={dict(types)}")
     kinds = {name: pa.type_for_alias(one) if isinstance(one, str) else one for name, one in types.items()}
 
     def some(names: tuple[str, ...]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Rows that a query makes of files, tables and frames.
+"""Rows of a query on files, tables and frames.
 
-Apache DataFusion's own Python package does it: it comes as a wheel, streams its results through the Arrow C interface,
-and spills to disk where its share of memory does not do. Building it into our extension would bring the same engine at
-the price of a quarter of an hour of compiling, so there is no crate for it here.
+Apache DataFusion's own Python package runs the query. It comes as a wheel, streams its results through the Arrow C
+interface, and spills to disk if its share of memory is not sufficient. Building the same engine into our extension
+would take a quarter of an hour, so there is no crate for it here.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _register(
         return told
     table = held(source)
     if table is None:
-        raise TypeError(f"a query is of files, tables and frames: {name} is a {type(source).__name__}")
+        raise TypeError(f"a query can read files, tables and frames: {name} is a {type(source).__name__}")
     context.register_record_batches(name, [table.to_batches()])
     return None
 

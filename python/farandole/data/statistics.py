@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Statistics of the columns of a source, and how far another source has drifted from them."""
+"""Statistics of the columns of a source, and the drift of another source from them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Statistics:
         return self.columns[name]
 
     def drift(self, source: Any, **reading: Any) -> dict[str, Drift]:
-        """How far the columns of another source have drifted, the furthest first; then those without an index.
+        """The drift of the columns of another source, the largest first, then columns without an index.
 
         Args:
             source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.

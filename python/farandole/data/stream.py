@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`StreamLoader`: batches of rows that come in time order and may never end.
 
-Every rank reads the whole stream and keeps its own rows, so ranks need not talk to agree on the number of batches. A
-window of rows is shuffled at a time; what a window holds does not depend on the number of ranks.
+Every rank reads the whole stream and keeps its own rows, so ranks agree on the number of batches without communication.
+Windows of rows are shuffled. The rows of a window do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StreamLoader(BaseDataLoader):
         framework: Literal["numpy", "torch"] = "numpy",
         transformation_fn: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reading starts with the first iteration.
 
         Args:
             source: A function that takes the number of a row and returns an iterable of record batches or tables which
@@ -68,8 +68,8 @@ class StreamLoader(BaseDataLoader):
                 dict of arrays. For a rank without rows it is called with one row, and what it returns is left out.
 
         Raises:
-            ValueError: A number that cannot be, a column that the source does not have, a source for several ranks
-                whose rows may come in another order each time.
+            ValueError: A number out of range, a column that the source does not have, or a source for several ranks
+                whose rows may come in a different order each time.
             TypeError: A source that holds no rows.
         """
         for name, value, least in (
@@ -80,7 +80,7 @@ class StreamLoader(BaseDataLoader):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a whole number, {least} or more: {value!r}")
         if isinstance(columns, str):
-            raise ValueError(f"columns are a list of names: {columns!r}")
+            raise ValueError(f"columns must be a list of names: {columns!r}")
         here, everywhere = _world() if rank is None or size is None else (rank, size)
         self.rank, self.size = here if rank is None else rank, everywhere if size is None else size
         self.batch_size, self.seed = batch_size, seed
@@ -169,7 +169,7 @@ class StreamLoader(BaseDataLoader):
         for part in self._read(start):
             table = pa.Table.from_batches([part]) if isinstance(part, pa.RecordBatch) else part
             if not isinstance(table, pa.Table):
-                raise TypeError(f"a stream is of pyarrow record batches and tables: {type(part).__name__}")
+                raise TypeError(f"a stream must return pyarrow record batches or tables: {type(part).__name__}")
             lacking = [name for name in self._columns or () if name not in table.column_names]
             if lacking:
                 raise ValueError(f"the stream has no column {lacking[0]!r}: {', '.join(table.column_names)}")
@@ -192,7 +192,7 @@ class StreamLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is, the same on every rank after the same number of batches.
+        """The position of the consumer, the same on every rank after the same number of batches.
 
         It fits another number of ranks and another batch size, if `shuffle_rows` is the same.
         """
@@ -227,7 +227,7 @@ class StreamLoader(BaseDataLoader):
         self._made = self._taken = (*self._start, self._done)
 
     def close(self) -> None:
-        """Ends reading; the next iteration begins where the consumer is."""
+        """Ends reading. The next iteration continues at the position of the consumer."""
         if self._rounds is not None:
             self._rounds.close()
         self._rounds = None
@@ -242,8 +242,10 @@ def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int
     if size > 1 and not opened.ordered:
         kind = type(source)
         raise ValueError(
-            f"the source, {kind.__module__}.{kind.__qualname__}, may have its rows in another order on each of the "
-            f"{size} ranks, so some would be lost and others come twice: use frame_loader, or a function that returns "
+            f"the source, {kind.__module__}.{kind.__qualname__}, may return its rows in a different "
+            "order on each of the "
+            f"{size} ranks, so some rows would be lost and others repeated: use frame_loader, or a "
+            "function that returns "
             "the same rows each time"
         )
     names = opened.schema.names if columns is None else columns
@@ -257,7 +259,7 @@ def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int
         if read and not opened.again:
             raise ValueError("the stream can be read once: pass a function that opens it again")
         if start and not opened.ordered:
-            raise ValueError("the source has its rows in another order each time, so nothing can be resumed in it")
+            raise ValueError("the source returns its rows in a different order each time, so it cannot be resumed")
         read = True
         for unit in opened.units(names):
             for batch in unit.batches():

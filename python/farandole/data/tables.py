@@ -111,7 +111,7 @@ def iceberg_at(source: Any) -> Any:
     tables = {path: iceberg_table(path) for path in map(os.fspath, given)}
     found = [path for path, table in tables.items() if table is not None]
     if found and len(given) > 1:
-        raise ValueError(f"an Iceberg table is a source by itself: {found[0]}")
+        raise ValueError(f"an Iceberg table must be the only source: {found[0]}")
     return tables[found[0]] if found else None
 
 
@@ -160,7 +160,7 @@ def iceberg_files(table: Any) -> tuple[str, list[str]]:
     where = table.location()
     hint = "prepare_data reads it"
     if len(table.schemas()) > 1:
-        raise ValueError(f"the Iceberg table {where} has had other columns before, {hint}")
+        raise ValueError(f"the Iceberg table {where} had other columns before, {hint}")
     base = native.Store(where)
     files = []
     for task in table.scan().plan_files():

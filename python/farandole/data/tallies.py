@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Statistics of a column, gathered batch by batch and merged from tasks.
 
-Each is the same to the last bit however the rows are cut into batches and tasks, so that data which is prepared again
-in other partitions is the same data. Nulls, NaN and infinities count as missing.
+Batches and tasks do not change a bit of the result, so data that is prepared again with other partitions is the same
+data. Nulls, NaN and infinities count as missing.
 """
 
 from __future__ import annotations
@@ -261,4 +261,4 @@ class Values:
         for value, count in pairs:
             self.counts[value] = self.counts.get(value, 0) + count
         if len(self.counts) > MOST_VALUES:
-            raise ValueError(f"has more than {MOST_VALUES:,} different values, which is no column of categories")
+            raise ValueError(f"has more than {MOST_VALUES:,} different values, which is too many for categories")

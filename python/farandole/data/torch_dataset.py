@@ -98,7 +98,7 @@ class TorchDataset(IterableDataset):
         return {"epoch": epoch, "start": start, "done": self._done, "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next iteration go on where a state was taken.
+        """Makes the next iteration continue where a state was taken.
 
         Args:
             state: From `state_dict`, in the same kind of process.

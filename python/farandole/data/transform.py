@@ -3,8 +3,7 @@
 """A user's function on whole batches, in worker threads or processes.
 
 The function takes a `pyarrow.RecordBatch` (scalars as columns of their type, vectors as fixed-size lists, texts as
-large strings) and returns another one, a `pyarrow.Table`, or a dict of arrays. Batches come out in the order they went
-in.
+large strings) and returns another one, a `pyarrow.Table`, or a dict of arrays. Batches stay in order.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ def _die_with_parent() -> None:
 
 def _call_here(batch: Any) -> Any:
     if _function is None:
-        raise RuntimeError("this worker process was not given its function")
+        raise RuntimeError("this worker process has no function")
     return _checked(_function(batch))
 
 
@@ -203,5 +202,5 @@ def from_arrow(name: str, column: Any, who: str = "transformation_fn") -> Any:
         values = from_arrow(name, column.flatten(), who)
         return values.reshape(len(column), -1) if len(column) else values.reshape(0, getattr(kind, "list_size", 0))
     if not (kinds.is_integer(kind) or kinds.is_floating(kind) or kinds.is_boolean(kind)):
-        raise ValueError(f"{who} made column {name} of {kind}, which is no number and no list of numbers")
+        raise ValueError(f"{who} made column {name} of {kind}, which is neither a number nor a list of numbers")
     return column.to_numpy(zero_copy_only=False)

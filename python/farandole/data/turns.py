@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Who gets which rows of an epoch while ranks come and go: the books of a loader that fault-tolerant optimizers share.
+"""The assignment of the rows of an epoch while ranks come and go, for loaders that fault-tolerant optimizers share.
 
-An epoch is dealt out in rounds: in each, every rank gets a piece. All ranks keep the same books, so each knows where
-the others are. Pieces of the step under way count once that step is finished. When the world changes, ranks tell each
-other what they have in hand; what was dealt to those that are lost is dealt out again at the end of the epoch, and
-ranks that have nothing in hand for the step under way, because they are new, get pieces of their own first.
+An epoch is assigned in rounds. In each round, every rank gets a piece. All ranks keep the same record, so each knows
+the positions of the others. The pieces of a step count when the step is finished. When the world changes, the ranks
+exchange the pieces that they hold. The pieces of lost ranks are assigned again at the end of the epoch. New ranks,
+which hold no piece for the present step, get a piece first.
 
-- `RD-T1`: the rows that are still to be dealt, and those dealt in the step under way, are what was not counted yet.
-- `RD-T2`: after an agreement all ranks have the same books.
+- `RD-T1`: the rows that are not counted yet are those that are not assigned, and those of the present step.
+- `RD-T2`: after an agreement all ranks have the same record.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a source of rows is: units, each a stream of record batches."""
+"""Units of a source of rows: each is a stream of record batches."""
 
 from __future__ import annotations
 

@@ -3,12 +3,12 @@
 """Collectives on JAX arrays, outside and inside `jax.jit`, and data-parallel training.
 
 Outside jit an operation runs at once. Inside, it is an ordered host callback: callbacks of a process run one after the
-other, in the order of the program, so ranks that run the same program meet. What follows from that:
+other, in the order of the program, so ranks that run the same program meet. This has consequences:
 
-- All ranks run the same compiled functions in the same order. A branch (`jax.lax.cond`) that one rank takes and another
-  does not must hold no operation.
+- All ranks run the same compiled functions in the same order. If ranks may take different branches (`jax.lax.cond`),
+  the branches must contain no operation.
 - `jax.vmap` and several devices in one process (`shard_map`) refuse ordered callbacks: one process drives one device.
-- An error inside jit arrives as `jax.errors.JaxRuntimeError` when the result is asked for, with the original's text.
+- An error inside jit is raised as `jax.errors.JaxRuntimeError`, with the original text, when the result is used.
 - Arrays go through host memory.
 
 Example:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Operations on arrays that are there, and on arrays that jit will compute.
+"""Operations on existing arrays, and on arrays that jit will compute.
 
-Outside a transformation an operation runs at once, on NumPy's view of the arrays. Under `jax.jit` it becomes a host
-callback. Callbacks are ordered: XLA would else be free to run two of them in different orders on different ranks, which
-then wait for each other. For the same reason unnamed operations in callbacks have numbers of their own: jit runs them
-while the main thread goes on, so the two sequences mix differently on every rank.
+Outside a transformation, an operation runs at once, on NumPy's view of the arrays. Under `jax.jit` it becomes a host
+callback. Callbacks are ordered, because otherwise XLA could run two of them in different orders on different ranks,
+which would then wait for each other. For the same reason, unnamed operations in callbacks have their own numbers: jit
+runs them while the main thread continues, so the two sequences mix differently on every rank.
 """
 
 from __future__ import annotations

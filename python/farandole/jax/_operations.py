@@ -61,7 +61,7 @@ def grouped_allreduce(
         return tuple(grouped_allreduce(grads, None, _backward_name(name), op, *factors, process_set))
 
     if not tensors:
-        raise ValueError("a group has at least one array")
+        raise ValueError("a group must have at least one array")
     return _differentiable(forward, backward)(*[jnp.asarray(tensor) for tensor in tensors])
 
 
@@ -148,7 +148,7 @@ def allgather(tensor: ArrayLike, name: str | None = None, process_set: ProcessSe
     def run_evenly(arrays: list[Any], name: str | None) -> Sequence[Any]:
         whole, rows = gather_with_rows(arrays[0], name, process_set)
         if len(set(rows)) > 1:
-            raise ValueError(f"ranks differ in rows, which needs an allgather outside jit: {rows}")
+            raise ValueError(f"ranks have different numbers of rows, which is possible only outside jit: {rows}")
         return [whole]
 
     def forward(value: Any) -> jax.Array:
@@ -226,7 +226,7 @@ def alltoall(
     """
     value = _require_rows(tensor, "alltoall")
     if splits is not None and is_traced([value]) and not _is_even(splits, value.shape[0]):
-        raise ValueError("alltoall under jit deals out rows evenly: the shape of the result must be known")
+        raise ValueError("alltoall under jit needs equal splits, because the shape of the result must be known")
     received: list[Any] = [None]
 
     def run(arrays: list[Any], name: str | None) -> Sequence[Any]:

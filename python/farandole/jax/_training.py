@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Data-parallel training: equal starts, and gradients averaged over all ranks."""
+"""Data-parallel training: broadcast of parameters, and gradients averaged over all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def broadcast_parameters(
     params: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns a tree of parameters as one rank has it, so that all ranks start from the same model.
+    """Returns the parameters of one rank on all ranks, so that all ranks start from the same model.
 
     Args:
         params: Any pytree of arrays; equal structure, shapes and dtypes on all ranks. Not under jit.
@@ -75,7 +75,7 @@ def distributed_value_and_grad(
     op: int = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[..., tuple[Any, Any]]:
-    """As `jax.value_and_grad`, with gradients combined over all ranks; the value is this rank's.
+    """Like `jax.value_and_grad`, with gradients combined over all ranks; the value is that of this rank.
 
     Args:
         fun: The loss.
@@ -106,7 +106,7 @@ class GradientTransformation(NamedTuple):
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any, op: int = Average, process_set: ProcessSet = global_process_set
 ) -> GradientTransformation:
-    """Wraps an optimizer of optax, or any pair of `init` and `update`, so that it sees gradients of all ranks.
+    """Wraps an optax optimizer, or any pair of `init` and `update`, so that it gets the gradients of all ranks.
 
     Args:
         optimizer: Has `init(params)` and `update(grads, state, params=None)`.

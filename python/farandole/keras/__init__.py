@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Data-parallel Keras 3, on TensorFlow, torch or JAX: whatever `KERAS_BACKEND` says.
+"""Data-parallel Keras 3, on TensorFlow, torch or JAX, as `KERAS_BACKEND` says.
 
 Example:
     import farandole.keras as hvd
@@ -122,18 +122,18 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Wraps a Keras optimizer, on whatever backend, so that its gradients are reduced over all ranks.
+    """Wraps a Keras optimizer, on any backend, so that its gradients are reduced over all ranks.
 
     Gradients are reduced once an update: after accumulation, before clipping; a `LossScaleOptimizer` may be in it or
     around it.
 
     Args:
-        optimizer: Keras's; its state goes on in the distributed one, and it is not to be used any more.
+        optimizer: A Keras optimizer. The distributed optimizer takes over its state; do not use the original any more.
         name: A new name, if any; it names the reductions, too, which optimizers that train at the same time in several
             threads need.
         device_dense: Where ops for dense gradients are placed, on TensorFlow.
         device_sparse: Where ops for slices are placed, on TensorFlow.
-        compression: Makes gradients smaller on the wire.
+        compression: Compresses the gradients for transport.
         sparse_as_dense: Whether `IndexedSlices` become tensors first, on TensorFlow; else they are gathered.
         gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
         op: `Average` or `Sum`.
@@ -149,7 +149,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         An optimizer of the same kind, whose class keeps its name, so that saved models load without Farandole.
 
     Raises:
-        ValueError: When arguments do not fit together.
+        ValueError: If arguments contradict each other.
     """
     settings = Settings(
         name,
@@ -184,7 +184,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
 ) -> Any:
-    """As `DistributedOptimizer`, but leaves the gradients of some layers to each rank, clipped apart from the others.
+    """Like `DistributedOptimizer`, but each rank keeps the gradients of some layers, which are clipped separately.
 
     Args:
         optimizer: As there, like all that are not named here.
@@ -206,15 +206,15 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         As there.
 
     Raises:
-        ValueError: When arguments do not fit together, or a layer is none or has not been built.
+        ValueError: If arguments contradict each other, or a layer is not a layer or has not been built.
     """
     layers = [] if local_layers is None else local_layers
     layers = list(layers) if isinstance(layers, list | tuple) else [layers]
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(f"local_layers must be a layer of Keras's or a list of them: {layer!r}")
+            raise ValueError(f"local_layers must be a Keras layer or a list of Keras layers: {layer!r}")
         if not layer.built:
-            raise ValueError(f"the local layer {layer.name!r} must be built, or nobody knows its weights")
+            raise ValueError(f"the local layer {layer.name!r} must be built first, because it has no weights yet")
     distributed = DistributedOptimizer(
         optimizer,
         name,
@@ -255,7 +255,7 @@ def allreduce(
         prescale_factor: Multiplies every rank's value before the reduction.
         postscale_factor: Multiplies the result.
         op: `Average` (the default), `Sum`, ...
-        compression: Makes the value smaller on the wire.
+        compression: Compresses the value for transport.
 
     Returns:
         A NumPy array.

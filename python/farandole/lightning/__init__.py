@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Lightning on Farandole's engine: once this is imported, `Trainer(strategy="farandole")` trains on all ranks.
 
-Processes come from `farandole run`, a Spark job or whatever else forms a world; each takes one device. Gradients,
+Processes are started by `farandole run`, a Spark job or another launcher; each uses one device. Gradients,
 metrics with `sync_dist=True` and torchmetrics go through `torch.distributed` with the backend `"farandole"`. The
-name `"horovod"`, which Lightning itself has given up, means the same.
+name `"horovod"`, which Lightning itself has removed, means the same.
 
 Example:
     import lightning

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Elastic training with Lightning: a `Trainer.fit` that goes on in another world.
+"""Elastic training with Lightning: a `Trainer.fit` that continues in another world.
 
-A `Trainer` has no way to change its world, so each world has a trainer of its own, which begins with what Lightning
-would write into a checkpoint, kept in memory. What is left of an epoch is an epoch of fewer batches to it.
+A `Trainer` cannot change its world, so each world has its own trainer. It begins with a checkpoint of Lightning that is
+kept in memory. For Lightning, the rest of an epoch is an epoch with fewer batches.
 
 Example:
     @elastic.run
@@ -105,7 +105,7 @@ class LightningState(TorchState):
             ValueError: The trainer has `max_steps`, by which Lightning counts otherwise.
         """
         if trainer.max_steps != -1:
-            raise ValueError(f"an elastic fit ends by max_epochs, and not by max_steps: {trainer.max_steps}")
+            raise ValueError(f"an elastic fit must end by max_epochs, not by max_steps: {trainer.max_steps}")
         trainer.callbacks.append(_commits(type(trainer).__module__.partition(".trainer")[0], self))
         # What is left of an epoch has fewer batches than the next one: Lightning counts them when it loads.
         trainer.reload_dataloaders_every_n_epochs = 1
@@ -130,7 +130,7 @@ class LightningState(TorchState):
         super().save()
 
     def sync(self) -> None:
-        """Spreads everything of rank 0, and keeps it."""
+        """Broadcasts everything of rank 0, and keeps it."""
         self._checkpoint = broadcast_object(self._checkpoint, root_rank=0)
         super().sync()
 

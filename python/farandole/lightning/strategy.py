@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The strategy: DistributedDataParallel over the backend `"farandole"`, in processes that somebody else started.
+"""The strategy: DistributedDataParallel over the backend `"farandole"`, in processes that a launcher started.
 
-Lightning is one code under two names, `lightning.pytorch` and `pytorch_lightning`, whose classes do not know each
-other. The strategy is made for the first, and for the other one where it is asked for.
+Lightning has two packages with the same code, `lightning.pytorch` and `pytorch_lightning`, whose classes do not know
+each other. The strategy is created for the first, and for the other one on demand.
 """
 
 # ruff: noqa: PLC0415 - whichever of the two packages is there

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Data-parallel MXNet, for scripts that are still there: the framework is retired, its last wheel is 1.9.1.
+"""Data-parallel MXNet for existing scripts. The framework is retired, and its last wheel is 1.9.1.
 
-Arrays travel as NumPy's, so every operation waits for MXNet's own queue first. Needs NumPy 1.23, as MXNet does.
+Arrays are sent as NumPy arrays, so every operation first waits for MXNet's queue. It needs NumPy 1.23, like MXNet.
 
 Example:
     import farandole.mxnet as hvd

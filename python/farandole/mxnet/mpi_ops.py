@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Collectives on MXNet's arrays. Each waits until it is done; `priority` is taken for Horovod's sake.
+"""Collectives on MXNet arrays. Each waits for its result; `priority` is accepted for compatibility with Horovod.
 
 They have no gradients. Adasum is refused, as by Horovod.
 """
@@ -264,7 +264,7 @@ def alltoall(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Deals the rows of every rank's array out to all ranks.
+    """Sends rows of every rank's array to all ranks.
 
     Args:
         tensor: At least one dimension.
@@ -317,7 +317,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Combines all ranks' arrays and gives every rank its own rows; what is left over goes to the first ranks.
+    """Combines all ranks' arrays and gives every rank its own rows. Remaining rows go to the first ranks.
 
     Args:
         tensor: At least one dimension; equal shape and dtype on all ranks.

@@ -129,9 +129,9 @@ class DistributedTrainer(mx.gluon.Trainer):
         params: A dictionary of parameters, or a list, which is sorted by name.
         optimizer: MXNet's, or its name; a `DistributedOptimizer` is unwrapped, with a warning.
         optimizer_params: Arguments of the optimizer.
-        compression: Makes gradients smaller on the wire.
+        compression: Compresses the gradients for transport.
         gradient_predivide_factor: Gradients are divided by it before and multiplied after the sum.
-        prefix: Tells several trainers apart; needed when there are several.
+        prefix: Distinguishes trainers, if there are several.
         num_groups: How many units gradients are reduced in, parted by dtype; 0 for one each.
         process_set: The ranks that take part; others keep their gradients.
     """
@@ -149,7 +149,7 @@ class DistributedTrainer(mx.gluon.Trainer):
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             warnings.warn(
-                "DistributedTrainer reduces by itself: it takes the optimizer out of its wrapper", stacklevel=2
+                "DistributedTrainer reduces gradients itself, so it unwraps the distributed optimizer", stacklevel=2
             )
             optimizer = optimizer._optimizer  # noqa: SLF001 - ours
         if isinstance(params, list):
@@ -180,12 +180,12 @@ class DistributedTrainer(mx.gluon.Trainer):
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
-    """Overwrites parameters by those of one rank; those that MXNet initializes later, then.
+    """Overwrites parameters with those of one rank, and deferred parameters when MXNet initializes them.
 
     Args:
         params: A dictionary of arrays or parameters, as `Module.get_params` and `Block.collect_params` give it.
         root_rank: The rank whose values count.
-        prefix: Tells several calls apart that are under way together.
+        prefix: Tells several calls apart that run at the same time.
 
     Raises:
         ValueError: When it is no dictionary.

@@ -100,7 +100,7 @@ def allreduce_async(
         A handle for `synchronize` and `poll`.
 
     Raises:
-        ValueError: When an argument is wrong, or an operation of this name is under way.
+        ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
     op = choose_op(op, average)

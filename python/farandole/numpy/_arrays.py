@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Arrays as the engine sees them: an address, a dtype, a shape; and the table of operations under way."""
+"""Arrays as the engine sees them: an address, a dtype, a shape; and the table of operations in progress."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def allgather_async(tensor: ArrayLike, name: str | None = None, process_set: Pro
         A handle for `synchronize` and `poll`.
 
     Raises:
-        ValueError: When an argument is wrong, or an operation of this name is under way.
+        ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
     return _start_allgather(tensor, name, process_set, lambda whole, _: whole, attended=False)
@@ -195,7 +195,7 @@ def broadcast_async(
         A handle for `synchronize` and `poll`.
 
     Raises:
-        ValueError: When an argument is wrong, or an operation of this name is under way.
+        ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
     return _start_broadcast(tensor, root_rank, name, process_set, attended=False)
@@ -301,7 +301,7 @@ def alltoall_async(
         many each member sent.
 
     Raises:
-        ValueError: When an argument is wrong, or an operation of this name is under way.
+        ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
     return _start_alltoall(tensor, splits, name, process_set, attended=False)

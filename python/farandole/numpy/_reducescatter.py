@@ -98,7 +98,7 @@ def reducescatter_async(
         A handle for `synchronize` and `poll`.
 
     Raises:
-        ValueError: When an argument is wrong, or an operation of this name is under way.
+        ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
     return _start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False)

@@ -25,7 +25,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(allow_gather: bool = False) -> int:
-    """Says that this rank has no more data, and takes part in what the others do until all have joined.
+    """Declares that this rank has no more data. It takes part in the operations of the others until all have joined.
 
     Meanwhile it contributes nothing to reductions: their neutral element.
 

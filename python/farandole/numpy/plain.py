@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Plain values from one rank to all, and from all to all, without pickle: what the estimators' ranks tell each other.
+"""Plain values from one rank to all, and from all to all, without pickle, for the ranks of estimators.
 
-A message is a JSON text, a zero byte, and the bytes that the text refers to. JSON writes no zero byte. Only values that
-hold no code have a place in it, so receiving one runs none.
+A message is a JSON text, a zero byte, and the bytes that the text refers to. JSON writes no zero byte. A message can
+contain only values without code, so receiving one runs no code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHAPE = (-1, 1, 1, 1)
 
 
 def _no_other(value: Any) -> Any:
-    raise TypeError(f"a {type(value).__name__} is no plain value")
+    raise TypeError(f"a {type(value).__name__} is not a plain value")
 
 
 def broadcast_plain(value: Any, root_rank: int, name: str | None = None) -> Any:
@@ -108,20 +108,20 @@ def unpack(data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _
     """
     text, found, rest = bytes(data).partition(b"\0")
     if not found:
-        raise ValueError("the message of a peer holds no plain value")
+        raise ValueError("the message of a peer is not a plain value")
     taken = 0
 
     def take(count: int) -> bytes:
         nonlocal taken
         if not 0 <= count <= len(rest) - taken:
-            raise ValueError("the message of a peer is cut off")
+            raise ValueError("the message of a peer is truncated")
         taken += count
         return rest[taken - count : taken]
 
     try:
         return _read(json.loads(text), take, other)
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the message of a peer holds no plain value: {error}") from error
+        raise ValueError(f"the message of a peer is not a plain value: {error}") from error
 
 
 def _written(value: Any, parts: list[bytes], place: str, other: Callable[[Any], Any]) -> Any:
@@ -140,7 +140,7 @@ def _written(value: Any, parts: list[bytes], place: str, other: Callable[[Any], 
     try:
         return {"other": _written(other(value), parts, place, _no_other)}
     except TypeError as error:
-        raise TypeError(f"{place} is a {type(value).__name__}, which is no plain value") from error
+        raise TypeError(f"{place} is a {type(value).__name__}, which is not a plain value") from error
 
 
 def _moved(value: Any, parts: list[bytes]) -> Any:
@@ -172,7 +172,7 @@ def _taken(kind: str, told: Any, take: Callable[[int], bytes]) -> Any:
     if kind == "bytes":
         return take(told)
     if kind != "array":
-        raise ValueError(f"the message of a peer holds no plain value: {kind!r}")
+        raise ValueError(f"the message of a peer is not a plain value: {kind!r}")
     name, shape, is_scalar = told
     dtype = np.dtype(name)
     if dtype.kind not in _NUMBERS or any(side < 0 for side in shape):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What `RayExecutor` asks of each kind of job: a static one or an elastic one."""
+"""The interface of a job for `RayExecutor`, static or elastic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class BaseParams:
-    """What one worker needs.
+    """The resources of one worker.
 
     Attributes:
         cpus_per_worker: CPUs that Ray reserves for a worker.
@@ -82,7 +82,7 @@ class Adapter(ABC):
         """Starts the workers.
 
         Args:
-            executable_cls: A class of which each worker makes an object, for `execute`.
+            executable_cls: A class. Each worker creates an object of it for `execute`.
             executable_args: Arguments of its constructor.
             executable_kwargs: Keyword arguments of its constructor.
             extra_env_vars: Variables of the workers' environment; they are set before a worker's process starts.
@@ -90,7 +90,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
-        """Calls `fn(executable)` on every worker; the results by rank."""
+        """Calls `fn(executable)` on every worker and returns the results by rank."""
 
     @abstractmethod
     def run(
@@ -100,7 +100,7 @@ class Adapter(ABC):
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """Calls `fn(*args, **kwargs)` on every worker; the results by rank."""
+        """Calls `fn(*args, **kwargs)` on every worker and returns the results by rank."""
 
     @abstractmethod
     def run_remote(
@@ -118,4 +118,4 @@ class Adapter(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the workers and gives back what was reserved for them."""
+        """Ends the workers and releases their resources."""

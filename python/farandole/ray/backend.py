@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Ray as the place where estimators train."""
+"""The backend that trains estimators on Ray."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 class RayBackend(Backend):
-    """Workers beside Ray actors, one for each, which Ray places and gives GPUs to.
+    """Workers beside Ray actors, one for each. Ray places the actors and assigns GPUs to them.
 
     `TorchEstimator(backend=RayBackend(num_workers=4), ...).fit(frame)` trains there. The store has to be one that all
     nodes reach. `ray.init` has been called, or is called with its defaults.
 
-    With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost the others go on, and another one
-    takes its place when Ray has the resources. The fewest workers that train have their resources at once. Further ones
-    wait in Ray's queue where there is no room, which makes an autoscaler add nodes.
+    With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost, the others continue, and another
+    one takes its place when Ray has the resources. The fewest workers that train have their resources at once. Further
+    ones wait in Ray's queue where there is no room, which makes an autoscaler add nodes.
 
     Args:
         num_workers: Number of ranks, or of those that an elastic job begins with.
@@ -47,20 +47,20 @@ class RayBackend(Backend):
         gpus_per_worker: GPUs of a rank; 1 by default with `use_gpu`.
         cpus_per_worker: CPUs that Ray reserves for a rank.
         env: Variables to set in the workers; `None` as a value removes one.
-        pass_env: Names of further variables of the driver that travel, or patterns such as `"WANDB_*"`.
-        placement_group_timeout: Seconds that Ray may take to reserve resources; in an elastic job, those of
+        pass_env: Names of further variables of the driver that are forwarded, or patterns such as `"WANDB_*"`.
+        placement_group_timeout: Seconds within which Ray must reserve the resources; in an elastic job, those of
             `min_num_proc` workers.
-        start_timeout: Seconds that all workers may take to start after that; default as in `farandole.spark.run`.
+        start_timeout: Seconds within which all workers must then start; default as in `farandole.spark.run`.
         stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
-        verbose: 0 is silent but for the workers, 1 says what is waited for, 2 also says where each rank runs.
+        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each rank runs.
         warm: Whether workers start warm, from a fork server of their node that has imported torch; by default they do
             where this process has imported it, unless `FARANDOLE_WARM_WORKERS` says `off`.
-        min_num_proc: Fewest ranks that train; default: `num_workers`.
-        max_num_proc: Most ranks that train; default: `num_workers`.
+        min_num_proc: Smallest number of ranks; default: `num_workers`.
+        max_num_proc: Largest number of ranks; default: `num_workers`.
         elastic_timeout: Seconds an elastic job may wait for `min_num_proc` ranks; default as in
             `farandole.spark.run_elastic`.
-        reset_limit: Worlds after the first that an elastic job may form; default: any number.
+        reset_limit: Number of changes of the world after which an elastic job fails; default: no limit.
 
     Raises:
         ValueError: A number is out of range or contradicts another one, `gpus_per_worker` contradicts `use_gpu`, or
@@ -94,7 +94,7 @@ class RayBackend(Backend):
         limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
         self._limits = {name: value for name, value in limits.items() if value is not None}
         if self._limits and not self._bounds:
-            raise ValueError(f"only elastic jobs take these, which min_num_proc makes a job: {', '.join(self._limits)}")
+            raise ValueError(f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}")
         self._gpus = gpus(gpus_per_worker, use_gpu, "gpus_per_worker")
         self._cpus = cpus_per_worker
         self._env = dict(env or {})
@@ -106,7 +106,7 @@ class RayBackend(Backend):
         self._spare: SpareActors | None = None
 
     def with_spare(self, spare: SpareActors) -> RayBackend:
-        """Has jobs inside of one placement group use the same actors, one job after the other.
+        """Lets jobs in one placement group use the same actors, one job after the other.
 
         Args:
             spare: Holds the actors between the jobs.

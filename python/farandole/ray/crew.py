@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Workers of an elastic job on Ray: an actor holds the agent of each, and another actor follows one that died.
+"""Workers of an elastic job on Ray: an actor holds the agent of each worker, and a new actor replaces one that died.
 
-The fewest workers with which a job goes on have a placement group, so that Ray gives room to all of them or to none:
-of two jobs that do not fit at once, one waits. Further workers are placed one by one.
+The smallest number of workers has a placement group, so Ray reserves resources for all of them or for none. If two jobs
+do not fit at once, one waits. Further workers are placed one by one.
 
-Where Ray has no room for an actor it waits in Ray's queue, which is what makes an autoscaler add nodes; the worker
-joins when its actor runs. Who is in the world, and when the job is done, the registrar decides.
+If Ray has no resources for an actor, the actor waits in Ray's queue, which makes an autoscaler add nodes. The worker
+joins when its actor runs. The registrar decides who is in the world, and when the job is done.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class RayCrew:
         except Exception as error:
             if not self._found:
                 raise
-            self._output.say(f"discovery failed, so the hosts found last stay: {error}")
+            self._output.say(f"discovery failed, so the hosts that were found last are kept: {error}")
             return self._found
         found: list[_Place] = [(host, slot) for host, slots in hosts.items() for slot in range(slots)]
         self._found = found[: self._most]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Nodes of a Ray cluster with room for workers."""
+"""Nodes of a Ray cluster that have resources for workers."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class TestDiscovery(RayHostDiscovery):
         cpus_per_worker: As `RayHostDiscovery`.
         gpus_per_worker: As `RayHostDiscovery`.
         verbose: Whether changes are logged.
-        _graceful: Accepted for Horovod's sake: a worker leaves at its next commit.
+        _graceful: Accepted for compatibility with Horovod: a worker leaves at its next commit.
     """
 
     __test__ = False  # pytest would take it for a test

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Nodes that Ray is about to lose: their workers leave before that."""
+"""Nodes that Ray drains: their workers leave first."""
 
 from __future__ import annotations
 

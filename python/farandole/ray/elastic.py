@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The older way to an elastic job on Ray, which Horovod deprecated for `RayExecutor(min_workers=...)`."""
+"""The older interface of elastic jobs on Ray, which Horovod replaced with `RayExecutor(min_workers=...)`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TestDiscovery(elastic_v2.TestDiscovery):
         cpus_per_slot: As `RayHostDiscovery`.
         gpus_per_slot: As `RayHostDiscovery`.
         verbose: Whether changes are logged.
-        _graceful: Accepted for Horovod's sake: a worker leaves at its next commit.
+        _graceful: Accepted for compatibility with Horovod: a worker leaves at its next commit.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class ElasticSettings:
         max_num_proc: Most ranks; default: as many as the cluster has slots when the job starts.
         reset_limit: How often the world may change.
         elastic_timeout: Seconds for which there may be too few ranks.
-        timeout_s: Accepted for Horovod's sake.
-        ssh_identity_file: Accepted for Horovod's sake; no ssh is used.
-        nics: Accepted for Horovod's sake; addresses are found without them.
+        timeout_s: Accepted for compatibility with Horovod.
+        ssh_identity_file: Accepted for compatibility with Horovod; no ssh is used.
+        nics: Accepted for compatibility with Horovod; addresses are found without them.
         discovery: Finds hosts, for `override_discovery=False`.
         more: Further settings of Horovod's launcher, accepted for its sake.
     """
@@ -93,7 +93,7 @@ class ElasticSettings:
 
 
 class ElasticRayExecutor:
-    """Runs a function on Ray actors that come and go.
+    """Runs a function on Ray actors whose number may change.
 
     Args:
         settings: `ElasticRayExecutor.create_settings()`.
@@ -101,7 +101,7 @@ class ElasticRayExecutor:
         cpus_per_slot: CPUs of a rank.
         gpus_per_slot: GPUs of a rank; 1 by default with `use_gpu`.
         env_vars: Variables of the workers' environment.
-        override_discovery: Whether Ray says where there is room, rather than `settings.discovery`.
+        override_discovery: Whether Ray finds the free resources, instead of `settings.discovery`.
     """
 
     @classmethod

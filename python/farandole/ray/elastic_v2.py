@@ -36,7 +36,7 @@ class ElasticParams(BaseParams):
         reset_limit: How often its world may change.
         cooldown_range: Seconds, at first and at most, without a new worker where one failed.
         elastic_timeout: Seconds for which there may be too few ranks.
-        override_discovery: Whether Ray says where there is room, rather than `settings.discovery`.
+        override_discovery: Whether Ray finds the free resources, instead of `settings.discovery`.
     """
 
     min_workers: int = 1
@@ -176,7 +176,7 @@ class ElasticAdapter(Adapter):
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
         """Not for elastic jobs."""
-        raise NotImplementedError("an elastic job has no fixed ranks to return references by: use run")
+        raise NotImplementedError("an elastic job has no fixed ranks, so it cannot return references by rank: use run")
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
         """As `Adapter.execute`; each worker makes its executable when it starts."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a worker of Ray Train does to be a rank: called in its actor, by the backend and around the training function.
+"""How a worker of Ray Train becomes a rank: called in its actor, by the backend and around the training function.
 
-In an elastic job the registrar knows a worker by its agent. The actor keeps one in a thread, whose child stands in for
-the actor: it ends when the training function has, with what became of it, and dies with the actor.
+In an elastic job, the registrar knows a worker through its agent. The actor runs an agent in a thread. The agent's
+child process represents the actor: it ends with the outcome of the training function, and dies with the actor.
 """
 
 from __future__ import annotations

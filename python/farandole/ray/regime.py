@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """An elastic job under Ray Train, in the process of Ray's controller.
 
-Ray decides which workers there are and replaces those that fail; the registrar decides who is in the world. This hands
-each worker its ticket, has workers leave whose nodes Ray is about to lose, and frees those that wait in
-`ray.train.report` for a worker that waits for them.
+Ray starts the workers and replaces those that fail. The registrar decides who is in the world. This module gives each
+worker its ticket, makes workers leave nodes that Ray drains, and releases workers that wait in `ray.train.report` for a
+worker that waits for them.
 """
 
 from __future__ import annotations

@@ -29,16 +29,16 @@ _POLL = 0.1
 
 @dataclass
 class MiniSettings:
-    """What `RayExecutor` takes besides its own arguments.
+    """Settings of `RayExecutor` besides its own arguments.
 
     Attributes:
-        nics: Accepted for Horovod's sake; addresses are found without them.
-        verbose: Accepted for Horovod's sake.
-        key: Accepted for Horovod's sake; each world has a token of its own.
-        ssh_port: Accepted for Horovod's sake; no ssh is used.
+        nics: Accepted for compatibility with Horovod; addresses are found without them.
+        verbose: Accepted for compatibility with Horovod.
+        key: Accepted for compatibility with Horovod; each world has a token of its own.
+        ssh_port: Accepted for compatibility with Horovod; no ssh is used.
         ssh_identity_file: As `ssh_port`.
-        timeout_s: Seconds that the workers may take to start once their resources are reserved.
-        placement_group_timeout_s: Seconds that Ray may take to reserve resources.
+        timeout_s: Seconds within which the workers must start after their resources were reserved.
+        placement_group_timeout_s: Seconds within which Ray must reserve the resources.
         elastic: Whether the job is elastic.
         discovery: For an elastic job with `override_discovery=False`: finds hosts and their slots.
     """
@@ -55,7 +55,7 @@ class MiniSettings:
 
     @property
     def start_timeout(self) -> float:
-        """Seconds that the start may take."""
+        """Seconds within which the workers must start."""
         return self.timeout_s
 
 
@@ -64,7 +64,7 @@ class StaticParams(BaseParams):
     """What a static job needs.
 
     Attributes:
-        num_workers: Number of ranks, wherever Ray finds room.
+        num_workers: Number of ranks. Ray chooses their nodes.
         num_hosts: Number of nodes with `num_workers_per_host` ranks each.
         num_workers_per_host: Ranks of a node.
         use_current_placement_group: Whether the placement group that the caller runs in is used.
@@ -150,7 +150,7 @@ class StaticAdapter(Adapter):
         }
         group = current_placement_group() if params.use_current_placement_group else None
         if params.num_workers is None and params.num_hosts is None:
-            raise ValueError("pass num_workers or num_hosts: how many workers are to be started")
+            raise ValueError("the number of workers is missing: pass num_workers or num_hosts")
         if params.num_workers is not None or group is not None:
             number = params.num_workers or (params.num_hosts or 1) * params.num_workers_per_host
             fresh = not params.use_current_placement_group
@@ -270,19 +270,20 @@ class RayExecutor:
 
     Args:
         settings: `RayExecutor.create_settings()`.
-        num_workers: Number of ranks, wherever Ray finds room.
-        num_hosts: Instead: number of nodes with `num_workers_per_host` ranks each.
+        num_workers: Number of ranks. Ray chooses their nodes.
+        num_hosts: Alternative to `num_workers`: number of nodes with `num_workers_per_host` ranks each.
         num_workers_per_host: Ranks of a node.
         cpus_per_worker: CPUs that Ray reserves for a rank.
         use_gpu: Whether ranks get GPUs.
         gpus_per_worker: GPUs of a rank; 1 by default with `use_gpu`.
         use_current_placement_group: Whether the placement group that the caller runs in is used, if there is one.
-        min_workers: Makes the job elastic: fewest ranks with which it goes on.
-        max_workers: Most ranks of an elastic job; default: as many as there is room for.
-        reset_limit: How often the world of an elastic job may change.
-        cooldown_range: Seconds, at first and at most, without a new worker on a node after one failed there.
-        elastic_timeout: Seconds for which an elastic job may have too few ranks.
-        override_discovery: Whether Ray says where an elastic job has room, rather than `settings.discovery`.
+        min_workers: Makes the job elastic: the smallest number of ranks.
+        max_workers: Largest number of ranks of an elastic job; default: no limit.
+        reset_limit: Number of changes of the world after which an elastic job fails.
+        cooldown_range: Seconds for which a node gets no new worker after a failure there: after the first one, and at
+            most.
+        elastic_timeout: Seconds with too few ranks after which an elastic job fails.
+        override_discovery: Whether Ray finds the free resources of an elastic job, instead of `settings.discovery`.
         num_slots: The older name of `num_workers_per_host`.
         cpus_per_slot: The older name of `cpus_per_worker`.
         gpus_per_slot: The older name of `gpus_per_worker`.
@@ -306,12 +307,12 @@ class RayExecutor:
         """Settings of an executor.
 
         Args:
-            timeout_s: Seconds that workers may take to start once their resources are reserved.
-            ssh_identity_file: Accepted for Horovod's sake; no ssh is used.
+            timeout_s: Seconds within which the workers must start after their resources were reserved.
+            ssh_identity_file: Accepted for compatibility with Horovod; no ssh is used.
             ssh_str: As `ssh_identity_file`; it is not written anywhere.
-            placement_group_timeout_s: Seconds that Ray may take to reserve resources.
-            nics: Accepted for Horovod's sake; addresses are found without them.
-            verbose: Accepted for the sake of Horovod's guide.
+            placement_group_timeout_s: Seconds within which Ray must reserve the resources.
+            nics: Accepted for compatibility with Horovod; addresses are found without them.
+            verbose: Accepted for compatibility with Horovod's guide.
         """
         del ssh_str
         return MiniSettings(
@@ -426,7 +427,7 @@ class RayExecutor:
 
         Raises:
             FarandoleJobError: A worker's process or node died; the message names it.
-            RayTaskError: The function raised; it is also of the type that the function raised.
+            RayTaskError: The function raised an exception. The error is also of the type of that exception.
         """
         return self._told("run", (fn, args, kwargs), callbacks)
 
@@ -453,7 +454,7 @@ class RayExecutor:
         return self._ask("execute_single", fn)
 
     def shutdown(self) -> None:
-        """Ends the workers and gives back what was reserved for them. Later calls do nothing."""
+        """Ends the workers and releases their resources. Later calls do nothing."""
         if self.adapter is None:
             return
         self._ask("shutdown")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where the actors of a static job run: placement groups."""
+"""Placement groups for the actors of a static job."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 """Ray Train: trainers whose workers are ranks of one world.
 
 `FarandoleConfig` is the backend of any data-parallel trainer of Ray Train V2, and `HorovodTrainer` is the trainer that
-Ray had for Horovod. With `elastic=True` Ray replaces only a worker that failed, and the world takes it in.
+Ray had for Horovod. With `elastic=True`, Ray replaces only a worker that failed, and the new worker joins the world.
 """
 
 from __future__ import annotations

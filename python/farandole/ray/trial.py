@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What is between a trial's process and its ranks: the function, and `ray.tune.report` and the like in the ranks.
+"""Links the process of a trial with its ranks: runs the function, and provides `ray.tune.report` in the ranks.
 
 Ray Tune knows the process of the trial, and the ranks are other processes. A rank gets a session that sends its reports
 to the process of the trial, which reports them to Tune. Rank 0 writes a checkpoint to the storage of the experiment,
-because its node may be another one than that of the trial.
+because it may be on another node than the process of the trial.
 """
 
 from __future__ import annotations

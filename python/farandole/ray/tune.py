@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Ray Tune: trials that are whole jobs of several ranks.
 
-Each trial reserves what its ranks need in one placement group, so that two trials never hold half of what each needs.
-Where Tune stops a trial its ranks end with it.
+Each trial reserves all resources of its ranks in one placement group, so two trials never hold half of what each needs.
+If Tune stops a trial, its ranks end.
 """
 
 from __future__ import annotations

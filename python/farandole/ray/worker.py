@@ -45,7 +45,7 @@ class BaseHorovodWorker:
         return utils.needed().get_gpu_ids()
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
-        """Sets variables of this process; libraries that are loaded already may have read theirs."""
+        """Sets variables of this process. Libraries that are already loaded may have read theirs."""
         os.environ.update({name: str(value) for name, value in env_vars.items() if value is not None})
 
     def env_vars(self) -> dict[str, str]:
@@ -71,7 +71,7 @@ class BaseHorovodWorker:
     def execute(self, func: Callable[[Any], Any]) -> Any:
         """Calls `func(executable)` in this process.
 
-        A function that raises leaves the world: else the others would wait for this rank.
+        If the function raises, this rank leaves the world, so the others do not wait for it.
         """
         try:
             return func(self.executable)
@@ -90,7 +90,7 @@ class BaseHorovodWorker:
         ray_logger.configure(queue)
 
     def where(self) -> str:
-        """What tells hosts apart: ranks with the same answer can share memory."""
+        """Identifies the host: ranks with the same value can share memory."""
         from farandole._native import engine  # noqa: PLC0415 - loaded in the rank's process only
 
         return engine.here()
@@ -109,7 +109,7 @@ class BaseHorovodWorker:
         return engine.host(self.world_size, one_host)
 
     def take_place(self, ticket: str) -> None:
-        """Has `init` in this process join the world of a ticket, as often as it is called."""
+        """Makes every `init` in this process join the world of a ticket."""
         from farandole.common import basics  # noqa: PLC0415 - as above
 
         basics.take_place(ticket, self.world_rank)

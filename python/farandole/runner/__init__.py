@@ -68,19 +68,20 @@ def run(
         args: Its arguments.
         kwargs: Its keyword arguments.
         num_proc: Number of processes.
-        min_num_proc: Makes the job elastic: the least number of processes; default there: `num_proc`.
+        min_num_proc: Makes the job elastic: the smallest number of processes; default in an elastic job: `num_proc`.
         max_num_proc: Elastic: the largest number of processes; default: all slots, and with spares `num_proc`.
-        slots: Elastic: slots of hosts that are found without a number.
-        reset_limit: Elastic: how often the world may change before the job fails; default: without limit.
-        cooldown_range: Elastic: seconds without a new process on a host after a failure there, at first and at most.
+        slots: Elastic: slots of a host that is found without a number.
+        reset_limit: Elastic: number of changes of the world after which the job fails; default: no limit.
+        cooldown_range: Elastic: seconds for which a host gets no new process after a failure there: after the first
+            one, and at most.
         hosts: Hosts and slots in the order of ranks, such as `"a:2,b:4"`.
-        hostfile: A file with a host a line, such as `a slots=2`.
-        host_discovery_script: Makes the job elastic: a program that prints the hosts there are, `host` or
+        hostfile: A file with one host on each line, such as `a slots=2`.
+        host_discovery_script: Makes the job elastic: a program that prints the available hosts, `host` or
             `host:slots` a line, or an object whose `find_available_hosts_and_slots()` returns slots by host. Asked
             every second.
-        start_timeout: Seconds all processes may take to start; default: `FARANDOLE_START_TIMEOUT`, else 600.
-        ssh_port: Port for ssh; default: as ssh is configured.
-        ssh_identity_file: Key for ssh; default: as ssh is configured.
+        start_timeout: Seconds within which all processes must start; default: `FARANDOLE_START_TIMEOUT`, else 600.
+        ssh_port: Port for ssh; default: that of ssh's configuration.
+        ssh_identity_file: Key for ssh; default: that of ssh's configuration.
         disable_cache: Not used: nothing is cached from run to run.
         output_filename: Folder for the output of each rank, in `rank.<N>/stdout` and `rank.<N>/stderr`, besides this
             process's own streams.
@@ -97,8 +98,8 @@ def run(
         env: Variables to set in every worker; `None` as a value removes one.
         ssh_command: Program that reaches other hosts instead of ssh, called with a host and a command.
         prefix_output_with_timestamp: Whether lines of the workers start with the time.
-        spares: Elastic: processes beyond the largest number that wait to take the place of a lost one.
-        elastic_timeout: Elastic: seconds for which there may be too few processes before the job fails; default:
+        spares: Elastic: additional processes that wait to replace a lost one.
+        elastic_timeout: Elastic: seconds with too few processes after which the job fails; default:
             `FARANDOLE_ELASTIC_TIMEOUT`, else 600.
         ui: `True` opens the run viewer, prints its link and keeps the run in `farandole-runs` of the current directory;
             a store, or its path or URL, keeps it there. Shows ranks, their load and output, and what

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A task's side of a job: runs one worker and tells how it ended.
+"""A task's side of a job: runs one worker and reports how it ended.
 
-A worker's own failure never becomes an exception here: Spark, for one, would run the whole stage four times for it.
+A failure of the worker never becomes an exception here, because Spark would then run the whole stage four times.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Work:
             if not isinstance(name, str) or not (value is None or isinstance(value, str)):
                 raise TypeError(f"env must hold strings, or None to remove a variable: {name!r} is {value!r}")
             if not name or "=" in name or "\0" in name + (value or ""):
-                raise ValueError(f"env has a variable that no process can have: {name!r} is {value!r}")
+                raise ValueError(f"env has a variable with an invalid name or value: {name!r} is {value!r}")
 
 
 def serve(

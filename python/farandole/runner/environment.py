@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which of the driver's variables reach the workers on Spark.
+"""The variables of the driver that are forwarded to the workers on Spark.
 
-They travel in the closure of Spark's tasks, which Spark keeps in caches, and shows to its
-administrators. So only those travel that workers are known to need, and none that may be a secret:
+They are sent in the closure of Spark's tasks. Spark keeps that in caches, and administrators can read it. So only
+variables are forwarded that workers are known to need, and none that may be a secret:
 
-1. its name is in `NAMES`, or starts with one of `PREFIXES`, or matches a pattern that the user gave;
-2. where the user gave no pattern for it, its name has none of the words of secrets, and its value is no URL with a
-   password in it.
+1. its name is in `NAMES`, or starts with one of `PREFIXES`, or matches a pattern of the user;
+2. if it matches no pattern of the user, its name contains no word of secrets, and its value is not a URL with a
+   password.
 
-What must reach the workers besides is named: `SparkBackend(pass_env=["WANDB_*"])`, or `env={...}` for all of it.
+`SparkBackend(pass_env=["WANDB_*"])` forwards further variables, and `env={...}` replaces all of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a driver raises when a job failed in one of its workers."""
+"""The error of a job in which a worker failed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _HINTS = {
 
 
 class FarandoleJobError(RuntimeError):
-    """A worker failed and took the job with it.
+    """A worker failed, and the job ended.
 
     When the worker raised a Python exception that could be brought to the driver, that exception is this one's
     `__cause__`.
 
     Attributes:
-        rank: The rank that failed first; `None` when no rank can be blamed.
+        rank: The rank that failed first; `None` if it is unknown.
         host: The host it ran on, where known.
         exit_code: Its exit code; `None` when a signal ended it, or when it never started.
         signal_name: The signal that ended it, such as `"SIGKILL"`.
@@ -56,7 +56,7 @@ class FarandoleJobError(RuntimeError):
         self.stderr_tail = stderr_tail
 
     def add_reason(self, reason: str) -> None:
-        """Adds what somebody else knows of the failure.
+        """Adds a reason that is known from elsewhere.
 
         Args:
             reason: In a sentence.

@@ -2,15 +2,15 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The fork server of warm workers: imports once, forks at once. Started by `farandole.runner.warm`.
 
-`python -m farandole.runner.forkserver <socket> <owner> <owner's start> <idle seconds> <module...>` returns when it
-listens; the server itself goes on behind. It speaks with `farandole.runner.proxy` and with nobody but its own user:
+`python -m farandole.runner.forkserver <socket> <owner> <owner's start> <idle seconds> <module...>` returns when the
+server listens in the background. The server talks to `farandole.runner.proxy`, and only to processes of its own user:
 
-- server: `r` when it can fork, anything else when it cannot;
-- stand-in: length, descriptors, and `directory NUL names of pipes NUL name=value NUL ...`;
+- server: `r` if it can fork, anything else if it cannot;
+- proxy: length, descriptors, and `directory NUL names of pipes NUL name=value NUL ...`;
 - server: `pid <number>`, later `code <number>` or `signal <number>`;
-- stand-in: `T` for SIGTERM; its hanging up is SIGKILL.
+- proxy: `T` for SIGTERM; if it closes the connection, the worker gets SIGKILL.
 
-It forks only while it has a single thread and while every file it has imported is what it was.
+The server forks only while it has a single thread and no imported file has changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The driver's side of a job: whatever runs the agents, this pumps their events and ends what must end.
+"""The driver's side of a job on any launcher: it handles the events of the agents and ends the job.
 
-A gang either returns how every task ended, or leaves nothing behind: `conduct` comes back only after the registrar is
-closed and every agent it could reach has reported its worker's end.
+A gang either returns the outcome of every task, or leaves nothing running: `conduct` returns only after the registrar
+is closed and every agent that it could reach has reported the end of its worker.
 """
 
 from __future__ import annotations
@@ -287,13 +287,16 @@ class _Gang(Hearing):
         if self.has_results():
             if now - since <= _ROWS_WITHIN:
                 return True
-            self.output.say(f"Spark has returned no rows for {_ROWS_WITHIN:g} s after all workers ended well")
+            self.output.say(
+                f"Spark has returned no rows for {_ROWS_WITHIN:g} s, although all workers ended successfully"
+            )
             self.cancel()
             return False
         if now - since > self.start_timeout:
             raise FarandoleJobError(
-                f"all workers ended well, and Spark has not returned their results for {self.start_timeout:g} s; with "
-                "store= they do not depend on it"
+                "all workers ended successfully, but Spark has not returned their results for "
+                f"{self.start_timeout:g} s; "
+                "with store=, results do not pass through Spark"
             )
         return True
 
@@ -308,7 +311,9 @@ class _Gang(Hearing):
         if lost is None and len(told) == self.size and all(ending.succeeded for ending in told):
             return told
         if self.has_results():
-            self.output.say("Spark lost rows of a job whose workers had all ended well; their results were kept")
+            self.output.say(
+                "Spark lost rows of a job whose workers had all ended successfully; the driver has their results"
+            )
             return [self.ending(self.seen.ended[task]) for task in sorted(self.seen.results)]
         if lost is not None:
             raise lost
@@ -365,7 +370,7 @@ class _Gang(Hearing):
         task = event.task or 0
         if task in self.seen.registered and self.seen.assigned:
             # Spark runs the whole stage again after an executor was lost: what the old generation said is past.
-            self.output.say(f"task {task} was started again by Spark; the gang forms anew")
+            self.output.say(f"task {task} was started again by Spark; a new gang forms")
             self.watcher.restarted(f"task {task} was started again by Spark")
             self.seen = _Seen(time.monotonic(), lost=self.seen.lost)
         self.seen.registered.add(task)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the driver of any job does with its registrar's events: lines are written, records are handed over."""
+"""Handles the registrar's events in the driver of any job: writes lines of output, and passes records on."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class Reach:
 
     Attributes:
         ssh_command: Program that is called with a host and a command; default: the batch system's own, else `ssh`.
-        ssh_port: Port for ssh; default: as ssh is configured.
-        ssh_identity_file: Key for ssh; default: as ssh is configured.
+        ssh_port: Port for ssh; default: that of ssh's configuration.
+        ssh_identity_file: Key for ssh; default: that of ssh's configuration.
     """
 
     ssh_command: str | None = None

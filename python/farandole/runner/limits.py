@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How long a driver waits for workers."""
+"""Limits of a driver's waits for workers."""
 
 from __future__ import annotations
 

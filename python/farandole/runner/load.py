@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How busy a rank's host, process and GPU are: `/proc`, and NVIDIA's management library where it is.
+"""Load of a rank's host, process and GPU, from `/proc` and NVIDIA's management library.
 
-A worker whose driver shows its ranks sends this every few seconds.
+If the driver shows the ranks, each worker sends its load every few seconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How one task ended: made by its agent, carried to the driver in rows, judged there."""
+"""The outcome of one task: the agent creates it, rows carry it to the driver, and the driver evaluates it."""
 
 from __future__ import annotations
 

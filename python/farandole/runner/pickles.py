@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which of several things cannot be pickled: pickle itself names a type that its user may never have heard of."""
+"""Finds which of several objects cannot be pickled. pickle itself names a type that its user may not know."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A warm worker's stand-in: what its agent starts, watches and ends.
+"""The proxy of a warm worker: the process that the agent starts, watches and ends.
 
-Run by path as `proxy.py <socket> <command...>` in a bare interpreter, so that it starts in milliseconds. It hands its
-output, its pipes, its directory and its environment to the fork server behind the socket, and ends as the worker ends.
-Where no server answers, or it declines, the command takes this process over, and nothing was lost but a moment.
+It runs as `proxy.py <socket> <command...>` in a bare interpreter, so that it starts in milliseconds. It passes its
+output, its pipes, its directory and its environment to the fork server behind the socket, and ends like the worker. If
+no server answers, or the server declines, this process executes the command itself.
 """
 
 import _socket

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Directories for a moment, which are gone after the process that uses them, however that ended.
+"""Temporary directories that are removed after their process has ended, even if it was killed.
 
-An agent opens one for its worker and removes it when the worker has ended, also when it was killed. What a killed agent
-leaves, or another process that was killed, goes when the same user's next directory is opened on the host: who uses
-one holds a lock on it, and the kernel lets go of a lock with its process.
+An agent opens a directory for its worker and removes it when the worker has ended, also if the worker was killed. If
+the agent itself is killed, its directory is removed when the same user opens the next one on this host. A process holds
+a lock on its directory, and the kernel releases the lock when the process ends.
 """
 
 from __future__ import annotations

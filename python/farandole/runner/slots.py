@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A queue of jobs for a number of slots.
 
-A job gets all of its slots at once or waits, first come, first served: two jobs never hold half of what each needs, and
-a large one is not passed by small ones for ever.
+A job gets all of its slots at once or waits, first come, first served. So two jobs never hold half of what each needs,
+and small jobs do not overtake a large one for ever.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where a backend's workers and the backend itself write."""
+"""The streams to which a backend and its workers write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Streams:
         stdout: Where the workers' stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
         timestamp: Whether those lines also start with the time.
-        verbose: 0 is silent but for the workers, 1 says what is waited for, 2 also says where each rank runs.
+        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each rank runs.
         folder: Where each rank's output is also written, to `rank.<N>/stdout` and `rank.<N>/stderr`.
     """
 

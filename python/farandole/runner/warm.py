@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Warm workers: processes that begin with a framework already imported.
+"""Warm workers: processes that start with a framework already imported.
 
-Most of a short job's time is `import torch`, once per worker. A fork server (`farandole.runner.forkserver`) imports it
-once for all workers of its owner, an executor or a driver, and forks each of them in milliseconds. What an agent starts
-is a stand-in (`farandole.runner.proxy`), which hands its pipes and its environment to the server and ends as the worker
-ends; where there is no server, or the server declines, the stand-in becomes the worker by the long way.
+A short job spends most of its time in `import torch`, once per worker. A fork server (`farandole.runner.forkserver`)
+imports it once for all workers of its owner (an executor or a driver) and forks each of them in milliseconds. The agent
+starts a proxy (`farandole.runner.proxy`), which passes its pipes and its environment to the server and ends like the
+worker. If there is no server, or the server declines, the proxy becomes the worker itself.
 
-A server serves one owner, one environment and one state of the installed packages: the name of its socket is their
-digest. It leaves with its owner, and after a time without work.
+A server serves one owner, one environment and one state of the installed packages. The name of its socket is their
+digest. It ends with its owner, and after a time without work.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What is told of a job while it runs: who takes part, where their time goes, what happens to them."""
+"""Reports about a running job: its ranks, where their time goes, and what happens to them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The worker's entry: `python -m farandole.runner.worker` runs one pickled function and sends its value back.
 
-The agent hands over two pipes by number: `FARANDOLE_PAYLOAD_FD` holds the cloudpickled `(fn, args, kwargs)`,
+The agent passes two pipes by number: `FARANDOLE_PAYLOAD_FD` contains the cloudpickled `(fn, args, kwargs)`, and
 `FARANDOLE_RESULT_FD` takes the cloudpickled `("ok", value)` or
 `("error", type name, message, traceback, pickled exception or None)`. Both are the agent's own, so what is unpickled
 here comes from the process that started this one. The process exits with 0 after "ok" and 1 after "error".

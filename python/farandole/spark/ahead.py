@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What is too large for a message of Spark Connect goes ahead of it, as a file of the session.
+"""Uploads objects that are too large for a message of Spark Connect, as files of the session.
 
 Classic Spark broadcasts large closures by itself. A Connect client puts them into the plan, and a plan of more than
-128 MiB is refused; so what is large is uploaded by its content's hash, once a session, and the plan names the hash.
-Executors fetch the file once each. What is read from it is unpickled, so it is read only where its hash is right, which
-came by Spark, as the plan does.
+128 MiB is refused. So a large object is uploaded once per session under the hash of its content, and the plan contains
+the hash. Each executor fetches the file once. Its content is unpickled, so it is used only if it has the hash that came
+with the plan.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ahead:
 
         data = (Path(SparkFiles.getRootDirectory()) / self.name).read_bytes()
         if hashlib.sha256(data).hexdigest() != self.name:
-            raise ValueError(f"Spark's file {self.name} is not what the driver has sent: {len(data)} bytes")
+            raise ValueError(f"Spark's file {self.name} differs from the file that the driver sent: {len(data)} bytes")
         return data
 
 

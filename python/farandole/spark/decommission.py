@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Executors that Spark is about to lose: their workers leave before that.
+"""Executors that Spark decommissions: their workers leave first.
 
-No event tells a Python driver that an executor is being decommissioned, so the driver asks its scheduler. Which
-executor a worker is in, its task finds in the command line of the executor's process, and the worker reports it.
+A Python driver gets no event when an executor is decommissioned, so the driver asks the scheduler. The task finds the
+number of its executor in the command line of the executor's process, and the worker reports it.
 """
 
 from __future__ import annotations

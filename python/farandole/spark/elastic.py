@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Workers on Spark that come and go: one Spark job of one task for each, and no barrier stage.
 
-Where Spark has fewer slots than a job may have workers, the jobs of the others wait in Spark's queue, which is what
-makes dynamic allocation ask for executors; a worker joins when its task gets a slot. A task that Spark starts again
-after it lost an executor ends at once, and its driver's thread submits another one: every worker has a number of its
-own. Who is in the world, and when the job is done, the registrar decides.
+If Spark has fewer slots than the job may have workers, the Spark jobs of the other workers wait in Spark's queue, so
+dynamic allocation requests executors. A worker joins when its task gets a slot. A task that Spark starts again after it
+lost an executor ends at once, and the driver submits a new one, because every worker has its own number. The registrar
+decides who is in the world, and when the job is done.
 """
 
 from __future__ import annotations

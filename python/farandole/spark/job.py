@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Agents in the tasks of a barrier stage: one way for classic Spark and Spark Connect."""
+"""Agents in the tasks of a barrier stage, for classic Spark and Spark Connect."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where a gang meets when nobody can dial its driver, as a Spark Connect client behind a firewall.
+"""The meeting of a gang whose tasks cannot reach the driver, such as a Spark Connect client behind a firewall.
 
-Every task tries the driver's addresses and tells the others by Spark's `allGather`; so does the first task a ticket of
-a registrar of its own. Unless all of them have reached the driver, the gang meets there. What happens is
-then written into the job's directory of the store, where there is one, in numbered files; the driver reads them as it
-would hear the events. Without a store the driver hears of progress and output when the job is over, or not at all.
+Every task tries the driver's addresses and sends the result to the others by Spark's `allGather`. The first task also
+sends a ticket of its own registrar. Unless all tasks have reached the driver, the gang meets at that registrar. If
+there is a store, events are then written to the job's directory there, in numbered files, and the driver reads them
+instead of receiving them. Without a store, the driver gets progress and output when the job is over, or not at all.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The jobs of this process on one Spark application, elastic ones too, wait for each other's slots.
 
-Spark starts no barrier stage before it has all of its slots, but asks again only every few seconds and gives up after
-some time; and the tasks of a gang without a barrier would hold what slots they got while another gang holds the rest.
+Spark starts a barrier stage only when it has all slots, but it checks only every few seconds and gives up after some
+time. Tasks of a gang without a barrier would hold some slots while another gang holds the rest.
 """
 
 from __future__ import annotations

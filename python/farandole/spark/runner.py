@@ -78,17 +78,18 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         args: Its arguments.
         kwargs: Its keyword arguments.
         num_proc: Number of processes; default: Spark's default parallelism.
-        start_timeout: Seconds all tasks may take to start, the wait for slots of other jobs of this process included;
+        start_timeout: Seconds within which all tasks must start, the wait for slots of other jobs of this process
+            included;
             default: `FARANDOLE_SPARK_START_TIMEOUT`, or Horovod's name of it, else 600, without that wait.
         env: Variables to set in every worker; `None` as a value removes one.
         stdout: Text stream that gets the workers' stdout, each line as `[rank]<stdout>:line`; by default it stays in
             the logs of the Spark tasks.
         stderr: The same for stderr.
-        verbose: 0 is silent, 1 says what is waited for, 2 also says where each rank runs.
+        verbose: 0 shows nothing, 1 what the job waits for, 2 also where each rank runs.
         prefix_output_with_timestamp: Whether those lines also start with the time.
         executable: Python interpreter of the workers; default: the one that runs the Spark task.
-        use_mpi, use_gloo, extra_mpi_args, nics: Accepted for Horovod's sake. There is one transport, and its
-            addresses are found by trying them; a value that asks for something else gets a warning.
+        use_mpi, use_gloo, extra_mpi_args, nics: Accepted for compatibility with Horovod. There is one transport, and
+            its addresses are found by trying them; a value that asks for something else gets a warning.
         resource_profile: What each task needs, for Spark's stage-level scheduling; pyspark 4.0 and newer.
         store: Where results of more than 16 MiB travel, and a function with its arguments that is as large: a store or
             its URL, which every executor and this process must reach. Without it they travel in Spark's rows, which
@@ -154,22 +155,22 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
 ) -> list[Any]:
     """Runs a function on Spark tasks whose number changes while it runs, and returns its results on the last ones.
 
-    There is no barrier stage: each worker is a Spark job of one task. When an executor is lost the other workers go on
-    in a new world, and a new one joins as soon as Spark offers a slot; when Spark decommissions an executor its workers
-    leave before that. `fn` keeps what it needs in a `State` and trains in a function of `farandole.torch.elastic.run`
-    or its siblings, or uses an optimizer that is fault tolerant.
+    There is no barrier stage: each worker is a Spark job of one task. When an executor is lost, the other workers
+    continue in a new world, and a new one joins as soon as Spark offers a slot; when Spark decommissions an executor
+    its workers leave before that. `fn` keeps what it needs in a `State` and trains in a function of
+    `farandole.torch.elastic.run` or its siblings, or uses an optimizer that is fault tolerant.
 
     Args:
         fn: The function. It is pickled by cloudpickle once, on the driver.
         args: Its arguments.
         kwargs: Its keyword arguments.
         num_proc: Workers that the first world waits for; default: Spark's default parallelism, or `max_num_proc`.
-        min_num_proc: Fewest workers that train; default: `num_proc`.
-        max_num_proc: Most workers that train; default: `num_proc`.
-        start_timeout: Seconds a worker may take to start; default as for `run`.
+        min_num_proc: Smallest number of workers; default: `num_proc`.
+        max_num_proc: Largest number of workers; default: `num_proc`.
+        start_timeout: Seconds within which a worker must start; default as for `run`.
         elastic_timeout: Seconds the job may wait for `min_num_proc` workers; default: `FARANDOLE_ELASTIC_TIMEOUT`, or
             Horovod's name of it, else 600.
-        reset_limit: Worlds after the first that may be formed; default: any number.
+        reset_limit: Number of changes of the world after which the job fails; default: no limit.
         env: Variables to set in every worker; `None` as a value removes one.
         stdout: As for `run`.
         stderr: As for `run`.
@@ -178,7 +179,7 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         executable: As for `run`.
         resource_profile: As for `run`.
         store: As for `run`.
-        nics: Accepted for Horovod's sake, with a warning.
+        nics: Accepted for compatibility with Horovod, with a warning.
         min_np, max_np: Horovod's old names of `min_num_proc` and `max_num_proc`.
 
     Returns:

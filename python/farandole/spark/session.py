@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a driver asks of its Spark session, classic or Connect."""
+"""Queries of the driver to its Spark session, classic or Connect."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The Spark plugin, which is a jar, and the way to it from a driver in Python.
+"""The Spark plugin, which is a jar, and the access to it from a Python driver.
 
-Everything works without it: it adds a Training tab to Spark's UI and to the History Server, numbers to Spark's metrics
-and Spark's own reason to a worker's death. A Connect client has no JVM of its own, and so no way to it.
+Everything works without it. It adds a Training tab to Spark's UI and to the History Server, numbers to Spark's metrics,
+and Spark's own reason to the error of a lost worker. A Connect client has no JVM, and so no access to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOG = logging.getLogger("farandole.spark")
 
 
 def plugin(builder: SparkSession.Builder) -> SparkSession.Builder:
-    """Switches the Spark plugin on for a session that is to be made.
+    """Enables the Spark plugin for a session that does not exist yet.
 
     Jars and plugins that the builder was given stay. Those of `spark-defaults.conf` do not, as with any setting that a
     builder is given: where that file has `spark.jars` or `spark.plugins`, add to them there instead.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What is too large for Spark's closures and rows goes through a store, by the hash of its content.
+"""Sends objects that are too large for Spark's closures and rows through a store, by the hash of their content.
 
-A job has a directory of its own there, which ends with the job. What is read from it is unpickled, so it is read only
-where its hash came by Spark, as the closures and rows of the job itself do.
+A job has its own directory there, which is removed with the job. Its files are unpickled, so a file is used only if it
+has the hash that came through Spark, like the closures and rows of the job.
 """
 
 from __future__ import annotations

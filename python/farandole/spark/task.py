@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a training function can ask for and tell while it runs in a worker."""
+"""Functions for a training function in a worker: queries and reports."""
 
 from __future__ import annotations
 

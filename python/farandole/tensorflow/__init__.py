@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Data-parallel TensorFlow: collectives as ops, distributed tapes and optimizers, helpers to start alike.
+"""Data-parallel TensorFlow: collectives as ops, distributed tapes and optimizers, broadcast of variables.
 
 Example:
     import farandole.tensorflow as hvd

@@ -43,14 +43,14 @@ def allreduce(
 
     Differentiable for `Average` and `Sum`. An `IndexedSlices` is gathered: its values and indices of all ranks, which
     add up where it is applied; the values are divided by the number of ranks for `Average`. In a function that XLA
-    compiles it becomes a tensor first, for how much is gathered could not be known.
+    compiles, it becomes a tensor first, because the size of the gathered result would be unknown.
 
     Args:
         tensor: A tensor, a variable or an `IndexedSlices`; equal shape and dtype on all ranks.
         average: Deprecated; use `op`.
         device_dense: Where the op for dense tensors is placed.
         device_sparse: Where the ops for slices are placed.
-        compression: Makes the tensor smaller on the wire, e.g. `Compression.bf16`.
+        compression: Compresses the tensor for transport, for example `Compression.bf16`.
         op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.
         prescale_factor: Multiplies every rank's tensor before the reduction.
         postscale_factor: Multiplies the result.
@@ -178,12 +178,12 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Combines all ranks' tensors and gives every rank its own rows; what is left over goes to the first ranks.
+    """Combines all ranks' tensors and gives every rank its own rows. Remaining rows go to the first ranks.
 
     Args:
         tensor: At least one dimension; equal shape and dtype on all ranks.
         device_dense: Where the op is placed.
-        compression: Makes the tensor smaller on the wire.
+        compression: Compresses the tensor for transport.
         op: `Average` or `Sum`.
         name: Names the operation across ranks.
         process_set: The ranks that take part.

@@ -93,8 +93,8 @@ def _load() -> Any:
         from farandole.tensorflow import _fallback  # noqa: PLC0415 - only where the native ops cannot serve
 
         warnings.warn(
-            f"TensorFlow {tf.__version__} cannot carry the native ops ({error}): Python functions take their place, "
-            "which is slower and cannot be saved in a SavedModel",
+            f"TensorFlow {tf.__version__} does not support the native ops ({error}): Python functions are used "
+            "instead, which are slower and cannot be saved in a SavedModel",
             RuntimeWarning,
             stacklevel=3,
         )

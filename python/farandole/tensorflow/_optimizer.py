@@ -65,7 +65,7 @@ class _DistributedOptimizer(_Wrapped):
             )
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves a variable's gradients to this rank."""
+        """Excludes the gradients of a variable from the reduction."""
         self._reducer.register_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         use_locking: For optimizers of `tf.compat.v1.train`.
         device_dense: Where ops for dense gradients are placed.
         device_sparse: Where ops for slices are placed.
-        compression: Makes gradients smaller on the wire.
+        compression: Compresses the gradients for transport.
         sparse_as_dense: Whether `IndexedSlices` become tensors first; else they are gathered.
         backward_passes_per_step: Gradients of this many steps are summed, then reduced and applied once.
         op: `Average`, `Sum`, or `Adasum`, which combines the steps that the ranks take (`tf.compat.v1.train` only).
@@ -200,12 +200,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         An optimizer of the same kind.
 
     Raises:
-        ValueError: When arguments do not fit together, or `optimizer` is none.
+        ValueError: If arguments contradict each other, or `optimizer` is not an optimizer.
     """
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be positive: {backward_passes_per_step}")
     if op == Adasum and average_aggregated_gradients:
-        raise ValueError("average_aggregated_gradients does not go with op=Adasum")
+        raise ValueError("average_aggregated_gradients cannot be combined with op=Adasum")
     groups = choose_groups(groups, num_groups)
     if isinstance(optimizer, _Base):
         reducer = GradientReducer(

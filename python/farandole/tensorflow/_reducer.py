@@ -32,7 +32,7 @@ class GradientReducer:
     Args:
         device_dense: Where ops for dense gradients are placed.
         device_sparse: Where ops for slices are placed.
-        compression: Makes gradients smaller on the wire.
+        compression: Compresses the gradients for transport.
         sparse_as_dense: Whether slices become tensors first.
         op: The reduction.
         gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
@@ -43,7 +43,7 @@ class GradientReducer:
         name: Names the reductions, which those that run at the same time in several threads need.
 
     Raises:
-        ValueError: When arguments do not fit together.
+        ValueError: If arguments contradict each other.
         NotImplementedError: For Adasum in a process set.
     """
 
@@ -74,7 +74,7 @@ class GradientReducer:
         self.is_named = name is not None
 
     def register_local(self, variable: Any) -> None:
-        """Leaves a variable's gradients to this rank."""
+        """Excludes the gradients of a variable from the reduction."""
         self.local.add(key_of(variable))
 
     def is_local(self, variable: Any) -> bool:

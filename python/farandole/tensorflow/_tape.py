@@ -34,7 +34,7 @@ class _Distributed(tf.GradientTape):
             target: What is differentiated.
             sources: One variable or tensor, or any nested structure of them.
             output_gradients: As in `tf.GradientTape.gradient`.
-            use_generic_names: Taken for Horovod's sake: names never depend on the variables.
+            use_generic_names: Accepted for compatibility with Horovod: names never depend on the variables.
             unconnected_gradients: As in `tf.GradientTape.gradient`.
 
         Returns:
@@ -90,7 +90,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         gradtape: A `tf.GradientTape` that has recorded or still records.
         device_dense: Where ops for dense gradients are placed.
         device_sparse: Where ops for slices are placed.
-        compression: Makes gradients smaller on the wire.
+        compression: Compresses the gradients for transport.
         sparse_as_dense: Whether `IndexedSlices` become tensors first; else they are gathered.
         op: The reduction, `Average` by default.
         gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
@@ -105,7 +105,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         A tape of the same kind, an instance of a subclass of its class.
 
     Raises:
-        ValueError: When arguments do not fit together, or the tape is distributed already.
+        ValueError: If arguments contradict each other, or the tape is already distributed.
         NotImplementedError: For Adasum in a process set.
     """
     reducer = GradientReducer(
@@ -145,7 +145,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     *,
     name: str | None = None,
 ) -> Any:
-    """As `DistributedGradientTape`, but leaves the gradients of some layers to each rank.
+    """Like `DistributedGradientTape`, but each rank keeps the gradients of some layers.
 
     Args:
         gradtape: As there, like all that are not named here.
@@ -166,7 +166,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         As there.
 
     Raises:
-        ValueError: When arguments do not fit together, or a layer is none or has not been built.
+        ValueError: If arguments contradict each other, or a layer is not a layer or has not been built.
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -200,5 +200,5 @@ def trainable_weights(layers: Any) -> list[Any]:
         if not hasattr(layer, "trainable_weights"):
             raise ValueError(f"local_layers must hold layers: {type(layer).__name__}")
         if not getattr(layer, "built", True):
-            raise ValueError(f"the local layer {layer.name!r} must be built, or nobody knows its weights")
+            raise ValueError(f"the local layer {layer.name!r} must be built first, because it has no weights yet")
     return [weight for layer in listed for weight in layer.trainable_weights]

@@ -408,7 +408,7 @@ def farandole_alltoall(tensor: Any, splits: Any, tensor_name: str = "", process_
     known = tf.get_static_value(splits)
     size = _members(process_set)
     if known is None or len(known):
-        raise NotImplementedError("a compiled function deals rows out in equal parts only: leave splits out")
+        raise NotImplementedError("a compiled function can only send equal parts: omit splits")
     tensor = tf.convert_to_tensor(tensor)
 
     def gradient(grad: Any) -> list[Any]:

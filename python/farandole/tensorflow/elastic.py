@@ -45,7 +45,7 @@ __all__ = [
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
     """Wraps a training function: after a failure the state goes back to the last commit, in a new world.
 
-    Errors of TensorFlow's that an op of ours raised because a peer failed count as failures; all others are raised.
+    TensorFlow errors that one of our ops raised because a peer failed count as failures. All others are raised.
 
     Args:
         func: The training function; takes a `State` first, returns when training is done.

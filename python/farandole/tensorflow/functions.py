@@ -26,13 +26,13 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Overwrites variables by those of one rank, so that all ranks start from the same model.
+    """Overwrites variables with those of one rank, so that all ranks start from the same model.
 
     Args:
         variables: TensorFlow's, Keras's or `tf.compat.v1`'s.
         root_rank: The rank whose values count.
         process_set: The ranks that take part.
-        inplace: Taken for Horovod's sake: variables are always read, sent and assigned.
+        inplace: Accepted for compatibility with Horovod: variables are always read, sent and assigned.
 
     Returns:
         In a graph of `tf.compat.v1`, the op to run; elsewhere nothing.
@@ -104,7 +104,7 @@ def allgather_object(
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """An op that overwrites all global variables of the default `tf.compat.v1` graph by those of one rank.
+    """An op that overwrites all global variables of the default `tf.compat.v1` graph with those of one rank.
 
     Raises:
         RuntimeError: When executing eagerly, where there are none: use `broadcast_variables`.
@@ -115,7 +115,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Overwrites all global variables by those of one rank when a monitored session has begun.
+    """Overwrites all global variables with those of one rank when a monitored session has begun.
 
     Args:
         root_rank: The rank whose values count.
@@ -129,7 +129,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self.bcast_op: Any = None
 
     def begin(self) -> None:
-        """Builds the op in the graph that is about to be final."""
+        """Adds the op to the graph before the graph is finalized."""
         if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
             with tf.device(self.device):
                 self.bcast_op = broadcast_global_variables(self.root_rank)

@@ -26,9 +26,9 @@ def get_not_none_from_list(tensor_list: Sequence[Any]) -> list[Any]:
 
 
 class LocalGradientAggregationHelper:
-    """Keeps a sum for every variable and reduces on every n-th pass, in graphs as in eager mode.
+    """Sums the gradients of every variable and reduces them in every n-th pass, in graphs and in eager mode.
 
-    On the other passes nothing is sent and nothing applied. Made for one optimizer; call `compute_gradients` and then
+    In the other passes nothing is sent or applied. It belongs to one optimizer. Call `compute_gradients` and then
     `apply_gradients` once a pass.
 
     Args:
@@ -36,8 +36,8 @@ class LocalGradientAggregationHelper:
         allreduce_func: Takes gradients and variables, returns reduced gradients.
         sparse_as_dense: Must be true when gradients are `IndexedSlices`.
         average_aggregated_gradients: Whether sums are divided by n.
-        rank: Taken for Horovod's sake.
-        optimizer_type: Taken for Horovod's sake.
+        rank: Accepted for compatibility with Horovod.
+        optimizer_type: Accepted for compatibility with Horovod.
         process_set: The ranks that take part.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
         name: Names the variables.
@@ -77,7 +77,7 @@ class LocalGradientAggregationHelper:
         self._local: set[Any] = set()
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves a variable's gradients to this rank."""
+        """Excludes the gradients of a variable from the reduction."""
         self._local.add(key_of(var))
 
     def _variable(self, initial: Any, name: str) -> Any:
@@ -96,7 +96,7 @@ class LocalGradientAggregationHelper:
             vars: Their variables, the same on every call.
 
         Returns:
-            On every n-th pass what is to be applied; on others the sums so far.
+            In every n-th pass the gradients to apply; in others the sums so far.
 
         Raises:
             ValueError: For `IndexedSlices` without `sparse_as_dense`.
@@ -153,11 +153,11 @@ class LocalGradientAggregationHelper:
         return results
 
     def apply_gradients(self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Applies and clears on every n-th pass, does nothing on others.
+        """Applies and clears the sums in every n-th pass, and does nothing in others.
 
         Args:
             apply_grads_closure: Applies the gradients.
-            optimizer: Taken for Horovod's sake, as what follows.
+            optimizer: Accepted for compatibility with Horovod, like the following arguments.
             *args: Not used.
             **kwargs: Not used.
 

@@ -120,7 +120,7 @@ _native = ops if _eager.IS_POSSIBLE and _library.library is not None else None
 
 
 def as_tensor(value: Any) -> Any:
-    """A tensor of what is one, a variable of TensorFlow's or Keras's, or what TensorFlow makes a tensor of."""
+    """Converts a tensor, a TensorFlow or Keras variable, or any value that TensorFlow can convert, to a tensor."""
     if type(value) is _eager.eager_tensor or isinstance(value, tf.Tensor):
         return value
     return tf.convert_to_tensor(native_variable(value))
@@ -299,7 +299,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Overwrites variables by the root's, as one unit: each is read, sent and assigned.
+    """Overwrites variables with the root's, as one unit: each is read, sent and assigned.
 
     Args:
         variables: TensorFlow's, Keras's or `tf.compat.v1`'s reference variables.
@@ -332,7 +332,7 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Deals the rows of every rank's tensor out to all ranks.
+    """Sends rows of every rank's tensor to all ranks.
 
     Args:
         tensor: At least one dimension.
@@ -380,7 +380,7 @@ def _grouped_reducescatter(
 
 
 def join() -> Any:
-    """Takes part neutrally in what the other ranks do, until all have joined.
+    """Takes part in the operations of the other ranks with neutral values, until all have joined.
 
     Returns:
         The rank that joined last, the same on all.
@@ -390,25 +390,25 @@ def join() -> Any:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Number of ranks in a process set, an int32 asked when the graph runs."""
+    """Number of ranks in a process set, as an int32 that is read when the graph runs."""
     return chosen().farandole_size(process_set=process_set_id, name=name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 when this rank is a member of a process set, else 0; an int32 asked when the graph runs."""
+    """1 if this rank is a member of a process set, else 0, as an int32 that is read when the graph runs."""
     return chosen().farandole_included(process_set=process_set_id, name=name)
 
 
 def rank_op(name: str | None = None) -> Any:
-    """This rank, an int32 asked when the graph runs."""
+    """This rank, as an int32 that is read when the graph runs."""
     return chosen().farandole_rank(name=name)
 
 
 def local_rank_op(name: str | None = None) -> Any:
-    """This rank's number on its host, an int32 asked when the graph runs."""
+    """This rank's number on its host, as an int32 that is read when the graph runs."""
     return chosen().farandole_local_rank(name=name)
 
 
 def local_size_op(name: str | None = None) -> Any:
-    """Number of ranks on this host, an int32 asked when the graph runs."""
+    """Number of ranks on this host, as an int32 that is read when the graph runs."""
     return chosen().farandole_local_size(name=name)

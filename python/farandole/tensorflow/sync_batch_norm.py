@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @keras.saving.register_keras_serializable(package="farandole")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """As Keras's, with mean and variance of all ranks' batches in training, weighted by their sizes.
+    """Like the Keras layer, but in training with mean and variance over the rows of all ranks.
 
     Args:
         fused: Must be false: there is no fused kernel for it.
@@ -45,7 +45,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self.supports_jit = False
 
     def get_config(self) -> dict[str, Any]:
-        """Keras's, and the ranks of the process set if it is not that of all."""
+        """The configuration of the Keras layer, and the ranks of the process set if it is not the global set."""
         config: dict[str, Any] = super().get_config()
         if self.process_set is not global_process_set:
             config["process_set"] = self.process_set.ranks

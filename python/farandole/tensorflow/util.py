@@ -22,13 +22,13 @@ __all__ = [
 
 
 def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Warns when `num_rank` is no power of two, which Horovod's Adasum needs and this one does not.
+    """Warns if `num_rank` is not a power of two, which Horovod's Adasum requires and Farandole's does not.
 
     Returns:
         Whether it is one.
     """
     if not num_rank_is_power_2(num_rank):
-        warnings.warn(f"{num_rank} ranks are no power of two; Adasum works all the same", stacklevel=2)
+        warnings.warn(f"{num_rank} ranks are not a power of two; Adasum works anyway", stacklevel=2)
         return False
     return True
 
@@ -40,7 +40,7 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
-    """The reduction that `op` and the deprecated `average` ask for together.
+    """The reduction that results from `op` and the deprecated `average`.
 
     Raises:
         ValueError: When both are given.

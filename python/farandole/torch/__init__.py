@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Data-parallel PyTorch: collectives on tensors, a distributed optimizer, and helpers to start alike.
+"""Data-parallel PyTorch: collectives on tensors, a distributed optimizer, broadcast of parameters and objects.
 
 Example:
     import farandole.torch as hvd

@@ -90,7 +90,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
         A handle for `synchronize` and `poll`.
 
     Raises:
-        ValueError: When an argument is wrong, or an operation of this name is under way.
+        ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
     return _start_one(tensor, name, process_set, _whole, attended=False)

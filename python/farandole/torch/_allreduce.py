@@ -42,7 +42,7 @@ def allreduce_async(
         A handle for `synchronize` and `poll`.
 
     Raises:
-        ValueError: When an argument is wrong, or an operation of this name is under way.
+        ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
     reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
@@ -83,7 +83,7 @@ def allreduce(
         tensor: As for `allreduce_async`.
         average: Deprecated; use `op`.
         name: As for `allreduce_async`.
-        compression: Makes the tensor smaller on the wire, e.g. `Compression.bf16`.
+        compression: Compresses the tensor for transport, for example `Compression.bf16`.
         op: As for `allreduce_async`.
         prescale_factor: Multiplies every rank's tensor before the reduction.
         postscale_factor: Multiplies the result.

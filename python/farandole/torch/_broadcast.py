@@ -64,7 +64,7 @@ def broadcast_async(
         A handle for `synchronize` and `poll`.
 
     Raises:
-        ValueError: When an argument is wrong, or an operation of this name is under way.
+        ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
     return _start(tensor, root_rank, name, process_set, in_place=False, attended=False)

@@ -32,7 +32,7 @@ def join(device: int = -1, allow_gather: bool = False) -> int:
     number of all ranks.
 
     Args:
-        device: Not needed; taken for Horovod's sake.
+        device: Not needed; accepted for compatibility with Horovod.
         allow_gather: Takes part also in allgathers, with no rows, and in broadcasts from other ranks. Without it
             these fail on the ranks that have not joined.
 

@@ -100,9 +100,9 @@ def group_parameters(
             raise ValueError("groups must be a list of lists of parameters, not a list of parameters")
         for parameter in group:
             if not isinstance(parameter, torch.Tensor):
-                raise ValueError(f"groups must hold parameters: {type(parameter).__name__}")
+                raise ValueError(f"groups must contain parameters: {type(parameter).__name__}")
             if parameter in seen:
-                raise ValueError(f"groups must hold each parameter once: {names.get(parameter, id(parameter))}")
+                raise ValueError(f"groups must contain each parameter once: {names.get(parameter, id(parameter))}")
             seen.add(parameter)
     wanted = [[parameter for parameter in group if parameter in names and parameter.requires_grad] for group in groups]
     return [group for group in wanted if group] + [[parameter] for parameter in trainable if parameter not in seen]

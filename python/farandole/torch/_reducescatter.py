@@ -93,7 +93,7 @@ def reducescatter_async(
         A handle for `synchronize` and `poll`.
 
     Raises:
-        ValueError: When an argument is wrong, or an operation of this name is under way.
+        ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
     reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)
@@ -162,7 +162,7 @@ def reducescatter(
     Args:
         tensor: As for `reducescatter_async`.
         name: As for `reducescatter_async`.
-        compression: Makes the tensor smaller on the wire, e.g. `Compression.bf16`.
+        compression: Compresses the tensor for transport, for example `Compression.bf16`.
         op: `Average` or `Sum`.
         process_set: As for `reducescatter_async`.
         prescale_factor: Multiplies every rank's tensor before the reduction.

@@ -37,7 +37,7 @@ def sparse_allreduce_async(
         A function that waits and returns the sparse result, not coalesced; each call returns the same tensor.
 
     Raises:
-        ValueError: When an argument is wrong, or an operation of this name is under way.
+        ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
     if op not in (Average, Sum):

@@ -292,7 +292,7 @@ class Tolerance:
         most = max((steps for steps, _ in whole), default=0)
         if not whole and any(steps or not is_new for steps, _, is_new in told):
             raise RuntimeError(
-                "no rank is left that has the parameters and the state of the optimizer; go on from a checkpoint"
+                "all ranks that had the parameters and the state of the optimizer are lost; continue from a checkpoint"
             )
         source = min((rank for steps, rank in whole if steps == most), default=0)
         if len(whole) == len(told) and all(steps == most for steps, _ in whole):

@@ -47,7 +47,9 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """What GradScaler.step asks first: each rank would skip steps of its own, and the others wait."""
         if self._reduction is not None:
-            raise ValueError("op=Adasum does not go with a GradScaler: train in bfloat16, or reduce with Average")
+            raise ValueError(
+                "op=Adasum cannot be combined with a GradScaler: train in bfloat16, or reduce with Average"
+            )
         return self.__dict__.get("_step_supports_amp_scaling", False)
 
     @_step_supports_amp_scaling.setter

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Smaller gradients on the wire: casts before and after a reduction."""
+"""Compression of gradients: casts before and after a reduction."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class BF16Compressor(Compressor):
 
 
 class Compression:
-    """The compressors on offer."""
+    """The available compressors."""
 
     none = NoneCompressor
     """No compression."""

@@ -34,7 +34,7 @@ def broadcast_tensors(
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Overwrites parameters by those of one rank, so that all ranks start from the same model.
+    """Overwrites parameters with those of one rank, so that all ranks start from the same model.
 
     Args:
         params: A mapping such as `model.state_dict()`, or a list of tensors or of `(name, tensor)` pairs such as
@@ -64,8 +64,8 @@ def broadcast_object(
 ) -> Any:
     """Returns the root's object on every rank; it travels by cloudpickle over links that the job's key secures.
 
-    Unnamed calls are numbered like unnamed operations, and ranks that issue something else instead hear of it. Horovod
-    names them after the type of `obj`, which hangs when ranks pass different types.
+    Unnamed calls are numbered like unnamed operations, and ranks that call something else get an error. Horovod
+    names them after the type of `obj`, and hangs if ranks pass different types.
 
     Args:
         obj: What to send; ignored on other ranks.
@@ -165,22 +165,22 @@ def _from_plain_form(told: Any) -> Any:
     if isinstance(told, str):
         dtype = getattr(torch, told, None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"a peer names {told!r} as a data type of tensors, which it is not")
+            raise ValueError(f"a peer names {told!r} as a data type of tensors, but it is not one")
         return dtype
     index, shape, dtype, on_host = told
     return _Slot(index, shape, _from_plain_form(dtype), on_host)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """Overwrites an optimizer's state and options (learning rate, momentum, ...) by those of one rank.
+    """Overwrites an optimizer's state and options (learning rate, momentum, ...) with those of one rank.
 
-    No step is taken and no gradient touched, whether the state is empty or not: afterwards every rank has the state
-    the root has. Horovod fills an empty state by a real step, which may change parameters.
+    It takes no step and changes no gradient, also if the state is empty. Afterwards every rank has the state
+    of the root. Horovod fills an empty state with a real step, which may change parameters.
 
     Args:
         optimizer: Plain or distributed; the same parameters in the same groups on all ranks.
         root_rank: The rank whose state counts.
-        model: Not needed; taken for Horovod's sake.
+        model: Not needed; accepted for compatibility with Horovod.
 
     Raises:
         ValueError: On all ranks, when the optimizer is an `LBFGS`, or some rank's groups differ from the root's.

@@ -156,7 +156,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _tolerant(self) -> Tolerance:
         if self._tolerance is None:
-            raise ValueError("the optimizer is not fault tolerant: make it with fault_tolerant=True")
+            raise ValueError("the optimizer is not fault tolerant: create it with fault_tolerant=True")
         return self._tolerance
 
     def _tolerant_step(self, closure: Callable[[], Any] | None) -> Any:
@@ -262,14 +262,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     drops the state). Gradients are reduced in place while the backward pass still runs; gradients of several passes
     per step are summed.
 
-    With `op=Adasum` each rank takes the wrapped optimizer's step on its own gradients, and what the steps changed is
-    combined; `groups`, `sparse_as_dense` and `gradient_as_bucket_view` then mean nothing.
+    With `op=Adasum` each rank takes the wrapped optimizer's step on its own gradients, and the changes are
+    combined. `groups`, `sparse_as_dense` and `gradient_as_bucket_view` then have no effect.
 
     Args:
-        optimizer: Any optimizer but `LBFGS`, whose line search would take different turns on different ranks.
+        optimizer: Any optimizer except `LBFGS`, whose line search would differ between ranks.
         named_parameters: Such as `model.named_parameters()`; names the gradients across ranks. Must name every
             parameter of the optimizer, if given.
-        compression: Makes gradients smaller on the wire, e.g. `Compression.bf16`, or a compressor of
+        compression: Compresses the gradients for transport, for example `Compression.bf16`, or a compressor of
             `farandole.torch.compress` of this optimizer's own.
         backward_passes_per_step: Backward passes whose gradients are summed up before one reduction.
         op: `Average`, `Sum`, `Adasum`, `Min`, `Max` or `Product`.
@@ -277,14 +277,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             after. Needs `op=Average`.
         num_groups: Deprecated; use `groups`.
         groups: Gradients that are reduced as one unit: a number of consecutive groups, or lists of parameters.
-        sparse_as_dense: Makes sparse gradients dense before the reduction; else their entries are gathered.
+        sparse_as_dense: Converts sparse gradients to dense ones before the reduction; otherwise their entries are
+            gathered.
         process_set: The ranks that train together; on others the result is a plain local optimizer.
-        gradient_as_bucket_view: Puts gradients into a few memories that are reduced where they lie. Keeps them there
+        gradient_as_bucket_view: Puts gradients into a few buffers that are reduced in place. They stay there
             from step to step with `zero_grad(set_to_none=False)`; with the default they are copied in.
-        fault_tolerant: In an elastic job, has the other ranks finish the step in which some are lost, with the average
-            over those who are left, and takes in ranks that join; see `docs/user-guide/elastic.md`. All ranks make the
-            optimizer right after `init`, before any other collective: it sends them parameters and state. Takes as much
-            memory again as gradients do.
+        fault_tolerant: In an elastic job, if ranks are lost in a step, the others finish that step with the average
+            over the remaining ranks, and new ranks join; see `docs/user-guide/elastic.md`. All ranks create the
+            optimizer right after `init`, before any other collective, because it sends them parameters and state. It
+            needs as much additional memory as the gradients.
 
     Returns:
         The distributed optimizer.
@@ -293,7 +294,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ValueError: When an argument is wrong, or before `init`.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS cannot be distributed: its line search would take different turns on different ranks")
+        raise ValueError("LBFGS cannot be distributed: its line search would differ between ranks")
     if isinstance(optimizer, (_DistributedOptimizer, _DistributedAdasumOptimizer)):
         raise ValueError(f"the optimizer is distributed already: {type(optimizer).__name__}")
     choose_op(op, None)
@@ -347,7 +348,7 @@ def _refuse_intolerant(fault_tolerant: bool, options: dict[str, bool]) -> None:
     """Refuses what a reduction cannot be repeated with, or what fault tolerance has no meaning for."""
     for name, given in options.items():
         if fault_tolerant and given:
-            raise ValueError(f"fault_tolerant=True does not go with {name}")
+            raise ValueError(f"fault_tolerant=True cannot be combined with {name}")
 
 
 def _enter(optimizer: Any, names: dict[torch.Tensor, str]) -> None:

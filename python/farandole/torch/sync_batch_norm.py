@@ -31,7 +31,7 @@ basics.on_init(_reset)
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
-    """As `torch.nn.BatchNorm1d` to `3d`, with statistics of the batches of all ranks together.
+    """Like `torch.nn.BatchNorm1d` to `3d`, with statistics over the batches of all ranks.
 
     Works on CPU and GPU, for any input of at least two dimensions, and for batches of different sizes, also none.
     In evaluation with tracked statistics it is local. Ranks run their layers in the same order.
@@ -86,7 +86,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return _Normalize.apply(input, self.weight, self.bias, statistics, self)
 
     def name_of(self, what: str) -> str:
-        """A name of this layer's own, so that layers may run at the same time, in several threads."""
+        """A unique name of this layer, so that layers may run at the same time in several threads."""
         if self._number < 0 or self._number_of_world != _world:
             self._number, self._number_of_world = next(_layers), _world
         return f"sync_batch_norm.{self._number}.{what}"
@@ -113,7 +113,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
         Args:
             module: Any module; changed in place, unless it is a batch norm itself.
-            process_group: Not used; taken for torch's sake.
+            process_group: Not used; accepted for compatibility with torch.
             process_set: The ranks whose batches count.
 
         Returns:

@@ -3,8 +3,8 @@
 """Searches over hyperparameters whose trials are jobs of several processes.
 
 `optimize` runs an Optuna study, `fmin` a Hyperopt search, `farandole.ray.tune` makes trials of Ray Tune, and the
-estimators work in Spark's `CrossValidator` and `TrainValidationSplit`. `report` is how a training function tells the
-search how it goes, wherever it runs.
+estimators work in Spark's `CrossValidator` and `TrainValidationSplit`. A training function calls `report` to send its
+progress to the search.
 """
 
 from farandole.tuning.points import fmin

@@ -32,29 +32,29 @@ def fmin(
 ) -> dict[str, Any]:
     """Minimizes as `hyperopt.fmin` does, with trials that are jobs of several processes, several at a time.
 
-    Hyperopt gives no trial up, so nobody listens to `farandole.tuning.report`. When the search fails or is interrupted,
-    the trials that run end at their next report.
+    Hyperopt never stops a trial early, so `farandole.tuning.report` has no effect. If the search fails or is
+    interrupted, running trials end at their next report.
 
     Args:
         train: Runs on every rank of a trial with a point of the space. What rank 0 returns is the loss, or a dict with
             it.
         space: The space, of `hyperopt.hp`.
         algo: Draws points; default: `hyperopt.tpe.suggest`.
-        max_evals: Trials that there are in the end, finished ones of `trials` included.
+        max_evals: Final number of trials, including finished ones of `trials`.
         backend: Where trials run; default: `LocalBackend()`.
         metric: The key of the loss in what rank 0 returns; default: `loss`.
         slots: Processes that may run at once; default: one trial at a time.
-        trials: `hyperopt.Trials()` to go on with; they get the new ones.
-        timeout: Seconds after which no further trial begins.
+        trials: `hyperopt.Trials()` to continue; new trials are added.
+        timeout: Seconds after which no new trial begins.
         rstate: A `numpy.random.Generator`, for a search that can be repeated.
-        catch: Exceptions that fail a trial and not the search.
+        catch: Exceptions that make a trial fail without ending the search.
 
     Returns:
         The best point, as `hyperopt.fmin` returns it: `hyperopt.space_eval(space, point)` says what it stands for.
 
     Raises:
         ValueError: There are fewer slots than a trial has processes.
-        FarandoleJobError: A trial failed with what is not in `catch`.
+        FarandoleJobError: A trial failed with an exception that is not in `catch`.
         ImportError: Hyperopt is not installed.
     """
     hyperopt = _hyperopt()

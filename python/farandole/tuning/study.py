@@ -33,11 +33,11 @@ def optimize(
     catch: Sequence[type[Exception]] = (),
     callbacks: Sequence[Callable[[Study, FrozenTrial], None]] = (),
 ) -> None:
-    """Searches with trials that are jobs of several processes, as many at a time as there is room for.
+    """Searches with trials that are jobs of several processes, as many at a time as there are slots.
 
-    What `report` tells on rank 0 goes to the study's pruner; a trial that is pruned ends on all ranks at once. A study
-    in a database or a file (`optuna.create_study(storage=..., load_if_exists=True)`) goes on where it was left: trials
-    that it has finished count.
+    The reports of rank 0 go to the study's pruner. A pruned trial ends on all ranks at once. A study
+    in a database or a file (`optuna.create_study(storage=..., load_if_exists=True)`) continues: trials
+    that it has already finished count.
 
     Args:
         study: The study.
@@ -48,13 +48,13 @@ def optimize(
         n_trials: Trials that the study has in the end, finished or pruned.
         metric: Which of the reported metrics the pruner gets; needed where more than one is reported.
         slots: Processes that may run at once; default: one trial at a time.
-        timeout: Seconds after which no further trial begins.
-        catch: Exceptions that fail a trial and not the search.
+        timeout: Seconds after which no new trial begins.
+        catch: Exceptions that make a trial fail without ending the search.
         callbacks: Called after each trial, as Optuna has it.
 
     Raises:
         ValueError: There are fewer slots than a trial has processes.
-        FarandoleJobError: A trial failed with what is not in `catch`.
+        FarandoleJobError: A trial failed with an exception that is not in `catch`.
         ImportError: Optuna is not installed.
     """
     optuna = _optuna()
@@ -93,11 +93,11 @@ class TrialBackend(Backend):
     Args:
         backend: Where the jobs run.
         trial: The trial.
-        metric: Which metric its pruner gets; may be left out where there is only one.
+        metric: The metric that the pruner gets; may be omitted if there is only one.
 
     Raises:
-        optuna.TrialPruned: From `run`, when the trial's pruner gives it up; its ranks have ended then.
-        ValueError: From `run`: there is no such metric, or several and none was named.
+        optuna.TrialPruned: From `run`, if the pruner stops the trial. Its ranks have ended by then.
+        ValueError: From `run`: the metric is missing, or there are several and none was named.
     """
 
     def __init__(self, backend: Backend, trial: Trial, metric: str | None = None) -> None:
@@ -126,7 +126,7 @@ class TrialBackend(Backend):
 
     def _tell(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._metric is None and len(metrics) != 1:
-            raise ValueError(f"name the metric that the trial is judged by, of {', '.join(metrics) or 'none'}")
+            raise ValueError(f"name the metric that decides the trial, one of {', '.join(metrics) or 'none'}")
         name = self._metric or next(iter(metrics))
         if name not in metrics:
             raise ValueError(f"the trial reported no {name!r}, but {', '.join(metrics)}")

@@ -107,8 +107,8 @@ const fn ignored_in(
 
 /// Section of the configuration file for elastic training; Horovod has none.
 const ELASTIC: &str = "elastic";
-const NO_MPI: &str = "there is no MPI underneath";
-const NO_CYCLES: &str = "the engine has no cycles: it works when there is something to do";
+const NO_MPI: &str = "Farandole does not use MPI";
+const NO_CYCLES: &str = "the engine has no cycles: it works as soon as there is something to do";
 const BY_ITSELF: &str = "the engine chooses the algorithm by size and layout (FARANDOLE_ALLREDUCE_ALGORITHM)";
 const ONE_ENGINE: &str = "there is one engine, and it needs no controller";
 const NO_CACHE: &str = "nothing is cached from run to run";
@@ -130,29 +130,32 @@ pub(crate) const FLAGS: &[Flag] = &[
         ..own(
             "hostfile",
             Takes::Text,
-            "A file with a host a line: \"a slots=2\", \"a:2\" or \"a\"; # begins a comment",
+            "A file with one host on each line: \"a slots=2\", \"a:2\" or \"a\"; # begins a comment",
         )
     },
-    Flag { short: Some('p'), ..own("ssh-port", Takes::Count, "Port for ssh; default: as ssh is configured") },
+    Flag {
+        short: Some('p'),
+        ..own("ssh-port", Takes::Count, "Port for ssh; default: that of ssh's configuration")
+    },
     Flag {
         short: Some('i'),
-        ..own("ssh-identity-file", Takes::Text, "Key for ssh; default: as ssh is configured")
+        ..own("ssh-identity-file", Takes::Text, "Key for ssh; default: that of ssh's configuration")
     },
     own(
         "ssh-command",
         Takes::Text,
-        "Program that reaches other hosts, called with a host and a command; default: the batch system's own, else ssh",
+        "Program that reaches other hosts. It is called with a host and a command; default: that of the batch system, else ssh",
     ),
     own(
         "network-interfaces",
         Takes::Text,
-        "Interfaces, such as eth0,ib0: registrar and links use the network of the first one there is",
+        "Interfaces, such as eth0,ib0. The registrar and the links use the network of the first one that exists",
     ),
     own("network-interface", Takes::Text, "The older form of --network-interfaces"),
     own(
         "output-filename",
         Takes::Text,
-        "Folder for each rank's output besides, in rank.<N>/stdout and rank.<N>/stderr",
+        "Folder in which the output of each rank is also written, to rank.<N>/stdout and rank.<N>/stderr",
     ),
     Flag {
         single: &["prefix-timestamp"],
@@ -161,18 +164,18 @@ pub(crate) const FLAGS: &[Flag] = &[
     own(
         "config-file",
         Takes::Text,
-        "YAML file with Horovod's keys, and any knob under `farandole`; flags win over it",
+        "YAML file with Horovod's keys, and any setting under `farandole`; flags have priority",
     ),
-    own("verbose", Takes::Nothing, "Say where each rank runs and how it ended"),
+    own("verbose", Takes::Nothing, "Print where each rank runs and how it ended"),
     Flag {
         single: &["cb"],
-        ..own("check-build", Takes::Nothing, "Say what this installation can do, and end")
+        ..own("check-build", Takes::Nothing, "Print the features of this installation and exit")
     },
     Flag {
         takes: Takes::Count,
         does: Does::SetsMib("fusion_threshold"),
         key: Some(("params", "fusion_threshold_mb")),
-        ..own("fusion-threshold-mb", Takes::Count, "Largest fused operation, in MiB")
+        ..own("fusion-threshold-mb", Takes::Count, "Largest size of a fused operation, in MiB")
     },
     set(
         "cache-capacity",
@@ -201,21 +204,21 @@ pub(crate) const FLAGS: &[Flag] = &[
         Takes::Count,
         Does::Sets("autotune_warmup_samples"),
         ("autotune", "warmup_samples"),
-        "Samples at the beginning that do not count",
+        "Number of first samples that are ignored",
     ),
     set(
         "autotune-steps-per-sample",
         Takes::Count,
         Does::Sets("autotune_steps_per_sample"),
         ("autotune", "steps_per_sample"),
-        "Steps of a sample",
+        "Number of steps in a score; a sample is the median of five",
     ),
     set(
         "autotune-bayes-opt-max-samples",
         Takes::Count,
         Does::Sets("autotune_samples"),
         ("autotune", "bayes_opt_max_samples"),
-        "Samples after which autotune stops",
+        "Number of samples after which autotune stops",
     ),
     ignored_in(
         "autotune-gaussian-process-noise",
@@ -269,19 +272,19 @@ pub(crate) const FLAGS: &[Flag] = &[
         Takes::Text,
         Does::Sets("log_level"),
         ("logging", "level"),
-        "Least grave events that are logged: trace, debug, info, warning, error or fatal",
+        "Lowest level of logged events: trace, debug, info, warning, error or fatal",
     ),
     set(
         "log-with-timestamp",
         Takes::Nothing,
         Does::Turns("log_hide_time", "0"),
         ("logging", "with_timestamp"),
-        "Begin lines of the log with the time, as they do anyway",
+        "Begin lines of the log with the time, which is the default",
     ),
     own_turn(
         "log-without-timestamp",
         Does::Turns("log_hide_time", "1"),
-        "Lines of the log begin without the time",
+        "Begin lines of the log without the time",
     ),
     own_turn(
         "log-hide-timestamp",
@@ -298,42 +301,42 @@ pub(crate) const FLAGS: &[Flag] = &[
         &["min-np"],
         Takes::Count,
         "min_num_proc",
-        "Makes the job elastic: least number of processes; default there: the number of processes",
+        "Makes the job elastic: smallest number of processes; default in an elastic job: the number of processes",
     ),
     elastic(
         "max-num-proc",
         &["max-np"],
         Takes::Count,
         "max_num_proc",
-        "Elastic: largest number of processes; default: all slots there are, and with spares the number of processes",
+        "Elastic: largest number of processes; default: all slots; with spares, the number of processes",
     ),
     elastic(
         "host-discovery-script",
         &[],
         Takes::Text,
         "host_discovery_script",
-        "Makes the job elastic: a program that prints the hosts there are, `host` or `host:slots` a line; run every second",
+        "Makes the job elastic: a program that prints the available hosts, one `host` or `host:slots` on each line; run every second",
     ),
     elastic(
         "slots-per-host",
         &[],
         Takes::Count,
         "slots_per_host",
-        "Elastic: slots of hosts that the program prints without a number",
+        "Elastic: slots of a host for which the program prints no number",
     ),
     elastic(
         "spares",
         &[],
         Takes::Count,
         "spares",
-        "Elastic: processes beyond the largest number that wait, with all imports done, to take a lost one's place",
+        "Elastic: additional processes that have done their imports and wait to replace a lost process",
     ),
     elastic(
         "elastic-timeout",
         &[],
         Takes::Text,
         "elastic_timeout",
-        "Elastic: seconds for which there may be too few processes before the job fails",
+        "Elastic: seconds with too few processes after which the job fails",
     ),
     elastic(
         "journal",
@@ -347,28 +350,28 @@ pub(crate) const FLAGS: &[Flag] = &[
         &[],
         Takes::Text,
         "registrar_timeout",
-        "Elastic: seconds for which the processes of a job with a journal wait for a command that was killed, before they end; default: 60",
+        "Elastic: seconds for which the processes of a job with a journal wait for a command that was killed; then they end; default: 60",
     ),
     elastic(
         "reset-limit",
         &[],
         Takes::Count,
         "reset_limit",
-        "Elastic: how often the world may change before the job fails; default: without limit",
+        "Elastic: number of changes of the world after which the job fails; default: no limit",
     ),
     elastic(
         "blacklist-cooldown-range",
         &[],
         Takes::Pair,
         "blacklist_cooldown_range",
-        "Elastic: seconds without a new process on a host after a failure there, at first and at most; default: 5 300",
+        "Elastic: seconds for which a host gets no new process after a failure there: after the first failure, and at most; default: 5 300",
     ),
     elastic(
         "discovery-timeout",
         &[],
         Takes::Text,
         "discovery_timeout",
-        "Elastic: seconds that the program may take before it is killed and tried again",
+        "Elastic: seconds after which the program is killed and started again",
     ),
     ignored_in("cycle-time-ms", Takes::Number, ("params", "cycle_time_ms"), NO_CYCLES),
     ignored_in("hierarchical-allreduce", Takes::Nothing, ("params", "hierarchical_allreduce"), BY_ITSELF),
@@ -381,7 +384,7 @@ pub(crate) const FLAGS: &[Flag] = &[
     ignored("no-mpi-threads-disable", Takes::Nothing, NO_MPI),
     ignored("mpi-args", Takes::Text, NO_MPI),
     ignored("binding-args", Takes::Text, NO_MPI),
-    ignored("tcp", Takes::Nothing, "links between hosts are TCP anyway; NCCL is told by NCCL_IB_DISABLE"),
+    ignored("tcp", Takes::Nothing, "links between hosts always use TCP; for NCCL, set NCCL_IB_DISABLE"),
     ignored_in(
         "num-nccl-streams",
         Takes::Count,
@@ -410,7 +413,7 @@ const fn own_turn(name: &'static str, does: Does, help: &'static str) -> Flag {
     Flag { name, takes: Takes::Nothing, does, help, ..PLAIN }
 }
 
-/// Variables of Horovod's that mean nothing here, and the flag that says why.
+/// Horovod variables that mean nothing here, and the flag that says why.
 pub(crate) const IGNORED_VARIABLES: [(&str, &str); 10] = [
     ("HOROVOD_CYCLE_TIME", "cycle-time-ms"),
     ("HOROVOD_HIERARCHICAL_ALLREDUCE", "hierarchical-allreduce"),
@@ -528,8 +531,8 @@ pub(crate) fn reference() -> String {
     let mut page = String::from(
         "# The command line\n\n<!-- Written by `FARANDOLE_WRITE=1 cargo test -p farandole-cli reference`; do not edit. -->\n\n\
          `farandole run [FLAGS] COMMAND...`, and `horovodrun [FLAGS] COMMAND...` of the drop-in package, which is the same \
-         command.\nA flag wins over the file of `--config-file`, the file over a variable, a variable over the default.\n\
-         Variables begin with `FARANDOLE_`; each also answers to its `HOROVOD_` name.\n\n\
+         command.\nA flag has priority over the file of `--config-file`, the file over a variable, a variable over the default.\n\
+         Variables begin with `FARANDOLE_`. If one is not set, the same name with `HOROVOD_` is read.\n\n\
          | flag | what it does | key in the file | variable |\n| --- | --- | --- | --- |\n",
     );
     let text = |text: &str| text.trim().replace('|', "\\|");
@@ -563,7 +566,7 @@ pub(crate) fn reference() -> String {
     );
     let ignored = IGNORED_VARIABLES.map(|(name, flag)| format!("`{name}` (`--{flag}`)")).join(", ");
     page.push_str(&format!(
-        "\nThese variables of Horovod's mean nothing here, for the reason of the flag; the command says so once: {ignored}.\n"
+        "\nThese Horovod variables mean nothing here, for the same reason as the flag. The command prints that once: {ignored}.\n"
     ));
     page.push_str(
         "\nThe exit status is that of the worker that failed first, 128 + n for signal n, and 1 when the job could not \

@@ -220,7 +220,7 @@ fn named(mut error: farandole::config::Error, matches: &ArgMatches, file: &str) 
     error
 }
 
-/// Variables of Horovod's that are set and mean nothing here, with the reason.
+/// Horovod variables that are set and mean nothing here, with the reason.
 fn ignored_variables() -> impl Iterator<Item = String> {
     IGNORED_VARIABLES.iter().filter_map(|(name, flag)| {
         environment(name).filter(|value| !["0", "false"].contains(&value.as_str()))?;

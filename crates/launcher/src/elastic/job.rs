@@ -252,7 +252,10 @@ impl Conduct<'_> {
         // Made in this process, so it is not a fork's.
         let Ok(drained) = self.registrar.events(deadline) else { return };
         if drained.dropped > 0 {
-            tracing::warn!(lines = drained.dropped, "lines of workers were lost: this end could not keep up");
+            tracing::warn!(
+                lines = drained.dropped,
+                "lines of workers were lost: this process could not keep up"
+            );
         }
         let mut starting: Vec<(String, Vec<u32>)> = Vec::new();
         for event in drained.records {

@@ -46,7 +46,7 @@ impl Script {
         for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
             let wrong = |why: &str| format!("the discovery script {} printed {why}: {line}", self.command);
             let (host, slots) =
-                host_of(line).ok_or_else(|| wrong("what is no host, as in node1 or node1:4"))?;
+                host_of(line).ok_or_else(|| wrong("a line that is not a host such as node1 or node1:4"))?;
             let slots = slots.or(self.slots_per_host).ok_or_else(|| {
                 wrong("a host without slots, and --slots-per-host does not say how many it has")
             })?;
@@ -97,7 +97,10 @@ mod tests {
     #[test]
     fn what_is_no_host_is_named() {
         let error = found(&mut script("echo a:2; echo b:x")).unwrap_err();
-        assert!(error.ends_with("printed what is no host, as in node1 or node1:4: b:x"), "{error}");
+        assert!(
+            error.ends_with("printed a line that is not a host such as node1 or node1:4: b:x"),
+            "{error}"
+        );
         let error = found(&mut script("echo a")).unwrap_err();
         assert!(error.contains("--slots-per-host") && error.ends_with(": a"), "{error}");
     }

@@ -135,7 +135,7 @@ impl Looking {
     /// Says of a failure once that it is one: it may repeat itself every second.
     fn failed(&mut self, error: String) {
         if self.failure.as_ref() != Some(&error) {
-            tracing::warn!("{error}; the hosts found last stay, and it is tried again");
+            tracing::warn!("{error}; the hosts that were found last are kept, and it is tried again");
             self.failure = Some(error);
         }
     }

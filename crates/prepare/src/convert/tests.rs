@@ -190,7 +190,7 @@ fn a_fill_that_is_no_value_of_the_column_is_said_when_it_was_meant_for_it() {
     let holes: ArrayRef = Arc::new(Int64Array::from(vec![Some(1), None]));
     assert!(matches!(convert(fill(false), &holes, None), Err(Error::Missing { .. })));
     let error = convert(fill(true), &holes, None).unwrap_err().to_string();
-    assert_eq!(error, "column c is Int64, which this cannot fill: x");
+    assert_eq!(error, "column c is Int64, which cannot hold the value of fill: x");
     let texts: ArrayRef = Arc::new(StringArray::from(vec![Some("a"), None]));
     assert!(
         matches!(convert(fill(false), &texts, None), Err(Error::Missing { .. })),

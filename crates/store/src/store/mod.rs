@@ -142,7 +142,7 @@ impl Store {
         let whole = if path.is_empty() { self.prefix.to_string() } else { format!("{}/{path}", self.prefix) };
         Path::parse(&whole).map_err(|_| Error::Url {
             url: self.name_of(path),
-            reason: "a path without . and .. and empty parts is needed",
+            reason: "the path must not contain . or .. or empty parts",
         })
     }
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The driver's side of an elastic job, whatever runs its workers.
+"""The driver's side of an elastic job on any launcher.
 
-Who is in the world, and when the job is done, the registrar decides; this starts workers, and takes what they say.
+The registrar decides who is in the world, and when the job is done. This module starts workers and receives their
+records.
 """
 
 from __future__ import annotations

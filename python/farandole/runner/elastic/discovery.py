@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What says which hosts an elastic job may use, in Python.
+"""Host discovery of elastic jobs, in Python.
 
 `farandole.run(..., host_discovery_script=...)` takes any object with this method; these classes are Horovod's.
 """
@@ -65,7 +65,7 @@ class HostDiscoveryScript(HostDiscovery):
 
         Raises:
             RuntimeError: It failed, or did not end in time.
-            ValueError: It printed what is no host, or a host without slots where there is no number for all.
+            ValueError: It printed a line that is not a host, or a host without slots and there is no default.
         """
         failed = f"Failed to execute discovery script: {self._discovery_script}"
         try:
@@ -92,7 +92,9 @@ class HostDiscoveryScript(HostDiscovery):
                 raise ValueError(f"{self._discovery_script} printed a host without slots: {line}")
             return line, self._default_slots
         if not host or not slots.isdecimal():
-            raise ValueError(f"{self._discovery_script} printed what is no host, as in node1 or node1:4: {line}")
+            raise ValueError(
+                f"{self._discovery_script} printed a line that is not a host such as node1 or node1:4: {line}"
+            )
         return host, int(slots)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A function on workers that come and go: the native driver runs them, this writes their lines and takes results."""
+"""A function on workers that come and go. The native driver runs them; this module writes their output."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Elastic:
         if not self.is_asked:
             others = {name: value for name, value in self.__dict__.items() if value is not None}
             if others:
-                raise ValueError(f"only elastic jobs take these, which min_num_proc makes a job: {', '.join(others)}")
+                raise ValueError(f"these are for elastic jobs, so set min_num_proc, too: {', '.join(others)}")
             return
         named = [name for name, value in hosts.items() if value is not None]
         if self.discovery is not None and named:

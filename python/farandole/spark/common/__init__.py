@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What estimators of every framework share: backends, stores, parameters, data preparation.
+"""Shared parts of all estimators: backends, stores, parameters, data preparation.
 
 Names are loaded when first used, so that a training process never imports pyspark.
 """

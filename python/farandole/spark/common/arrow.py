@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Between Arrow columns, as Spark hands them to Python, and NumPy arrays, as models want them.
+"""Converts between Arrow columns, as Spark passes them to Python, and NumPy arrays for models.
 
 Spark's vectors arrive as `struct<type, size, indices, values>`: type 1 is dense and its `values` hold every element,
-type 0 is sparse and `size`, `indices` and `values` count. They go back out the same way.
+type 0 is sparse and uses `size`, `indices` and `values`. Predictions are returned in the same form.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _filled(column: Any, name: str, fill: Fill) -> Any:
         value = pa.scalar(fill.text).cast(kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         if fill.named:
-            raise ValueError(f"column {name!r} is {kind}, which this cannot fill: {fill.text}") from None
+            raise ValueError(f"column {name!r} is {kind}, which cannot hold the value of fill: {fill.text}") from None
         return column
     return compute.if_else(missing, value, column)
 

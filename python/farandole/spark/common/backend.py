@@ -94,7 +94,7 @@ class Backend(ABC):
         """Number of workers."""
 
     def check(self) -> None:
-        """Refuses what `run` would refuse before it starts anything; estimators ask before they prepare data.
+        """Raises what `run` would raise before it starts anything. Estimators call it before they prepare data.
 
         Raises:
             ValueError: There are fewer slots than processes, or a setting forbids the job.
@@ -102,7 +102,7 @@ class Backend(ABC):
         return
 
     def through(self, store: Store) -> Backend:
-        """A backend like this one that carries by the store what is too large for its own ways, where that is needed.
+        """A backend like this one that sends large functions and results through the store, if it needs that.
 
         Args:
             store: What every worker and this process reach; an estimator's.
@@ -114,8 +114,8 @@ class Backend(ABC):
 class SparkBackend(Backend):
     """Workers in the tasks of the active Spark session.
 
-    Unlike `farandole.spark.run` this hands variables of the driver to the workers: settings of Farandole, of frameworks
-    and of numerical libraries, as `farandole.runner.environment` lists them, and never
+    Unlike `farandole.spark.run`, it forwards variables of the driver to the workers: settings of Farandole, of
+    frameworks and of numerical libraries, as `farandole.runner.environment` lists them, and never
     `CUDA_VISIBLE_DEVICES` or what looks like a secret. `verbose=2` names what was left out.
 
     With `min_num_proc` or `max_num_proc` the job is elastic, as that of `farandole.spark.run_elastic`: when a worker is
@@ -125,9 +125,9 @@ class SparkBackend(Backend):
         num_proc: Number of processes, or of those that an elastic job begins with; default: Spark's default
             parallelism.
         env: Environment of the workers instead of the driver's; all of it travels.
-        pass_env: Names of further variables of the driver that travel, or patterns such as `"WANDB_*"`.
-        min_num_proc: Fewest processes that train; default: `num_proc`.
-        max_num_proc: Most processes that train; default: `num_proc`.
+        pass_env: Names of further variables of the driver that are forwarded, or patterns such as `"WANDB_*"`.
+        min_num_proc: Smallest number of processes; default: `num_proc`.
+        max_num_proc: Largest number of processes; default: `num_proc`.
         **kwargs: Further arguments of `farandole.spark.run`, such as `stdout`, `verbose` or `start_timeout`; of an
             elastic job those of `farandole.spark.run_elastic`.
     """
@@ -152,7 +152,7 @@ class SparkBackend(Backend):
         unknown = sorted(set(kwargs) - known)
         if unknown:
             raise TypeError(
-                f"SparkBackend takes what farandole.spark.{name} takes, and not {', '.join(unknown)}: "
+                f"SparkBackend takes what farandole.spark.{name} takes, but not {', '.join(unknown)}: "
                 f"{', '.join(sorted(known))}"
             )
         self._kwargs = kwargs
@@ -185,7 +185,7 @@ class SparkBackend(Backend):
             )
             names = ", ".join(left)
             output.say(
-                f"variables of the driver that do not reach the workers (pass_env names those that must): {names}", 2
+                f"variables of the driver that are not forwarded to the workers (pass_env adds names): {names}", 2
             )
 
     def plain(self) -> dict[str, Any]:
@@ -224,26 +224,26 @@ class LocalBackend(Backend):
     They get this process's environment and modules, and listen on loopback alone, as this process does. Unless
     `OMP_NUM_THREADS` is set, each gets its fair share of the cores.
 
-    With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost the others go on, and another one
-    takes its place.
+    With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost, the others continue, and another
+    one takes its place.
 
     Args:
         num_proc: Number of processes, or of those that an elastic job begins with; default: the number of cores.
         env: Variables to set in the workers; `None` as a value removes one.
-        start_timeout: Seconds all workers may take to start; default as in `farandole.spark.run`.
+        start_timeout: Seconds within which all workers must start; default as in `farandole.spark.run`.
         stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
-        verbose: 0 is silent but for the workers, 1 says what is waited for, 2 also says where each rank runs.
+        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each rank runs.
         prefix_output_with_timestamp: Whether those lines also start with the time.
         executable: Python interpreter of the workers; default: this one.
         warm: Whether workers start warm, from a fork server of this process that has imported torch; by default they do
             where this process has imported it, unless `FARANDOLE_WARM_WORKERS` says `off`.
         output_folder: Where each rank's output is also written, to `rank.<N>/stdout` and `rank.<N>/stderr`.
-        min_num_proc: Fewest processes that train; default: `num_proc`.
-        max_num_proc: Most processes that train; default: `num_proc`.
+        min_num_proc: Smallest number of processes; default: `num_proc`.
+        max_num_proc: Largest number of processes; default: `num_proc`.
         elastic_timeout: Seconds an elastic job may wait for `min_num_proc` workers; default as in
             `farandole.spark.run_elastic`.
-        reset_limit: Worlds after the first that an elastic job may form; default: any number.
+        reset_limit: Number of changes of the world after which an elastic job fails; default: no limit.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class LocalBackend(Backend):
         limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
         self._limits = {name: value for name, value in limits.items() if value is not None}
         if self._limits and not self._bounds:
-            raise ValueError(f"only elastic jobs take these, which min_num_proc makes a job: {', '.join(self._limits)}")
+            raise ValueError(f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}")
         self._env = dict(env or {})
         self._start_timeout = start_timeout
         self._streams = Streams(stdout, stderr, prefix_output_with_timestamp, verbose, output_folder)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A history as a picture: lines over epochs, in SVG, which notebooks show and files hold without any library."""
+"""A chart of a history: lines over epochs, in SVG, which notebooks show without any library."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checks of single parameter values; each returns the value in its canonical form, or says what was expected."""
+"""Checks of single parameter values. Each returns the value in its canonical form, or raises an error."""
 
 # ruff: noqa: PLC0415 - as the store loads the native library
 
@@ -32,7 +32,9 @@ def compression(value: Any) -> Any:
     """One of `Compression`, or a compressor that keeps what it has left out."""
     wanted = ("compress", "decompress"), ("rounds", "reduce")
     if not any(all(callable(getattr(value, name, None)) for name in names) for names in wanted):
-        raise TypeError(f"gradient_compression must be of Compression, such as fp16, or a compressor: {value!r}")
+        raise TypeError(
+            f"gradient_compression must be a member of Compression, such as fp16, or a compressor: {value!r}"
+        )
     return value
 
 
@@ -82,7 +84,9 @@ def categories(value: Any) -> dict[str, Any]:
     for name, one in by_name.items():
         is_count = isinstance(one, Integral) and not isinstance(one, bool)
         if not isinstance(name, str) or not (one is None or is_count or isinstance(one, list | tuple)):
-            raise TypeError(f"categories of a column are a list of values, a number of them or None: {name!r}: {one!r}")
+            raise TypeError(
+                f"categories of a column must be a list of values, a number of values, or None: {name!r}: {one!r}"
+            )
     return {name: list(one) if isinstance(one, tuple) else one for name, one in by_name.items()}
 
 
@@ -258,7 +262,7 @@ def shapes(name: str) -> Callable[[Any], list[list[int]]]:
             if not all(isinstance(size, Integral) and (int(size) > 0 or size == -1) for size in shape):
                 raise ValueError(f"{name} must hold positive sizes or -1: {list(shape)}")
             if list(shape).count(-1) > 1:
-                raise ValueError(f"{name} may leave one size of a shape open: {list(shape)}")
+                raise ValueError(f"{name} may contain -1 only once in a shape: {list(shape)}")
         return [[int(size) for size in shape] for shape in value]
 
     return convert

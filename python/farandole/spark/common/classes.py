@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Predictions in Spark ML's manner: raw predictions, probabilities, a predicted class, thresholds and names of classes.
 
-They are of models of one label. What a model returns has a form: `logits`, `probabilities` or `log_probabilities` of
-classes, or `values` that are no classes. A model of two classes may return one number, that of the second class.
+They are for models with one label. The output of a model has a form: `logits`, `probabilities` or `log_probabilities`
+of classes, or `values`, which are not classes. A model with two classes may return one number, that of the second
+class.
 """
 
 # ruff: noqa: N802, N815, PLC0415 - names are Spark ML's; tasks load what they need
@@ -42,7 +43,7 @@ def _thresholds(value: Any) -> list[float] | None:
         return None
     numbers = check.numbers("thresholds")(value)
     if any(not 0 <= one < float("inf") for one in numbers) or numbers.count(0.0) > 1 or len(numbers) < _TWO:
-        raise ValueError(f"thresholds are one number of each class, 0 or more, at most one of them 0: {value}")
+        raise ValueError(f"thresholds must be one number for each class, 0 or more, and at most one of them 0: {value}")
     return numbers
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which columns take part in a fit, and whether a DataFrame or a data set has them in a usable form."""
+"""The columns of a fit, and checks that a DataFrame or a data set has them in a usable form."""
 
 # ruff: noqa: PLC0415 - training processes load no pyspark
 
@@ -86,7 +86,7 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
         name = source_of(given, present)
         if name != given and role != "feature column":
             raise ValueError(
-                f"{role} {given!r} is not in the {where}: a feature alone can say where {name!r} is missing"
+                f"{role} {given!r} is not in the {where}: only a feature can show where {name!r} is missing"
             )
         if name not in present:
             name = name.removesuffix(SUFFIX)

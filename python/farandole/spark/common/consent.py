@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Consent to unpickle what lies in a store, which runs the code in it.
+"""Consent to unpickle files of a store, which runs their code.
 
-The variable `FARANDOLE_ALLOW_PICKLE` holds for a process: `1` allows, `0` refuses. A reader's `allow_pickle(...)` goes
-before it. Without either, the two kinds of reads differ:
+The variable `FARANDOLE_ALLOW_PICKLE` applies to a process: `1` allows, `0` refuses. A reader's `allow_pickle(...)` has
+priority. Without either, the two kinds of reads differ:
 
-- the resume of a run reads a checkpoint that nobody named: it unpickles nothing but tensors and plain values;
-- `load(path)` reads what the user named: it unpickles, and says so in a warning. Spark ML's own `PipelineModel.load`
-  has no place for a parameter, and whoever saved a pipeline expects to load it.
+- when a run is resumed, the user has not named the checkpoint: only tensors and plain values are unpickled;
+- in `load(path)`, the user has named the path: it is unpickled, with a warning. Spark ML's own `PipelineModel.load`
+  takes no such parameter, and users expect that a saved pipeline can be loaded.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
     """
     if (given() if allowed is None else allowed) is False:
         raise PickleNotAllowedError(
-            f"what is saved at {path} holds pickled code, which is not allowed to run: allow it by "
+            f"what is saved at {path} holds pickled code, which is not allowed to run: allow it with "
             f"read().allow_pickle(True) or {VARIABLE}=1{instead}"
         )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Parquet that nobody prepared, copied into the store where its rows have to be encoded before they can be read."""
+"""Encoded copies, in the store, of Parquet that was not prepared."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def encoded(
     url = store.get_train_data_path(found.index)
     if native.read_manifest(url) is not None:
         raise ValueError(
-            f"the data at {url} was prepared without the categories, values for what is missing, or columns of it that "
-            "are asked for: give categories and fill to prepare_data, too"
+            f"the data at {url} was prepared without the requested categories, fill values or __missing columns: "
+            "pass categories and fill to prepare_data, too"
         )
     sides = Roles(roles.features, roles.labels, roles.weight)
     with contextlib.ExitStack() as held:

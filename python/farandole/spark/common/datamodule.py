@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What an estimator's `data_module` is: a class whose objects give a process its batches.
+"""The interface of an estimator's `data_module`: a class whose objects return the batches of a process.
 
-The default needs none: batches come from the native reader. A class of one's own is built in every training process
+By default there is none, and batches come from the native reader. Your own class is created in every training process
 with the arguments below, entered as a context, and asked for `train_data()` and `val_data()`: iterables of batches,
 each a dict or a named tuple of columns, rows first.
 """

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Digests of what users give to estimators: values, tensors, functions, modules, and objects of any class.
 
-A digest is the same in another process: no address, no order of a set and no path of a file is in it. A function counts
-by its code, its defaults and what it holds; a class by its name; an object by its class and its public plain values.
+A digest is the same in another process: it contains no address, no order of a set and no path of a file. A function is
+represented by its code, its defaults and its closure, a class by its name, and an object by its class and its public
+plain values.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checkpoints that outlive a loss of power, and what becomes of a damaged one.
+"""Checkpoints that survive a loss of power, and the use of the previous one if the last one is damaged.
 
-On a file system a checkpoint is written beside its place and synchronized. Then the one before gets its second name,
-the new one takes the place, and the directory is synchronized:
+On a file system, a checkpoint is written to a temporary name and synchronized. Then the previous one gets its second
+name, the new one gets its name, and the directory is synchronized:
 
     checkpoint             the last one
     checkpoint.previous    the one before
 
-Object stores show a file when they have all of it, and keep it: there the one before is copied, then the new one is
-written. HDFS does the same with a rename, and its data nodes keep what they acknowledged by their own settings.
+Object stores show a file only when it is complete. There, the previous one is copied, then the new one is written. On
+HDFS the previous one is renamed, and the settings of the data nodes decide what survives a loss of power.
 
-Checkpoints of PyTorch, Lightning and Keras are zip archives, whose checksums say whether one is whole.
+Checkpoints of PyTorch, Lightning and Keras are zip archives, whose checksums show whether a file is complete.
 """
 
 from __future__ import annotations
@@ -189,12 +189,12 @@ def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes 
     if found is None:
         if there or store.exists(name + PREVIOUS):
             raise ValueError(
-                "no checkpoint of the run is whole and of this run, as warnings have said: choose another run_id, or "
-                f"delete {store.url} to begin anew"
+                "the run has no usable checkpoint (see the warnings): choose another run_id, or "
+                f"delete {store.url} to start the run from the beginning"
             )
         return None
     state = "cannot be used" if there else "is missing"
-    _log.warning("%s/%s %s: the run goes on from the one before, %s%s", store.url, name, state, name, PREVIOUS)
+    _log.warning("%s/%s %s: the run continues from the one before, %s%s", store.url, name, state, name, PREVIOUS)
     write(store, name, found)
     return found
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What becomes of categories and of missing values: the same in preparation, in a loader and in `transform`.
+"""The encoding of categories and missing values, which is the same in preparation, in a loader and in `transform`.
 
-A column of categories becomes int32 indices: 0 for a missing value, 1 for one that is not among the categories, and
-from 2 on the categories in their order. A label of categories becomes the index of its class, from 0 on. A feature
-`age__missing`, where rows have a column `age` alone, says where that is missing.
+A column of categories becomes int32 indices: 0 for a missing value, 1 for an unknown value, and 2 and higher for the
+categories in their order. A label of categories becomes the index of its class, from 0 on. If the rows have no column
+`age__missing`, a feature of that name is true in rows in which `age` is missing.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ class Encoding:
             if name in self.fill:
                 column = compute.fill_null(column, pa.scalar(self.fill[name], column.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-            raise ValueError(f"column {name!r} is {column.type}, its categories or its fill are not: {error}") from None
+            raise ValueError(
+                f"column {name!r} is {column.type}, which its categories or its fill do not match: {error}"
+            ) from None
         found = compute.index_in(column, value_set=known)
         if name in self.labels:
             if found.null_count:

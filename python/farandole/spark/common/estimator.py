@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The life of a fit, whatever the framework: check, prepare, train.
+"""The steps of a fit, for all frameworks: check, prepare, train.
 
-Everything that can be known to be wrong is said before data is written, and everything else before workers start.
+Errors that can be found without data are raised before data is written, and all others before workers start.
 """
 
 # ruff: noqa: PLC0415, SLF001 - Spark ML's names; what needs a session is loaded when there is one
@@ -136,7 +136,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             return self._fit_frame(dataset)
         self._check()
         if dataset.isStreaming:
-            raise ValueError("fit takes a DataFrame that ends, this one is a stream: write it to a table and fit that")
+            raise ValueError("fit does not take a streaming DataFrame: write the stream to a table and fit the table")
         backend, store, roles = self._backend(), self._store(), self._roles()
         check_present(roles, dataset.columns, "DataFrame")
         texts = self.getTransformationFn() is not None
@@ -219,14 +219,14 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         if both:
             raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
         if self.getOnFailure() == "restart" and not self._store().saving_runs():
-            raise ValueError("on_failure='restart' goes on from a checkpoint: the store must save runs")
+            raise ValueError("on_failure='restart' continues from a checkpoint, so the store must save runs")
         fill = self.getFill()
         unused = sorted(set(fill) - {"*", *self._roles().kept}) if isinstance(fill, dict) else []
         if unused:
-            raise ValueError(f"fill is for features, labels and weights, and these are none: {', '.join(unused)}")
+            raise ValueError(f"fill must name features, labels or weights; these are not: {', '.join(unused)}")
         strange = sorted(set(self.getCategories()) - {*self._roles().features, *self.getLabelCols()})
         if strange:
-            raise ValueError(f"categories are features or labels, and these are none: {', '.join(strange)}")
+            raise ValueError(f"categories must be features or labels; these are neither: {', '.join(strange)}")
         self._split()  # refuses what does not go together
         columns = self._class_columns() | ({} if self.getThresholds() is None else {"thresholds": ""})
         if columns:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A store as an fsspec file system, for pandas, pyarrow and whatever else speaks fsspec."""
+"""A store as an fsspec file system, for pandas, pyarrow and other users of fsspec."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
             if mode == "xb" and self.exists(path):
                 raise FileExistsError(path)
             return _Writing(self, path)
-        raise ValueError(f"files of a store are read or written anew, not opened as {mode!r}: {path}")
+        raise ValueError(
+            f"files of a store can only be read or written as a whole, not opened with mode {mode!r}: {path}"
+        )
 
 
 class _Reading(AbstractBufferedFile):  # pyright: ignore[reportGeneralTypeIssues]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a run was begun with: data, model, loss, optimizer, and every parameter that decides the result.
+"""The fingerprint of a run: data, model, loss, optimizer, and every parameter that decides the result.
 
-A run that goes on from its checkpoint goes on with the same. `DECIDE` names the parameters that make another run,
-`LENGTH` those that only say when a run ends, and `ELSEWHERE` those that change nothing about the result: where
+A run continues from its checkpoint only with the same fingerprint. `DECIDE` contains the parameters that make another
+run, `LENGTH` those that decide only when a run ends, and `ELSEWHERE` those that do not change the result: where
 processes run, how fast they read, what is shown.
 """
 

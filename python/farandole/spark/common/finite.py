@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A loss that is NaN or infinite ends training: all weights would be of that kind one step later."""
+"""A loss that is NaN or infinite ends training, because all weights would be NaN one step later."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def frame(history: list[Entry]) -> pd.DataFrame:
 
 
 def entries(history: Mapping[str, Sequence[Any]], times: Sequence[Mapping[str, float]] | None = None) -> list[Entry]:
-    """A history of Keras's, a list per name, as entries.
+    """Converts a Keras history, a list per name, to entries.
 
     Args:
         history: by name; names of validation start with `val_`.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the run viewer shows of a fit besides its history: `_record.json` and `logs/steps.jsonl` of the run.
+"""The files of a run for the run viewer, besides its history: `_record.json` and `logs/steps.jsonl`.
 
-    _record.json        state, parameters, data, environment, code, ranks, events; seen whole or not at all
+    _record.json        state, parameters, data, environment, code, ranks, events; replaced as a whole
     logs/steps.jsonl    loss and speed within epochs, a few thousand lines at most
 
-A thread of the driver writes them, so that a slow store delays no training: soon after something has changed, and each
-`HEARTBEAT` seconds as a sign of life. An error is one line in the log and never fails a fit.
+A thread of the driver writes them soon after a change, and every `HEARTBEAT` seconds as a sign of life, so a slow store
+does not delay the training. An error is one line in the log and never fails a fit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What fitted models of all frameworks share: predictions, their columns, and metrics over rows."""
+"""Code shared by the fitted models of all frameworks: predictions, their columns, and metrics over rows."""
 
 # ruff: noqa: PLC0415 - what needs a session is loaded when there is one
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from farandole.spark.common.chart import Chart
     from farandole.spark.common.evaluation import ClassSums, Evaluation, ValueSums
+    from farandole.spark.common.explained import Layer
     from farandole.spark.common.history import Entry
     from farandole.ui import Viewer
 
@@ -107,9 +108,9 @@ class FarandoleModel(ModelParams, ClassParams, Model):
     ) -> dict[str, float]:
         """How much worse the model predicts when the values of one column are exchanged between rows.
 
-        Values are exchanged between the rows of a task (65,536 at a time), so rows should be in no order: a DataFrame
-        that is sorted by a column understates its importance. The rows are read once and predicted once for each
-        column and repeat.
+        Values are exchanged between the rows of a task (65,536 or 64 MiB at a time), so rows should be in no order: a
+        DataFrame that is sorted by a column understates its importance. The rows are read once and predicted once for
+        each column and repeat.
 
         Args:
             df: the rows, with the label.
@@ -132,7 +133,7 @@ class FarandoleModel(ModelParams, ClassParams, Model):
             raise ValueError(f"repeats must be a whole number, 1 or more: {repeats!r}")
         self._check_columns(df)
         form, label = self._form("importance"), self.getLabelColumns()[0]
-        start = sums(form, self.getThresholds())
+        start = sums(form, self.getThresholds(), by_score=metric == "area_under_roc")
         features = sources_of([name for group in self._inputs() for name in group], df.columns)
         names = {df.columns.index(name): name for name in features}
         found: dict[Any, Any] = {}
@@ -141,6 +142,29 @@ class FarandoleModel(ModelParams, ClassParams, Model):
             for key, counted in part.items():
                 found.setdefault(key, deepcopy(start)).merge(counted)
         return importances(found or {None: start}, names, metric)
+
+    def explain(self) -> str:
+        """The model in words: its inputs and outputs, what is done about missing values, its layers and parameters.
+
+        Returns:
+            Lines of text, which `print` shows.
+        """
+        from farandole.spark.common import explained
+
+        known = self.getSignature() or [{"columns": one} for one in self._inputs()]
+        outputs, run = self.getOrDefault("outputs"), self.getRunId()
+        parts = {
+            "inputs": explained.inputs_told(known, self.getCategories()),
+            "missing values": explained.fills_told(self._encoding().fill, self.getLearned()),
+            "outputs": explained.outputs_told(self.getOutputCols(), outputs, self.getOutputForm(), self.getClasses()),
+            "layers": explained.layers_told(self._layers()),
+        }
+        title = type(self).__name__ + (f" of run {run}" if run else "")
+        return "\n".join([title, *(f"{name}\n  " + "\n  ".join(lines) for name, lines in parts.items() if lines)])
+
+    def _layers(self) -> list[Layer]:
+        """The layers of the model, those with parameters and those without."""
+        raise NotImplementedError
 
     def getClasses(self) -> list[Any] | None:  # noqa: N802 - Spark ML's manner
         """The names of the classes: `class_names`, else the label's categories; `None` where they are numbers."""
@@ -265,7 +289,7 @@ class FarandoleModel(ModelParams, ClassParams, Model):
 
         run, logs = self.getRunId(), (self.getPaths() or {}).get("logs")
         if run is None or logs is None or f"/{run}/" not in logs:
-            raise ValueError("the run of this model was not saved, so that there is nothing to show")
+            raise ValueError("the run of this model was not saved, so there is nothing to show")
         return show(logs.rpartition(f"/{run}/")[0], run=run)
 
     def _entries(self) -> list[Entry]:
@@ -288,7 +312,7 @@ def check_form(what: str, form: str | None, labels: list[str] | None) -> str:
         raise ValueError(f"{what} is for models of one label: {', '.join(labels or [])}")
     if form is None:
         raise ValueError(
-            f"{what} needs to know what the model returns, which its loss does not tell: set output_form to values, "
+            f"{what} needs to know what the model returns, which its loss does not show: set output_form to values, "
             "logits, probabilities or log_probabilities"
         )
     return form
@@ -307,7 +331,7 @@ def check_columns(columns: dict[str, str], form: str, thresholds: list[float] | 
     """
     of_classes = [name for name in columns if name != "predictionCol"] + (["thresholds"] if thresholds else [])
     if form == "values" and of_classes:
-        raise ValueError(f"{of_classes[0]} is for models of classes, the output_form of this one is values")
+        raise ValueError(f"{of_classes[0]} needs a model with classes, but the output_form of this model is values")
 
 
 def _label(name: str, columns: list[str], encoding: Encoding) -> Callable[[pa.RecordBatch], npt.NDArray[Any]]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A fit as a notebook shows it: a bar, a line of numbers and a chart that grows with every epoch, in plain HTML."""
+"""Output of a fit in a notebook: a bar, a line of numbers and a chart that grows with every epoch, in plain HTML."""
 
 # ruff: noqa: PLC0415 - IPython is there where a notebook is
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a model's outputs become as columns of a DataFrame, whatever the framework."""
+"""Converts a model's outputs to columns of a DataFrame, for all frameworks."""
 
 # ruff: noqa: PLC0415 - tasks load what they need
 
@@ -89,7 +89,7 @@ def found_outputs(dataset: DataFrame, labels: Sequence[str], probe: Callable[[Ba
     """
     sizes = numbered(dataset.limit(1)).mapInArrow(_mapped(probe), "size int").collect()
     if not sizes:
-        raise ValueError("the outputs of the model are not known and the DataFrame has no row to find them out")
+        raise ValueError("the outputs of the model are unknown, and the DataFrame has no row to determine them")
     schema = {field.name: field.dataType for field in dataset.schema.fields}
     return [
         Output(numpy_name(schema.get(label)), isinstance(schema.get(label), VectorUDT), row.size)

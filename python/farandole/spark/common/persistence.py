@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Saving and loading estimators and models with Spark ML's own `write()` and `read()`, alone or in a pipeline.
 
-The plain parameters are JSON, as the URLs of a store and the numbers of a backend are; what is none is kept in named
-parts. `farandole.spark.common.saved` describes the files.
+Plain parameters, the URLs of a store and the numbers of a backend are saved as JSON. Everything else is in named parts.
+`farandole.spark.common.saved` describes the files.
 """
 
 # ruff: noqa: N802, SLF001 - Spark ML's names and its own helpers

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where a saved estimator fits when it is loaded: its store's URLs, and its backend's kind and numbers.
+"""The store and the backend of a saved estimator: the store's URLs, and the backend's kind and numbers.
 
-These are plain facts, without secrets: no storage options, no user, no environment, no stream. Who loads the estimator
-elsewhere sets `store` and `backend` as for a new one. Classes of the user's own are not saved.
+These contain no secrets: no storage options, no user, no environment, no stream. To use the estimator elsewhere, set
+`store` and `backend` as for a new one. The user's own classes are not saved.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def put(loaded: Any, saved: Any, path: str) -> None:
             kind = {one: getattr(module, one) for one in known}[entry["class"]]
             loaded.setParams(**{name: kind(**entry["arguments"])})
         except (ValueError, TypeError, KeyError, OSError) as error:
-            _log.warning("the %s that was saved at %s cannot be made here, set one: %s", name, path, error)
+            _log.warning("the %s that was saved at %s cannot be created here, so set one: %s", name, path, error)
             continue
         if entry.get(_OPTIONS):
             _log.warning(
-                "the store saved at %s had storage options, which are never saved: without them its services are asked "
-                "with what the environment gives; set a store that has them",
+                "the store saved at %s had storage options, which are never saved: without them, the "
+                "credentials of the environment are used; set a store that has them",
                 path,
             )
 

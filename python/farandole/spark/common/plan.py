@@ -2,13 +2,12 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Whether two DataFrames are certain to hold the same rows.
 
-Prepared data is reused only then. A plan counts as repeatable when it is deterministic, but for draws by a seed such as
-`rand(1)`, and reads nothing but what cannot change behind it: rows made in this session, and files whose names, sizes
-and times are part of the print.
-Everything else, and every plan of Spark Connect, which shows no plan, is prepared again.
+Prepared data is reused only then. A plan is repeatable if it is deterministic (seeded draws such as `rand(1)` are
+allowed) and reads only data that cannot change unnoticed: rows that this session created, and files whose names, sizes
+and times are part of the print. Everything else is prepared again, also all data of Spark Connect, which shows no plan.
 
-Plans of another session are only told apart by what they say about themselves. So data outlives its session when the
-plan does nothing but read files, select, filter and compute by Spark's own expressions.
+Plans of another session can be compared only by their text. So another session finds data again only if the plan reads
+files, selects, filters and computes with Spark's own expressions, and nothing else.
 """
 
 # ruff: noqa: PLC0415, SLF001 - processes without Spark load this; the JVM's plan has no public door

@@ -2,12 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """From a DataFrame to prepared data in the store, in one pass on the executors.
 
-Each task hands Spark's Arrow batches to the native `PartitionWriter`, which splits, checks and writes; what it says
-about its files comes back as one row, and the driver commits the manifest last. Data without a manifest does not
-exist, so a failed or repeated task leaves nothing that anybody reads. What is wrong with the data comes back as a
-row too: Spark would repeat a failing task, and wrap one sentence into two stack traces.
+Each task passes Spark's Arrow batches to the native `PartitionWriter`, which splits, checks and writes them. The
+summary of its files is returned as one row, and the driver writes the manifest last. Data without a manifest is not
+used, so files of a failed or repeated task are never read. Errors in the data are returned as a row, too, because Spark
+would repeat a failing task, and wrap the message into two stack traces.
 
-Rows made in this session are found again by this process alone; what a plan reads from files by any, see `plan`.
+Only this process finds prepared rows of this session again. Any process finds data that a plan reads from files: see
+`plan`.
 """
 
 # ruff: noqa: PLC0415 - tasks load what they need

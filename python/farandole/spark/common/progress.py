@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the driver shows while a fit runs: a bar in a terminal, a live chart in a notebook, a line per epoch elsewhere.
+"""Progress of a fit in the driver: a bar in a terminal, a live chart in a notebook, a line per epoch elsewhere.
 
-At `verbose=0` it shows nothing.
+With `verbose=0` it shows nothing.
 
 Workers send two kinds of reports: `{"kind": "step", ...}` a few times per second and `{"kind": "epoch", ...}` with an
 entry of the history. A report that cannot be shown never disturbs the training.

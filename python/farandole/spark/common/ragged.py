@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Columns of lists that have different lengths: how they are stored, and how they become arrays.
 
-Prepared data holds the bytes of each row's values, which the native reader gathers as it does any column of bytes. A
-batch is padded when it is handed out, to the shortest of a few lengths that holds its longest row.
+Prepared data contains the bytes of each row's values, which the native reader gathers like any column of bytes. A batch
+is padded when it is returned, to the shortest of a few lengths that fits its longest row.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LONG = 32
 
 @dataclass(frozen=True)
 class Pad:
-    """How the rows of a ragged column become rows of one length.
+    """Pads the rows of a ragged column to one length.
 
     Args:
-        value: What stands behind the last value of a row.
+        value: The value that fills a row after its last value.
         max_length: Values of a row that are kept; default: those of the longest row that is prepared.
         buckets: How many lengths batches may have: 8 of 512 are 64, 128, and so on. With 1, the default, each batch has
             `max_length`.

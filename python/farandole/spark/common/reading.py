@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which rows a training process reads, and how: what estimators of all frameworks tell it."""
+"""What a training process reads, and how, for the estimators of all frameworks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Data:
     def module(
         self, kind: Any, *, epochs: int, transformation: Any, rank: int, size: int, steps: tuple[int, int]
     ) -> Any:
-        """A data module of the user's, made with the arguments of Horovod's.
+        """Creates the user's data module with the arguments of Horovod's data modules.
 
         Args:
             kind: its class.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Who trains a run, and with what: one driver at a time, and always the same data, model and parameters.
+"""The driver and the fingerprint of a run: one driver at a time, and always the same data, model and parameters.
 
-Two drivers would write each other's checkpoints and history. And a fit that goes on from the checkpoint of other data
-or parameters would return a model of those: `_fingerprint.json` in the run's directory says what it was begun with.
+Two drivers would overwrite each other's checkpoints and history. A fit that continues from a checkpoint of other data
+or parameters would return a wrong model, so `_fingerprint.json` in the run's directory describes the start of the run.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def begin(
         text = remote.read(FINGERPRINT)
         before = None if text is None else Fingerprint.of_json(text)
         if before is None:
-            tell(f"run {run_id} does not say which data and parameters it was begun with; it goes on with these")
+            tell(f"run {run_id} has no record of its data and parameters; it continues with the present ones")
         else:
             check(before, fingerprint, run_id, force=force, tell=tell)
         _tell_of_epochs(remote, run_id, epochs)
@@ -122,14 +122,14 @@ def check(before: Fingerprint, now: Fingerprint, run_id: str, *, force: bool, te
     different = "; ".join(map(str, before.compare(now)))
     if different and not force:
         raise RunDiffersError(
-            f"run {run_id!r} was begun with something else, so that its checkpoint is not one of this fit: {different}."
-            ' Choose another run_id for a run of its own, or set resume="force" to go on from the checkpoint all the '
-            "same"
+            f"run {run_id!r} was started with something else, so its checkpoint does not belong to this "
+            f"fit: {different}."
+            ' Choose another run_id to start a new run, or set resume="force" to continue from the checkpoint anyway'
         )
     if different:
-        tell(f"run {run_id} goes on although it was begun with something else: {different}")
+        tell(f"run {run_id} continues although it was started with something else: {different}")
     if before.has_other_weights(now):
-        tell(f"the model of run {run_id} had other initial weights; those of its checkpoint count")
+        tell(f"the model of run {run_id} had other initial weights; the weights of its checkpoint are used")
 
 
 def _tell_of_epochs(remote: RemoteStore, run_id: str, epochs: int) -> None:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The directory of a saved estimator or model, and how one save takes the place of another.
+"""The directory of a saved estimator or model, and how one save replaces another.
 
     metadata/part-*             one JSON object: class, uid, parameters, and "save", which names the data of it
     data/save=<id>/*.parquet    rows of (part, chunk, bytes): named parts, cut in pieces
 
-Overwriting adds before it deletes. The new data goes to a directory of its own. The new metadata follows, as one file
-that appears as a whole. From then on the new save counts: readers take the metadata with the highest number. The old
-files go last. Whatever fails in between, one complete save is left, and the next `overwrite` deletes the rest.
+An overwriting save adds before it deletes. The new data goes to its own directory. The new metadata follows, as one
+file that appears as a whole. From then on the new save is valid: readers use the metadata with the highest number. The
+old files are deleted last. If a step fails, one complete save remains, and the next `overwrite` deletes the rest.
 
 Saves of earlier versions have no "save" in their metadata, and their files are directly in `data/`. They are read, too,
 and earlier versions read what is written here: a directory `save=<id>` is a partition to Spark.
 
-Spark writes and reads wherever it has a file system for the path's scheme. Elsewhere, as on most installations for
-`s3://`, `gs://` and `az://`, the native store does, with the environment's credentials. Both see the same files.
+Spark writes and reads if it has a file system for the path's scheme. Otherwise, for example for `s3://`, `gs://` and
+`az://` on most installations, the native store does, with the credentials of the environment. Both see the same files.
 """
 
 # ruff: noqa: PLC0415, SLF001 - loaded where it is needed; Spark's own helpers
@@ -104,7 +104,7 @@ class Saved:
             FileExistsError: something is there, and may not be; or it is of another class, and cannot be deleted.
         """
         if not overwrite and self._files.exists():
-            raise FileExistsError(f"there is something already, write().overwrite() replaces it: {self._path}")
+            raise FileExistsError(f"the path already exists; write().overwrite() replaces it: {self._path}")
         before, old = _saves(self._files.texts()), self._files.names()
         if old is None and any(one["class"] != metadata["class"] for one in before):
             raise FileExistsError(

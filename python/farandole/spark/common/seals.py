@@ -2,13 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The marker in a run's directory, which ties the checkpoints there to the jobs that wrote them.
 
-`_run.json` names the run and, of every checkpoint, size and SHA-256 of the last contents. A checkpoint that it does not
-know is not what a job of this run wrote, and is not used. The marker is written before the checkpoint that it names, so
-that it knows every checkpoint that a loss of power can leave.
+`_run.json` contains the name of the run, and size and SHA-256 of the last contents of every checkpoint. A checkpoint
+that it does not contain was not written by a job of this run, and is not used. The marker is written before the
+checkpoint, so it contains every checkpoint that can remain after a loss of power.
 
-Who can write to the store can write a marker, too. Against that the store's owner gives a secret, in the variable
-`FARANDOLE_STORE_SECRET` of the driver: then every entry has a seal, an HMAC-SHA256 of the run and the content, and a
-checkpoint without one is refused. The workers get a key that is good for their run alone.
+Anybody who can write to the store can write a marker, too. To prevent that, the owner of the store sets a secret in the
+variable `FARANDOLE_STORE_SECRET` of the driver. Then every entry has a seal, an HMAC-SHA256 of the run and the content,
+and a checkpoint without a seal is refused. The workers get a key that is valid for their run only.
 """
 
 from __future__ import annotations

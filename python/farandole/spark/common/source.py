@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where a training process gets its batches from: the native reader, as NumPy arrays.
+"""The batches of a training process: from the native reader, as NumPy arrays.
 
 Rank `r` of `n` has the rows `r, r + n, r + 2n, ...` of a pass, and every rank has the same number of steps. Its last
-batch may hold a row less than another's; where a step has fewer rows than there are processes, some have none and
-repeat rows that do not count. A pass sees each row once; an epoch of more steps than a pass has goes on with the next.
+batch may have one row less than that of another rank. If a step has fewer rows than there are processes, some processes
+repeat rows with weight 0. A pass contains each row once. If an epoch has more steps than a pass, it continues with the
+next pass.
 
-In an elastic job an epoch goes on in the middle with another number of processes: at a `Place`, which is the same for
-all of them. The order of a pass does not depend on that number.
+In an elastic job, an epoch may continue in the middle with another number of processes: at a `Place`, which is the same
+for all of them. The order of a pass does not depend on that number.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Source:
         self._fixed = fixed or (in_memory and not moves)
         texts = [one.name for one in self._reader.columns if one.dtype in TEXTS and one.name not in self._ragged]
         if texts and transformation is None:
-            raise ValueError(f"tensors hold no strings: a transformation_fn can make numbers of {', '.join(texts)}")
+            raise ValueError(f"tensors cannot hold strings: a transformation_fn can make numbers of {', '.join(texts)}")
         self.steps = self._reader.steps()
         self.total = dataset.rows
         self.own = max(0, -(-(dataset.rows - rank) // size))

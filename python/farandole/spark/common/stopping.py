@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What is watched from epoch to epoch: when a run has become no better, and which epoch was the best.
+"""Monitors of metrics: early stopping, and the selection of the best epoch.
 
 A watched number is named as in `history_frame()`: `loss`, `val_loss`, a metric, or a metric with `val_` before it.
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where prepared data, checkpoints and logs live.
+"""Stores: the places of prepared data, checkpoints and logs.
 
 A store is a URL and a layout below it:
 
@@ -10,9 +10,9 @@ A store is a URL and a layout below it:
     <prefix>/runs/<run_id>/_fingerprint.json    which data, model and parameters the run was begun with
     <prefix>/runs/<run_id>/logs/                history and logs
 
-The bytes go through the native store, so that the driver, Spark's executors and training processes agree on every path.
-Credentials come from `storage_options`, else from each provider's standard environment variables and files; options
-travel with the store to executors and training processes, the environment does not.
+The native store reads and writes all bytes, so the driver, Spark's executors and training processes agree on every
+path. Credentials come from `storage_options`, or else from each provider's standard environment variables and files.
+Options are sent with the store to executors and training processes; the environment is not.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _flat(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Store:
-    """What an estimator asks of a store; `Store.create` makes the right one for a URL."""
+    """The interface of a store for estimators. `Store.create` returns the right one for a URL."""
 
     @staticmethod
     def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
@@ -120,7 +120,7 @@ class Store:
         return FilesystemStore(prefix_path, *args, **kwargs)
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """Whether there is a data set at `path`: prepared by us, or a directory of Parquet files."""
+        """Whether there is a data set at `path`: prepared data, or a directory of Parquet files."""
         raise NotImplementedError
 
     def get_parquet_dataset(self, path: str) -> Any:
@@ -180,7 +180,7 @@ class Store:
         raise NotImplementedError
 
     def write_text(self, path: str, text: str) -> None:
-        """Writes a text file so that nobody ever sees half of it."""
+        """Writes a text file as a whole: readers never see a part of it."""
         raise NotImplementedError
 
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], contextlib.AbstractContextManager[str]]:
@@ -188,11 +188,11 @@ class Store:
         raise NotImplementedError
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """A function that copies what is in a local directory into the run's."""
+        """A function that copies the content of a local directory to the directory of the run."""
         raise NotImplementedError
 
     def to_remote(self, run_id: str, dataset_idx: int | None = None) -> RemoteStore:
-        """The paths of one run, as values that travel to training processes."""
+        """The paths of one run, as values that are sent to training processes."""
         raise NotImplementedError
 
 
@@ -300,7 +300,7 @@ class AbstractFilesystemStore(Store):
         return f"{type(self).__name__}({self.prefix_path!r})"
 
     def check_path(self, path: str) -> None:
-        """Refuses a path this store cannot serve.
+        """Raises an error for a path that this store cannot serve.
 
         Args:
             path: a path or URL.
@@ -411,7 +411,7 @@ class AbstractFilesystemStore(Store):
         self.write_bytes(path, text.encode())
 
     def write_bytes(self, path: str, data: bytes) -> None:
-        """Writes a file so that nobody ever sees half of it.
+        """Writes a file as a whole: readers never see a part of it.
 
         Args:
             path: path or URL of the file.
@@ -436,7 +436,7 @@ class AbstractFilesystemStore(Store):
         return local_output_dir
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """A function that copies what is in a local directory into the run's.
+        """A function that copies the content of a local directory to the directory of the run.
 
         Args:
             run_id: name of the run.
@@ -482,7 +482,7 @@ class FilesystemStore(AbstractFilesystemStore):
             raise ValueError("a store needs a path, got an empty one")
         scheme = _scheme(path)
         if scheme not in (None, "file"):
-            raise ValueError(f"not a path of a file system, Store.create makes the store for its scheme: {path}")
+            raise ValueError(f"not a path of a file system; use Store.create for its scheme: {path}")
 
     @classmethod
     def matches(cls, path: str) -> bool:
@@ -566,8 +566,8 @@ class HDFSStore(AbstractFilesystemStore):
         prefix_path: where everything lives.
         host: name node or name service of paths that name none; default: the Hadoop configuration's.
         port: its port.
-        user: on whose behalf, where the cluster does not ask for Kerberos; default: `HADOOP_USER_NAME`.
-        kerb_ticket: not used; Kerberos takes the ticket from its standard cache (`KRB5CCNAME`).
+        user: the user name, if the cluster does not use Kerberos; default: `HADOOP_USER_NAME`.
+        kerb_ticket: not used; Kerberos uses the ticket of its standard cache (`KRB5CCNAME`).
         driver: not used; there is one driver.
         extra_conf: Hadoop settings, besides `storage_options`.
         *args: as `AbstractFilesystemStore`, after the prefix.
@@ -647,7 +647,7 @@ class DBFSLocalStore(FilesystemStore):
 
     @classmethod
     def matches(cls, path: str) -> bool:
-        """Whether a path is one of Databricks' forms."""
+        """Whether a path has one of the forms of Databricks."""
         return cls._FORMS.match(path) is not None
 
     def check_path(self, path: str) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a run's record says of the driver: versions, host, Spark, and which code trains. No variables, no arguments."""
+"""The environment in a run's record: versions, host, Spark, and the code. No variables, no arguments."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A run logged elsewhere while it goes on: parameters, losses and metrics of each epoch, the model at its end."""
+"""Logs a run to other services: parameters, losses and metrics of each epoch, and the final model."""
 
 # ruff: noqa: PLC0415 - MLflow and wandb are loaded when they are asked for
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`transformation_fn`: values made anew in the training processes, before the model sees them.
+"""`transformation_fn`: changes values in the training processes, before the model gets them.
 
-As in Horovod the function takes one row, a dict of NumPy values by column, and returns one. A function marked by
-`batched` takes and returns whole batches, a dict of arrays whose first axis is rows, and saves the call per row.
+As in Horovod, the function takes one row, a dict of NumPy values by column, and returns one. A function that is marked
+with `batched` takes and returns whole batches, a dict of arrays whose first axis is rows, which is faster.
 """
 
 from __future__ import annotations
@@ -64,11 +64,13 @@ class Transformation:
         for name, values in made.items():
             if values.dtype.kind in "OSU":
                 raise ValueError(
-                    f"transformation_fn leaves column {name!r} of {values.dtype}, which no tensor can hold: it has to "
-                    "make numbers of it, or transformation_removed_fields to name it"
+                    f"transformation_fn returns column {name!r} of {values.dtype}, which no tensor can hold: "
+                    "convert it to numbers, or name it in transformation_removed_fields"
                 )
             if len(values) != rows:
-                raise ValueError(f"transformation_fn made {len(values)} values of column {name!r} out of {rows} rows")
+                raise ValueError(
+                    f"transformation_fn returned {len(values)} values of column {name!r} out of {rows} rows"
+                )
         return made
 
     def _whole(self, arrays: Arrays) -> Arrays:

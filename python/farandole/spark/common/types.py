@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Types of Spark by other names: NumPy's, Python's, and the words that Horovod's metadata has for them."""
+"""Conversions of Spark's types to types of NumPy and Python, and to the names in Horovod's metadata."""
 
 # ruff: noqa: PLC0415 - what needs Spark is loaded when asked for
 
@@ -44,7 +44,7 @@ def data_type_to_str(dtype: Any) -> str:
     if name in _VECTORS:
         return "Vector"
     if name not in _NAMES:
-        raise ValueError(f"there is no word for this type of Spark's: {dtype}")
+        raise ValueError(f"this Spark type has no name here: {dtype}")
     return _NAMES[name][0]
 
 
@@ -57,7 +57,7 @@ def numpy_type_to_str(dtype: Any) -> str:
     for word, known, _ in _NAMES.values():
         if known is not np.str_ and np.dtype(dtype) == np.dtype(known):
             return word
-    raise ValueError(f"there is no word for this NumPy type: {dtype}")
+    raise ValueError(f"this NumPy type has no name here: {dtype}")
 
 
 def spark_scalar_to_python_type(dtype: Any) -> type:
@@ -67,7 +67,7 @@ def spark_scalar_to_python_type(dtype: Any) -> type:
         ValueError: There is none.
     """
     if _name(dtype) not in _NAMES:
-        raise ValueError(f"Python has no type for this type of Spark's: {dtype}")
+        raise ValueError(f"Python has no equivalent of this Spark type: {dtype}")
     return _NAMES[_name(dtype)][2]
 
 
@@ -81,7 +81,7 @@ def data_type_to_numpy(dtype: Any) -> type:
     if name in (*_VECTORS, "ArrayType"):
         return np.float64
     if name not in _NAMES:
-        raise ValueError(f"NumPy has no type for this type of Spark's: {dtype}")
+        raise ValueError(f"NumPy has no equivalent of this Spark type: {dtype}")
     return _NAMES[name][1]
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Horovod's helpers around prepared data, for code that prepares by itself and trains by `fit_on_parquet`."""
+"""Horovod's helpers for prepared data, for code that prepares data itself and trains with `fit_on_parquet`."""
 
 # ruff: noqa: PLC0415 - what needs Spark is loaded when asked for
 
@@ -288,5 +288,5 @@ def to_list(var: Any, length: int) -> list[Any] | None:
     if len(values) == 1:
         return values * length
     if len(values) != length:
-        raise ValueError(f"a list of length {len(values)} does not go with {length} columns")
+        raise ValueError(f"a list of length {len(values)} cannot be combined with {length} columns")
     return values

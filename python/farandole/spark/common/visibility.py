@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Whether every process sees what another one wrote to a store.
+"""Checks that every process sees the files that another one wrote to a store.
 
-Said before a fit where it can be foreseen, and by the process that does not see it.
+The error is raised before a fit if possible, otherwise in the process that does not see the files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Horovod's loaders for data modules of one's own; PyTorch is loaded when one is asked for."""
+"""Horovod's loaders for your own data modules. PyTorch is imported when a loader is used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

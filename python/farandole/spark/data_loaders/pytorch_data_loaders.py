@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Horovod's PyTorch loaders: batches of one size, as dicts of tensors, from a reader of batches of any size.
 
-A reader is anything that can be iterated again and again and gives dicts or named tuples of columns: a
-`farandole.data.ParquetLoader`, or a reader of petastorm's. `ParquetLoader` makes batches of the right size, shuffled,
-by itself, and needs none of this; the classes are here for code that was written for Horovod's.
+A reader is an object that can be iterated repeatedly and returns dicts or named tuples of columns: a
+`farandole.data.ParquetLoader`, or a petastorm reader. `ParquetLoader` itself returns shuffled batches of the right size
+and does not need these classes. They exist for code that was written for Horovod.
 
 Example:
     ```python
@@ -57,9 +57,9 @@ class PytorchDataLoader(BaseDataLoader):
         """Takes a reader.
 
         Args:
-            reader: Gives batches of any size, anew for every epoch.
+            reader: Returns batches of any size, again in every epoch.
             batch_size: Rows of a batch; the last one of an epoch may have fewer.
-            shuffling_queue_capacity: Rows out of which batches are drawn at random; 0 keeps the reader's order.
+            shuffling_queue_capacity: Number of rows from which batches are drawn at random; 0 keeps the reader's order.
             name: For log lines.
             limit_step_per_epoch: Batches after which an epoch ends; -1: as many as there are.
             verbose: Whether to log the start of each epoch.
@@ -93,7 +93,7 @@ class PytorchDataLoader(BaseDataLoader):
 
 
 class PytorchAsyncDataLoader(AsyncDataLoaderMixin, PytorchDataLoader):
-    """`PytorchDataLoader` whose batches are made in a thread."""
+    """`PytorchDataLoader` whose batches are created in a thread."""
 
 
 class PytorchInfiniteDataLoader(PytorchDataLoader):

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Keras on Spark: `KerasEstimator` fits a DataFrame, `KerasModel` transforms one.
 
-Keras 3 on TensorFlow, torch or JAX, whatever `KERAS_BACKEND` says on the driver. Names are loaded when first used, so
+Keras 3 on TensorFlow, torch or JAX, as `KERAS_BACKEND` says on the driver. Names are loaded when first used, so
 that a training process chooses its devices before Keras is imported, and never imports pyspark.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How columns become what a model takes, in training and in transform alike.
+"""Converts columns to the inputs of a model, in training and in `transform`.
 
 An input whose shape and type the model states gets them; else a vector or list column of `n` elements is `(rows, n)`,
 a scalar column `(rows, 1)`, integers stay integers and the rest is float32. Columns listed together become one array,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The model that a run trains: a copy of the user's, compiled with what the estimator was given.
+"""The model that a run trains: a copy of the user's model, compiled with the parameters of the estimator.
 
-What the estimator was not given comes from how the model was compiled; its optimizer then keeps its state. The user's
-own model is built if it was not, and else left alone.
+Parameters that the estimator lacks come from the compiled model, whose optimizer then keeps its state. The user's own
+model is built if necessary, and otherwise not changed.
 """
 
 from __future__ import annotations

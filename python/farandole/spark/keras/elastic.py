@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How far a run of Keras's has come, and how it goes on from there in another world of an elastic job.
+"""The progress of a Keras run, and how it continues in another world of an elastic job.
 
-A world that fails leaves the processes that are left at the last commit: weights, optimizer, metrics and place in the
-data are all of one step. What is left of that epoch is a `fit` of its own, of which callbacks see nothing.
+After a world fails, the remaining processes go back to the last commit: weights, optimizer, metrics and position in the
+data belong to one step. The rest of that epoch is a separate `fit`, which callbacks do not notice.
 """
 
 from __future__ import annotations

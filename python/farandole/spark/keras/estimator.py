@@ -16,6 +16,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 from farandole.spark.common.columns import Column, check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.explained import signature
 from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
 from farandole.spark.common.source import sample
@@ -63,26 +64,27 @@ class KerasEstimatorParamsReadable(MLReadable["KerasEstimator"]):
 class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadable, KerasEstimatorParamsWritable):
     """Fits a Keras model on a DataFrame, on several processes at once, by Keras's own `fit`.
 
-    The training processes run Keras on the backend of the driver: TensorFlow, torch or JAX (`KERAS_BACKEND`, here or
+    The training processes use the Keras backend of the driver: TensorFlow, torch or JAX (`KERAS_BACKEND`, here or
     in `backend_env`). The model travels as a `.keras` file; classes and functions of yours that it is made of travel
     along. What is not given here, optimizer, loss, metrics, is taken from how the model was compiled.
 
-    How columns become arrays: every feature column is one input of the model, in the shape and type that the model
-    states; an input it does not state is `(rows, n)` for vectors and arrays of length n, `(rows, 1)` for numbers,
+    Columns become arrays as follows. Every feature column is one input of the model, in the shape and type that the
+    model states; an input it does not state is `(rows, n)` for vectors and arrays of length n, `(rows, 1)` for numbers,
     float32, or int64 for integers. Columns listed together, `feature_cols=[["a", "b"], "image"]`, are one input, side
     by side. A label has the shape of its output where it has as many elements, else that of its column. The model is
     tried on the driver and the mapping is printed.
 
-    How it learns: gradients are averaged over processes and the learning rate, a schedule too, is multiplied by their
-    number, on a fresh and on a resumed run alike; a rate that a callback sets is the one that counts. Each row of a
-    step counts the same. Every process takes the same number of steps; each row is seen once per epoch. Metrics are
-    those of all rows, whichever process held them, and so are the logs that callbacks see. The moving statistics of
+    Training: gradients are averaged over processes. The learning rate, or a schedule, is multiplied by their
+    number, in new and in resumed runs. A rate that a callback sets is used unchanged. Each row of a
+    step has the same weight. Every process takes the same number of steps, and each row is seen once per epoch. Metrics
+    are those of all rows, whichever process held them, and so are the logs that callbacks see. The moving statistics of
     batch normalisation are averaged at the end of every epoch. With `random_seed`, the split, the order, and
     Keras on each rank are seeded; dropout differs between ranks.
 
-    A `run_id` whose checkpoint is in the store is resumed: the run goes on after its last complete epoch, up to
-    `epochs` of them all together. It goes on with the data, model, loss, optimizer and parameters that it was begun
-    with, else `fit` says what differs; fits of a tuner, and those with a map of parameters, have runs of their own.
+    If the checkpoint of a `run_id` is in the store, the run continues after its last complete epoch, up to
+    `epochs` in total. It continues with the data, model, loss, optimizer and parameters that it was started
+    with. Otherwise `fit` raises an error that lists the differences. Each fit of a tuner or with a map of parameters
+    has its own run.
 
     Args:
         num_proc: Training processes; default: Spark's default parallelism.
@@ -91,8 +93,8 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         store: Where prepared data, checkpoints and logs live: a `Store`, or a path.
         custom_objects: Classes and functions by name, where Keras asks for them; those that the model is seen to be
             made of need not be listed.
-        optimizer: An optimizer of Keras's or its name; default: the compiled model's, with its state.
-        loss: A loss of Keras's, or a list or dict of one per output; default: the compiled model's.
+        optimizer: A Keras optimizer or its name; default: that of the compiled model, with its state.
+        loss: A Keras loss, or a list or dict with one per output; default: that of the compiled model.
         loss_weights: Weight of each output's loss.
         sample_weight_col: Column with each row's weight in the loss and in the model's `weighted_metrics`.
         metrics: As `compile` takes them; default: the compiled model's.
@@ -106,62 +108,62 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         gradient_compression: Such as `farandole.keras.Compression.fp16`.
         batch_size: Rows per step and process; default 32.
         val_batch_size: The same for validation; default: `batch_size`.
-        epochs: Times the rows are seen; default 1.
+        epochs: Number of passes over the rows; default 1.
         verbose: 0 silent, 1 progress, 2 also what workers print; default 1.
         callbacks: Keras's; they run on every rank and see the scores of all rows. A `TensorBoard` runs on rank 0 and
             writes into the store.
         random_seed: Seed of everything.
         shuffle: Whether each epoch has its own order; default True.
-        partitions_per_process: Most files of prepared data per process; default 10.
+        partitions_per_process: Largest number of prepared files per process; default 10.
         run_id: Name of the run; default `keras_<time>`.
-        resume: `"force"` goes on with a run that was begun with something else, too; default `"auto"`.
+        resume: `"force"` also continues a run that was started with something else; default `"auto"`.
         train_steps_per_epoch: Training steps per epoch, fewer or more than one pass over the rows takes.
         validation_steps_per_epoch: Fewer validation steps per epoch.
-        transformation_fn: Makes other values of each row, a dict by column, in the training processes; marked by
+        transformation_fn: Changes the values of each row, a dict by column, in the training processes; if marked by
             `farandole.spark.common.transform.batched`, of whole batches.
         transformation_edit_fields: Columns it changes: (name, NumPy type, shape, whether nulls are allowed).
         transformation_removed_fields: Columns it removes.
         train_reader_num_workers: Reading threads per process; default 2.
         val_reader_num_workers: The same for validation.
-        reader_pool_type: Accepted for Horovod's sake: readers are native threads.
+        reader_pool_type: Accepted for compatibility with Horovod: readers are native threads.
         label_shapes: Shape of each label's array, -1 for its rows.
         checkpoint_callback: A `ModelCheckpoint` such as `farandole.keras.callbacks.BestModelCheckpoint`: `fit` returns
             the model that it kept, in place of the last one.
         inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
         backend_env: Variables to set in the training processes.
-        use_gpu: Train on GPUs where every process sees one; default True.
-        mp_start_method: How training processes start processes of their own.
+        use_gpu: Train on GPUs if every process sees one; default True.
+        mp_start_method: Start method of processes that a training process starts.
         backward_passes_per_step: Batches whose gradients, averaged, make one step; default 1.
         tensorflow_dataset_prefetch_buffer_size: On TensorFlow, batches prepared ahead; 0, the default, leaves it to
             Keras.
-        data_module: A class that gives batches instead of the native reader, built with the arguments of Horovod's
+        data_module: A class that returns batches instead of the native reader, created with the arguments of Horovod's
             `DataModule`; its `train_data()` and `val_data()` return what `fit` takes.
         shuffle_buffer_size: Ignored.
         compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
-        fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+        fill: Replacement of nulls and NaN, for all columns or a dict by column; without it they are errors.
             `"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` says
             where a column is missing.
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
             one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
-            a list of categories, of how many there may be, or of None for all. What is not given is learned.
+            a list of categories, a number of categories, or None for all. Categories that are not given are learned.
         ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
-        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
         probabilityCol: Column for the probability of each class.
         predictedLabelCol: Column for the name of the class.
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-        class_names: Names of the classes, where the label has none of its own.
-        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: what its loss takes, where that is known.
-        allow_nan: Whether NaN and infinities are values like any others; default False.
+        class_names: Names of the classes, if the label has none.
+        output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
+            `"log_probabilities"`; default: the form that its loss takes, if it is known.
+        allow_nan: Whether NaN and infinities are accepted like other values; default False.
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.
         terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
-        max_restarts: Most restarts of one fit; default 3.
+        max_restarts: Largest number of restarts of one fit; default 3.
     """
 
     @keyword_only
@@ -290,6 +292,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             label_columns=self.getLabelCols(),
             custom_objects=copy.custom_objects,
             run_id=job.run_id,
+            signature=signature(job.shape.inputs),
             **self._carried(prepared),
             paths=job.paths(),
             outputs=[

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Batches as Keras's `fit` takes them, from a generator: the one form that all its backends take.
+"""Batches for Keras's `fit`, from a generator, which is the only form that all Keras backends take.
 
-Rows of a step weigh the same, whichever process holds them. Where processes have different numbers of rows in a step,
-a batch brings its share along, by which the loss is multiplied just before the backward pass, so that neither metrics
-nor the loss that is shown know of it.
+All rows of a step have the same weight, whichever process holds them. If processes have different numbers of rows in a
+step, the batch contains its share. The loss is multiplied by that share just before the backward pass, so neither
+metrics nor the shown loss are affected.
 """
 
 from __future__ import annotations

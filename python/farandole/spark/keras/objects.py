@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The user's classes and functions that a model is made of.
 
-A `.keras` file only names them. Those in use are found here, so that users need not list what their notebook defines;
-they travel to training processes and executors in a pickle.
+A `.keras` file only names them. They are found here, so that users need not list them, and are sent to training
+processes and executors in a pickle.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _ENVIRONMENT = {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"}
 
 
 def _loss(value: Any) -> Any:
-    """A loss of Keras's: its name, an object, a function, or a list or dict of them, one per output."""
+    """A Keras loss: its name, an object, a function, or a list or dict of them, one per output."""
     parts = value.values() if isinstance(value, dict) else (value if isinstance(value, list | tuple) else [value])
     for one in parts:
         if one is not None and not isinstance(one, str) and not callable(one):
@@ -24,7 +24,7 @@ def _loss(value: Any) -> Any:
 
 
 def _metrics(value: Any) -> Any:
-    """Metrics of Keras's, as `compile` takes them."""
+    """Keras metrics, as `compile` takes them."""
     if isinstance(value, dict):
         return value
     return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What of a Keras model, its optimizer and its loss decides the result of a run."""
+"""The parts of a Keras model, its optimizer and its loss that decide the result of a run."""
 
 from __future__ import annotations
 

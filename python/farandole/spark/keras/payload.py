@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Models as bytes, in Keras's own format.
 
-A `.keras` file holds the configuration, weights and the optimizer's state, and names classes and functions without
-holding them; only a Python lambda has its code in it, and Keras loads such a file with `safe_mode=False` alone.
+A `.keras` file contains the configuration, the weights and the optimizer's state. It names classes and functions but
+does not contain them. Only a Python lambda is stored with its code, and Keras loads such a file only with
+`safe_mode=False`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What of Keras's estimator and model is saved, and in which form.
+"""The saved parts of a Keras estimator and model.
 
-A model has the parts "model", a `.keras` file, and, where it is made of the user's classes and functions,
-"custom_objects", a pickle of these; loading the latter runs code, loading the former does not.
+A model has the part "model", a `.keras` file. If it uses the user's classes and functions, it also has the part
+"custom_objects", a pickle of these. Loading the latter runs code, loading the former does not.
 
 An estimator has the parts "model" and "objects": a pickle of its optimizer, functions, callbacks and the like.
 """

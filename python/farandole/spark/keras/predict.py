@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Predictions in Spark's Python workers, one Arrow batch at a time.
 
-The model travels with the tasks' function, or ahead of it where a Connect client has a large one, and is kept by its
-content, so that the tasks which a worker runs one after the other share it. A worker that has not loaded Keras yet
-loads it with the driver's backend, on CPUs.
+The model is sent with the function of the tasks, or before it if a Connect client has a large model. A worker keeps it
+by its content, so that its later tasks use it again. A worker that has not loaded Keras yet loads it with the driver's
+backend, on CPUs.
 """
 
 # ruff: noqa: PLC0415 - loaded in tasks, when there are rows

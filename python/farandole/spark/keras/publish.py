@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What rank 0 writes and tells while a run goes on.
+"""Files and reports that rank 0 writes during a run.
 
-<runs>/<run_id>/checkpoint          after the last complete epoch, a `.keras` file; a repeated run goes on from it
-<runs>/<run_id>/checkpoint.previous the one before; a run goes on from this one where that one is damaged
+<runs>/<run_id>/checkpoint          after the last complete epoch, a `.keras` file; a repeated run continues from it
+<runs>/<run_id>/checkpoint.previous the one before, which is used if the last one is damaged
 <runs>/<run_id>/checkpoint.best     what `checkpoint_callback` kept, another
 <runs>/<run_id>/logs/               history, and scalars for TensorBoard
 """

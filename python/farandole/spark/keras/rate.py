@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The one rule of learning rates: an optimizer trains with its rate times the number of processes.
+"""The rule for learning rates: an optimizer trains with its rate times the number of processes.
 
-Files hold the rate of one process, so that a resumed run and a fresh one are scaled alike.
+Files contain the rate of one process, so resumed and new runs are scaled in the same way.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where a training process begins: devices are chosen before Keras is imported."""
+"""The entry of a training process: it chooses devices before Keras is imported."""
 
 # ruff: noqa: PLC0415 - that is what this module is for
 

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Callbacks by which all processes see the metrics, the statistics and the end of one run.
 
-A metric of Keras's is a function of sums over rows. These are added up over processes before the metric is computed,
-so that also those which are no means, as AUC or F1, are what one process would have got.
+A Keras metric is a function of sums over rows. The sums are added over all processes before the metric is computed, so
+metrics that are not means, such as AUC or F1, have the value of a single process.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """One rank's part of a run: Keras's own `fit` on this rank's rows, with a distributed optimizer.
 
-A run whose checkpoint exists goes on after the last complete epoch, up to `epochs` of them all together.
+If a run has a checkpoint, it continues after the last complete epoch, up to `epochs` in total.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How far a run of Lightning's has come, and how it goes on from there in another world of an elastic job."""
+"""The progress of a Lightning run, and how it continues in another world of an elastic job."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.digests import class_name
 from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.explained import signature
 from farandole.spark.common.fingerprint import Part
 from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
@@ -80,9 +81,9 @@ class LightningEstimator(
     sample weights with one number per row. Columns listed together in `feature_cols` are under `"[a, b]"`. A plain
     module with `optimizer` and `loss` does as well.
 
-    The learning rate is the module's own business and is not scaled. What the module logs becomes the history, as a
+    The module chooses its learning rate, which is not scaled. Values that the module logs become the history, as a
     mean over rows of all processes. A `run_id` whose checkpoint is in the store is resumed after its last complete
-    epoch, optimizers and schedulers included, with the data, model and parameters that it was begun with.
+    epoch, optimizers and schedulers included, with the data, model and parameters that it was started with.
 
     Args:
         num_proc: Training processes; default: Spark's default parallelism.
@@ -104,67 +105,67 @@ class LightningEstimator(
         sample_weight_col: Column with each row's weight.
         batch_size: Rows per step and process; default 32.
         val_batch_size: The same for validation; default: `batch_size`.
-        epochs: Times the rows are seen; default 1.
+        epochs: Number of passes over the rows; default 1.
         verbose: 0 silent, 1 progress, 2 also what workers print; default 1.
         callbacks: Lightning's. A `ModelCheckpoint` writes into the run's directory of the store, and the fitted model
             has the weights of its best checkpoint.
         random_seed: Seed of everything.
         shuffle: Whether each epoch has its own order; default True.
-        partitions_per_process: Most files of prepared data per process; default 10.
-        fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+        partitions_per_process: Largest number of prepared files per process; default 10.
+        fill: Replacement of nulls and NaN, for all columns or a dict by column; without it they are errors.
             `"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` says
             where a column is missing.
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
             one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
-            a list of categories, of how many there may be, or of None for all. What is not given is learned.
+            a list of categories, a number of categories, or None for all. Categories that are not given are learned.
         ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
-        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
         probabilityCol: Column for the probability of each class.
         predictedLabelCol: Column for the name of the class.
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-        class_names: Names of the classes, where the label has none of its own.
-        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: what its loss takes, where that is known.
-        allow_nan: Whether NaN and infinities are values like any others; default False.
+        class_names: Names of the classes, if the label has none.
+        output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
+            `"log_probabilities"`; default: the form that its loss takes, if it is known.
+        allow_nan: Whether NaN and infinities are accepted like other values; default False.
         run_id: Name of the run; default `pytorch_<time>`.
-        resume: `"force"` goes on with a run that was begun with something else, too; default `"auto"`.
+        resume: `"force"` also continues a run that was started with something else; default `"auto"`.
         train_steps_per_epoch: Training steps per epoch.
         validation_steps_per_epoch: The same for validation.
         input_shapes: Shape of each input's tensor, -1 for its rows.
         input_dtypes: Type of each input's tensor; default: `"float32"`.
         label_shapes: Shape of each label's tensor, -1 for its rows.
-        use_gpu: Train on GPUs where every process sees one; default True.
+        use_gpu: Train on GPUs if every process sees one; default True.
         num_gpus: GPUs per process: 0 keeps to CPUs.
         backward_passes_per_step: Batches whose gradients make one step; default 1.
         gradient_compression: Such as `farandole.torch.Compression.fp16`.
-        train_minibatch_fn: Accepted for Horovod's sake; the module's `training_step` trains.
+        train_minibatch_fn: Accepted for compatibility with Horovod; the module's `training_step` trains.
         transformation_fn: As in `farandole.spark.torch`.
         transformation_edit_fields: As in `farandole.spark.torch`.
         transformation_removed_fields: As in `farandole.spark.torch`.
         train_reader_num_workers: Reading threads per process; default 2.
         val_reader_num_workers: The same for validation.
-        reader_pool_type: Accepted for Horovod's sake: readers are native threads.
+        reader_pool_type: Accepted for compatibility with Horovod: readers are native threads.
         inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
         data_module: A `LightningDataModule`, or a class of them that is built with Horovod's arguments.
-        loader_num_epochs: Accepted for Horovod's sake: an epoch is one pass.
+        loader_num_epochs: Accepted for compatibility with Horovod: an epoch is one pass.
         logger: Lightning's logger, or a list of them; files go to the run's logs in the store.
         log_every_n_steps: Steps between rows of a log; default 50.
         profiler: Lightning's profiler.
         terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
         trainer_args: Arguments of Lightning's `Trainer` that win over all others.
-        debug_data_loader: Accepted for Horovod's sake.
-        train_async_data_loader_queue_size: Accepted for Horovod's sake: batches are read ahead.
+        debug_data_loader: Accepted for compatibility with Horovod.
+        train_async_data_loader_queue_size: Accepted for compatibility with Horovod: batches are read ahead.
         val_async_data_loader_queue_size: The same for validation.
-        mp_start_method: How training processes start processes of their own.
+        mp_start_method: Start method of processes that a training process starts.
         precision: `"fp32"`, `"bf16"` or `"fp16"`; default `"fp32"`.
         gradient_clip_norm: Most norm of all gradients together.
         lr_scheduler: For a plain module: a scheduler over the optimizer, or a function that makes one.
-        lr_scheduler_interval: `"epoch"` or `"step"`: when it takes its step; default `"epoch"`.
+        lr_scheduler_interval: `"epoch"` or `"step"`: the interval of its steps; default `"epoch"`.
         early_stopping: As in `farandole.spark.torch`.
         best_checkpoint: As in `farandole.spark.torch`.
-        checkpoint_every: Epochs from one checkpoint that stays to the next.
+        checkpoint_every: Interval in epochs at which a checkpoint is kept.
         compile: Whether `torch.compile` compiles the module; default False.
         deterministic: Whether equal seeds and sizes give equal bits; default False.
         max_steps: Steps after which the run ends.
@@ -172,7 +173,7 @@ class LightningEstimator(
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
-        max_restarts: Most restarts of one fit; default 3.
+        max_restarts: Largest number of restarts of one fit; default 3.
     """
 
     @keyword_only
@@ -329,6 +330,7 @@ class LightningEstimator(
             run_id=base.run_id,
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
+            signature=signature(base.inputs),
             **self._carried(prepared),
             paths=base.paths(),
             outputs=outputs,

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class TorchModel(PlainTorchModel):
-    """Adds predictions to DataFrames, as `farandole.spark.torch.TorchModel`: of the module's `forward`.
+    """Adds predictions of the module's `forward` to DataFrames, like `farandole.spark.torch.TorchModel`.
 
     A subclass that overrides `get_prediction_fn` predicts in its own way, batch by batch.
     """
 
     def get_prediction_fn(self) -> Callable[..., Any]:
-        """What a prediction is: a function of the module and its inputs, which returns its outputs.
+        """Returns the function that predicts: it takes the module and its inputs, and returns the outputs.
 
         The inputs are tensors as in `fit`, one per entry of `feature_columns`, rows first.
         """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The parameters that Lightning's estimator has besides those of PyTorch's."""
+"""The parameters of the Lightning estimator that the PyTorch estimator does not have."""
 
 # ruff: noqa: N815 - names are Spark ML's
 

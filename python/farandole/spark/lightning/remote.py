@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Lightning's training, as it runs in every process of a job.
 
-A run whose checkpoint exists goes on after the last complete epoch, with the state of optimizers and schedulers.
+If a run has a checkpoint, it continues after the last complete epoch, with the state of optimizers and schedulers.
 """
 
 from __future__ import annotations

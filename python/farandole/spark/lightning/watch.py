@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What watches a run of Lightning: history, progress, checkpoints in the store, an early end.
+"""Callbacks of a Lightning run: history, progress, checkpoints in the store, early stopping.
 
-The history has a mean over rows of all processes for everything the module logs: names that start with `val_` are of
-validation, a `train_` before others is left out, and `train` always has a `loss`.
+The history contains every value that the module logs, as a mean over the rows of all processes. Names that start with
+`val_` are of validation, a leading `train_` is removed, and `train` always has a `loss`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Watch:
         self.meter = Meter()
 
     def callback(self, base: type[Any]) -> Any:
-        """A callback of Lightning's that tells this.
+        """A Lightning callback that calls this.
 
         Args:
             base: Lightning's class of callbacks.

@@ -4,8 +4,8 @@
 
     spark-submit .../farandole/spark/tensorflow/compute_worker.py --open-to-the-network service.json
 
-Read what `farandole.tensorflow.data.compute_service` says of the danger first. The driver writes the file, by which
-trainers find the service: they must be able to read it, and to reach the driver.
+First read the warning in `farandole.tensorflow.data.compute_service`. The driver writes the file through which trainers
+find the service. They must be able to read it and to reach the driver.
 """
 
 from __future__ import annotations

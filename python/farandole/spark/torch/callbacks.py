@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What users have called while a model trains.
+"""Callbacks of users during the training of a model.
 
 A callback is a `Callback`, any object with some of its methods, or a function, which is called at the end of epochs.
 All are called on every rank, with the same `TrainingState`.

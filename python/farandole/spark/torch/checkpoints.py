@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A run's checkpoints: the last, the best, and those of every so many epochs.
+"""A run's checkpoints: the last one, the best one, and those that are kept at an interval.
 
-<runs>/<run_id>/checkpoint               after the last complete epoch; what a repeated run goes on from
-<runs>/<run_id>/checkpoint.previous      after the epoch before; it goes on from this one where that one is damaged
+<runs>/<run_id>/checkpoint               after the last complete epoch; a repeated run continues from it
+<runs>/<run_id>/checkpoint.previous      after the epoch before, which is used if the last one is damaged
 <runs>/<run_id>/checkpoint.best          after the best epoch, with `best_checkpoint`
 <runs>/<run_id>/checkpoint.epoch-0010    after the tenth epoch, with `checkpoint_every=10`
 """

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""torch's compiler, imported only where somebody compiles.
+"""torch's compiler, which is imported only if code compiles.
 
-Every optimizer of torch imports `torch._dynamo` for its first step, to mark in it where a graph would have to break;
-that takes longer than to import torch itself. Lightning imports it for a class, and DistributedDataParallel asks for a
-setting. A module in its place has what eager code calls; anything else that is asked of it, or of a module below it,
-brings the compiler.
+Every torch optimizer imports `torch._dynamo` in its first step, to mark where a graph would break. That takes longer
+than to import torch itself. Lightning imports it for a class, and DistributedDataParallel reads a setting. A substitute
+module provides what eager code uses. Any other access to it, or to a module below it, imports the compiler.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def defer() -> None:
     stand_in.__path__ = list(spec.submodule_search_locations or ())
     sys.meta_path.insert(0, _Finder())
     sys.modules[_NAME] = stand_in
-    setattr(torch, "_dynamo", stand_in)  # noqa: B010 - not a name of torch's for a type checker
+    setattr(torch, "_dynamo", stand_in)  # noqa: B010 - type checkers do not know this name of torch
 
 
 def is_deferred() -> bool:

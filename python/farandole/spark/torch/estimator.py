@@ -15,6 +15,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.explained import signature
 from farandole.spark.common.fingerprint import Part
 from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
@@ -62,19 +63,20 @@ class TorchEstimatorParamsReadable(MLReadable["TorchEstimator"]):
 class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadable, TorchEstimatorParamsWritable):
     """Fits a PyTorch model on a DataFrame, on several processes at once.
 
-    How columns become tensors: every feature column is one float32 tensor and one argument of the model, `(rows, n)`
-    for vectors and arrays of length n, `(rows, 1)` for numbers, unless `input_shapes` or `input_dtypes` say otherwise;
-    columns listed together, `feature_cols=[["a", "b"], "image"]`, are one tensor, side by side. A label is int64
-    where its loss takes class indices (`CrossEntropyLoss`, `NLLLoss`, ...) or where the loss is your own and the
+    Columns become tensors as follows. Every feature column is one float32 tensor and one argument of the model, `(rows,
+    n)` for vectors and arrays of length n, `(rows, 1)` for numbers, unless `input_shapes` or `input_dtypes` say
+    otherwise; columns listed together, `feature_cols=[["a", "b"], "image"]`, are one tensor, side by side. A label is
+    int64 if its loss takes class indices (`CrossEntropyLoss`, `NLLLoss`, ...), or if the loss is your own and the
     column holds integers, else float32. The first rows are tried on the driver and the mapping is printed.
 
-    How it learns: gradients are averaged over processes and the learning rate is multiplied by their number, on a
-    fresh and on a resumed run alike. Each row of a step counts the same. Every process takes the same number of steps;
+    Training: gradients are averaged over processes. The learning rate is multiplied by their number, in new
+    and in resumed runs. Each row of a step has the same weight. Every process takes the same number of steps, and
     each row is seen once per epoch. With `random_seed`, the split, the order, and torch on each rank are seeded.
 
-    A `run_id` whose checkpoint is in the store is resumed: the run goes on after its last complete epoch, up to
-    `epochs` of them all together. It goes on with the data, model, loss, optimizer and parameters that it was begun
-    with, else `fit` says what differs; fits of a tuner, and those with a map of parameters, have runs of their own.
+    If the checkpoint of a `run_id` is in the store, the run continues after its last complete epoch, up to
+    `epochs` in total. It continues with the data, model, loss, optimizer and parameters that it was started
+    with. Otherwise `fit` raises an error that lists the differences. Each fit of a tuner or with a map of parameters
+    has its own run.
 
     Args:
         num_proc: Training processes; default: Spark's default parallelism.
@@ -83,7 +85,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         store: Where prepared data, checkpoints and logs live: a `Store`, or a path.
         optimizer: A torch optimizer over the model's parameters.
         loss: A loss of (output, label), or a list of one per label column.
-        loss_constructors: Instead of `loss`: a function that makes it, or a list of one per label column, called in
+        loss_constructors: Instead of `loss`: a function that creates it, or a list of one per label column, called in
             every training process with those of `model`, `optimizer`, `rank` and `size` that it takes by name.
         loss_weights: Weight of each label's loss; default: equal weights.
         metrics: Functions of (output, label), averaged over rows, or metrics of torchmetrics; a list inside the list
@@ -98,67 +100,68 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         sample_weight_col: Column with each row's weight in the loss.
         batch_size: Rows per step and process; default 32.
         val_batch_size: The same for validation; default: `batch_size`.
-        epochs: Times the rows are seen; default 1.
+        epochs: Number of passes over the rows; default 1.
         verbose: 0 silent, 1 progress, 2 also what workers print; default 1.
         callbacks: Called on every rank while the model trains: `farandole.spark.torch.callbacks.Callback`, or
             functions of a `TrainingState` for the end of epochs.
         random_seed: Seed of everything.
         shuffle: Whether each epoch has its own order; default True.
-        partitions_per_process: Most files of prepared data per process; default 10.
+        partitions_per_process: Largest number of prepared files per process; default 10.
         run_id: Name of the run; default `pytorch_<time>`.
-        resume: `"force"` goes on with a run that was begun with something else, too; default `"auto"`.
+        resume: `"force"` also continues a run that was started with something else; default `"auto"`.
         train_steps_per_epoch: Training steps per epoch, fewer or more than one pass over the rows takes.
         validation_steps_per_epoch: The same for validation.
         input_shapes: Shape of each input's tensor, -1 for its rows.
         input_dtypes: Type of each input's tensor, such as `"int64"`; default: `"float32"`.
         label_shapes: Shape of each label's tensor, -1 for its rows.
-        use_gpu: Train on GPUs where every process sees one; default True.
+        use_gpu: Train on GPUs if every process sees one; default True.
         backward_passes_per_step: Batches whose gradients make one step; default 1.
         gradient_compression: Such as `farandole.torch.Compression.fp16`.
         train_minibatch_fn: Trains on one batch, with Horovod's arguments: (model, optimizer, transform_outputs,
             loss_fn, inputs, labels, sample_weights, backward_passes_per_step, batch_idx); it may leave out the last
             ones. It returns (outputs, loss).
-        transformation_fn: Makes other values of each row, a dict by column, in the training processes; marked by
+        transformation_fn: Changes the values of each row, a dict by column, in the training processes; if marked by
             `farandole.spark.common.transform.batched`, of whole batches.
         transformation_edit_fields: Columns it changes: (name, NumPy type, shape, whether nulls are allowed).
         transformation_removed_fields: Columns it removes.
         train_reader_num_workers: Reading threads per process; default 2.
         val_reader_num_workers: The same for validation.
-        reader_pool_type: Accepted for Horovod's sake: readers are native threads.
+        reader_pool_type: Accepted for compatibility with Horovod: readers are native threads.
         inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
-        data_module: A class that gives batches instead of the native reader, built with the arguments of Horovod's
+        data_module: A class that returns batches instead of the native reader, created with the arguments of Horovod's
             `DataModule`.
-        mp_start_method: How training processes start processes of their own.
+        mp_start_method: Start method of processes that a training process starts.
         shuffle_buffer_size: Ignored.
         compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
-        fill: What takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+        fill: Replacement of nulls and NaN, for all columns or a dict by column; without it they are errors.
             `"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` says
             where a column is missing.
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
             one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
-            a list of categories, of how many there may be, or of None for all. What is not given is learned.
+            a list of categories, a number of categories, or None for all. Categories that are not given are learned.
         ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
-        rawPredictionCol: Column for a number of each class, larger for the likelier.
+        rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
         probabilityCol: Column for the probability of each class.
         predictedLabelCol: Column for the name of the class.
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-        class_names: Names of the classes, where the label has none of its own.
-        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: what its loss takes, where that is known.
-        allow_nan: Whether NaN and infinities are values like any others; default False.
+        class_names: Names of the classes, if the label has none.
+        output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
+            `"log_probabilities"`; default: the form that its loss takes, if it is known.
+        allow_nan: Whether NaN and infinities are accepted like other values; default False.
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.
         precision: `"fp32"`, or `"bf16"` or `"fp16"` for autocast, the latter with a GradScaler; default `"fp32"`.
-        gradient_clip_norm: Most norm of all gradients together, after they were averaged.
-        lr_scheduler: A scheduler over the optimizer, or a function that makes one of an optimizer. It sees the
+        gradient_clip_norm: Largest norm of all gradients together, after averaging.
+        lr_scheduler: A scheduler over the optimizer, or a function that creates one from an optimizer. It sees the
             learning rates of one process.
-        lr_scheduler_interval: `"epoch"` or `"step"`: when it takes its step; default `"epoch"`.
+        lr_scheduler_interval: `"epoch"` or `"step"`: the interval of its steps; default `"epoch"`.
         early_stopping: Epochs without an improvement after which the run ends, or a dict of `monitor`, `patience`,
             `min_delta` and `mode`.
-        best_checkpoint: Number of the history by which the best epoch is kept, and returned in place of the last.
-        checkpoint_every: Epochs from one checkpoint that stays to the next.
+        best_checkpoint: Metric of the history that selects the best epoch, whose model is kept and returned instead of
+            the last.
+        checkpoint_every: Interval in epochs at which a checkpoint is kept.
         compile: Whether `torch.compile` compiles the model; default False.
         deterministic: Whether equal seeds and sizes give equal bits; default False.
         max_steps: Steps of the optimizer after which the run ends.
@@ -167,7 +170,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
-        max_restarts: Most restarts of one fit; default 3.
+        max_restarts: Largest number of restarts of one fit; default 3.
     """
 
     @keyword_only
@@ -316,6 +319,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             run_id=job.run_id,
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
+            signature=signature(job.inputs),
             **self._carried(prepared),
             paths=job.paths(),
             outputs=[

@@ -113,7 +113,7 @@ class TfDataServiceConfig:
         """What asks the service.
 
         Args:
-            verbose: Taken for Horovod's sake.
+            verbose: Accepted for compatibility with Horovod.
         """
         del verbose
         return MeetingClient(self.addresses, self.key, self.timeout)

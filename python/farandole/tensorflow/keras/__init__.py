@@ -121,12 +121,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     around it.
 
     Args:
-        optimizer: Keras's; its state goes on in the distributed one, and it is not to be used any more.
+        optimizer: A Keras optimizer. The distributed optimizer takes over its state; do not use the original any more.
         name: A new name, if any; it names the reductions, too, which optimizers that train at the same time in several
             threads need.
         device_dense: Where ops for dense gradients are placed, on TensorFlow.
         device_sparse: Where ops for slices are placed, on TensorFlow.
-        compression: Makes gradients smaller on the wire.
+        compression: Compresses the gradients for transport.
         sparse_as_dense: Whether `IndexedSlices` become tensors first, on TensorFlow; else they are gathered.
         gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
         op: `Average` or `Sum`.
@@ -142,7 +142,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         An optimizer of the same kind, whose class keeps its name, so that saved models load without Farandole.
 
     Raises:
-        ValueError: When arguments do not fit together.
+        ValueError: If arguments contradict each other.
     """
     settings = Settings(
         name,
@@ -179,7 +179,7 @@ def allreduce(
         prescale_factor: Multiplies every rank's value before the reduction.
         postscale_factor: Multiplies the result.
         op: `Average` (the default), `Sum`, ...
-        compression: Makes the value smaller on the wire.
+        compression: Compresses the value for transport.
 
     Returns:
         A NumPy array.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Compressors with a state: gradients that travel in a smaller form, with error feedback.
+"""Compressors with a state: gradients are sent in a smaller form, with error feedback.
 
 An instance is what `DistributedOptimizer(compression=...)` takes besides the classes of `Compression`, and what
 `farandole.torch.ddp_comm_hook.compressor_hook` takes for `DistributedDataParallel`. Each optimizer or model needs an
@@ -11,7 +11,7 @@ instance of its own. Reductions are `Average` or `Sum`.
 | `Fp16`, `Bf16` | 2 n | precision |
 | `Int8(block)` | n + 4 n / block | precision, relative to the largest number of each block |
 | `TopK(share)` | 8 share n from each rank | the small numbers, for now |
-| `PowerSGD(rank)` | 4 rank (rows + columns) | what the product of two thin matrices cannot say |
+| `PowerSGD(rank)` | 4 rank (rows + columns) | what the product of two thin matrices cannot represent |
 
 To write one, derive from `VectorCompressor` (`encode` and `add`), or from `Compressor` (`reduce`).
 

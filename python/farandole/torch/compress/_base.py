@@ -22,13 +22,13 @@ Reducing: TypeAlias = Generator[Waiting, Any, list[torch.Tensor]]
 
 
 class Compressor(ABC):
-    """Reduces gradients over all ranks in some smaller form. Has a state; each optimizer or model needs its own.
+    """Reduces gradients over all ranks in a smaller form. It has a state, so each optimizer or model needs its own.
 
-    Whoever writes one overrides `reduce`, or `encode` and `add` of `VectorCompressor`.
+    To write a compressor, override `reduce`, or `encode` and `add` of `VectorCompressor`.
     """
 
     def rounds(self, size: int) -> int:
-        """How many operations `reduce` yields at most among `size` ranks."""
+        """Largest number of operations that `reduce` yields for `size` ranks."""
         del size
         return 1
 
@@ -55,7 +55,7 @@ class Compressor(ABC):
             average: Whether the sums are divided by the number of ranks.
 
         Returns:
-            What waits for it and returns the reduced gradients; once.
+            A function that waits for the reduction and returns the reduced gradients. Call it once.
         """
         running = self.reduce(gradients, exchange)
         first, done = _advance(running, None)
@@ -84,7 +84,7 @@ class VectorCompressor(Compressor):
     """A compressor of flat vectors of float32, whose payloads are decoded and summed in the order of ranks.
 
     With more than two ranks each rank sums one part of the vector and sends the sum, encoded again, to all, if the
-    payload of a part can be had from that part alone (`splits`); else everybody sends everything to everybody.
+    payload of a part depends on that part alone (`splits`). Otherwise every rank sends everything to every rank.
 
     Args:
         error_feedback: Whether what a payload has lost is added to the next gradient.
@@ -100,7 +100,7 @@ class VectorCompressor(Compressor):
         self._residuals: dict[str, torch.Tensor] = {}
 
     def rounds(self, size: int) -> int:
-        """How many operations a reduction takes."""
+        """Number of operations of a reduction."""
         return 2 if self._parts(size) > 1 else 1
 
     def _parts(self, size: int) -> int:
@@ -116,7 +116,7 @@ class VectorCompressor(Compressor):
 
     @abstractmethod
     def add(self, payload: torch.Tensor, into: torch.Tensor) -> None:
-        """Adds what a payload says to a flat vector of float32."""
+        """Decodes a payload and adds it to a flat vector of float32."""
 
     def reduce(self, gradients: Named, exchange: Exchange) -> Reducing:
         """Sums gradients over all ranks, all as one vector."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Cast(Compressor):
     """16-bit floats: half the bytes of float32.
 
-    Over Farandole's engine sums accumulate in float32. They are rounded once, or twice where hosts have several ranks.
+    Over Farandole's engine, sums accumulate in float32. They are rounded once, or twice if hosts have several ranks.
 
     Args:
         dtype: `torch.float16` or `torch.bfloat16`.

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class Waiting:
-    """An operation under way.
+    """An operation in progress.
 
     Args:
         wait: Waits for it and returns its result.
-        future: Makes a future that is done when it is, if there can be one.
+        future: Returns a future that completes with the operation, if possible.
         result: The result, for those who waited for the future.
     """
 

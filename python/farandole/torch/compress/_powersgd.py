@@ -44,7 +44,7 @@ class PowerSGD(Compressor):
         self._steps: dict[str, int] = {}
 
     def rounds(self, size: int) -> int:
-        """How many operations a reduction takes at most."""
+        """Largest number of operations of a reduction."""
         del size
         return 2
 

@@ -54,7 +54,7 @@ class _Coded(VectorCompressor):
 
 
 class Int8(_Coded):
-    """8-bit codes in blocks, each with a scale of its own: a quarter of the bytes of float32.
+    """8-bit codes in blocks, each with its own scale: a quarter of the bytes of float32.
 
     Codes are never summed: each rank decodes what it gets and sums in float32.
 

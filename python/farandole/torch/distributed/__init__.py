@@ -3,7 +3,7 @@
 """A backend of `torch.distributed` over Farandole's engine.
 
 Importing this module registers the backend `"farandole"`. Its world is the one this process was launched into, so
-`init_process_group` needs no more than the backend's name under `farandole run` and in Spark jobs, which set the
+`init_process_group` needs only the backend's name under `farandole run` and in Spark jobs, which set the
 environment that `env://` reads. A process nobody launched, or who wants no environment, says
 `init_method="farandole://"`.
 

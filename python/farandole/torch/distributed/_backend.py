@@ -74,21 +74,21 @@ class FarandoleBackend(Backend):
 
     @property
     def supports_splitting(self) -> bool:
-        """Yes: that is how ranks hear of groups they are no members of."""
+        """True, because ranks learn through splits of groups of which they are not members."""
         return True
 
     @property
     def supports_coalescing(self) -> bool:
-        """No: torch's coalescing manager has nothing to win, operations fuse by themselves."""
+        """False: torch's coalescing manager is not needed, because the engine fuses operations."""
         return False
 
     @property
     def options(self) -> Backend.Options:
-        """What torch hands on to a group that is split from this one."""
+        """The options that torch passes to a group that is split from this one."""
         return self._options
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Takes part in making a group this process is no member of."""
+        """Takes part in creating a group of which this process is not a member."""
         del device
         agree(None)
 
@@ -110,17 +110,17 @@ class FarandoleBackend(Backend):
         """Does nothing: the world is connected."""
 
     def shutdown(self) -> None:
-        """Waits for what futures were promised."""
+        """Waits for all futures that were returned."""
         self._completer.close()
 
     def abort(self) -> None:
-        """Leaves the world, which fails operations under way."""
+        """Leaves the world. Operations in progress fail."""
         basics.shutdown()
 
     # Reductions.
 
     def allreduce(self, tensors: Tensors, opts: Any) -> FarandoleWork:
-        """Overwrites the tensor by the combination of all ranks' tensors."""
+        """Overwrites the tensor with the combination of all ranks' tensors."""
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
         return self._reduce_into(tensors[0], tensors[0], opts)
@@ -410,12 +410,12 @@ class FarandoleBackend(Backend):
     # The rest.
 
     def barrier(self, opts: Any) -> FarandoleWork:
-        """Is over when every member has called it."""
+        """Returns when every member has called it."""
         del opts
         return FarandoleWork(self._barrier(), [], self._completer)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """A barrier with a deadline; the engine's report of stalls names the ranks that are missing."""
+        """A barrier with a deadline. The engine's stall report names the missing ranks."""
         del wait_all_ranks
         FarandoleWork(self._barrier(), [], self._completer).wait(opts.timeout)
 

@@ -30,7 +30,7 @@ def create(options: Any, _: Any) -> FarandoleBackend | ReconfigurableGroup:
         if theirs != ours:
             raise ValueError(
                 f"torch.distributed was told rank {theirs[0]} of {theirs[1]}, but this process is rank {ours[0]} of "
-                f"{ours[1]}: start it by farandole run, or say init_method='farandole://'"
+                f"{ours[1]}: start it with farandole run, or pass init_method='farandole://'"
             )
         # A group that is bound to a device is one torch splits others from, which tells those who are no members.
         options.process_group.bound_device_id = torch.device("cpu", 0)
@@ -57,9 +57,10 @@ def _reconfigurable(options: Any) -> ReconfigurableGroup:
         raise ValueError("only the default group can be made with enable_reconfigure=True")
     if isinstance(options.store._underlying_non_prefix_store, RegistrarStore):  # noqa: SLF001 - torch has no other name for it
         raise ValueError(
-            "enable_reconfigure=True needs a store that is there whatever becomes of the members, and the store of "
-            "farandole://, to which env:// leads in processes that Farandole has started, ends with their world: pass "
-            "store=, such as a torch.distributed.TCPStore of a process that stays"
+            "enable_reconfigure=True needs a store that survives the loss of any member. The store of "
+            "farandole://, which "
+            "env:// also uses in processes that Farandole has started, ends with their world: pass store=, for example "
+            "a torch.distributed.TCPStore of a process that stays"
         )
     backend = ReconfigurableBackend(
         options.group_rank, options.group_size, options.group_id, options.store, options.timeout

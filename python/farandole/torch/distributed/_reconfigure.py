@@ -194,7 +194,7 @@ class ReconfigurableBackend(FarandoleBackend):
         if not self._linked:
             raise FarandoleUsageError(
                 "the group has no members yet, or has lost them: call reconfigure() before a collective, as "
-                "enable_reconfigure=True asks for"
+                "enable_reconfigure=True requires"
             )
         return super()._next_name()
 
@@ -260,9 +260,7 @@ class _Meeting:
         mine = secrets.token_hex(8)
         held = self._store.compare_set(self._key("claimed"), "", mine)
         if held not in (mine, mine.encode()):
-            raise FarandoleUsageError(
-                f"uuid {self._uuid} was already used: each reconfigure() needs a number of its own"
-            )
+            raise FarandoleUsageError(f"uuid {self._uuid} was already used: each reconfigure() needs its own number")
 
     def hold(self) -> str:
         """Member 0 holds the registrar and publishes its ticket; the ticket."""
@@ -294,7 +292,8 @@ class _Meeting:
         told = json.loads(self._store.get(key))
         if told["members"] != self._digest:
             raise FarandoleUsageError(
-                f"uuid {self._uuid} is of a group with other members: all members pass the same handles in the same "
+                f"uuid {self._uuid} belongs to a group with other members: all members must pass the "
+                "same handles in the same "
                 "order"
             )
         if "failure" in told:

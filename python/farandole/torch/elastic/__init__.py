@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Elastic training with torch: state that survives a failed world, and the loop that goes on in the next one.
+"""Elastic training with torch: state that survives a failed world, and a loop that continues in the next one.
 
 Example:
     @hvd.elastic.run
@@ -42,9 +42,10 @@ __all__ = [
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
     """Wraps a training function: after a failure the state goes back to the last commit, in a new world.
 
-    The function is called with a `State` first. Its state is spread from rank 0 before every call. A
+    The first argument of the function is a `State`, which is broadcast from rank 0 before every call. A
     `FarandoleInternalError` restores the last commit; a `HostsUpdatedInterrupt` keeps the state as it is. In a world
-    that does not change the ranks meet again and go on; a world that fails again and again raises.
+    that does not change, the ranks meet again and continue. If a world fails several times in a row, the error is
+    raised.
 
     Args:
         func: The training function; returns when training is done.

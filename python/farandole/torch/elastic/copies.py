@@ -100,8 +100,8 @@ class Later:
         sources, self._sources = self._sources, []
         if any(source._version != version for source, version in sources):  # noqa: SLF001 - as above
             raise RuntimeError(
-                "parameters were changed by something else than optimizer.step() while a commit copied them: make the "
-                "state without in_background=True"
+                "something other than optimizer.step() changed parameters while a commit copied them: create the state "
+                "without in_background=True"
             )
 
     def _before_step(self, *_: Any) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ElasticSampler(Sampler[int]):
-    """Deals out what of an epoch was not processed yet among the ranks.
+    """Distributes the unprocessed samples of an epoch among the ranks.
 
     Call `record_batch` after every batch and `set_epoch` at the *end* of an epoch; keep the sampler in a `TorchState`.
 
@@ -46,10 +46,10 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Notes that every rank has processed a batch; takes effect with the next `reset`.
+        """Records that every rank has processed a batch. It takes effect with the next `reset`.
 
         Args:
-            batch_idx: Not needed; taken for Horovod's sake.
+            batch_idx: Not needed; accepted for compatibility with Horovod.
             batch_size: Samples of a full batch on this rank.
         """
         del batch_idx
@@ -57,17 +57,17 @@ class ElasticSampler(Sampler[int]):
         self.processed_num = min(self.processed_num + batch_size * self.num_replicas, len(self.dataset))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where a state was taken."""
+        """Continues at the position of a state."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on."""
+        """The position, from which another sampler can continue."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def reset(self) -> None:
-        """Deals out anew, among the ranks of the world as it is now."""
+        """Distributes the remaining samples among the ranks of the present world."""
         self.num_replicas, self.rank = basics.size(), basics.rank()
         indices = list(range(len(self.dataset)))
         if self.shuffle:

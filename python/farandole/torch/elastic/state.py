@@ -29,15 +29,15 @@ class StateHandler:
         self.value = value
 
     def save(self) -> None:
-        """Keeps the state as it is."""
+        """Keeps the present state."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Puts the state back that was kept last."""
+        """Restores the state that was kept last."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Spreads the state of rank 0."""
+        """Broadcasts the state of rank 0."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
@@ -144,7 +144,7 @@ class TorchState(ObjectState):
     """State of a model, an optimizer and anything else: each keyword becomes an attribute.
 
     Modules, optimizers and `ElasticSampler`s are copied by `commit`; other objects are kept as they are. An attribute
-    may be given a new value; one that is handled is then kept at once.
+    may be replaced; a module, optimizer or sampler is then kept at once.
 
     Args:
         model: A module.
@@ -197,7 +197,7 @@ class TorchState(ObjectState):
             self._later.follow([one for one in values if isinstance(one, torch.optim.Optimizer)])
 
     def save(self) -> None:
-        """Keeps everything as it is."""
+        """Keeps the present state of everything."""
         self._settle()
         if self._later is None:
             for handler in self._handlers.values():
@@ -218,14 +218,14 @@ class TorchState(ObjectState):
             later.start()  # also where one of them was interrupted: another one counts on its copies
 
     def restore(self) -> None:
-        """Puts everything back that was kept last."""
+        """Restores everything that was kept last."""
         self._settle()
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Spreads everything of rank 0, and keeps it."""
+        """Broadcasts everything of rank 0, and keeps it."""
         self._settle()
         for handler in self._handlers.values():
             handler.sync()
@@ -237,7 +237,7 @@ class TorchState(ObjectState):
             self._later.wait()
 
     def reset(self) -> None:
-        """Has samplers deal out anew among the ranks there are now."""
+        """Makes samplers distribute their samples among the present ranks."""
         for handler in self._handlers.values():
             if isinstance(handler, SamplerStateHandler):
                 handler.value.reset()
@@ -248,7 +248,7 @@ class TorchState(ObjectState):
         plain_or_raise(self._plain(), _is_plain, "numbers, strings, tensors, and lists and dicts of them")
         for name, handler in self._handlers.items():
             if not isinstance(handler, _DictHandler):
-                raise NotImplementedError(f"state.{name} has a handler of your own, which has nothing for a store")
+                raise NotImplementedError(f"state.{name} has your own handler, which cannot save to a store")
 
     def _lend(self) -> Any:
         handled = {name: one.lend() for name, one in self._handlers.items() if isinstance(one, _DictHandler)}
