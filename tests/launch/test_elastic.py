@@ -153,6 +153,8 @@ def test_a_launcher_that_is_killed_and_starts_again_takes_back_the_workers_of_al
     flags = ("-np", 4, "--min-np", 2, "--journal", "journal", *(["--dial-out"] if links == "by the launcher" else []))
     killed = start(bed, *flags)
     before = members(killed, "h1", "h1", "h2", "h2")
+    # Lines of the last second before that would come again.
+    time.sleep(2.0)
     killed.send(signal.SIGKILL)
     assert killed.wait() != 0
     # Longer than workers outlive a launcher without a journal.
