@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A run as Spark's Training tab and the run viewer show it: its state, epochs, ranks and events.
+"""Reports a run to Spark's Training tab and the run viewer: its state, epochs, ranks and events.
 
-The Spark plugin and the run's journal are told of it. Where neither is, everything here does nothing. Nothing here
-raises.
+The reports go to the Spark plugin and to the run's journal. Without both, the functions here do nothing. They never
+raise an exception.
 """
 
 from __future__ import annotations

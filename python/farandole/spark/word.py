@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Spark's own word on what becomes of the executors in which a gang's tasks are, by the Spark plugin."""
+"""Spark's own reasons for the loss of a gang's executors, from the Spark plugin."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Small questions and conversions that scripts import from here."""
+"""Small helpers that scripts import from here."""
 
 from __future__ import annotations
 

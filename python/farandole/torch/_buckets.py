@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Buckets: the gradients that travel as one unit, each in its own memory or all in one."""
+"""Buckets: gradients that are reduced as one unit, each in its own memory or all in one buffer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Tensors on GPUs: which of them the engine works on where they are, and the streams that make their values."""
+"""Tensors on GPUs: which of them the engine uses in place, and the streams that compute their values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which GPU a rank takes when its script has not chosen one."""
+"""The GPU of a rank whose script has not chosen one."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Reductions of one tensor or a group, and their gradients: what stands under every form of allreduce.
+"""Reductions of one tensor or a group, and their gradients: the base of all forms of allreduce.
 
-The gradients are those of the sum of all ranks' losses: differentiating what one rank computes from the result tells
-every rank what its own input did to it. By Horovod's convention gradients are reduced by the op itself, whatever it is.
+The gradients are those of the sum of all ranks' losses. By Horovod's convention, gradients are reduced by the op
+itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Gradients on their way: hooks that start reductions, and the end of the step that waits for them."""
+"""Reductions of gradients: hooks that start them, and the end of the step, which waits for them."""
 
 from __future__ import annotations
 

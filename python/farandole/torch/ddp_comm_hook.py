@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Communication hooks for `DistributedDataParallel`: gradients that travel in a smaller form.
+"""Communication hooks for `DistributedDataParallel`: gradients are sent in a smaller form.
 
 They work over a group of any backend: Farandole's, Gloo's, NCCL's.
 

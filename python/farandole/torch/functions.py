@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Helpers to start alike: parameters, optimizer state and objects from one rank to all."""
+"""Broadcast of parameters, optimizer state and objects from one rank to all."""
 
 from __future__ import annotations
 

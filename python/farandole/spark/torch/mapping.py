@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a driver finds out before workers start: how columns become tensors, and whether all of it fits together."""
+"""Checks of the driver before workers start: the mapping from columns to tensors, and whether model and loss fit it."""
 
 from __future__ import annotations
 

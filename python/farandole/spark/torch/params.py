@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The parameters that PyTorch's estimator has besides those of all estimators."""
+"""The parameters of the PyTorch estimator that other estimators do not have."""
 
 # ruff: noqa: N815 - names are Spark ML's
 

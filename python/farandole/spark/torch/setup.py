@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a training process sets up before its loop: seeds, threads, its device, where its batches come from."""
+"""The setup of a training process before its loop: seeds, threads, device, source of batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Batches as tensors: of the native reader, or of a data module of the user's."""
+"""Batches as tensors, from the native reader or from the user's data module."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How a backward pass becomes an optimizer's step: precision, clipping, learning rates."""
+"""From a backward pass to an optimizer step: precision, clipping, learning rates."""
 
 from __future__ import annotations
 

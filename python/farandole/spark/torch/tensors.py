@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How columns become tensors, in training and in transform alike.
+"""Converts columns to tensors, in training and in `transform`.
 
 One tensor per feature column, cast to float32 unless `input_dtypes` says otherwise. A vector or list column of `n`
 elements is `(rows, n)`, a scalar column `(rows, 1)`; `input_shapes` says otherwise, one shape per input, with -1 for

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Groups whose members change: `init_process_group("farandole", enable_reconfigure=True)`, since torch 2.15.
 
-torch leaves it to the program to find out who is there. The members exchange handles and agree on a number that was
-not used before. Each then calls `reconfigure` with the number and all handles, and forms a new world with the others:
+The program must find the members. They exchange handles and agree on a number that was not used before. Each then calls
+`reconfigure` with the number and all handles, and forms a new world with the others:
 
     member 0    claims the number, holds a registrar ── ticket, by the group's store ──┐
     the others  wait for the ticket ◀──────────────────────────────────────────────────┘

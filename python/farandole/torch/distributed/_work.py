@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Operations under way, as torch.distributed sees them."""
+"""Operations in progress, as torch.distributed sees them."""
 
 from __future__ import annotations
 
