@@ -76,6 +76,25 @@ def test_vectors_and_foreign_files_are_shown_too(tmp_path):
     assert farandole("data", "head", prepared).splitlines()[1:] == ["[1, 2]  a", "[3, 4]  b"]
 
 
+def test_words_lists_and_sides_are_prepared_as_asked(tmp_path):
+    words, tokens = ["red", "green", "red", "blue"] * 25, [[1] * (1 + row % 7) for row in range(100)]
+    table = pa.table({"word": words, "tokens": tokens, "day": range(100), "label": [row % 2 for row in range(100)]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    command = ["data", "prepare", tmp_path / "rows.parquet", "--to", tmp_path / "store", "--labels", "label", "--json"]
+    options = ["--categories", "word=2", "--ragged", "tokens=max_length:4,value:-1", "--validation", "0.2"]
+    told = json.loads(farandole(*command, *options, "--time", "day"))
+    assert (told["train_rows"], told["val_rows"]) == (80, 20)
+    rows = [json.loads(line) for line in farandole("data", "head", told["val_url"], "-n", 9, "--json").splitlines()]
+    assert all(row["day"] >= 80 for row in rows)
+    assert all(row["word"] in (1, 2, 3) for row in rows)
+    assert {tuple(row["tokens"]) for row in rows} == {(1,) * length for length in (1, 2, 3, 4)}
+    again = json.loads(farandole(*command, *options, "--stratify", "label"))
+    assert (again["train_rows"], again["val_rows"]) == (80, 20)
+    wrong = farandole(*command, "--ragged", "tokens=length:4", status=1)
+    assert "--ragged takes COLUMN=OPTION:VALUE" in wrong
+    assert "--categories takes COLUMN or COLUMN=COUNT" in farandole(*command, "--categories", "word=x", status=1)
+
+
 def test_what_is_wrong_is_one_line(tmp_path):
     assert farandole("data", "prepare", tmp_path / "no.csv", "--to", tmp_path, status=1).startswith(
         f"farandole: no such file or directory: {tmp_path}/no.csv"

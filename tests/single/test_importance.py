@@ -61,3 +61,26 @@ def test_values_are_exchanged_between_batches_of_a_task():
     with pytest.raises(ValueError, match="metric must be one of mse, rmse, mae, r2: accuracy"):
         counted(equal, metric="accuracy")
     assert counted([])[0] == {"a": 0.0, "b": 0.0}
+
+
+def test_rows_that_wait_for_an_exchange_are_bounded_in_bytes(monkeypatch):
+    whole, batches = rows(6)
+    blocks = list(importance._blocks(iter(batches)))
+    assert [block.num_rows for block, _ in blocks] == [ROWS]
+    monkeypatch.setattr(importance, "BLOCK_BYTES", whole.nbytes // 3)
+    blocks = list(importance._blocks(iter(batches)))
+    assert [block.num_rows for block, _ in blocks] == [1000, 1000, 1000]
+
+
+def test_scores_are_counted_only_for_the_area_under_the_curve():
+    output, label = np.array([[2.0, -1.0], [-1.0, 2.0], [0.0, 1.0]]), np.array([0, 1, 1])
+    sizes = {}
+    for by_score in (True, False):
+        counts = sums("logits", None, by_score=by_score)
+        counts.add(output, label)
+        counts.merge(pickle.loads(pickle.dumps(counts)))
+        sizes[by_score] = counts.evaluation(None)
+        assert (counts.by_score is None) != by_score
+    assert sizes[True]["area_under_roc"] == 1.0
+    assert np.isnan(sizes[False]["area_under_roc"])
+    assert sizes[True]["log_loss"] == sizes[False]["log_loss"]

@@ -65,6 +65,20 @@ def test_predictions_are_appended_in_the_types_of_their_labels(by_hand, frame):
     np.testing.assert_allclose([row.v__output.toArray() for row in rows], second, rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_is_explained_in_words(by_hand):
+    told = by_hand.explain().splitlines()
+    assert told[:3] == ["KerasModel", "inputs", "  v"]
+    assert told[-1] == "  20 parameters, 80 B"
+    rows = [line.split() for line in told if "Dense" in line]
+    assert [[row[1], *row[2:]] for row in rows] == [["Dense", "[rows,", "1]", "5"], ["Dense", "[rows,", "3]", "15"]]
+    inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="inner"), keras.layers.Dense(1)])
+    inner.layers[0].trainable = False
+    outer = keras.Sequential([keras.Input((2,)), inner])
+    told = KerasModel(model=outer, feature_columns=["v"], label_columns=["n"]).explain()
+    assert f"{inner.name}.inner" in told
+    assert told.splitlines()[-1] == "  9 parameters, 6 of them frozen, 36 B"
+
+
 def test_a_saved_model_predicts_the_same_and_its_classes_are_told_of(frame, tmp_path, caplog):
     model = KerasModel(
         model=adder(2), feature_columns=["n", "d"], label_columns=["y"], history={"loss": [1.0, 0.5]}, run_id="r"

@@ -51,8 +51,26 @@ pub(crate) fn command() -> Command {
                 .arg(many("labels", "COLUMNS", "Columns to compare with"))
                 .arg(text("weight", "COLUMN", "Column with each row's weight"))
                 .arg(text("validation", "SHARE|COLUMN", "Share of rows held out, or the column that says which"))
+                .arg(text(
+                    "stratify",
+                    "COLUMN",
+                    "Column of classes: the share of --validation is held out of each class",
+                ))
+                .arg(text("group", "COLUMN", "Column of groups: all rows of a group are on one side"))
+                .arg(text("time", "COLUMN", "Column of times or numbers: the latest rows are held out"))
                 .arg(text("seed", "SEED", "Of the split").default_value("0").value_parser(value_parser!(u64)))
                 .arg(many("fill", "[COLUMN=]VALUE", "What takes the place of nulls and NaN"))
+                .arg(many(
+                    "categories",
+                    "COLUMN[=COUNT]",
+                    "Column of strings, integers or booleans that becomes indices, of the COUNT most frequent values \
+                     at most",
+                ))
+                .arg(many(
+                    "ragged",
+                    "COLUMN[=OPTION:VALUE,...]",
+                    "Column of lists of different lengths; options: max_length, value, buckets",
+                ))
                 .arg(
                     Arg::new("allow-nan")
                         .long("allow-nan")

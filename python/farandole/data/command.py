@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import struct
 import sys
 from collections import defaultdict
@@ -20,6 +19,8 @@ from farandole.data.datasets import open_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from farandole.data import Pad
 
 _LETTERS = {
     "bool": "?",
@@ -35,6 +36,8 @@ _LETTERS = {
     "float64": "d",
 }
 _SHOWN = 8
+_PADDING: dict[str, type[int | float]] = {"max_length": int, "value": float, "buckets": int}
+"""Options of `--ragged`."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -72,6 +75,11 @@ def _prepare(given: dict[str, list[str]]) -> int:
         validation=_number(one.get("validation")),
         seed=int(one["seed"]),
         fill=fill or None,
+        categories=dict(_category(value) for value in given["categories"]),
+        ragged=dict(_ragged(value) for value in given["ragged"]) or None,
+        validation_stratify=one.get("stratify"),
+        validation_group=one.get("group"),
+        validation_time=one.get("time"),
         allow_nan="allow-nan" in given,
         format=one.get("format"),  # pyright: ignore[reportArgumentType] - the command has checked it
         types=dict(value.split("=", 1) for value in given["type"]) or None,
@@ -107,6 +115,29 @@ def _prepare(given: dict[str, list[str]]) -> int:
 def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     return (name, value) if equals else ("*", text)
+
+
+def _category(text: str) -> tuple[str, int | None]:
+    name, equals, count = text.partition("=")
+    if equals and not (count.isdigit() and int(count)):
+        raise ValueError(f"--categories takes COLUMN or COLUMN=COUNT, a whole number from 1 on: {text}")
+    return name, int(count) if equals else None
+
+
+def _ragged(text: str) -> tuple[str, Pad]:
+    from farandole.data import Pad  # noqa: PLC0415 - as above
+
+    name, _, told = text.partition("=")
+    options: dict[str, Any] = {}
+    for part in filter(None, told.split(",")):
+        key, colon, value = part.partition(":")
+        if key not in _PADDING or not colon:
+            raise ValueError(f"--ragged takes COLUMN=OPTION:VALUE,... with the options {', '.join(_PADDING)}: {text}")
+        try:
+            options[key] = _PADDING[key](value)
+        except ValueError:
+            raise ValueError(f"{key} of --ragged must be a number: {text}") from None
+    return name, Pad(**options)
 
 
 def _names(values: Iterable[str]) -> list[str]:
@@ -176,7 +207,8 @@ def _head(given: dict[str, list[str]]) -> int:
 
 
 def _rows(url: str, count: int) -> Iterator[dict[str, Any]]:
-    """The first rows, vectors as lists."""
+    """The first rows, vectors and ragged columns as lists."""
+    from farandole.data.learning import encoding_at  # noqa: PLC0415 - as above
     from farandole.data.sources import open_source  # noqa: PLC0415 - as above
 
     text = native.read_manifest(url)
@@ -193,6 +225,8 @@ def _rows(url: str, count: int) -> Iterator[dict[str, Any]]:
         first = [file["path"] for file, before in zip(manifest["files"], enough, strict=False) if before < count]
         source = open_source([f"{base}/{path}" for path in first], format="parquet")
         shapes = {one["name"]: (one["element"], one["shape"]) for one in manifest["columns"] if one["shape"]}
+        encoding = encoding_at(url)
+        shapes |= {name: (one.dtype, [-1]) for name, one in ({} if encoding is None else encoding.ragged).items()}
     for unit in source.units(source.schema.names):
         for batch in unit.batches():
             for row in batch.slice(0, count).to_pylist():
@@ -206,7 +240,8 @@ def _rows(url: str, count: int) -> Iterator[dict[str, Any]]:
 
 
 def _vector(value: bytes, element: str, shape: list[int]) -> Any:
-    flat = list(struct.unpack(f"<{math.prod(shape)}{_LETTERS[element]}", value))
+    letter = _LETTERS[element]
+    flat = list(struct.unpack(f"<{len(value) // struct.calcsize(letter)}{letter}", value))
     for length in reversed(shape[1:]):
         flat = [flat[start : start + length] for start in range(0, len(flat), length)]
     return flat

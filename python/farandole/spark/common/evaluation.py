@@ -120,8 +120,8 @@ class ClassSums:
     loss: float = 0.0
     confusion: dict[tuple[int, int], int] = field(default_factory=dict)
     classes: int = 0
-    by_score: ScoreCounts = field(default_factory=ScoreCounts)
-    """Rows by score, of two classes."""
+    by_score: ScoreCounts | None = field(default_factory=ScoreCounts)
+    """Rows by score, of two classes; `None` if nobody asks for the area under the curve."""
 
     def add(self, output: Array, label: Array) -> None:
         """Counts some rows.
@@ -145,7 +145,7 @@ class ClassSums:
         for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
             key = divmod(pair, self.classes)
             self.confusion[key] = self.confusion.get(key, 0) + count
-        if self.classes == _TWO:
+        if self.classes == _TWO and self.by_score is not None:
             self.by_score.add(raw[:, 1], index)
 
     def merge(self, other: ClassSums) -> None:
@@ -154,7 +154,8 @@ class ClassSums:
         self.classes = max(self.classes, other.classes)
         for key, count in other.confusion.items():
             self.confusion[key] = self.confusion.get(key, 0) + count
-        self.by_score.merge(other.by_score)
+        if self.by_score is not None and other.by_score is not None:
+            self.by_score.merge(other.by_score)
 
     def evaluation(self, names: Sequence[Any] | None) -> Evaluation:
         """The metrics.
@@ -179,7 +180,7 @@ class ClassSums:
             "log_loss": self.loss / max(self.count, 1),
         }
         if self.classes == _TWO:
-            metrics["area_under_roc"] = self.by_score.area()
+            metrics["area_under_roc"] = float("nan") if self.by_score is None else self.by_score.area()
         return Evaluation(self.count, metrics, list(names or range(self.classes)), table.tolist())
 
 
@@ -236,14 +237,17 @@ class ValueSums:
         return Evaluation(self.count, metrics)
 
 
-def sums(form: str, thresholds: Sequence[float] | None) -> ClassSums | ValueSums:
+def sums(form: str, thresholds: Sequence[float] | None, *, by_score: bool = True) -> ClassSums | ValueSums:
     """Nothing counted yet.
 
     Args:
         form: of the model's output.
         thresholds: of classes.
+        by_score: whether to count rows by score, which `area_under_roc` needs; up to 1.5 MB.
     """
-    return ValueSums() if form == "values" else ClassSums(form, thresholds)
+    if form == "values":
+        return ValueSums()
+    return ClassSums(form, thresholds, by_score=ScoreCounts() if by_score else None)
 
 
 def measured(predictor: Any, label: Any, start: ClassSums | ValueSums) -> Any:

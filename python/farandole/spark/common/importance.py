@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 BLOCK_ROWS = 65536
 """Rows of a task between which values are exchanged, at most."""
+BLOCK_BYTES = 64 << 20
+"""Bytes of these rows, at most one batch more."""
 _LESS_IS_BETTER = ("log_loss", "mse", "rmse", "mae")
 
 
@@ -62,7 +64,7 @@ def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]
     for batch in batches:
         if batch.num_rows:
             held.append(batch)
-        if sum(one.num_rows for one in held) >= BLOCK_ROWS:
+        if sum(one.num_rows for one in held) >= BLOCK_ROWS or sum(one.nbytes for one in held) >= BLOCK_BYTES:
             yield pa.Table.from_batches(held), max(one.num_rows for one in held)
             held = []
     if held:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from farandole.spark.common.chart import Chart
     from farandole.spark.common.evaluation import ClassSums, Evaluation, ValueSums
+    from farandole.spark.common.explained import Layer
     from farandole.spark.common.history import Entry
     from farandole.ui import Viewer
 
@@ -107,9 +108,9 @@ class FarandoleModel(ModelParams, ClassParams, Model):
     ) -> dict[str, float]:
         """How much worse the model predicts when the values of one column are exchanged between rows.
 
-        Values are exchanged between the rows of a task (65,536 at a time), so rows should be in no order: a DataFrame
-        that is sorted by a column understates its importance. The rows are read once and predicted once for each
-        column and repeat.
+        Values are exchanged between the rows of a task (65,536 or 64 MiB at a time), so rows should be in no order: a
+        DataFrame that is sorted by a column understates its importance. The rows are read once and predicted once for
+        each column and repeat.
 
         Args:
             df: the rows, with the label.
@@ -132,7 +133,7 @@ class FarandoleModel(ModelParams, ClassParams, Model):
             raise ValueError(f"repeats must be a whole number, 1 or more: {repeats!r}")
         self._check_columns(df)
         form, label = self._form("importance"), self.getLabelColumns()[0]
-        start = sums(form, self.getThresholds())
+        start = sums(form, self.getThresholds(), by_score=metric == "area_under_roc")
         features = sources_of([name for group in self._inputs() for name in group], df.columns)
         names = {df.columns.index(name): name for name in features}
         found: dict[Any, Any] = {}
@@ -141,6 +142,29 @@ class FarandoleModel(ModelParams, ClassParams, Model):
             for key, counted in part.items():
                 found.setdefault(key, deepcopy(start)).merge(counted)
         return importances(found or {None: start}, names, metric)
+
+    def explain(self) -> str:
+        """The model in words: its inputs and outputs, what is done about missing values, its layers and parameters.
+
+        Returns:
+            Lines of text, which `print` shows.
+        """
+        from farandole.spark.common import explained
+
+        known = self.getSignature() or [{"columns": one} for one in self._inputs()]
+        outputs, run = self.getOrDefault("outputs"), self.getRunId()
+        parts = {
+            "inputs": explained.inputs_told(known, self.getCategories()),
+            "missing values": explained.fills_told(self._encoding().fill, self.getLearned()),
+            "outputs": explained.outputs_told(self.getOutputCols(), outputs, self.getOutputForm(), self.getClasses()),
+            "layers": explained.layers_told(self._layers()),
+        }
+        title = type(self).__name__ + (f" of run {run}" if run else "")
+        return "\n".join([title, *(f"{name}\n  " + "\n  ".join(lines) for name, lines in parts.items() if lines)])
+
+    def _layers(self) -> list[Layer]:
+        """The layers of the model, those with parameters and those without."""
+        raise NotImplementedError
 
     def getClasses(self) -> list[Any] | None:  # noqa: N802 - Spark ML's manner
         """The names of the classes: `class_names`, else the label's categories; `None` where they are numbers."""

@@ -319,7 +319,9 @@ class ModelParams(Params):
     learned = declare("learned", "which values of fill were learned, and as what", check.anything)
     categories = declare("categories", "categories of the columns that have some", check.categories)
     ragged = declare("ragged", "how lists of different lengths are padded, by column", check.ragged)
+    signature = declare("signature", "columns, shape and type of each of the model's inputs", check.anything)
 
+    setSignature, getSignature = accessors("signature")
     setFill, getFill = accessors("fill")
     setCategories, getCategories = accessors("categories")
     setRagged, getRagged = accessors("ragged")
@@ -348,7 +350,7 @@ class ModelParams(Params):
         super().__init__()
         self._setDefault(
             history=None, model=None, feature_columns=None, label_columns=None, output_cols=None, run_id=None,
-            paths=None, fill=None, categories={}, ragged={}, learned={},
+            paths=None, fill=None, categories={}, ragged={}, learned={}, signature=None,
             verbose=1,
             batch_size=4096,
         )  # fmt: skip

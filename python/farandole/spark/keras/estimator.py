@@ -16,6 +16,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 from farandole.spark.common.columns import Column, check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.explained import signature
 from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
 from farandole.spark.common.source import sample
@@ -291,6 +292,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             label_columns=self.getLabelCols(),
             custom_objects=copy.custom_objects,
             run_id=job.run_id,
+            signature=signature(job.shape.inputs),
             **self._carried(prepared),
             paths=job.paths(),
             outputs=[

@@ -6,15 +6,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import keras
+import numpy as np
 from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.common import pickling
 from farandole.spark.ahead import sent
 from farandole.spark.common import check
+from farandole.spark.common.explained import Layer
 from farandole.spark.common.history import entries
 from farandole.spark.common.model import FarandoleModel
 from farandole.spark.common.outputs import Output
@@ -25,13 +28,16 @@ from farandole.spark.keras.objects import custom_objects
 from farandole.spark.keras.predict import Predictor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import pandas as pd
     from pyspark.sql import DataFrame
 
     from farandole.spark.common.history import Entry
     from farandole.spark.keras.persistence import KerasModelReader, KerasModelWriter
+
+_PLAIN = {"bfloat16": "float16"}
+"""Types of the same size, for those that NumPy has not."""
 
 
 class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
@@ -68,9 +74,16 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         predictedLabelCol: Column for the name of the class.
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
+<<<<<<< HEAD
+        class_names: Names of the classes, where the label has none of its own.
+        signature: What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.
+        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
+            `"log_probabilities"`; default: what its loss takes, where that is known.
+=======
         class_names: Names of the classes, if the label has none.
         output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
             `"log_probabilities"`; default: the form that its loss takes, if it is known.
+>>>>>>> words
     """
 
     feature_columns = declare("feature_columns", "columns given to the model", check.features)
@@ -108,6 +121,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         thresholds: Sequence[float] | None = None,
         class_names: Sequence[str] | None = None,
         output_form: str | None = None,
+        signature: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         self._setDefault(custom_objects={}, outputs=None)
@@ -137,6 +151,9 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
 
         return KerasModelReader(cls)
 
+    def _layers(self) -> list[Layer]:
+        return layers(self.getModel())
+
     def _predictor(self, dataset: DataFrame) -> Predictor:
         return Predictor(
             model=sent(dataset.sparkSession, payload.pack(self.getModel())),
@@ -149,3 +166,48 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
             batch_size=self.getBatchSize(),
             encoding=self._encoding(),
         )
+
+
+def layers(model: Any) -> list[Layer]:
+    """The layers of a model, and in place of a model among them its own layers.
+
+    Args:
+        model: of any kind. Weights that two layers share count where they come first.
+    """
+    made: list[Layer] = []
+    seen: set[int] = set()
+    for name, one in _flat(model, ""):
+        own = [weight for weight in one.weights if id(weight) not in seen]
+        seen |= {id(weight) for weight in own}
+        trained = {id(weight) for weight in one.trainable_weights}
+        made.append(
+            Layer(
+                name=name,
+                kind=type(one).__name__,
+                form=_form(one),
+                parameters=sum(math.prod(weight.shape) for weight in own),
+                trained=sum(math.prod(weight.shape) for weight in own if id(weight) in trained),
+                size=sum(math.prod(weight.shape) * _width(weight.dtype) for weight in own),
+            )
+        )
+    return made
+
+
+def _flat(model: Any, above: str) -> Iterator[tuple[str, Any]]:
+    for one in model.layers:
+        name = f"{above}{one.name}"
+        if getattr(one, "layers", None):
+            yield from _flat(one, f"{name}.")
+        else:
+            yield name, one
+
+
+def _width(dtype: str) -> int:
+    """Bytes of an element."""
+    return np.dtype(_PLAIN.get(dtype, dtype)).itemsize
+
+
+def _form(layer: Any) -> str:
+    """The shape of a layer's output, where Keras knows it."""
+    shape = getattr(getattr(layer, "output", None), "shape", None) if layer.built else None
+    return "" if shape is None else f"[{', '.join('rows' if at == 0 else str(size) for at, size in enumerate(shape))}]"

@@ -18,6 +18,7 @@ from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.digests import class_name
 from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.explained import signature
 from farandole.spark.common.fingerprint import Part
 from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
@@ -329,6 +330,7 @@ class LightningEstimator(
             run_id=base.run_id,
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
+            signature=signature(base.inputs),
             **self._carried(prepared),
             paths=base.paths(),
             outputs=outputs,

@@ -15,6 +15,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.explained import signature
 from farandole.spark.common.fingerprint import Part
 from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
@@ -318,6 +319,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             run_id=job.run_id,
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
+            signature=signature(job.inputs),
             **self._carried(prepared),
             paths=job.paths(),
             outputs=[

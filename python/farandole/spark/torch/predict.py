@@ -125,6 +125,24 @@ class Predictor:
         choice = choose_device(torch.cuda.device_count(), 0, 1, assigned, visible)
         return "cpu" if choice is None else f"cuda:{choice.index}"
 
+    def inputs(self, batch: pa.RecordBatch) -> list[torch.Tensor]:
+        """The model's inputs, on the CPU, rows first.
+
+        Args:
+            batch: whose columns go by number.
+        """
+        import torch
+
+        from farandole.spark.common.arrow import features
+
+        names = [name for group in self.features for name in group]
+        columns = {
+            # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
+            name: torch.from_numpy(np.require(values, requirements=("C", "W")))
+            for name, values in features(batch, self.columns, names, self.encoding).items()
+        }
+        return [self._input(columns, index) for index in range(len(self.features))]
+
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """What the model returns of some rows, (rows, elements) per output.
 
@@ -133,19 +151,11 @@ class Predictor:
         """
         import torch
 
-        from farandole.spark.common.arrow import features
         from farandole.spark.torch.tensors import outputs_of, told_misfit
 
         if batch.num_rows == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
-        model = self._load()
-        names = [name for group in self.features for name in group]
-        columns = {
-            # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
-            name: torch.from_numpy(np.require(values, requirements=("C", "W")))
-            for name, values in features(batch, self.columns, names, self.encoding).items()
-        }
-        inputs = [self._input(columns, index) for index in range(len(self.features))]
+        model, inputs = self._load(), self.inputs(batch)
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
         parts: list[list[torch.Tensor]] = []
         with torch.inference_mode():
