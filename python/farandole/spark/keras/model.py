@@ -74,16 +74,10 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         predictedLabelCol: Column for the name of the class.
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-<<<<<<< HEAD
-        class_names: Names of the classes, where the label has none of its own.
-        signature: What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.
-        output_form: What the model returns: `"values"`, or of classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: what its loss takes, where that is known.
-=======
         class_names: Names of the classes, if the label has none.
+        signature: Description of each input: its `columns`, `shape` (-1 for the rows) and `dtype`.
         output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
             `"log_probabilities"`; default: the form that its loss takes, if it is known.
->>>>>>> words
     """
 
     feature_columns = declare("feature_columns", "columns given to the model", check.features)
