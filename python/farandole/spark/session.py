@@ -204,8 +204,8 @@ class Cluster:
     def _check_dynamic(self, size: int) -> None:
         if self.conf("spark.speculation", "false").lower() == "true":
             raise ValueError(
-                "spark.speculation starts slow tasks twice, and with dynamic allocation nothing keeps it from doing so "
-                "to the processes of a job, which all wait for each other: set spark.speculation=false"
+                "spark.speculation starts slow tasks twice, with dynamic allocation also the processes of a job, which "
+                "wait for each other: set spark.speculation=false"
             )
         most = self.most_slots()
         if most is not None and most < size:

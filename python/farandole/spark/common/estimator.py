@@ -331,7 +331,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             begin(job.store, job.run_id, fingerprint, epochs, force=force, tell=shown.message)
             checkpoint = job.paths().get("checkpoint")
             if checkpoint is not None and self._store().exists(checkpoint):
-                shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {epochs}")
+                shown.message(f"run {job.run_id} continues from its checkpoint {checkpoint}, up to epoch {epochs}")
             yield
 
     def _tracked(self, run_id: str) -> Tracker:

@@ -19,7 +19,7 @@ def _loss(value: Any) -> Any:
     parts = value.values() if isinstance(value, dict) else (value if isinstance(value, list | tuple) else [value])
     for one in parts:
         if one is not None and not isinstance(one, str) and not callable(one):
-            raise TypeError(f"loss must be a loss of Keras's, or a list or dict of them: {one!r}")
+            raise TypeError(f"loss must be a Keras loss, or a list or dict of them: {one!r}")
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -56,7 +56,9 @@ def _checkpoint(value: Any) -> Any:
 def _compression(value: Any) -> Any:
     """One of `Compression`: Keras hands over gradients one by one, so that a compressor of whole steps has no place."""
     if not all(callable(getattr(value, name, None)) for name in ("compress", "decompress")):
-        raise TypeError(f"gradient_compression must be of farandole.keras.Compression, such as fp16: {value!r}")
+        raise TypeError(
+            f"gradient_compression must be a member of farandole.keras.Compression, such as fp16: {value!r}"
+        )
     return value
 
 

@@ -50,7 +50,7 @@ def transformed_columns(
     columns = {name: Column(name, str(arrays[name].dtype), tuple(arrays[name].shape[1:])) for name in tensors}
     lacking = [name for name in names if name not in columns]
     if lacking:
-        raise ValueError(f"transformation_fn leaves no column of these names: {', '.join(lacking)}")
+        raise ValueError(f"transformation_fn returns no columns with these names: {', '.join(lacking)}")
     return columns, tensors
 
 
@@ -69,7 +69,7 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     strange = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
     if strange:
-        raise ValueError(f"the optimizer holds parameters that are not the model's: {strange}")
+        raise ValueError(f"the optimizer has parameters that the model does not have: {strange}")
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:
@@ -83,7 +83,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         ValueError: it is of another.
     """
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ValueError("lr_scheduler was made with another optimizer than the one given")
+        raise ValueError("lr_scheduler was created with another optimizer")
 
 
 def labels_of(

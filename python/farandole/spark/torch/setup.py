@@ -71,9 +71,7 @@ def agree_on_device(device: torch.device) -> None:
     has_gpu = int(device.type == "cuda")
     ranks = int(hvd.allreduce(torch.tensor([has_gpu]), op=hvd.Sum, name="farandole.devices"))
     if ranks not in (0, hvd.size()):
-        raise RuntimeError(
-            f"ranks do not all have a GPU: {ranks} of {hvd.size()} have; set use_gpu=False to train on CPUs"
-        )
+        raise RuntimeError(f"only some ranks have a GPU: {ranks} of {hvd.size()}; set use_gpu=False to train on CPUs")
 
 
 def on_device(loss: Any, device: torch.device) -> Any:
