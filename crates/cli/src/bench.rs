@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole bench`: how long one collective takes on several processes of this host.
+//! `farandole bench`: measures one collective on several processes of this host.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;

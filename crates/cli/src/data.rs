@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole data`: prepares data and looks into it. The work is done by the Python package, which has pyarrow.
+//! `farandole data`: prepares and inspects data. The Python package, which has pyarrow, does the work.
 
 use std::io::Write as _;
 

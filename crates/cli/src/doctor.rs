@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole doctor`: what is installed, what works (by trying it), what is wrong and how to mend it.
+//! `farandole doctor`: reports what is installed, what works (by trying it), what is wrong, and how to fix it.
 
 mod starter;
 

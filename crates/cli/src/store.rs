@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole store`: what lies in a store, how large it is, and what of it nobody needs any more.
+//! `farandole store`: lists a store, its size, and prepared data that is no longer used.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, Write as _};

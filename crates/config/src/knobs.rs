@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The registry. One row per knob; `cargo xtask config-docs` renders it.
+//! The registry of settings: one row for each; `cargo xtask docs` renders it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

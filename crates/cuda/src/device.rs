@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A GPU behind the traits `Device` and `Event`: copies on a stream of our own, joined with the framework's by events.
+//! A GPU with the traits `Device` and `Event`: copies on our own stream, which events join with the framework's stream.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 mod room;

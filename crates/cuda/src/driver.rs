@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The driver's functions: the table, and each as a call that says which failed and why.
+//! The driver's functions: the table, and a call for each, whose error names the function and the reason.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::ffi::{CStr, c_char, c_uint, c_void};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong, and what the trainer may do about it.
+//! Errors, and how the training loop may react to them.
 
 use std::fmt;
 use std::sync::Arc;

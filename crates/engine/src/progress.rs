@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who drives. Whoever waits, helps: the holder of the progress lock drives for everybody.
+//! Progress: waiting threads help, and the holder of the progress lock drives for all.
 //!
 //! Locks, in the order in which they may be taken: `progress`, then `desk`. `background` is taken alone.
 //! What they tell each other without a lock is in [`signals`].

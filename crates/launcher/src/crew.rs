@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Everybody who works for one job: agents of this host in threads, those of other hosts behind connections.
+//! The agents of one job: those of this host in threads, those of other hosts behind connections.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc;

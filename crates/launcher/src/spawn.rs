@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Starting a process that dies with this one.
+//! Starts a process that dies with this one.
 //!
 //! `PR_SET_PDEATHSIG` fires when the *thread* that forked ends, so one thread that never ends forks for everybody.
 //! Between fork and exec only system calls are made, as a fork of a process with threads demands.

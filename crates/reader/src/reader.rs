@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a rank reads, epoch by epoch.
+//! The reader of one rank, epoch by epoch.
 
 use std::collections::HashMap;
 use std::sync::Arc;

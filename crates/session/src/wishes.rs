@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What `init` is asked for, and what can be told of it without other ranks.
+//! The arguments of `init`, and their checks without other ranks.
 
 use std::fmt;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A file that is written piece by piece and appears at its end.
+//! A file that is written in pieces and appears when it is complete.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;

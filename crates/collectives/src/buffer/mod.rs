@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Memory of tensors, by address: nobody links a framework.
+//! Memory of tensors, by address, without linking a framework.
 #![expect(unsafe_code, reason = "the one place where addresses become slices")]
 
 mod flat;

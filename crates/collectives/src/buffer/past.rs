@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Copies that go past the caches: the target's lines are written without being read first.
+//! Copies that bypass the caches: lines of the target are written without being read first.
 //!
 //! That saves a third of a large copy's traffic, and what was in the caches stays there. It costs where the target is read
 //! so soon that it would still have been in a cache.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which memory of this process others may work in: found by address, since frameworks hand in addresses.
+//! Memory of this process that others may use, found by address, because frameworks pass addresses.
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;

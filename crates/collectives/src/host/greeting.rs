@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The first message on every link: do both ends mean the same communicator, and how large is the smallest ring.
+//! The first message on every link: it checks that both ends mean the same communicator, and finds the smallest ring.
 //!
 //! A mesh has a link between any two members, so the minimum over what a member sees and what all others say is the
 //! minimum over the whole communicator.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A communicator over windows that never blocks and never waits for ever.
+//! A communicator over windows that never blocks and has a deadline for every wait.
 //!
 //! ```text
 //!   Making --own window--> Offering --all are open--> Ready --deadline, a member that ended, abandon--> Over

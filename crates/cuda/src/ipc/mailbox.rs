@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What members tell each other: a slot for each in shared memory, which it alone writes.
+//! Messages between members: each has a slot in shared memory that only it writes.
 #![expect(unsafe_code, reason = "looks at shared memory through atomics")]
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};

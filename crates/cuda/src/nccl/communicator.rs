@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A communicator over NCCL that never blocks and never waits for ever.
+//! A communicator over NCCL that never blocks and has a deadline for every wait.
 //!
 //! ```text
 //!   Forming --all members came--> Ready --operations--> Caller --on the stream--> running --event reached--> completed

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who reads which rows when.
+//! The plan: which rank reads which rows when.
 
 mod lanes;
 mod step;

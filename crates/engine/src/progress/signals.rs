@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What the threads of an engine tell each other without a lock.
+//! Signals between the threads of an engine, without a lock.
 //!
 //! No wake-up is lost (EN-5). There are three pairs of one who leaves something and one who looks for it; in each both
 //! sides write, fence (SeqCst), and then read what the other wrote, so that at least one of them sees the other:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Ranks that have nothing more to do and wait for the others.
+//! Joined ranks: they have no more data and wait for the others.
 //!
 //! A join travels upward among the announcements, so that every node knows which of them it came before. A subtree
 //! whose members have all joined says so when it has passed on what they had announced, and is not waited for any more;

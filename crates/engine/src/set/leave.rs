@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who left and who failed.
+//! Ranks that left or failed.
 //!
 //! A rank that leaves says how many lists it has executed. Everybody completes those, fails the rest, and keeps its
 //! links until all are done, for a transfer may still be looking at them: `DONE` goes up the tree, then `CLEAR` goes

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How a set comes to a communicator among its members' devices.
+//! The agreement of a set on a communicator among its members' devices.
 //!
 //! When the first operation comes whose tensors are on a device at every member, members show each other their cards, by
 //! an allgather of the communicator of hosts at the same point of everybody's list. Whether there can be a communicator

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a set tells the timeline. Nothing here runs while nobody listens.
+//! Events of a set for the timeline. Nothing here runs without a listener.
 
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! An elastic job: the registrar's decisions, carried out.
+//! An elastic job: executes the decisions of the registrar.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A program that is asked something: what it printed, or why it has no answer.
+//! A query of an external program: its output, or why there is none.
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};

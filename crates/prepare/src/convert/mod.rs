@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What becomes of each Arrow type.
+//! The conversion of each Arrow type.
 
 use std::sync::Arc;
 

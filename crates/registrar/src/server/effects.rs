@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What follows from a decision: calls that wait are answered, and the driver hears of it.
+//! Effects of a decision: answers to waiting calls, and events for the driver.
 
 use std::sync::Arc;
 

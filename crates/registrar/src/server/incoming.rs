@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Connections, counted: strangers never take the place of those who hold the token.
+//! Limits of connections: strangers never displace callers with the token.
 //!
 //! A connection is unproven until a call on it has passed the gate. It is ended when that takes too long, and the
 //! oldest of its kind makes way as soon as there is no place left; a proven one keeps its place while it lives.

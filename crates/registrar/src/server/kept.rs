@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What outlives the process of an elastic job's registrar, by its journal.
+//! The state of an elastic job's registrar that survives its process, through the journal.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The machine that decides who is in the job: for a fixed number of tasks, or for workers that come and go.
+//! The state machine of the membership: for a fixed number of tasks, or for workers that come and go.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

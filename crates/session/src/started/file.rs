@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The file through which rank 0 hands its ticket to the other ranks: a secret.
+//! The file through which rank 0 passes its ticket, which is a secret, to the other ranks.
 
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io::{ErrorKind, Read as _, Write as _};

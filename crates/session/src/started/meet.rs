@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Rank 0 takes the others in, and they find it.
+//! The meeting of the ranks: rank 0 admits the others, and they find it.
 
 use std::path::PathBuf;
 use std::process;

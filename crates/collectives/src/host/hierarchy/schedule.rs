@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What goes over which link in which order: the same on every member.
+//! The schedule of an allreduce: what each link carries in which order. It is the same on every member.
 
 use std::ops::Range;
 
