@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_scripts_about_operations_jax_numpy_and_ddp_run(launch: Callable[..., Launch], tmp_path: Path) -> None:
+def test_the_scripts_of_the_start_page_and_of_guides_run(launch: Callable[..., Launch], tmp_path: Path) -> None:
     jax, numpy = blocks(DOCS / "user-guide" / "jax.md", "python")
     scripts = {
         "operations": blocks(DOCS / "user-guide" / "operations.md", "python")[0],
         "arrays": jax + numpy,
         "ddp": blocks(DOCS / "moving.md", "python")[0],
+        "start": blocks(DOCS / "start" / "index.md", "python")[0],
     }
     said = {
         "operations": ["2 ranks, sum [2.0, 2.0, 2.0], rows (3, 2)"],
         "arrays": ["2 processes, loss 0.0", "[0. 2. 4.] (3, 2)"],
         "ddp": ["2 ranks with DDP"],
+        "start": ["2 processes, loss 0.0"],
     }
     runs = {}
     for name, script in scripts.items():
