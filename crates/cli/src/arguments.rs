@@ -24,7 +24,7 @@ pub(crate) fn command() -> Command {
         .subcommand(explain::command())
         .subcommand(
             Command::new("doctor")
-                .about("Says what is installed, which links and devices work, and what is wrong."),
+                .about("Reports what is installed, which links and devices work, and what is wrong."),
         )
 }
 

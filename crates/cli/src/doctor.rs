@@ -275,7 +275,7 @@ fn tensors_on_gpus(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static st
         }
         _ => (
             true,
-            "by NCCL where every rank has a GPU of its own, by CUDA IPC on one they share, else through host memory",
+            "by NCCL if every rank has its own GPU, by CUDA IPC if ranks share one, otherwise through host memory",
         ),
     }
 }
