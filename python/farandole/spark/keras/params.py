@@ -65,17 +65,17 @@ def _compression(value: Any) -> Any:
 class KerasParams(EstimatorParams):
     """Parameters of estimators for Keras."""
 
-    gradient_compression = declare("gradient_compression", "compression of gradients on the wire", _compression)
+    gradient_compression = declare("gradient_compression", "compression of gradients between processes", _compression)
 
-    loss = declare("loss", "a loss of Keras's, or a list or dict of one per output", _loss)
-    metrics = declare("metrics", "metrics of Keras's, as compile takes them", _metrics)
+    loss = declare("loss", "a Keras loss, or a list or dict with one per output", _loss)
+    metrics = declare("metrics", "Keras metrics, as compile takes them", _metrics)
     custom_objects = declare(
         "custom_objects", "classes and functions by name; those in use are found without it, too", _objects
     )
     checkpoint_callback = declare(
-        "checkpoint_callback", "decides which epoch's model fit returns; the last one's when unset", _checkpoint
+        "checkpoint_callback", "decides which epoch's model fit returns; by default that of the last epoch", _checkpoint
     )
-    data_module = declare("data_module", "a class that reads the data in place of the native reader", check.anything)
+    data_module = declare("data_module", "a class that reads the data instead of the native reader", check.anything)
     backend_env = declare("backend_env", "variables to set in training processes", _environment)
 
     setCustomObjects, getCustomObjects = accessors("custom_objects")
