@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn what_becomes_of_tensors_on_gpus_follows_from_what_is_there() {
+    fn the_way_of_tensors_on_gpus_follows_from_the_libraries() {
         assert!(tensors_on_gpus("auto", true, true).0);
         for (chosen, driver, nccl, way) in [
             ("auto", false, true, "no driver"),
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_python_without_a_framework_is_told_what_to_install() {
+    fn a_python_without_a_framework_gets_a_hint_what_to_install() {
         let page = examine(&Python::default(), &Modules::new());
         assert!(
             page.text.contains("[ ] PyTorch                 pip install \"farandole[torch]\""),

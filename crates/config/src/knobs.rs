@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_level_that_is_none_is_refused_with_those_that_are() {
+    fn an_unknown_log_level_is_refused_with_the_known_ones() {
         assert_eq!(read(&[]).unwrap().log_level, LogLevel::Warning);
         assert_eq!(read(&[("HOROVOD_LOG_LEVEL", "DEBUG")]).unwrap().log_level, LogLevel::Debug);
         let error = read(&[("FARANDOLE_LOG_LEVEL", "verbose")]).unwrap_err().to_string();

@@ -252,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_cannot_be_is_refused_and_not_made_smaller() {
+    fn memory_that_cannot_be_allocated_is_refused_and_not_reduced() {
         for bytes in [usize::MAX, isize::MAX.unsigned_abs(), isize::MAX.unsigned_abs() - 63] {
             assert!(Memory::try_new(bytes).is_none(), "{bytes} bytes");
             assert!(Memory::shareable(bytes).is_none(), "{bytes} bytes");

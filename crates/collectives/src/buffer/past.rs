@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_arrives_and_no_other_is_touched_wherever_it_begins() {
+    fn copies_at_any_offset_write_exactly_their_bytes() {
         let from: Vec<u8> = (0..=255).cycle().take(1000).collect();
         for offset in [0, 1, 15, 16, 63, 64, 65] {
             for length in [0, 1, 63, 64, 65, 128, 129, 511, 512, 700] {

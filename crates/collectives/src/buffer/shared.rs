@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_found_by_what_lies_wholly_in_it_as_long_as_it_lives() {
+    fn memory_is_found_by_ranges_inside_it_while_it_is_registered() {
         let memory = Memory::shareable(10_000).unwrap();
         assert!(memory.is_shareable());
         let all = memory.buffer();

@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_card_is_read_back_and_a_wrong_one_says_what_differs() {
+    fn a_card_is_read_back_and_a_wrong_one_names_the_difference() {
         let facts = Facts { size: 4, hosts: 5, algorithms: 6 };
         let own = card(facts, 3, 1 << 33);
         assert_eq!(read(&own, facts, 3), Ok(1 << 33));

@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn who_refuses_is_told_before_who_has_ended_or_is_missing() {
+    fn a_refusal_is_reported_before_ended_and_missing_members() {
         use Phase::{Absent, Ended, Opened, Refused};
         assert_eq!(outcome(&[Ended, Absent, Refused]), Outcome::Refused(2));
         assert_eq!(outcome(&[Opened, Ended, Absent]), Outcome::Ended(1));

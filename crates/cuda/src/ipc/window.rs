@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_cannot_be_shown_is_given_back_and_the_function_named() {
+    fn memory_that_cannot_be_shared_is_freed_and_the_function_is_named() {
         let context = context();
         break_one("window_offer");
         let error = Window::new(Arc::clone(&context), 100).map(drop).unwrap_err();
