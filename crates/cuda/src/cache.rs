@@ -15,7 +15,7 @@ use crate::{Error, Nvrtc, Result};
 
 /// The bytes of a digest in front of what it is of.
 const DIGEST: usize = 32;
-/// Makes names of files under way differ within a process.
+/// Makes names of files in progress differ within a process.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
 /// A folder of compiled kernels.

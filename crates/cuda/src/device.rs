@@ -228,7 +228,7 @@ impl Gpu {
             0
         });
         let keep = pairs.iter().flat_map(|(from, to)| [from.clone(), to.clone()]).collect();
-        // Also after a failure: what was queued before it goes on.
+        // Also after a failure: what was queued before it continues.
         let event = open.mark(stream, keep);
         copied.and(event).map_err(|error| self.failed(&error))
     }

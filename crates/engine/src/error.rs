@@ -128,7 +128,7 @@ pub enum Error {
         handle: Handle,
     },
     /// The ranks submitted different requests under one name. Comes from `wait`, on every submitting rank; the engine
-    /// goes on.
+    /// continues.
     #[error("{text}")]
     Mismatch {
         /// The tensor.
@@ -136,7 +136,7 @@ pub enum Error {
         /// What differs, then what every rank submitted.
         text: Arc<str>,
     },
-    /// The operation is not defined for these elements. Comes from `wait`, on every rank; the engine goes on.
+    /// The operation is not defined for these elements. Comes from `wait`, on every rank; the engine continues.
     #[error("{operation} of {tensor} failed: {cause}")]
     Unsupported {
         /// The operation.

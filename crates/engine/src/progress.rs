@@ -61,7 +61,7 @@ impl Driver {
 enum Until {
     /// Itself: until its result is there or its time is over.
     Done(Handle, Instant),
-    /// Everybody: until nothing is under way or somebody else wants to.
+    /// Everybody: until nothing is in progress or somebody else wants to.
     Idle,
     /// Nobody: sleeping on behalf of peers until anything happens.
     Something,
@@ -121,7 +121,7 @@ impl Inner {
         }
     }
 
-    /// A submitter has left something on the desk and goes on with other things: peers hear of it now, the background
+    /// A submitter has left something on the desk and continues with other things: peers hear of it now, the background
     /// thread does the rest. Quick, for the caller may hold a lock of its own.
     pub(crate) fn announce(&self) {
         self.signals.submitted();

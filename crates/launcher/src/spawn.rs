@@ -38,7 +38,7 @@ pub(crate) fn spawn(command: Command, inherited: Vec<OwnedFd>) -> io::Result<Chi
     ask(command, inherited, false)
 }
 
-/// As [`spawn`], of a process that goes on when this one ends.
+/// As [`spawn`], of a process that continues when this one ends.
 ///
 /// # Errors
 /// As `Command::spawn`.

@@ -6,7 +6,7 @@
 /// Result of this room.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A preparation that cannot go on.
+/// A preparation that cannot continue.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -30,7 +30,7 @@ pub enum Error {
         /// The file.
         file: String,
     },
-    /// A directory whose preparation was killed, or goes on.
+    /// A directory whose preparation was killed, or continues.
     #[error("data is being prepared here, or its preparation was killed and has to be run again: {url}")]
     Unfinished {
         /// The directory.

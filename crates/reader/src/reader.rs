@@ -74,7 +74,7 @@ impl Default for Options {
 pub(crate) struct Selected {
     pub(crate) field: Field,
     pub(crate) out: Element,
-    /// What takes the place of nulls and NaN.
+    /// What replaces nulls and NaN.
     pub(crate) fill: Option<f64>,
     pub(crate) allow_nan: bool,
 }

@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::lease;
 use crate::store::Store;
 
-/// Manifests of data that stays where others put it: small, and made anew when they are asked for.
+/// Manifests of data that stays where others put it: small, and made again when they are asked for.
 const PLANS: &str = "plans";
 
 /// A directory of prepared data.

@@ -65,7 +65,7 @@ impl Upload {
     /// Appends a piece.
     ///
     /// # Errors
-    /// The backend's; the upload cannot go on after that.
+    /// The backend's; the upload cannot continue after that.
     pub fn write(&mut self, piece: Bytes) -> Result<()> {
         self.bytes += piece.len() as u64;
         self.pending_bytes += piece.len();

@@ -356,7 +356,7 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
     While it runs, SIGTERM and SIGPWR have a worker of an elastic job leave at its next commit; a second one ends it.
 
     Args:
-        func: Takes a `State` first; goes on from there.
+        func: Takes a `State` first; continues from there.
         reset: Leaves the old world and joins the new one.
 
     Returns:

@@ -49,7 +49,7 @@ HorovodInternalError = FarandoleInternalError
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
-    """The set of hosts has changed: training goes on from here in a new world.
+    """The set of hosts has changed: training continues from here in a new world.
 
     Attributes:
         skip_sync: Whether ranks were only removed, so that the state of those who stay needs no synchronization.

@@ -70,7 +70,7 @@ class ElasticSettings:
     """What `ElasticRayExecutor.create_settings` returns.
 
     Attributes:
-        min_num_proc: Fewest ranks with which the job goes on.
+        min_num_proc: Fewest ranks with which the job continues.
         max_num_proc: Most ranks; default: as many as the cluster has slots when the job starts.
         reset_limit: How often the world may change.
         elastic_timeout: Seconds for which there may be too few ranks.

@@ -31,7 +31,7 @@ class ElasticParams(BaseParams):
     """What an elastic job needs.
 
     Attributes:
-        min_workers: Fewest ranks with which it goes on.
+        min_workers: Fewest ranks with which it continues.
         max_workers: Most ranks; default: as many as the cluster has slots when the job starts.
         reset_limit: How often its world may change.
         cooldown_range: Seconds, at first and at most, without a new worker where one failed.

@@ -23,7 +23,7 @@ _KIND: Final = "ray tune"
 
 @dataclass
 class RankSession:
-    """What `ray.tune` asks in a rank, in place of the session of the trial's process.
+    """What `ray.tune` asks in a rank, instead of the session of the trial's process.
 
     Attributes:
         experiment_name: As Tune's.

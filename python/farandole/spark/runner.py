@@ -186,7 +186,7 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         The results by rank of the last world.
 
     Raises:
-        FarandoleJobError: The function failed on all workers by itself, or the job could not go on; as for `run`.
+        FarandoleJobError: The function failed on all workers by itself, or the job could not continue; as for `run`.
         ValueError: Numbers that contradict each other, or fewer slots than `min_num_proc`.
     """
     if nics:

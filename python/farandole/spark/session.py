@@ -132,7 +132,7 @@ class Cluster:
         """The rows of a frame; whatever interrupts this thread cancels the job.
 
         The job runs on a thread of its own: an interrupt that meets py4j in the middle of an answer breaks the
-        connection, and the job would go on.
+        connection, and the job would continue.
         """
         tag, rows, errors = f"farandole-{uuid.uuid4().hex[:12]}", [], []
 

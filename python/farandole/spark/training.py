@@ -41,7 +41,7 @@ class Told(Protocol):
     """What is told of a run: the Spark plugin, or a journal."""
 
     def put(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
-        """Takes a row of a run, in place of the one of that name."""
+        """Takes a row of a run, instead of the one of that name."""
 
     def gauge(self, name: str, value: float) -> None:
         """Takes a number of the whole run."""
@@ -94,7 +94,7 @@ class Training(Watcher):
             self._word.look()
 
     def heard(self, word: Word) -> Word:
-        """Has Spark's word asked for while the run goes on.
+        """Has Spark's word asked for while the run continues.
 
         Args:
             word: On the executors that it is in.
@@ -260,7 +260,7 @@ class Training(Watcher):
 
     def _put(self, key: str, body: Mapping[str, Any], *, logged: bool = True) -> None:
         for one in self._all:
-            with contextlib.suppress(Exception):  # a record that JSON cannot hold: the training goes on without it
+            with contextlib.suppress(Exception):  # a record that JSON cannot hold: the training continues without it
                 one.put(self._id, key, finite(dict(body)), logged=logged)
 
 
@@ -270,7 +270,7 @@ def telling(
 ) -> Iterator[Training]:
     """Tells the plugin and a journal of what runs inside.
 
-    Inside of a run that is under way in this context already, that run is told of it.
+    Inside of a run that is in progress in this context already, that run is told of it.
 
     Args:
         shim: The plugin; `None` where there is none.
@@ -300,7 +300,7 @@ def telling(
 
 
 def current() -> Training:
-    """The run that is under way in this context; one that tells nobody where there is none."""
+    """The run that is in progress in this context; one that tells nobody where there is none."""
     return _CURRENT.get() or SILENT
 
 

@@ -79,7 +79,7 @@ class GradientReducer:
         return any(slot.left != self.passes for slot in self._slots.values())
 
     def reset(self) -> None:
-        """Forgets what was counted and started. Only when nothing is under way, or the world is lost."""
+        """Forgets what was counted and started. Only when nothing is in progress, or the world is lost."""
         for bucket in self._buckets:
             bucket.reset(self.passes)
         self._open = sum(bucket.waiting > 0 for bucket in self._buckets)

@@ -197,7 +197,7 @@ class Tolerance:
     def share(self, objects: dict[str, Any]) -> None:
         """Has objects travel with the state to ranks that are new, and gives this one what has come for it.
 
-        A reader of `farandole.data` goes on with the right rows on all ranks when the world changes.
+        A reader of `farandole.data` continues with the right rows on all ranks when the world changes.
 
         Raises:
             TypeError: One has no `state_dict` and `load_state_dict`.

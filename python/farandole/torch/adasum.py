@@ -73,7 +73,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
         """Takes the wrapped optimizer's step on this rank's gradients, then combines what all ranks' steps changed.
 
         Args:
-            closure: Evaluates the model anew and returns the loss.
+            closure: Evaluates the model again and returns the loss.
 
         Returns:
             What the wrapped optimizer returns.

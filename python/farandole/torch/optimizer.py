@@ -94,7 +94,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         the closure computes stays local.
 
         Args:
-            closure: Evaluates the model anew and returns the loss.
+            closure: Evaluates the model again and returns the loss.
 
         Returns:
             What the wrapped optimizer returns.
@@ -136,7 +136,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         Args:
             **objects: Objects with `state_dict` and `load_state_dict`, under names that are the same on all ranks. A
-                loader of `farandole.data` goes on with the right rows whenever the world changes.
+                loader of `farandole.data` continues with the right rows whenever the world changes.
 
         Raises:
             TypeError: An object has no such methods.

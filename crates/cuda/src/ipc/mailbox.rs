@@ -209,7 +209,7 @@ impl Mailbox {
 
 impl Drop for Mailbox {
     fn drop(&mut self) {
-        // The others go on with it: what its owner said last stays. What fails leaves them without, as a dead owner does.
+        // The others continue with it: what its owner said last stays. What fails leaves them without, as a dead owner does.
         let _ = self.region.detach();
     }
 }

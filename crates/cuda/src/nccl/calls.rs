@@ -121,7 +121,7 @@ fn root(member: usize) -> i32 {
 }
 
 impl Calls<'_> {
-    /// Hands over an operation; true when the calls are still under way.
+    /// Hands over an operation; true when the calls are still in progress.
     ///
     /// # Errors
     /// `Nccl`.

@@ -165,7 +165,7 @@ impl<L: Lane> NcclCommunicator<L> {
         among && carries(operation)
     }
 
-    /// Ends everything, also kernels under way, and remembers why.
+    /// Ends everything, also kernels in progress, and remembers why.
     fn fail(&mut self, reason: &str) -> CollectiveError {
         self.end();
         let failure = CollectiveError::Lost { reason: format!("device {}: {reason}", self.lane.ordinal()) };
@@ -196,7 +196,7 @@ impl<L: Lane> NcclCommunicator<L> {
         self.launched.clear();
     }
 
-    /// Waits until what was put on the stream has ended: kernels go on for a while after they were told to, and
+    /// Waits until what was put on the stream has ended: kernels continue for a while after they were told to, and
     /// `ncclCommAbort` may return before they have.
     fn quieten(&self) {
         let Ok(last) = self.lane.mark() else { return };

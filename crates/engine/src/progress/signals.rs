@@ -31,7 +31,7 @@ pub(super) struct Signals {
     waiters: AtomicUsize,
     /// The driver sleeps or is about to.
     parked: AtomicBool,
-    /// Something was under way when the last driver left.
+    /// Something was in progress when the last driver left.
     busy: AtomicBool,
 }
 
@@ -118,7 +118,7 @@ impl Signals {
         self.waiters.load(Ordering::SeqCst) > 0
     }
 
-    /// Driver, before it unlocks: whether something is under way.
+    /// Driver, before it unlocks: whether something is in progress.
     pub(super) fn leaves(&self, busy: bool) {
         self.busy.store(busy, Ordering::SeqCst);
     }

@@ -21,7 +21,7 @@ pub(super) const DEAL: Token = Token(u64::MAX - 1);
 /// Bytes of a number.
 const NUMBER: usize = size_of::<u64>();
 
-/// Numbers under way.
+/// Numbers in progress.
 pub(super) struct Dealing {
     agreed: Arc<Agreed>,
     sends: Vec<u64>,

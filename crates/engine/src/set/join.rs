@@ -71,7 +71,7 @@ impl Joins {
         self.gone.iter().filter(|source| !came.contains(source)).count()
     }
 
-    /// Others still work: the time in which something must happen begins anew.
+    /// Others still work: the time in which something must happen begins again.
     pub(super) fn goes_on(&mut self) {
         if self.since.is_some() {
             let now = Instant::now();

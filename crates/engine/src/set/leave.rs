@@ -83,7 +83,7 @@ impl ProcessSet {
         }
     }
 
-    /// Leaves in good order, failing what is under way. Poll with [`ProcessSet::farewell`] afterwards.
+    /// Leaves in good order, failing what is in progress. Poll with [`ProcessSet::farewell`] afterwards.
     pub(crate) fn depart(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
         let executed = self.execution.oldest_list().map_or(self.lists, |list| list - 1);
         let rank = self.options.world.rank;

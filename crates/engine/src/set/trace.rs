@@ -74,7 +74,7 @@ fn produced(agreed: &Agreed) -> Produced {
 pub(super) struct Span {
     tracer: Arc<Tracer>,
     tracks: Vec<(Track, Produced)>,
-    /// The activity under way.
+    /// The activity in progress.
     inside: &'static str,
     transfer: &'static str,
     range: Option<Range>,

@@ -104,7 +104,7 @@ pub(crate) enum Decision {
     Dismissed { task: TaskId, reason: String },
     /// Elastic jobs: members of a world should ask for the next one, at their next chance.
     Changed { generation: Generation, removed: bool, added: bool },
-    /// Elastic jobs: a world cannot go on; its members will ask for the next one.
+    /// Elastic jobs: a world cannot continue; its members will ask for the next one.
     Broken { generation: Generation, verdict: Verdict },
 }
 

@@ -146,7 +146,7 @@ pub(super) fn places(tasks: u32) -> u32 {
     tasks.saturating_mul(4).saturating_add(64)
 }
 
-/// Connections to `listener`, at most `most` at a time. What comes beyond that is closed at once, or takes the place of
+/// Connections to `listener`, at most `most` at a time. What comes beyond that is closed at once, or replaces
 /// one that has not shown the token.
 pub(super) fn accept(
     listener: TcpListener,

@@ -62,7 +62,7 @@ impl Kept {
         self.journal.as_ref().map_or(Ok(()), |journal| journal.begin(ticket, identity, port, &self.machine))
     }
 
-    /// A job that goes on, by new rules.
+    /// A job that continues, by new rules.
     pub(super) fn resumed(rules: Rules, journal: Arc<Journal>, records: Vec<Record>) -> Self {
         let mut kept = Self::new(rules.clone(), Some(journal));
         for record in records {
@@ -108,7 +108,7 @@ impl Core {
         resumed
     }
 
-    /// Has the present state take the place of a journal that has become long.
+    /// Has the present state replace a journal that has become long.
     pub(super) fn shorten_journal(&self) {
         let membership = self.membership.lock();
         let Members::Elastic(machine, Some(journal)) = &*membership else { return };
@@ -127,7 +127,7 @@ impl Core {
         journal.replace(&records);
     }
 
-    /// The job is over: there is nothing to go on with.
+    /// The job is over: there is nothing to continue with.
     pub(super) fn finish_journal(&self) {
         if let Members::Elastic(_, Some(journal)) = &*self.membership.lock() {
             journal.finish();

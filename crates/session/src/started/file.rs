@@ -52,7 +52,7 @@ pub(super) fn existing(folder: &Path) -> Result<(), String> {
     Err(format!("FARANDOLE_RENDEZVOUS must be a directory that is there: {}", folder.display()))
 }
 
-/// Writes `text` so that a reader sees all of it or none, in place of what an earlier job has left.
+/// Writes `text` so that a reader sees all of it or none, instead of what an earlier job has left.
 ///
 /// # Errors
 /// What the system says.

@@ -166,9 +166,9 @@ def read(store: native.Store, name: str, fault: Fault | None = None) -> bytes | 
 
 
 def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
-    """The checkpoint to go on from: the last one, or where that is damaged or missing, the one before.
+    """The checkpoint to continue from: the last one, or where that is damaged or missing, the one before.
 
-    The one before then takes the place of the damaged one, so that the next write does not keep that.
+    The one before then replaces the damaged one, so that the next write does not keep that.
 
     Args:
         store: directory of the run.

@@ -119,7 +119,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         Raises:
             ValueError: a parameter, a column or the data does not fit; the message names it.
             FarandoleJobError: a worker failed.
-            RunDiffersError: a `ValueError`: the run of `run_id` was begun with other data or parameters.
+            RunDiffersError: a `ValueError`: the run of `run_id` was started with other data or parameters.
         """
         self._show(ui)
         with mapped(params is not None):
@@ -164,7 +164,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
                 shown.message(_described(prepared))
-                # Anew: a live bar has put streams of its own in place of those that the first one took.
+                # Anew: a live bar has put streams of its own instead of those that the first one took.
                 return self._train(self._backend(), prepared, shown)
 
     def _fit_frame(self, dataset: Any) -> Any:
@@ -315,7 +315,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
 
     @contextlib.contextmanager
     def _held(self, job: Any, fingerprint: Fingerprint, shown: Progress) -> Iterator[None]:
-        """Holds a run for this fit alone, which goes on with what it was begun with, and says where it goes on.
+        """Holds a run for this fit alone, which continues with what it was started with, and says where it continues.
 
         Args:
             job: the run.
@@ -324,7 +324,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
 
         Raises:
             RunInUseError: another fit trains the same run.
-            RunDiffersError: the run was begun with something else.
+            RunDiffersError: the run was started with something else.
         """
         force, epochs = self.getResume() == "force", self.getEpochs()
         with alone(job.store.run_path, job.run_id):
@@ -363,7 +363,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         return cast("AbstractFilesystemStore", self.getStore())
 
     def _wish(self) -> Wish:
-        """Categories, and what takes the place of missing values."""
+        """Categories, and what replaces missing values."""
         return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols(), self._split(), self.getRagged())
 
     def _split(self) -> Split | None:
@@ -372,7 +372,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         return split_of(self.getValidation(), *columns, self.getRandomSeed() or 0)
 
     def _carried(self, prepared: Prepared) -> dict[str, Any]:
-        """What the fitted model goes on with: categories, values for what is missing, and what is said of predictions.
+        """Parameters that the fitted model takes over: categories, fill values, and those of predictions.
 
         Args:
             prepared: its data.

@@ -20,7 +20,7 @@ _REDRAW_SECONDS = 0.5
 
 
 class Notebook(Progress):
-    """One output of a cell, drawn anew as the fit goes on."""
+    """One output of a cell, drawn again as the fit continues."""
 
     def __init__(self) -> None:
         from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]

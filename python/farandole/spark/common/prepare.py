@@ -152,7 +152,7 @@ def prepare_data(
         roles: the columns.
         seed: of the split.
         partitions_per_process: most partitions per training process.
-        fill: what takes the place of nulls and NaN, see `farandole.data.prepare_data`.
+        fill: what replaces nulls and NaN, see `farandole.data.prepare_data`.
         categories: columns that become indices, see `farandole.data.prepare_data`.
         split: how validation rows are chosen, if not by rows alone.
         ragged: how lists of different lengths are padded, by column.

@@ -7,7 +7,7 @@ A store is a URL and a layout below it:
     <prefix>/intermediate_train_data[.<idx>]    prepared rows; also ..._val_data and ..._test_data
     <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint; the one before is checkpoint.previous
     <prefix>/runs/<run_id>/_run.json            which contents of checkpoints the run's jobs have written
-    <prefix>/runs/<run_id>/_fingerprint.json    which data, model and parameters the run was begun with
+    <prefix>/runs/<run_id>/_fingerprint.json    which data, model and parameters the run was started with
     <prefix>/runs/<run_id>/logs/                history and logs
 
 The native store reads and writes all bytes, so the driver, Spark's executors and training processes agree on every

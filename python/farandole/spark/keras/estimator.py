@@ -128,7 +128,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         reader_pool_type: Accepted for compatibility with Horovod: readers are native threads.
         label_shapes: Shape of each label's array, -1 for its rows.
         checkpoint_callback: A `ModelCheckpoint` such as `farandole.keras.callbacks.BestModelCheckpoint`: `fit` returns
-            the model that it kept, in place of the last one.
+            the model that it kept, instead of the last one.
         inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
         backend_env: Variables to set in the training processes.
         use_gpu: Train on GPUs if every process sees one; default True.

@@ -163,7 +163,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
 
 
 def layers(model: Any) -> list[Layer]:
-    """The layers of a model, and in place of a model among them its own layers.
+    """The layers of a model, and instead of a model among them its own layers.
 
     Args:
         model: of any kind. Weights that two layers share count where they come first.

@@ -32,7 +32,7 @@ class Reached:
         begun: whether the run has its first state: a fresh one, or that of a checkpoint.
         first_epoch: with which this job began.
         history: entries of complete epochs.
-        place: in the data of the epoch under way.
+        place: in the data of the epoch in progress.
         totals: sums of its scores; `None` before its first step.
         scores: those of its training, once that is over.
         seconds: that it has taken.

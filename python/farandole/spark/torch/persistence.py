@@ -30,7 +30,7 @@ _ZIP = b"PK"
 
 
 class _Pickler(pickling.Pickler):
-    """Pickles objects with references in place of the weights of one module."""
+    """Pickles objects with references instead of the weights of one module."""
 
     def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
         super().__init__(file)

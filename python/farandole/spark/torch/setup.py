@@ -90,7 +90,7 @@ def sources(
         data_module: class of the user's; `None` is the native reader.
         rank: of this process.
         size: processes.
-        moves: whether an epoch may go on with another number of processes.
+        moves: whether an epoch may continue with another number of processes.
     """
     data = job.data
     if data_module is not None:

@@ -67,8 +67,8 @@ def inputs_of(
 def sent(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Values of a batch as a type on a device.
 
-    Where that is a GPU, they are copied to page-locked memory first: it goes on with its work and fetches them when it
-    is their turn. Else it would have to be idle before each copy, and wait for the next batch after it.
+    Where that is a GPU, they are copied to page-locked memory first: it continues with its work and fetches them when
+    it is their turn. Else it would have to be idle before each copy, and wait for the next batch after it.
 
     Args:
         values: in host memory, which may be changed afterwards.

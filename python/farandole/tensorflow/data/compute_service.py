@@ -51,7 +51,7 @@ _WORDS = {"1": True, "true": True, "on": True, "": False, "0": False, "false": F
 
 
 def require_consent(given: bool) -> None:
-    """Refuses to go on without consent to open ports, by the caller or the environment.
+    """Refuses to continue without consent to open ports, by the caller or the environment.
 
     Args:
         given: whether the caller has consented.

@@ -182,7 +182,7 @@ class ReconfigurableBackend(FarandoleBackend):
         return _Done()
 
     def abort(self) -> None:
-        """Leaves the world, which fails operations under way; `reconfigure` forms the next one."""
+        """Leaves the world, which fails operations in progress; `reconfigure` forms the next one."""
         self._linked = False
         super().abort()
 

@@ -131,7 +131,7 @@ class FarandoleWork(Work):
         Raises:
             FarandoleInternalError: When a peer failed or the session was shut down.
             ValueError: When ranks disagree about the operation.
-            TimeoutError: When it took longer than `timeout`; it stays under way.
+            TimeoutError: When it took longer than `timeout`; it stays in progress.
         """
         if timeout > _NO_LIMIT:
             over = threading.Event()

@@ -28,7 +28,7 @@ pub(super) struct Present {
     pub(super) order: Vec<TaskId>,
     /// The same with their hosts.
     pub(super) places: Vec<TaskPlace>,
-    /// Since when it cannot go on, and why.
+    /// Since when it cannot continue, and why.
     pub(super) broken: Option<(Duration, String)>,
     /// Members that failed, in order of time.
     pub(super) failures: Vec<Failure>,
@@ -81,7 +81,7 @@ impl Present {
         (0u32..).map(Rank).zip(&self.order).find(|(_, member)| **member == task).map(|(rank, _)| rank)
     }
 
-    /// Says that the world cannot go on; the first reason counts.
+    /// Says that the world cannot continue; the first reason counts.
     pub(super) fn break_up(&mut self, now: Duration, reason: String) {
         self.broken.get_or_insert((now, reason));
     }
