@@ -63,7 +63,7 @@ class PreparedData:
     resumed: int = 0
     """Partitions that a killed preparation had finished."""
     encoding: Encoding | None = field(default=None, repr=False)
-    """What became of categories and missing values, where rows were encoded."""
+    """The encoding of categories and missing values, if rows were encoded."""
     place: places.Place | None = field(default=None, repr=False, compare=False)
     statistics: Statistics | None = field(default=None, repr=False, compare=False)
 
@@ -208,7 +208,7 @@ def roles_of(
     weight: str | None,
     validation: float | str | None,
 ) -> Roles:
-    """What each column of a source is for.
+    """The role of each column of a source.
 
     Raises:
         ValueError: A column is missing, or is two things; or a share that cannot be.
@@ -365,7 +365,7 @@ def prepare(
 
 
 def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedData:
-    """What the manifests of a place say."""
+    """The content of a place's manifests."""
     train = json.loads(native.read_manifest(place.train_url) or "{}")
     val = json.loads(native.read_manifest(place.val_url) or "{}") if validates else {"rows": 0}
     encoding = encoding_at(place.train_url)

@@ -176,7 +176,7 @@ class LightningState(TorchState):
 
 
 def _dumped(trainer: Any) -> dict[str, Any]:
-    """What a checkpoint has; `Trainer.save_checkpoint` would write it."""
+    """The content of a checkpoint, as `Trainer.save_checkpoint` would write it."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001 - no public door
 
 

@@ -67,7 +67,7 @@ class TestDiscovery(elastic_v2.TestDiscovery):
 
 @dataclass
 class ElasticSettings:
-    """What `ElasticRayExecutor.create_settings` returns.
+    """The result of `ElasticRayExecutor.create_settings`.
 
     Attributes:
         min_num_proc: Fewest ranks with which the job continues.

@@ -28,7 +28,7 @@ _START_WITHIN = 600.0
 
 @dataclass
 class ElasticParams(BaseParams):
-    """What an elastic job needs.
+    """The parameters of an elastic job.
 
     Attributes:
         min_workers: Fewest ranks with which it continues.
@@ -63,7 +63,7 @@ class ElasticParams(BaseParams):
 
     @property
     def adapter(self) -> type[ElasticAdapter]:
-        """What runs such a job."""
+        """The runner of such a job."""
         return ElasticAdapter
 
 

@@ -54,7 +54,7 @@ class Child:
     stand_in: socket.socket
 
     def descriptors(self) -> list[int]:
-        """What no other worker may hold."""
+        """Descriptors that no other worker may hold."""
         return [self.pidfd, self.stand_in.fileno()]
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Streams:
-    """What every backend takes about output.
+    """Output arguments of every backend.
 
     Attributes:
         stdout: Where the workers' stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.

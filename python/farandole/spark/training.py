@@ -38,7 +38,7 @@ _CURRENT: ContextVar[Training | None] = ContextVar("farandole_training", default
 
 
 class Told(Protocol):
-    """What is told of a run: the Spark plugin, or a journal."""
+    """A receiver of reports about a run: the Spark plugin, or a journal."""
 
     def put(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
         """Takes a row of a run, instead of the one of that name."""
@@ -122,7 +122,7 @@ class Training(Watcher):
         self._told()
 
     def seats(self, seats: Iterable[Seat]) -> None:
-        """Who sits where, once that is known or has changed.
+        """The places of the ranks, when they are known or have changed.
 
         Args:
             seats: One for each rank.
@@ -162,7 +162,7 @@ class Training(Watcher):
         return next((self._places.get(seat["task"]) for seat in self._seats if seat["rank"] == rank), None)
 
     def said(self, task: int, record: Mapping[str, Any]) -> None:
-        """What a worker says of itself, maybe before it has a rank.
+        """A worker's report about itself, possibly before it has a rank.
 
         Args:
             task: Number of its task.

@@ -20,7 +20,7 @@ _LOOK = 0.05
 
 
 class Word:
-    """What Spark says of the executors of one job.
+    """Spark's messages about the executors of one job.
 
     Args:
         shim: The plugin; `None` where there is none, and then nothing is ever said.

@@ -85,7 +85,7 @@ def reducescatter(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any
 
 
 def _told(op: Any, *more: str) -> dict[str, Any]:
-    """What a native op was told."""
+    """The arguments of a native op."""
 
     def told_of(key: str) -> Any:
         try:

@@ -132,7 +132,7 @@ def _is_off() -> bool:
 
 
 def _missing() -> str | None:
-    """What it takes to try, and is not there."""
+    """The missing requirement."""
     if _is_off():
         return "FARANDOLE_ENABLE_XLA_OPS is off"
     if _library.library is None:
@@ -192,7 +192,7 @@ def _text(
 
 
 def _before(graph: Any) -> list[Any]:
-    """What a call in this graph must wait for."""
+    """The operation for which a call in this graph must wait."""
     token, seen = getattr(graph, _AFTER, (None, 0))
     before = [] if token is None else [token]
     for op in graph.get_operations()[seen:]:

@@ -41,13 +41,13 @@ def is_captured(tensor: torch.Tensor) -> bool:
 
 
 def spot(tensor: torch.Tensor) -> Spot:
-    """Where a tensor is that `is_usable`."""
+    """The place of a tensor that `is_usable`."""
     ordinal = ordinal_of(tensor)
     return None if ordinal is None else (ordinal, stream_of(ordinal))
 
 
 def spots(tensors: Sequence[torch.Tensor]) -> list[Spot] | None:
-    """Where several tensors are; `None` when all are in host memory."""
+    """The place of several tensors; `None` if all are in host memory."""
     ordinals = [ordinal_of(tensor) for tensor in tensors]
     streams = {ordinal: stream_of(ordinal) for ordinal in set(ordinals) if ordinal is not None}
     if not streams:

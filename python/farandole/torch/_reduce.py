@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Reduction(NamedTuple):
-    """What is done to the tensors of all ranks."""
+    """The reduction of the tensors of all ranks."""
 
     op: int = Sum
     prescale: float = 1.0
@@ -45,7 +45,7 @@ class Reduction(NamedTuple):
 
     @property
     def arguments(self) -> tuple[int, float, float, int]:
-        """What the engine is told."""
+        """The arguments for the engine."""
         number = rounded(self.op, self.rounds)
         return number, self.prescale, self.postscale, set_number(self.process_set)
 

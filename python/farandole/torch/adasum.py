@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _DistributedAdasumOptimizer(torch.optim.Optimizer):
-    """What `DistributedOptimizer(op=Adasum)` mixes into the class of the optimizer it wraps.
+    """The mixin that `DistributedOptimizer(op=Adasum)` adds to the class of the wrapped optimizer.
 
     Horovod steps parameter by parameter while the backward pass runs; here the wrapped optimizer takes one whole step,
     so that gradients can be clipped before it, and options that look at all parameters work.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """What `DistributedOptimizer` mixes into the class of the optimizer it wraps."""
+    """The mixin that `DistributedOptimizer` adds to the class of the wrapped optimizer."""
 
     _parameter_names: dict[torch.Tensor, str]
     """The name of every parameter, as scripts look it up with Horovod."""

@@ -123,7 +123,7 @@ def _runs_of(store: Any) -> str:
 
 
 def _prefix(port: int) -> str | None:
-    """What a notebook's proxy puts before the path of a port of this host."""
+    """The prefix of a notebook's proxy for the path of a port of this host."""
     hub = os.environ.get("JUPYTERHUB_SERVICE_PREFIX")
     if hub:
         return f"{hub.rstrip('/')}/proxy/{port}/"

@@ -34,7 +34,7 @@ _OF_THE_NETWORK = (f"{FarandoleInternalError.__module__}.{FarandoleInternalError
 
 
 class Workers(Protocol):
-    """What starts the workers of an elastic job.
+    """Starts the workers of an elastic job.
 
     Attributes:
         endings: How workers ended, by task.

@@ -44,7 +44,7 @@ class Fill:
 
 
 def fill_of(fill: Any, name: str) -> Fill | None:
-    """What is filled into a column.
+    """The replacement of missing values in a column.
 
     Args:
         fill: of an estimator: a value for all columns, or values by column, of which `"*"` stands for all others.

@@ -52,7 +52,7 @@ def _classes(value: Any) -> list[str] | None:
 
 
 class ClassParams(Params):
-    """What estimators and models say about predictions in Spark ML's manner."""
+    """The parameters of estimators and models for predictions as in Spark ML."""
 
     predictionCol = declare("predictionCol", "column for the class, or the value", check.optional("predictionCol"))
     rawPredictionCol = declare(

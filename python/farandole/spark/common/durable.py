@@ -200,7 +200,7 @@ def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes 
 
 
 def damage(data: bytes) -> str | None:
-    """What is wrong with a checkpoint; `None` when it is whole.
+    """The defect of a checkpoint; `None` if it is complete.
 
     Args:
         data: of the file.

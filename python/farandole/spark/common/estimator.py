@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
-    """What the estimators of all frameworks share."""
+    """The base of the estimators of all frameworks."""
 
     def fit(self, df: Any, params: Any = None, *, ui: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
         """Trains on a DataFrame, or on a pyarrow, pandas or polars table.
@@ -299,7 +299,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         return name_of(given, fingerprint) if given else f"{framework}_{int(time.time())}_{secrets.token_hex(2)}"
 
     def _fingerprint(self, prepared: Prepared) -> Fingerprint:
-        """What decides the result of a fit.
+        """The parts that decide the result of a fit.
 
         Args:
             prepared: its data.
@@ -335,7 +335,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             yield
 
     def _tracked(self, run_id: str) -> Tracker:
-        """What logs the run elsewhere: MLflow and Weights & Biases where they were asked for.
+        """The trackers of the run: MLflow and Weights & Biases, if requested.
 
         Args:
             run_id: name of the run.

@@ -142,7 +142,7 @@ class Journal:
         self._epochs[epoch] = {**body["values"], "epoch": epoch, "seconds": body.get("seconds")}
 
     def _scores(self) -> dict[str, Any]:
-        """What the list of runs shows without reading the history."""
+        """The facts that the list of runs shows without reading the history."""
         if not self._epochs:
             return {}
         last = max(self._epochs)

@@ -59,7 +59,7 @@ def accessors(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any
 
 
 class EstimatorParams(Params):
-    """What every estimator takes, whatever its framework."""
+    """The parameters of every estimator."""
 
     num_proc = declare("num_proc", "training processes; not together with backend", check.at_least("num_proc", 1))
     model = declare("model", "the model to train", check.anything)
@@ -310,7 +310,7 @@ class EstimatorParams(Params):
 
 
 class ModelParams(Params):
-    """What every fitted model carries."""
+    """The parameters of every fitted model."""
 
     history = declare("history", "losses and metrics of each epoch", check.anything)
     model = declare("model", "the trained model", check.anything)

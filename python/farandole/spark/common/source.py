@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Missing:
-    """What becomes of nulls, NaN and infinities in data that somebody else wrote."""
+    """The treatment of nulls, NaN and infinities in data that another program wrote."""
 
     fill: Mapping[str, float] = field(default_factory=dict)
-    """What takes the place of nulls and NaN, by column; `"*"` stands for all others that can hold it."""
+    """Replacements of nulls and NaN, by column; `"*"` stands for all other columns that can hold them."""
     allow_nan: bool = True
     """Whether NaN and infinities are values like any others."""
 

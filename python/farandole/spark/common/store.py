@@ -128,15 +128,15 @@ class Store:
         raise NotImplementedError
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """Where prepared training rows live."""
+        """The path of prepared training rows."""
         raise NotImplementedError
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """Where prepared validation rows live."""
+        """The path of prepared validation rows."""
         raise NotImplementedError
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """Where prepared test rows live."""
+        """The path of prepared test rows."""
         raise NotImplementedError
 
     def saving_runs(self) -> bool:
@@ -273,7 +273,7 @@ class AbstractFilesystemStore(Store):
 
     @property
     def storage_options(self) -> StorageOptions:
-        """What travels to other processes that open this store's paths by URL."""
+        """The options that are sent to other processes which open this store's paths by URL."""
         return self._options
 
     @property

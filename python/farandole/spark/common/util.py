@@ -135,7 +135,7 @@ def get_simple_meta_from_parquet(
     sample_weight_col: str | None = None,
     dataset_idx: int | None = None,
 ) -> tuple[int, int, dict[str, Any], float]:
-    """What is known of the data set in a store.
+    """The metadata of the data set in a store.
 
     Args:
         store: where it is.

@@ -30,7 +30,7 @@ def _queue(name: str) -> Any:
 
 
 class LightningParams(TorchParams):
-    """What `TorchEstimator` of Lightning takes besides."""
+    """Additional parameters of the Lightning estimator."""
 
     num_gpus = declare("num_gpus", "GPUs per process: 0 or 1", check.at_least("num_gpus", 0))
     logger = declare("logger", "Lightning's logger, or a list of them", check.anything)

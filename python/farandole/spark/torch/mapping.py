@@ -89,7 +89,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
 def labels_of(
     names: Sequence[str], columns: dict[str, Column], losses: Sequence[Any], shapes: Sequence[Sequence[int]] | None
 ) -> list[tuple[Column, str, tuple[int, ...] | None, bool]]:
-    """What becomes of each label column: column, type, shape, whether it holds indices of classes.
+    """The mapping of each label column: column, type, shape, whether it contains indices of classes.
 
     Args:
         names: of the columns.
@@ -167,7 +167,7 @@ def try_out(job: Job, objects: Objects, losses: Sequence[Any], tensors: dict[str
 def outputs_of_model(
     inputs: Sequence[Input], labels: Sequence[Label], model: torch.nn.Module, rows: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What a model makes of some rows.
+    """A model's outputs for some rows.
 
     Args:
         inputs: its arguments.

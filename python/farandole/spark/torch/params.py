@@ -35,7 +35,7 @@ def _scheduler(value: Any) -> Any:
 
 
 class TorchParams(EstimatorParams):
-    """What `TorchEstimator` takes besides."""
+    """Additional parameters of the PyTorch estimator."""
 
     input_shapes = declare("input_shapes", "shape of each input's tensor", check.shapes("input_shapes"))
     input_dtypes = declare("input_dtypes", "type of each input's tensor; float32 by default", _dtypes)

@@ -108,7 +108,7 @@ class Stepper:
                 self.scheduler.step()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this besides the optimizer."""
+        """The state for a checkpoint besides the optimizer."""
         state: dict[str, Any] = {}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
@@ -147,7 +147,7 @@ class Stepper:
         self._size = size
 
     def kept(self) -> dict[str, Any]:
-        """What `go_on` goes back to."""
+        """The state to which `go_on` returns."""
         return copy.deepcopy(self.state()) | {"size": self._size}
 
     @contextlib.contextmanager

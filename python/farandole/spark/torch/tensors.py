@@ -170,7 +170,7 @@ def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:
 
 
 def told_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exception) -> str:
-    """What to say when a model does not take its inputs.
+    """The message about a model that does not accept its inputs.
 
     Args:
         names: of the inputs.

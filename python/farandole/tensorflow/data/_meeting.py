@@ -94,7 +94,7 @@ class MeetingServer:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Where it listens."""
+        """The address on which it listens."""
         port = int(self._listener.getsockname()[1])
         return [(host, port) for host in ([self._address] if self._address else addresses_of_this_host())]
 

@@ -73,7 +73,7 @@ def require_consent(given: bool) -> None:
 
 @dataclasses.dataclass
 class TfDataServiceConfig:
-    """What trainers and workers need to find each other.
+    """The data with which trainers and workers find each other.
 
     Args:
         dispatchers: How many there are; each hands out the work to workers of its own.
@@ -111,7 +111,7 @@ class TfDataServiceConfig:
         require_consent(self.open_to_the_network)
 
     def compute_client(self, verbose: int = 1) -> MeetingClient:
-        """What asks the service.
+        """A client of the service.
 
         Args:
             verbose: Accepted for compatibility with Horovod.

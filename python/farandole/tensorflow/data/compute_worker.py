@@ -23,7 +23,7 @@ from farandole.tensorflow.data.compute_service import SIDES, compute_worker_fn, 
 def main(
     dispatchers: int, dispatcher_side: str, configfile: str, timeout: float, *, open_to_the_network: bool = False
 ) -> None:
-    """What every rank does.
+    """The work of every rank.
 
     Args:
         dispatchers: Number of dispatchers, which must divide the number of ranks.

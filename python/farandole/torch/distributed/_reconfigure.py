@@ -53,7 +53,7 @@ _SLICE: Final = 1.0
 
 @dataclass(frozen=True)
 class Handle:
-    """What the members of the next world know of each other.
+    """The data about each other that the members of the next world have.
 
     Attributes:
         uuid: Number of the world that the process is in; -1 before its first one.

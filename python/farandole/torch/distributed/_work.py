@@ -108,7 +108,7 @@ def promise(pending: Pending, outputs: list[torch.Tensor], completer: Completer)
 
 
 class FarandoleWork(Work):
-    """What a collective returns.
+    """The result of a collective.
 
     torch forwards `wait` and `get_future` to works made in Python, and nothing else: its `is_completed` says no until
     the end of days. Who polls asks `get_future().done()`.
