@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 
 import pytest
 from tests.launch.bed import JOB, SEARCH, until
@@ -144,6 +145,35 @@ def test_a_host_that_cannot_be_reached_is_named_and_comes_when_it_can(hosts):
     bed["h2"].restore()
     members(running, "h1", "h1", "h2", "h2")
     assert "h1" not in finish(bed, running, 4)
+
+
+@pytest.mark.parametrize("links", ["between hosts", "by the launcher"])
+def test_a_launcher_that_is_killed_and_starts_again_takes_back_the_workers_of_all_hosts(hosts, links):
+    bed = hosts("h1", "h2")
+    flags = ("-np", 4, "--min-np", 2, "--journal", "journal", *(["--dial-out"] if links == "by the launcher" else []))
+    killed = start(bed, *flags)
+    before = members(killed, "h1", "h1", "h2", "h2")
+    # Lines of the last second before that would come again.
+    time.sleep(2.0)
+    killed.send(signal.SIGKILL)
+    assert killed.wait() != 0
+    # Longer than workers outlive a launcher without a journal.
+    time.sleep(3.0)
+    running = start(bed, *flags)
+    until(lambda: "continues a job that has 4 processes" in own(running), lambda: running.said)
+    if links == "by the launcher":
+        # Their links broke with it, so they form another world, and continue from their last commit.
+        after = members(running, "h1", "h1", "h2", "h2")
+        assert pids(after) == pids(before)
+        assert all(one[4] == "1" for one in after)
+    for rank, pid in enumerate(pids(before)):
+        assert bed["h1" if rank < 2 else "h2"].run("kill", "-0", pid).returncode == 0, "the same processes"
+    # It decides as before.
+    bed["h2"].run("kill", "-9", pids(before)[3])
+    members(running, "h1", "h1", "h2")
+    members(running, "h1", "h1", "h2", "h2")
+    assert "was ended by SIGKILL" in finish(bed, running, 4)
+    until(lambda: not bed.processes(), lambda: "; ".join(map(str, bed.processes())), 15.0)
 
 
 def test_a_script_that_fails_and_hangs_changes_nothing(hosts):

@@ -39,15 +39,19 @@ QUICK = ("--blacklist-cooldown-range", 1, 2)
 SLOW = ("--blacklist-cooldown-range", 600, 3600)
 
 
+def said(run: Launch) -> list[dict[str, int]]:
+    """What ranks have said of themselves so far."""
+    words = [line.split(":", 1)[1].split() for line in run.out.read_text().splitlines() if ":world " in line]
+    return [dict(zip(word[::2], map(int, word[1::2]), strict=True)) for word in words]
+
+
 def members(run: Launch, size: int) -> list[dict[str, int]]:
     """Waits until the latest ranks to speak are those of a world of this size, and gives them by rank."""
     found: list[dict[str, int]] = []
 
     def fits() -> bool:
         assert run.process.poll() is None, run.err.read_text()
-        words = [line.split(":", 1)[1].split() for line in run.out.read_text().splitlines() if ":world " in line]
-        said = [dict(zip(word[::2], map(int, word[1::2]), strict=True)) for word in words]
-        found[:] = sorted(said[-size:], key=lambda one: one["rank"])
+        found[:] = sorted(said(run)[-size:], key=lambda one: one["rank"])
         return [one["rank"] for one in found] == list(range(size)) and all(one["world"] == size for one in found)
 
     until(fits, f"a world of {size} in {run.out.read_text()}\n{run.err.read_text()}")

@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.launcher.conftest import is_alive, until
-from tests.launcher.elastic import QUICK, TRAIN, failed, finish, members, own
+from tests.launcher.elastic import QUICK, SLOW, TRAIN, failed, finish, own, said
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,19 +29,31 @@ if TYPE_CHECKING:
 class Job:
     """An elastic job with a journal."""
 
-    def __init__(self, launch: Start, folder: Path, *flags: object) -> None:
+    def __init__(self, launch: Start, folder: Path, *flags: object, cooldown: tuple[object, ...] = QUICK) -> None:
         """Starts it."""
         script = folder / "train.py"
         script.write_text(TRAIN.replace("AT_EACH_STEP", "open('step', 'w').write(f'{state.step}\\n')"))
         self.journal = folder / "journal"
         self.launch = launch
-        self.words = (*flags, "--journal", self.journal, *QUICK, sys.executable, str(script))
+        self.words = (*flags, "--journal", self.journal, *cooldown, sys.executable, str(script))
         self.run = launch(*self.words)
         self.pids: list[int] = []
 
     def members(self, size: int) -> list[int]:
-        """The processes of a world of this size, by rank, once it trains."""
-        found = [one["pid"] for one in members(self.run, size)]
+        """The processes of a world of this size, by rank, once it trains.
+
+        After a restart, lines that the first launcher has not confirmed come again, in their order for each process.
+        """
+        found: list[int] = []
+
+        def fits() -> bool:
+            assert self.run.process.poll() is None, self.run.err.read_text()
+            last = {one["pid"]: one for one in said(self.run) if is_alive(one["pid"])}
+            ranks = sorted(last.values(), key=lambda one: one["rank"])
+            found[:] = [one["pid"] for one in ranks]
+            return [(one["world"], one["rank"]) for one in ranks] == [(size, rank) for rank in range(size)]
+
+        until(fits, f"a world of {size}")
         self.pids += [pid for pid in found if pid not in self.pids]
         return found
 
@@ -57,7 +72,8 @@ class Job:
 
     def step(self) -> int:
         """The last step of some rank."""
-        text = (self.run.folder / "step").read_text()
+        path = self.run.folder / "step"
+        text = path.read_text() if path.exists() else ""
         return int(text) if text.endswith("\n") else 0
 
     def trains(self) -> None:
@@ -90,8 +106,8 @@ def test_a_launcher_that_starts_again_takes_its_workers_back(launch: Start, tmp_
     assert sorted(after) == sorted([before[0], before[2]])
     assert job.members(3)[0] == before[0]
     agents += job.agents()
-    said = finish(job.run, 3)
-    assert "rank 1 on localhost was ended by SIGKILL" in said
+    told = finish(job.run, 3)
+    assert "rank 1 on localhost was ended by SIGKILL" in told
     assert not job.journal.exists(), "a job that is over has no journal"
     until(lambda: not any(map(is_alive, [*job.pids, *agents])), "nothing to be left")
 
@@ -156,6 +172,81 @@ def test_a_signal_to_the_second_launcher_ends_what_the_first_has_started(
     # They are no children of this launcher, and end after they have reported to it.
     until(lambda: not any(map(is_alive, agents)), "the agents to end", 10.0)
     assert not job.journal.exists()
+
+
+@pytest.mark.slow
+def test_workers_that_have_not_heard_that_the_job_is_over_hear_it_from_the_second_launcher(
+    launch: Start, tmp_path: Path
+) -> None:
+    flags = ("-np", 2, "--min-np", 2, "--elastic-timeout", 3, "--registrar-timeout", 120, "--log-level", "debug")
+    job = Job(launch, tmp_path, *flags, cooldown=SLOW)
+    dead, stopped = job.members(2)
+    agent = parent(stopped)
+    os.kill(dead, signal.SIGKILL)
+    # It waits for a world of two in that call, and then hears nothing any more.
+    asks = re.compile(r'"Asks":{"task":\d+,"after":1,')
+    until(lambda: bool(asks.search(job.journal.read_text())), "the survivor to ask for a world")
+    for pid in (agent, stopped):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: "the registrar decides" in own(job.run) and "Aborted {" in own(job.run), "the job to be given up")
+        job.kill()
+        job.again()
+        until(lambda: "continues a job that has 1 processes" in own(job.run), "the launcher to go on")
+        # Longer than a registrar takes to close.
+        time.sleep(4.0)
+        assert job.run.process.poll() is None, own(job.run)
+    finally:
+        for pid in (agent, stopped):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    until(lambda: not any(map(is_alive, [agent, stopped])), "the worker to end", 15.0)
+    failed(job.run, "timed out after 3.0s waiting for a world of at least 2 workers")
+    assert not job.journal.exists()
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_starts_the_command_again_continues_the_job(tmp_path: Path) -> None:
+    # What systemd does for a service with Restart=on-failure and KillMode=process: another session and id, little
+    # environment, no terminal, the root as the working directory.
+    (tmp_path / "train.py").write_text(TRAIN.replace("AT_EACH_STEP", "").replace('"enough"', f'"{tmp_path}/enough"'))
+    flags = ["-np", "2", "--min-np", "2", "--journal", str(tmp_path / "journal"), *map(str, QUICK)]
+    command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, str(tmp_path / "train.py")]
+    env = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
+    output = (tmp_path / "out").open("ab")
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**env, "LANG": "C.UTF-8", "INVOCATION_ID": f"{number:032x}"},
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def text() -> str:
+        return (tmp_path / "out").read_text()
+
+    service = start(0)
+    until(lambda: text().count(":world 2 ") == 2, "the first world")
+    try:
+        for number in (1, 2):
+            service.kill()
+            assert service.wait() == -signal.SIGKILL
+            service = start(number)
+            until(lambda n=number: text().count("continues a job that has 2 processes") == n, "the job to go on")
+        (tmp_path / "enough").touch()
+        assert service.wait(60.0) == 0, text()
+    finally:
+        (tmp_path / "enough").touch()
+        service.terminate()
+        service.wait()
+        output.close()
+    assert text().count(":over 2") == 2
+    worlds = {line for line in text().splitlines() if ":world " in line}
+    assert len(worlds) == 2, f"the same processes in the same world: {worlds}"
 
 
 @pytest.mark.slow

@@ -112,3 +112,33 @@ fn a_registrar_that_starts_again_from_its_journal_has_the_same_world_and_all_val
     drop(second);
     assert!(!left.exists(), "a job that was closed is over");
 }
+
+#[test]
+fn a_journal_that_is_shortened_while_workers_put_values_has_the_last_of_each() {
+    let folder = tempfile::tempdir().unwrap();
+    let [left, path] = ["left", "journal"].map(|name| folder.path().join(name));
+    let first = registrar(&path);
+    first.hosts(&[("a".to_owned(), 2)]).unwrap();
+    let crew: Vec<(Client, Client)> = started(&first).iter().map(|task| worker(&first, *task)).collect();
+    join(&crew, 0);
+    let length = || std::fs::metadata(&path).unwrap().len();
+    let (mut longest, mut puts) = (0, 0_u32);
+    let deadline = Instant::now() + PATIENCE;
+    // Each is longer in the file than here.
+    while length() >= longest || puts < 20 {
+        assert!(Instant::now() < deadline, "it only grows: {longest} bytes");
+        longest = length();
+        puts += 1;
+        let key = format!("key {}", puts % 2);
+        crew[0].1.put(&key, &[puts.to_le_bytes().repeat(1 << 16), vec![0; 7]].concat()).unwrap();
+    }
+    std::fs::copy(&path, &left).unwrap();
+    drop(first);
+    let second = registrar(&left);
+    for put in [puts - 1, puts] {
+        let value = crew[1].1.get(&format!("key {}", put % 2), Instant::now() + PATIENCE).unwrap();
+        assert_eq!(value[..4], put.to_le_bytes(), "{puts}");
+    }
+    assert_eq!(ranks(&join(&crew, 1)), [(2, 0, 2), (2, 1, 2)]);
+    drop(second);
+}

@@ -4,17 +4,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
-import numpy as np
 
 from farandole.common import basics, pickling
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.numpy._move import broadcast_, gather_with_rows
-
-if TYPE_CHECKING:
-    from farandole.numpy._arrays import Array
+from farandole.numpy._bytes import allgather_bytes, broadcast_bytes
 
 
 def broadcast_object(
@@ -36,14 +32,8 @@ def broadcast_object(
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     is_root = basics.rank() == root_rank
-    data = _dump(obj) if is_root else None
-    size_name, data_name = (None, None) if name is None else (f"object.{name}.size", f"object.{name}.data")
-    size = np.array([0 if data is None else data.size], dtype=np.int64).reshape(_SHAPE)
-    broadcast_(size, root_rank, size_name, process_set)
-    if data is None:
-        data = np.empty(size.item(), dtype=np.uint8).reshape(_SHAPE)
-    broadcast_(data, root_rank, data_name, process_set)
-    return obj if is_root else _load(data)
+    data = broadcast_bytes(pickling.dumps(obj) if is_root else None, root_rank, _named(name), process_set)
+    return obj if is_root else cloudpickle.loads(data)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -60,19 +50,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    whole, rows = gather_with_rows(_dump(obj), None if name is None else f"object.{name}", process_set)
-    ends = np.cumsum(rows)
-    return [_load(whole[end - count : end]) for end, count in zip(ends, rows, strict=True)]
+    return [cloudpickle.loads(data) for data in allgather_bytes(pickling.dumps(obj), _named(name), process_set)]
 
 
-_SHAPE = (-1, 1, 1, 1)
-"""Objects travel in a shape of their own: what an unnamed array of another rank's meets is then no object."""
-
-
-def _dump(obj: Any) -> Array:
-    # A bytearray, since a view of bytes could not be written to.
-    return np.frombuffer(bytearray(pickling.dumps(obj)), dtype=np.uint8).reshape(_SHAPE)
-
-
-def _load(data: Array) -> Any:
-    return cloudpickle.loads(data.reshape(-1).data)
+def _named(name: str | None) -> str | None:
+    return None if name is None else f"object.{name}"

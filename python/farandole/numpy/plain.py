@@ -16,18 +16,13 @@ import numpy as np
 
 from farandole.common import basics
 from farandole.common.process_sets import global_process_set
-from farandole.numpy._move import broadcast_, gather_with_rows
+from farandole.numpy._bytes import allgather_bytes, broadcast_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from farandole.numpy._arrays import Array
-
 _NUMBERS = "biufc"
 """Kinds of NumPy's types that arrays may have."""
-
-_SHAPE = (-1, 1, 1, 1)
-"""As objects travel: an unnamed array of another rank's does not match it."""
 
 
 def _no_other(value: Any) -> Any:
@@ -51,14 +46,8 @@ def broadcast_plain(value: Any, root_rank: int, name: str | None = None) -> Any:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     is_root = basics.rank() == root_rank
-    data = _array(pack(value)) if is_root else None
-    size_name, data_name = (None, None) if name is None else (f"plain.{name}.size", f"plain.{name}.data")
-    size = np.array([0 if data is None else data.size], dtype=np.int64).reshape(_SHAPE)
-    broadcast_(size, root_rank, size_name)
-    if data is None:
-        data = np.empty(size.item(), dtype=np.uint8).reshape(_SHAPE)
-    broadcast_(data, root_rank, data_name)
-    return value if is_root else unpack(data.reshape(-1).data)
+    data = broadcast_bytes(pack(value) if is_root else None, root_rank, _named(name), global_process_set)
+    return value if is_root else unpack(data)
 
 
 def allgather_plain(value: Any, name: str | None = None) -> list[Any]:
@@ -76,9 +65,11 @@ def allgather_plain(value: Any, name: str | None = None) -> list[Any]:
         ValueError: When another rank sent something else.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    whole, rows = gather_with_rows(_array(pack(value)), None if name is None else f"plain.{name}", global_process_set)
-    ends = np.cumsum(rows)
-    return [unpack(whole[end - count : end].reshape(-1).data) for end, count in zip(ends, rows, strict=True)]
+    return [unpack(data) for data in allgather_bytes(pack(value), _named(name), global_process_set)]
+
+
+def _named(name: str | None) -> str | None:
+    return None if name is None else f"plain.{name}"
 
 
 def pack(value: Any, other: Callable[[Any], Any] = _no_other) -> bytes:
@@ -179,8 +170,3 @@ def _taken(kind: str, told: Any, take: Callable[[int], bytes]) -> Any:
         raise ValueError(f"the message of a peer holds an array of {name} and shape {shape}")
     array = np.frombuffer(bytearray(take(math.prod(shape) * dtype.itemsize)), dtype).reshape(shape)
     return array[()] if is_scalar else array
-
-
-def _array(data: bytes) -> Array:
-    # A bytearray, since a view of bytes could not be written to.
-    return np.frombuffer(bytearray(data), dtype=np.uint8).reshape(_SHAPE)

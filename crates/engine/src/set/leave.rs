@@ -10,6 +10,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use farandole_transport::LinkKind;
 use farandole_world::Rank;
 
 use super::{Finished, ProcessSet, Step, Stop, kind};
@@ -231,8 +232,8 @@ impl ProcessSet {
         let cause = Cause::Transport(error);
         let concerns = lost(&cause).is_none_or(|rank| self.members.contains(&rank));
         if concerns && !self.has_left(&cause) {
-            // What a process of this host has said lies here: one more look at the links is enough. From elsewhere its
-            // last words may still be on their way.
+            // What a process has said through shared memory lies here: one more look at the links is enough. By a
+            // connection its last words may still be on their way.
             let near = lost(&cause).is_some_and(|rank| self.is_near(rank));
             let hearsay = self.options.settings.hearsay;
             let waited = if near { hearsay } else { hearsay.saturating_sub(GRACE) };
@@ -243,9 +244,18 @@ impl ProcessSet {
         }
     }
 
+    /// Whether the words of a rank come through shared memory. Containers of one machine, and processes of one host, may
+    /// or may not map the same segments: the link towards the rank tells.
     fn is_near(&self, rank: Rank) -> bool {
         let world = &self.options.world;
-        world.seats.get(rank.index()).is_some_and(|seat| seat.host == world.seat().host)
+        let own = world.seat().host.machine();
+        let together = world.seats.get(rank.index()).is_some_and(|seat| seat.host.machine() == own);
+        let member = self.members.binary_search(&rank).ok().and_then(|member| u32::try_from(member).ok());
+        let child =
+            self.tree.below.iter().position(|below| member.is_some_and(|member| below.contains(&member)));
+        // The parent is the first neighbour, where there is one.
+        let toward = child.map_or(0, |child| child + usize::from(self.tree.parent.is_some()));
+        together && self.neighbours.get(toward).is_some_and(|neighbour| neighbour.kind != LinkKind::Tcp)
     }
 
     /// Whether a loss is that of a rank that left in order, or comes when there is nothing left to lose.

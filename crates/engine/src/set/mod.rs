@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use farandole_collectives::{Buffer, Event};
-use farandole_transport::{FrameReceiver, FrameSender, frames};
+use farandole_transport::{FrameReceiver, FrameSender, LinkKind, frames};
 use farandole_world::{ProcessSetId, Rank, World};
 
 use crate::cache::Cache;
@@ -129,6 +129,7 @@ fn tuner(settings: &Settings) -> Option<Tuner> {
 struct Neighbour {
     sender: FrameSender,
     receiver: FrameReceiver,
+    kind: LinkKind,
     /// Nothing more comes from it, nor does it listen.
     closed: bool,
     /// Child: lists it had seen when it last announced something.
@@ -202,14 +203,14 @@ impl ProcessSet {
             )));
         }
         let mut links: Map<u64, _> =
-            control.into_iter().map(|link| (u64::from(link.peer.0), frames(link))).collect();
+            control.into_iter().map(|link| (u64::from(link.peer.0), (link.kind, frames(link)))).collect();
         let mut neighbours = Vec::new();
         for member in tree.parent.iter().chain(&tree.children) {
             let peer = members[*member as usize];
-            let (sender, receiver) = links
+            let (kind, (sender, receiver)) = links
                 .remove(&peer.0.into())
                 .ok_or_else(|| refuse(format!("process set {id} has no control link to rank {peer}")))?;
-            neighbours.push(Neighbour { sender, receiver, closed: false, seen: 0 });
+            neighbours.push(Neighbour { sender, receiver, kind, closed: false, seen: 0 });
         }
         Ok(Self {
             watch: watch::Watch::new(id, &shared.settings),

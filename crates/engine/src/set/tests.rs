@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use farandole_collectives::{Communicator, Memory, Operation, Token};
 use farandole_testkit::counted;
 use farandole_transport::{Link, loopback};
-use farandole_world::ProcessSetId;
+use farandole_world::{Generation, HostHash, ProcessSetId, TaskId, TaskPlace, assign};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
@@ -93,7 +93,10 @@ struct Simulation {
 
 impl Simulation {
     fn new(hosts: &[u32], settings: Settings) -> Self {
-        let world = world(hosts);
+        Self::of(&world(hosts), LinkKind::Loopback, settings)
+    }
+
+    fn of(world: &World, kind: LinkKind, settings: Settings) -> Self {
         let size = world.size();
         let members: Vec<Rank> = (0..).map(Rank).take(size).collect();
         let log = Arc::new(Mutex::new(Log::default()));
@@ -103,9 +106,9 @@ impl Simulation {
             let seen = world.seen_from(*rank).unwrap();
             for peer in control_peers(&seen, &members).into_iter().filter(|peer| peer > rank) {
                 let (low, high) = loopback::pair(*rank, peer, 1 << 16).unwrap();
-                let (low, high) = (counted(low, &sent), counted(high, &sent));
-                links[rank.index()].push(low);
-                links[peer.index()].push(high);
+                for (end, link) in [(rank, low), (&peer, high)] {
+                    links[end.index()].push(Link { kind, ..counted(link, &sent) });
+                }
             }
         }
         let settings = Arc::new(settings);
@@ -388,4 +391,33 @@ fn a_rank_that_hears_only_that_a_link_ended_waits_for_the_reason_for_so_long_and
     assert!(look(world.now + hearsay / 2).is_ok());
     let cause = look(world.now + hearsay).unwrap_err();
     assert!(cause.to_string().contains("rank 0"), "{cause}");
+}
+
+#[test]
+fn the_loss_of_a_rank_is_judged_at_once_where_its_last_words_lie_in_shared_memory() {
+    for (container, kind, near) in [
+        ("m", LinkKind::SharedMemory, true),
+        ("m/1", LinkKind::SharedMemory, true),
+        ("m/1", LinkKind::Tcp, false),
+        ("m", LinkKind::Tcp, false),
+        ("n", LinkKind::Tcp, false),
+    ] {
+        let places = [(0, "m"), (1, container)]
+            .map(|(task, host)| TaskPlace { task: TaskId(task), host: HostHash(host.to_owned()) });
+        for (rank, other) in [(0, 1), (1, 0)] {
+            let mut world = Simulation::of(&assign(Generation(1), &places).unwrap(), kind, settings(64));
+            world.submit(rank, "t", plain(&[1]), 0);
+            let lost = farandole_transport::Error::PeerLost {
+                rank: Rank(other),
+                host: container.to_owned(),
+                reason: "its process ended".to_owned(),
+            };
+            world.sets[rank].suspect(lost, world.now);
+            let mut finished = Vec::new();
+            let outcome = world.sets[rank].poll(world.now, &mut finished);
+            assert_eq!(outcome.is_err(), near, "rank {rank} on {container}, {kind:?}");
+            let late = world.now + std::time::Duration::from_millis(25);
+            assert!(near || world.sets[rank].poll(late, &mut finished).is_err());
+        }
+    }
 }

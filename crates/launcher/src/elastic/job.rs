@@ -139,6 +139,7 @@ impl ElasticJob {
             hosts: BTreeMap::new(),
             lasting,
             adopted: BTreeSet::new(),
+            hearing: ENDING.max(self.work.config.peer_timeout),
             tally: Tally::default(),
             ending: BTreeMap::new(),
             silent: BTreeMap::new(),
@@ -195,6 +196,8 @@ struct Conduct<'a> {
     lasting: bool,
     /// Workers of an earlier launcher whose ends are not known.
     adopted: BTreeSet<u32>,
+    /// How long these may take to hear that the job is over, and to report their ends.
+    hearing: Duration,
     tally: Tally,
     /// Workers that were told to end, and when.
     ending: BTreeMap<u32, Instant>,
@@ -385,7 +388,8 @@ impl Conduct<'_> {
         let over = self.over_at.is_some();
         let limit = if over { ENDING } else { LEAVING };
         let gone = |task: &u32| passed(silent.get(task), SILENT) || passed(ending.get(task), limit);
-        self.adopted.retain(|task| !late && !gone(task));
+        let unheard = passed(self.over_at.as_ref(), self.hearing);
+        self.adopted.retain(|task| !unheard && !gone(task));
         let given_up = |host: &Elsewhere| late || host.open.iter().all(&gone);
         for (host, tasks) in self.crew.hang_up(given_up) {
             tracing::info!(?tasks, host, "their ends are not waited for");

@@ -43,6 +43,7 @@ async fn join(caller: Caller, ended: Arc<AtomicUsize>) -> std::result::Result<bo
     let watch = heartbeat::Watch {
         caller: caller.clone(),
         address: String::new(),
+        fingerprint: Default::default(),
         session: u64::from(task),
         offer: Arc::default(),
         patience: Duration::from_secs(60),

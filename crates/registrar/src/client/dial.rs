@@ -12,7 +12,7 @@ use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 
 use crate::error::{Error, Result};
 use crate::server::STREAM_WINDOW;
-use crate::ticket::Ticket;
+use crate::ticket::{Fingerprint, Ticket};
 use crate::tls::{Pinned, SERVER_NAME};
 
 /// Head start of an address over the one after it (RFC 8305). Where all of a large job connect at once, answers take a
@@ -90,7 +90,7 @@ async fn every_address(
 
 async fn connect(
     address: &str,
-    fingerprint: crate::ticket::Fingerprint,
+    fingerprint: Fingerprint,
     for_links: bool,
 ) -> std::result::Result<Channel, Failure> {
     let tls = ClientTlsConfig::new().domain_name(SERVER_NAME);
@@ -122,6 +122,11 @@ pub(super) async fn again(ticket: &Ticket, address: &str) -> Result<Channel> {
         Ok(connected) => connected.map_err(|failure| unreachable(failure.reason)),
         Err(_) => Err(unreachable(format!("no answer within {ONE_ADDRESS:.1?}"))),
     }
+}
+
+/// Whether the registrar with this certificate answers at an address.
+pub(super) async fn answers(address: &str, fingerprint: Fingerprint) -> bool {
+    connect(address, fingerprint, false).await.is_ok()
 }
 
 fn failure(error: &tonic::transport::Error) -> Failure {

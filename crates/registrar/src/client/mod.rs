@@ -490,16 +490,20 @@ impl Client {
 
     /// Shows the registrar from now on that this agent lives, and calls `on_end` once, from another thread, when the
     /// worker must end: by the registrar's verdict, or because the registrar has been gone for `patience`. One whose
-    /// process is stopped, while its kernel takes connections, is waited for eight times as long. Once the registrar is
-    /// given up, current and later calls fail with `Lost`.
+    /// process is stopped, while its kernel takes connections, is waited for eight times as long. Another process that
+    /// listens at its address does not count. Once the registrar is given up, current and later calls fail with `Lost`.
     pub fn watch(&self, patience: Duration, on_end: impl FnOnce(Verdict) + Send + 'static) {
-        let Inner { caller, address, session, offer, lost, .. } = &*self.inner;
-        let (caller, address, offer) = (caller.clone(), address.clone(), Arc::clone(offer));
-        let lost = lost.clone();
-        let on_end = Box::new(on_end);
-        let beating =
-            heartbeat::Watch { caller, address, session: *session, offer, patience, lost }.beat(on_end);
-        let task = self.inner.handle.spawn(beating);
+        let Inner { caller, address, session, offer, lost, ticket, .. } = &*self.inner;
+        let watch = heartbeat::Watch {
+            caller: caller.clone(),
+            address: address.clone(),
+            fingerprint: ticket.fingerprint,
+            session: *session,
+            offer: Arc::clone(offer),
+            patience,
+            lost: lost.clone(),
+        };
+        let task = self.inner.handle.spawn(watch.beat(Box::new(on_end)));
         self.inner.tasks.lock().push(task);
     }
 

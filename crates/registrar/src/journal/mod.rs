@@ -12,7 +12,8 @@
 //! disk before it gets its name, so a file under that name always has a head.
 //!
 //! The head contains the token and the private key of the job. Only the owner may read the file. A lock gives it to one
-//! process at a time. After it has grown by [`LONG`], a new file that contains only the present state replaces it.
+//! process at a time. After it has grown by [`LONG`], a new file that contains only the present state, and what happened
+//! since, replaces it. Until then, records are added to the old one: nothing waits for the new file to be on the disk.
 
 #[cfg(test)]
 mod tests;
@@ -98,6 +99,8 @@ struct Writing {
     file: Option<File>,
     grown: u64,
     head: Option<Head>,
+    /// While a new file is written: what was added to the old one since the state that the new one begins with.
+    since: Option<Vec<u8>>,
 }
 
 impl Head {
@@ -146,7 +149,7 @@ impl Journal {
         // A line that was cut off would spoil the next one.
         file.set_len(if left.is_some() { whole } else { 0 }).map_err(|error| failed(error.to_string()))?;
         let head = left.as_ref().map(|left| left.head.clone());
-        let writing = Mutex::new(Writing { file: Some(file), grown: 0, head });
+        let writing = Mutex::new(Writing { file: Some(file), grown: 0, head, since: None });
         Ok(Self { path: path.to_owned(), purpose: purpose.to_owned(), left, writing })
     }
 
@@ -180,19 +183,36 @@ impl Journal {
     pub(crate) fn note(&self, record: &Record) {
         let mut writing = self.writing.lock();
         let Some(file) = &mut writing.file else { return };
-        match line(record).and_then(|line| file.write_all(&line).map(|()| line.len() as u64)) {
-            Ok(length) => writing.grown += length,
+        match line(record).and_then(|line| file.write_all(&line).map(|()| line)) {
+            Ok(line) => {
+                writing.grown += line.len() as u64;
+                if let Some(since) = &mut writing.since {
+                    since.extend(line);
+                }
+            }
             Err(error) => self.give_up(&mut writing, &error),
         }
     }
 
-    /// Whether it has grown so much that the present state should replace it.
+    /// Whether it has grown so much that the present state should replace it. Waits for nobody who writes.
     pub(crate) fn is_long(&self) -> bool {
-        let writing = self.writing.lock();
-        writing.file.is_some() && writing.grown >= LONG
+        let long =
+            |writing: &Writing| writing.file.is_some() && writing.since.is_none() && writing.grown >= LONG;
+        self.writing.try_lock().is_some_and(|writing| long(&writing))
     }
 
-    /// Replaces the file by one that contains only these records.
+    /// What is noted from now on follows the state with which the caller will replace the file. False if there is no file,
+    /// or another caller is replacing it.
+    pub(crate) fn begin_whole(&self) -> bool {
+        let mut writing = self.writing.lock();
+        let free = writing.file.is_some() && writing.since.is_none();
+        if free {
+            writing.since = Some(Vec::new());
+        }
+        free
+    }
+
+    /// Replaces the file by one that contains only these records, and what was noted since [`Journal::begin_whole`].
     pub(crate) fn replace(&self, records: &[Record]) {
         if let Err(error) = self.renew(records) {
             self.give_up(&mut self.writing.lock(), &error);
@@ -200,34 +220,47 @@ impl Journal {
     }
 
     fn renew(&self, records: &[Record]) -> io::Result<()> {
-        let mut writing = self.writing.lock();
-        let (Some(head), Some(present)) = (&writing.head, &writing.file) else { return Ok(()) };
-        if !is_at(present, &self.path) {
-            return Err(io::Error::other("another file has its name, or it was removed"));
-        }
-        let mut name = self.path.clone().into_os_string();
-        name.push(".new");
-        let new = PathBuf::from(name);
-        // A killed process may have left one.
-        drop(std::fs::remove_file(&new));
-        let mut file = OpenOptions::new().create_new(true).append(true).read(true).mode(0o600).open(&new)?;
-        // Locked before anybody can find it under its name.
-        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-        let mut text = line(head)?;
-        for record in records {
-            text.extend(line(record)?);
-        }
-        let renamed = file
-            .write_all(&text)
-            .and_then(|()| file.sync_data())
-            .and_then(|()| std::fs::rename(&new, &self.path));
-        if let Err(error) = renamed {
+        let head = {
+            let writing = self.writing.lock();
+            let (Some(head), Some(present)) = (&writing.head, &writing.file) else { return Ok(()) };
+            self.check_place(present)?;
+            head.clone()
+        };
+        let new = self.new_path();
+        let renewed = begun(&new, &head, records).and_then(|file| self.put_in_place(file, &new));
+        if renewed.is_err() {
             // It contains secrets.
             drop(std::fs::remove_file(&new));
-            return Err(error);
         }
-        (writing.file, writing.grown) = (Some(file), 0);
+        renewed
+    }
+
+    /// Gives the new file its name, once it has everything that the old one has.
+    fn put_in_place(&self, mut file: File, new: &Path) -> io::Result<()> {
+        let mut writing = self.writing.lock();
+        let Some(present) = &writing.file else {
+            // The job is over by now.
+            return std::fs::remove_file(new);
+        };
+        self.check_place(present)?;
+        let since = writing.since.take().unwrap_or_default();
+        file.write_all(&since)?;
+        std::fs::rename(new, &self.path)?;
+        (writing.file, writing.grown) = (Some(file), since.len() as u64);
         Ok(())
+    }
+
+    fn check_place(&self, present: &File) -> io::Result<()> {
+        if is_at(present, &self.path) {
+            return Ok(());
+        }
+        Err(io::Error::other("another file has its name, or it was removed"))
+    }
+
+    fn new_path(&self) -> PathBuf {
+        let mut name = self.path.clone().into_os_string();
+        name.push(".new");
+        PathBuf::from(name)
     }
 
     /// An incomplete journal is removed: a registrar that continued from it would decide by an old state.
@@ -237,6 +270,12 @@ impl Journal {
         self.end(writing);
     }
 
+    /// A disk that takes nothing until the guard is dropped.
+    #[cfg(test)]
+    pub(crate) fn hold(&self) -> impl Drop {
+        self.writing.lock()
+    }
+
     /// The job is over, and the file is removed.
     pub(crate) fn finish(&self) {
         self.end(&mut self.writing.lock());
@@ -244,6 +283,10 @@ impl Journal {
 
     fn end(&self, writing: &mut Writing) {
         let Some(file) = writing.file.take() else { return };
+        if writing.since.take().is_some() {
+            // The process may end before the new file is finished.
+            drop(std::fs::remove_file(self.new_path()));
+        }
         // If it cannot be removed, it is at least empty.
         drop(file.set_len(0));
         if is_at(&file, &self.path) {
@@ -259,6 +302,22 @@ impl Drop for Journal {
             self.end(&mut writing);
         }
     }
+}
+
+/// A new file that is on the disk.
+fn begun(new: &Path, head: &Head, records: &[Record]) -> io::Result<File> {
+    // A killed process may have left one.
+    drop(std::fs::remove_file(new));
+    let mut file = OpenOptions::new().create_new(true).append(true).read(true).mode(0o600).open(new)?;
+    // Locked before anybody can find it under its name.
+    flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+    let mut text = line(head)?;
+    for record in records {
+        text.extend(line(record)?);
+    }
+    file.write_all(&text)?;
+    file.sync_data()?;
+    Ok(file)
 }
 
 /// Opens the file and locks it.

@@ -26,7 +26,7 @@ fn machine() -> Elastic {
     })
 }
 
-fn begun(path: &Path) -> Journal {
+fn started(path: &Path) -> Journal {
     let secret = Secret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
     let ticket = secret.ticket(vec!["a:1".to_owned()]).unwrap();
     let mut journal = Journal::open(path, "train").unwrap();
@@ -54,7 +54,7 @@ fn keys(path: &Path) -> Vec<String> {
 fn a_line_that_is_cut_off_is_left_out_and_the_next_one_is_whole() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");
-    let journal = begun(&path);
+    let journal = started(&path);
     [put("a"), put("b")].iter().for_each(|record| journal.note(record));
     drop(journal);
     let text = std::fs::read(&path).unwrap();
@@ -72,7 +72,7 @@ fn it_is_for_its_owner_for_one_process_and_for_one_job() {
     std::fs::write(&path, "").unwrap();
     std::fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
     let refused = |purpose: &str| Journal::open(&path, purpose).err().unwrap().to_string();
-    let journal = begun(&path);
+    let journal = started(&path);
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     assert!(refused("train").contains("another launcher uses it"), "{}", refused("train"));
     drop(journal);
@@ -83,7 +83,7 @@ fn it_is_for_its_owner_for_one_process_and_for_one_job() {
 fn what_is_no_journal_of_this_release_is_refused_and_stays_as_it_is() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");
-    drop(begun(&path));
+    drop(started(&path));
     let good = std::fs::read_to_string(&path).unwrap();
     let (head, state) = good.split_once('\n').unwrap();
     let old = head.replacen(RELEASE, "0.0.0", 1);
@@ -115,7 +115,7 @@ fn what_is_no_journal_of_this_release_is_refused_and_stays_as_it_is() {
 fn a_job_from_before_the_host_started_is_not_continued() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");
-    drop(begun(&path));
+    drop(started(&path));
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replacen(&boot_id(), "another boot", 1)).unwrap();
     assert!(Journal::open(&path, "train").unwrap().left().is_none());
@@ -129,7 +129,7 @@ fn a_journal_of_which_no_job_has_begun_leaves_no_file() {
     assert!(path.exists());
     drop(journal);
     assert!(!path.exists());
-    drop(begun(&path));
+    drop(started(&path));
     drop(Journal::open(&path, "train").unwrap());
     assert!(path.exists(), "a job that was left is still to be continued");
 }
@@ -138,7 +138,7 @@ fn a_journal_of_which_no_job_has_begun_leaves_no_file() {
 fn a_new_file_takes_the_place_of_a_long_one_and_none_is_left_in_the_end() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");
-    let journal = begun(&path);
+    let journal = started(&path);
     let record = put(&"k".repeat(1000));
     while !journal.is_long() {
         journal.note(&record);
@@ -157,10 +157,35 @@ fn a_new_file_takes_the_place_of_a_long_one_and_none_is_left_in_the_end() {
 }
 
 #[test]
+fn what_is_noted_while_a_new_file_is_written_is_in_both() {
+    let folder = tempfile::tempdir().unwrap();
+    let [path, left] = ["journal", "left"].map(|name| folder.path().join(name));
+    let journal = started(&path);
+    journal.note(&put("a"));
+    assert!(journal.begin_whole());
+    assert!(!journal.begin_whole(), "one at a time");
+    journal.note(&put("b"));
+    // What a process leaves that is killed before the new file is finished.
+    std::fs::copy(&path, &left).unwrap();
+    assert_eq!(keys(&left), ["a", "b"]);
+    let state = Record::State { at: SECOND, machine: Box::new(machine()) };
+    journal.replace(&[state, put("c")]);
+    journal.note(&put("d"));
+    drop(journal);
+    assert_eq!(keys(&path), ["c", "b", "d"]);
+    let journal = Journal::open(&path, "train").unwrap();
+    assert!(journal.begin_whole());
+    std::fs::write(folder.path().join("journal.new"), "secrets").unwrap();
+    journal.finish();
+    journal.replace(&[put("e")]);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "only the copy is left");
+}
+
+#[test]
 fn another_file_of_its_name_stays() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");
-    let journal = begun(&path);
+    let journal = started(&path);
     std::fs::remove_file(&path).unwrap();
     std::fs::write(&path, "another").unwrap();
     journal.replace(&[put("a")]);
@@ -174,7 +199,7 @@ fn another_file_of_its_name_stays() {
 fn a_journal_that_cannot_be_written_is_removed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");
-    let journal = begun(&path);
+    let journal = started(&path);
     // A file that takes no more.
     journal.writing.lock().file = Some(File::open(&path).unwrap());
     journal.note(&put("a"));

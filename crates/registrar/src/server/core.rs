@@ -3,8 +3,8 @@
 
 //! The job's state behind its locks, and the effects of what `membership` decides.
 //!
-//! Lock order: membership, then the clock, then what was told, then board, then events; or key-values, then meetings. The
-//! journal is locked last.
+//! Lock order: the turn to carry out decisions, then membership, then the clock, then what was told, then board, then
+//! events; or the turn, then key-values, then meetings. The journal is locked last, and never with membership locked.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -55,6 +55,8 @@ pub(super) struct Core {
     start_timeout: Duration,
     pub(super) is_elastic: bool,
     pub(super) membership: Mutex<Members>,
+    /// Held by whoever carries out what membership has decided.
+    pub(super) turn: Mutex<()>,
     pub(super) journal: Option<Arc<Journal>>,
     /// What an earlier registrar has left.
     pub(super) resumed: Option<Resumed>,
@@ -124,13 +126,13 @@ impl Core {
             failure_grace: Duration::from_millis(500),
             in_order,
         });
-        Self::of(job_id, options, Members::Fixed(Box::new(membership)))
+        Self::of(job_id, options, Members::fixed(membership))
     }
 
     /// For workers that come and go; with what an earlier registrar has kept of the job, if there is any.
     pub(super) fn elastic(job_id: JobId, options: &Options, kept: Kept) -> Self {
         let Kept { machine, journal, at, kv, meetings } = kept;
-        let members = Members::Elastic(Box::new(machine), journal.clone());
+        let members = Members::elastic(machine, journal.is_some());
         let (kv, meetings) = (Mutex::new(kv), Mutex::new(meetings));
         Self { before: at, journal, kv, meetings, ..Self::of(job_id, options, members) }
     }
@@ -143,6 +145,7 @@ impl Core {
             start_timeout: options.start_timeout,
             is_elastic: membership.is_elastic(),
             membership: Mutex::new(membership),
+            turn: Mutex::new(()),
             journal: None,
             resumed: None,
             before: Duration::ZERO,
@@ -188,10 +191,7 @@ impl Core {
         session: u64,
         host: HostHash,
     ) -> Result<Generation, Refusal> {
-        let mut membership = self.membership.lock();
-        let (generation, decisions) = membership.register(self.now(), task, attempt, session, host)?;
-        self.apply(decisions);
-        Ok(generation)
+        self.act(|members| members.register(self.now(), task, attempt, session, host))
     }
 
     /// A worker of an elastic job asks for a world after `after`.
@@ -201,18 +201,15 @@ impl Core {
         after: Generation,
         suspects: BTreeSet<TaskId>,
     ) -> Result<(), Refusal> {
-        let mut membership = self.membership.lock();
-        let decisions = membership.ready(self.now(), task, after, suspects)?;
-        self.apply(decisions);
-        Ok(())
+        self.act(|members| members.ready(self.now(), task, after, suspects))
     }
 
     /// Takes in a sign of life. False when its sender waited and was dropped for its silence, which it cannot know: it
     /// has to register again.
     pub(super) fn beat(&self, task: TaskId, session: u64) -> bool {
         let mut membership = self.membership.lock();
-        let decisions = membership.observe(self.now(), Input::Beat { task, session });
-        self.apply(decisions);
+        // Nothing follows from it, so it waits for nothing.
+        membership.observe(self.now(), Input::Beat { task, session });
         let dropped = !membership.knows(task, session)
             && self.board.borrow().holders.get(&task).is_some_and(|holder| *holder == session);
         !dropped
@@ -235,23 +232,26 @@ impl Core {
 
     /// Takes in what happened.
     pub(super) fn observe(&self, input: Input) {
-        let mut membership = self.membership.lock();
-        let decisions = membership.observe(self.now(), input);
-        self.apply(decisions);
+        self.act(|members| members.observe(self.now(), input));
     }
 
     /// Takes in a worker's end; the driver hears of it before it hears of what follows.
     pub(super) fn exited(&self, task: TaskId, generation: Generation, exit: Exit) {
-        let mut membership = self.membership.lock();
-        if self.is_news(&membership, generation) && self.told.lock().enter(generation).ends.insert(task) {
-            let rank = self.last_rank(task);
-            if !self.is_elastic {
-                self.note_end(generation, rank, &exit);
+        self.act(|members| {
+            if self.is_news(members, generation) && self.told.lock().enter(generation).ends.insert(task) {
+                members.ended(task, generation, exit.clone());
             }
-            self.events.push(Event::Exited { task, rank, exit: exit.clone() });
+            members.observe(self.now(), Input::Exited { task, generation, exit });
+        });
+    }
+
+    /// Has the driver hear of a worker's end.
+    pub(super) fn tell_end(&self, task: TaskId, generation: Generation, exit: Exit) {
+        let rank = self.last_rank(task);
+        if !self.is_elastic {
+            self.note_end(generation, rank, &exit);
         }
-        let decisions = membership.observe(self.now(), Input::Exited { task, generation, exit });
-        self.apply(decisions);
+        self.events.push(Event::Exited { task, rank, exit });
     }
 
     /// Lets workers that wait for this one hear that it has ended well: a failure ends them all anyway.
@@ -357,14 +357,14 @@ impl Core {
     }
 
     /// Lets membership know that time passes.
-    pub(super) async fn tick(&self) {
+    pub(super) async fn tick(self: Arc<Self>) {
         let mut interval = tokio::time::interval(TICK);
         interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut board = self.board();
         while !board.borrow_and_update().closed {
             interval.tick().await;
             self.observe(Input::Tick);
-            self.shorten_journal();
+            self.shorten_journal_beside();
             if !self.is_elastic
                 && self.started.elapsed() >= self.start_timeout + LEEWAY
                 && self.board.borrow().world.is_none()

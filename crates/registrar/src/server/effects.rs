@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Effects of a decision: answers to waiting calls, and events for the driver.
+//! Effects of a decision: the journal records it, then waiting calls are answered, and the driver gets events.
 
 use std::sync::Arc;
 
@@ -9,13 +9,50 @@ use farandole_world::World;
 
 use super::board::{Change, Published};
 use super::core::Core;
+use super::members::{Due, Members};
 use crate::event::Event;
 use crate::exit::Verdict;
+use crate::journal::Record;
 use crate::membership::Decision;
 
 impl Core {
-    /// Called with membership locked, so that decisions take effect in their order.
-    pub(super) fn apply(&self, decisions: Vec<Decision>) {
+    /// Has `act` take a step, and returns when everybody may see what follows from it, and from the steps before it.
+    pub(super) fn act<T>(&self, act: impl FnOnce(&mut Members) -> T) -> T {
+        let done = act(&mut self.membership.lock());
+        self.carry_out();
+        done
+    }
+
+    /// Carries out what is due. Membership is not locked while the journal is written, so signs of life go on.
+    pub(super) fn carry_out(&self) {
+        self.apart(|| {
+            let _turn = self.turn.lock();
+            let due = self.membership.lock().take_due();
+            self.carry_out_these(due);
+        });
+    }
+
+    /// Called with the turn locked, so that decisions take effect in their order.
+    pub(super) fn carry_out_these(&self, due: Vec<Due>) {
+        for one in due {
+            match one {
+                Due::Note(step) => {
+                    if let Some(journal) = &self.journal {
+                        journal.note(&Record::Step(step));
+                    }
+                }
+                Due::Ended { task, generation, exit } => self.tell_end(task, generation, exit),
+                Due::Decided(decisions) => self.apply(decisions),
+            }
+        }
+    }
+
+    /// Does what may wait for the disk where there is a journal. Meanwhile other threads serve the calls that this one would.
+    pub(super) fn apart<T>(&self, work: impl FnOnce() -> T) -> T {
+        if self.journal.is_some() { tokio::task::block_in_place(work) } else { work() }
+    }
+
+    fn apply(&self, decisions: Vec<Decision>) {
         for decision in decisions {
             tracing::debug!(job = %self.job_id, ?decision, "the registrar decides");
             match decision {

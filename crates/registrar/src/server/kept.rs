@@ -11,13 +11,12 @@ use bytes::Bytes;
 use farandole_world::{Generation, TaskId, World};
 
 use super::core::Core;
-use super::members::{Members, step};
 use crate::error::Result;
 use crate::exit::Verdict;
 use crate::journal::{Journal, Record};
 use crate::kv::{Full, KeyValues, Pair};
 use crate::meetings::Meetings;
-use crate::membership::elastic::{Elastic, Rules, What};
+use crate::membership::elastic::{Elastic, Rules};
 use crate::ticket::Ticket;
 use crate::tls::Identity;
 
@@ -85,51 +84,69 @@ impl Kept {
 impl Core {
     /// Goes on with a job of an earlier registrar: who still works is told nothing new, and who was given up has to end.
     pub(super) fn resume(&self) -> Resumed {
+        // Steps by other rules than those before them would be done again by the wrong ones.
+        self.shorten_journal();
+        let verdict = Arc::new(Verdict { reason: GONE.to_owned(), cause: None, retry: false });
         let mut membership = self.membership.lock();
-        let now = self.now();
-        let Members::Elastic(machine, journal) = &mut *membership else { return Resumed::default() };
-        let workers = machine.living().map(|(task, host)| (task, host.to_owned())).collect();
-        let resumed = Resumed { workers, world: machine.world() };
+        let left = membership.machine().map(|machine| Resumed {
+            workers: machine.living().map(|(task, host)| (task, host.to_owned())).collect(),
+            world: machine.world(),
+        });
+        let resumed = left.unwrap_or_default();
+        membership.resume(self.now());
+        let gone: Vec<TaskId> =
+            membership.machine().map(|machine| machine.gone().collect()).unwrap_or_default();
+        drop(membership);
         if let Some(world) = resumed.world.clone() {
             self.publish(world);
         }
-        if let Some(journal) = journal {
-            // Steps by other rules than those before them would be done again by the wrong ones.
-            self.write_whole(machine, now, journal);
-        }
-        // Nothing that merely happens is refused.
-        let decisions = step(machine, journal.as_deref(), now, What::Resumes).unwrap_or_default();
-        let verdict = Arc::new(Verdict { reason: GONE.to_owned(), cause: None, retry: false });
-        let gone: Vec<TaskId> = machine.gone().collect();
         self.board.send_modify(|board| {
             board.ends.extend(gone.into_iter().map(|task| (task, Arc::clone(&verdict))));
         });
-        self.apply(decisions);
+        self.carry_out();
         resumed
     }
 
-    /// Has the present state replace a journal that has become long.
-    pub(super) fn shorten_journal(&self) {
-        let membership = self.membership.lock();
-        let Members::Elastic(machine, Some(journal)) = &*membership else { return };
-        if journal.is_long() {
-            self.write_whole(machine, self.now(), journal);
+    /// Shortens a journal that has become long, in its own thread, so that the clock continues meanwhile.
+    pub(super) fn shorten_journal_beside(self: &Arc<Self>) {
+        if self.journal.as_ref().is_some_and(|journal| journal.is_long()) {
+            let core = Arc::clone(self);
+            // Its end is not waited for: the journal tells everything before and after it.
+            drop(tokio::task::spawn_blocking(move || core.shorten_journal()));
         }
     }
 
-    /// Has the journal tell the present state and nothing before it; membership is locked.
-    fn write_whole(&self, machine: &Elastic, now: Duration, journal: &Journal) {
-        let state = Record::State { at: now, machine: Box::new(machine.clone()) };
+    /// Has the present state take the place of what the journal tells.
+    fn shorten_journal(&self) {
+        let Some(journal) = &self.journal else { return };
+        if let Some(records) = self.whole(journal) {
+            // No lock of the job is held while this is written, and waits for the disk.
+            journal.replace(&records);
+        }
+    }
+
+    /// The present state; what happens after it follows it in the journal. `None` where that is being written.
+    fn whole(&self, journal: &Journal) -> Option<Vec<Record>> {
+        let _turn = self.turn.lock();
+        let mut membership = self.membership.lock();
+        let due = membership.take_due();
+        let machine = membership.machine().cloned();
+        let at = self.now();
+        drop(membership);
+        self.carry_out_these(due);
+        let state = Record::State { at, machine: Box::new(machine?) };
         let (kv, meetings) = (self.kv.lock(), self.meetings.lock());
+        if !journal.begin_whole() {
+            return None;
+        }
         let puts = kv.pairs().map(Record::Put);
         let met = meetings.formed().iter().cloned().map(Record::Met);
-        let records: Vec<Record> = [state].into_iter().chain(puts).chain(met).collect();
-        journal.replace(&records);
+        Some([state].into_iter().chain(puts).chain(met).collect())
     }
 
     /// The job is over: there is nothing to continue with.
     pub(super) fn finish_journal(&self) {
-        if let Members::Elastic(_, Some(journal)) = &*self.membership.lock() {
+        if let Some(journal) = &self.journal {
             journal.finish();
         }
     }
@@ -166,5 +183,68 @@ impl Core {
         if let Some(journal) = &self.journal {
             journal.note(&Record::Put(Pair { generation, key: key.to_owned(), value: value.clone() }));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Instant;
+
+    use farandole_config::Config;
+    use farandole_world::{HostHash, JobId};
+
+    use super::*;
+    use crate::membership::Input;
+    use crate::secret::Secret;
+    use crate::server::core::rules;
+    use crate::server::{Elastic, Options};
+
+    fn core(journal: Journal) -> Core {
+        let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+        let options = Options::from_config(1, &config);
+        let second = Duration::from_secs(1);
+        let elastic = Elastic {
+            first: 2,
+            least: 1,
+            most: 2,
+            spares: 0,
+            timeout: 60 * second,
+            reset_limit: None,
+            cooldown: (second, second),
+        };
+        let secret = Secret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
+        let ticket = secret.ticket(vec!["a:1".to_owned()]).unwrap();
+        let kept = Kept::new(rules(&options, &elastic), Some(Arc::new(journal)));
+        kept.begin(&ticket, &secret.identity().unwrap(), 7).unwrap();
+        Core::elastic(ticket.job_id().clone(), &options, kept)
+    }
+
+    #[test]
+    fn a_slow_disk_holds_up_no_sign_of_life_and_nothing_is_told_before_the_journal_holds_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let core = core(Journal::open(&folder.path().join("journal"), "train").unwrap());
+        let journal = Arc::clone(core.journal.as_ref().unwrap());
+        core.observe(Input::Hosts(vec![("a".to_owned(), 2)]));
+        let register = |task| core.register(TaskId(task), 0, u64::from(task), HostHash("a".to_owned()));
+        let told = |task| core.board.borrow().holders.contains_key(&TaskId(task));
+        register(0).unwrap();
+        thread::scope(|scope| {
+            let disk = journal.hold();
+            let registers = scope.spawn(|| register(1));
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while core.turn.try_lock().is_some() {
+                assert!(Instant::now() < deadline, "nothing is written");
+            }
+            let beats = scope.spawn(|| core.beat(TaskId(0), 0));
+            while !beats.is_finished() {
+                assert!(Instant::now() < deadline, "a sign of life waits for the disk");
+                thread::sleep(Duration::from_millis(1));
+            }
+            assert!(!registers.is_finished() && !told(1));
+            drop(disk);
+            registers.join().unwrap().unwrap();
+            assert!(told(1));
+        });
     }
 }

@@ -190,7 +190,9 @@ impl Registrar for Service {
         drop(self.current(caller(&request)?)?);
         let caller = caller(&request)?;
         let message = request.into_inner();
-        self.core.put(caller.generation, message.key, message.value).map_err(|refused| full(&refused))?;
+        self.core
+            .apart(|| self.core.put(caller.generation, message.key, message.value))
+            .map_err(|refused| full(&refused))?;
         Ok(Response::new(wire::PutReply {}))
     }
 
@@ -203,7 +205,7 @@ impl Registrar for Service {
         let message = request.into_inner();
         let value = self
             .core
-            .put_if_absent(caller.generation, message.key, message.value)
+            .apart(|| self.core.put_if_absent(caller.generation, message.key, message.value))
             .map_err(|refused| full(&refused))?;
         Ok(Response::new(wire::PutIfAbsentReply { value }))
     }
@@ -216,7 +218,7 @@ impl Registrar for Service {
             return Err(Status::invalid_argument(format!("a key has at most {MAX_KEY} bytes")));
         }
         let wait = Duration::from_millis(message.timeout_ms).min(LONGEST_WAIT);
-        let lookup = self.core.kv().lock().get(caller.generation, message.key);
+        let lookup = self.core.apart(|| self.core.kv().lock().get(caller.generation, message.key));
         let value = match lookup {
             Lookup::Found(value) => Some(value),
             Lookup::Wait(arrival) => tokio::select! {
@@ -242,8 +244,10 @@ impl Registrar for Service {
         let wait = Duration::from_millis(request.get_ref().timeout_ms).min(LONGEST_WAIT);
         let ask = meet::question(rank, size, request.into_inner())?;
         let mut asked = Asked { core: &self.core, generation, ask: &ask, answered: false };
-        let first =
-            self.core.meetings().lock().ask(generation, ask.clone()).map_err(|refused| full(&refused))?;
+        let first = self
+            .core
+            .apart(|| self.core.meetings().lock().ask(generation, ask.clone()))
+            .map_err(|refused| full(&refused))?;
         let known = match first {
             Answer::Known(outcome) => outcome,
             Answer::Wait(mut outcome) => tokio::select! {

@@ -3,13 +3,14 @@
 
 //! Decides when a world is formed, which workers are in it, and when the job is done.
 
-use std::collections::BTreeSet;
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use farandole_world::{Generation, TaskId, TaskPlace, assign_as_listed};
 
 use super::world::{Present, Why};
-use super::{Decision, Elastic, Phase, Presence, QUARRELS, SETTLING, Stage, seats};
+use super::{DONE, Decision, Elastic, Phase, Presence, QUARRELS, SETTLING, Stage, seats};
 use crate::exit::Verdict;
 
 impl Elastic {
@@ -37,6 +38,18 @@ impl Elastic {
             .collect()
     }
 
+    /// Whether anything may follow at once when this worker asks for a world.
+    pub(super) fn may_follow(&self, task: TaskId) -> bool {
+        if self.workers.get(&task).is_none_or(|worker| worker.dismissed.is_some()) {
+            return true;
+        }
+        let Some(present) = &self.present else {
+            return self.newcomers().len() >= self.rules.first as usize;
+        };
+        let works = |task: &TaskId| self.stage(*task) == Some(&Stage::Working);
+        !present.is_known_to_be_broken() || !present.order.iter().any(works)
+    }
+
     /// The job is done, or hopeless, or a world can be formed; or nothing can be said yet.
     pub(super) fn conclude(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
         let Some(present) = &self.present else { return self.fresh_world(now, self.began, decisions) };
@@ -45,11 +58,9 @@ impl Elastic {
         let unbroken = present.broken.is_none();
         if done && survivors.is_empty() && present.failures.is_empty() {
             self.phase = Phase::Finished { generation: self.generation };
-            for (task, worker) in std::mem::take(&mut self.workers) {
-                if worker.stage != Stage::Done {
-                    decisions.push(Decision::End { task, reason: "the job is done".to_owned() });
-                }
-            }
+            let ending = self.workers.iter().filter(|(_, worker)| worker.stage != Stage::Done);
+            decisions.extend(ending.map(|(task, _)| Decision::End { task: *task, reason: DONE.to_owned() }));
+            self.disband();
             decisions.push(Decision::Finished { generation: self.generation });
             return;
         }
@@ -88,6 +99,7 @@ impl Elastic {
         ready.truncate(self.rules.most as usize);
         let late = now.saturating_sub(since) >= self.rules.timeout;
         if ready.len() >= self.rules.first as usize {
+            self.changed |= self.enough_since.is_none();
             let enough = *self.enough_since.get_or_insert(now);
             let full = ready.len() == self.rules.most as usize || self.missing().next().is_none();
             if full || now.saturating_sub(enough) >= SETTLING {
@@ -96,7 +108,7 @@ impl Elastic {
         } else if late && ready.len() >= self.rules.least as usize {
             self.assign(now, &[], ready, decisions);
         } else {
-            self.enough_since = None;
+            self.changed |= self.enough_since.take().is_some();
             self.wait_or_give_up(now, since, ready.len(), decisions);
         }
     }
@@ -125,18 +137,20 @@ impl Elastic {
     /// Two survivors that keep losing each other while nobody else fails: the one of the higher rank, once that has
     /// happened often enough.
     pub(super) fn quarrel(&mut self, survivors: &[TaskId]) -> Option<TaskId> {
+        let ranks: BTreeMap<TaskId, usize> =
+            survivors.iter().enumerate().map(|(rank, task)| (*task, rank)).collect();
         let mut pairs = BTreeSet::new();
-        for (rank, one) in survivors.iter().enumerate() {
-            for other in &survivors[rank + 1..] {
-                let lost = |from: TaskId, whom: TaskId| match self.stage(from) {
-                    Some(Stage::Ready { suspects, .. }) => suspects.contains(&whom),
-                    _ => false,
+        for (one, rank) in &ranks {
+            let Some(Stage::Ready { suspects, .. }) = self.stage(*one) else { continue };
+            for (other, others) in suspects.iter().filter_map(|task| ranks.get_key_value(task)) {
+                match rank.cmp(others) {
+                    Ordering::Less => pairs.insert((*one, *other)),
+                    Ordering::Greater => pairs.insert((*other, *one)),
+                    Ordering::Equal => false,
                 };
-                if lost(*one, *other) || lost(*other, *one) {
-                    pairs.insert((*one, *other));
-                }
             }
         }
+        self.changed |= self.quarrels.keys().ne(&pairs) || !pairs.is_empty();
         self.quarrels.retain(|pair, _| pairs.contains(pair));
         for pair in pairs {
             *self.quarrels.entry(pair).or_default() += 1;
@@ -207,9 +221,9 @@ impl Elastic {
         let staying = present.order.iter().filter(|task| !going(task)).count();
         let added = staying < self.rules.most as usize && !self.newcomers().is_empty();
         let generation = self.generation;
-        if let Some(present) = &mut self.present
-            && present.tell(removed, added)
-        {
+        let Some(present) = &mut self.present else { return };
+        self.changed |= present.has_told() != (removed, added);
+        if present.tell(removed, added) {
             decisions.push(Decision::Changed { generation, removed, added });
         }
     }

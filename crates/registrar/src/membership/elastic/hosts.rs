@@ -3,7 +3,7 @@
 
 //! Hosts of an elastic job: their slots, and which of them has to cool down after a failure.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use farandole_world::TaskId;
@@ -105,37 +105,38 @@ impl Hosts {
     }
 
     /// Workers for whom there is no slot, and why. `living` has those first that stay longest.
-    pub(super) fn surplus(&self, living: &[(TaskId, String)]) -> Vec<(TaskId, String)> {
-        let mut seated: BTreeMap<&str, u32> = BTreeMap::new();
-        let mut surplus = Vec::new();
+    pub(super) fn surplus(&self, living: &[(TaskId, &str)]) -> BTreeMap<TaskId, String> {
+        let mut free: HashMap<&str, u32> =
+            self.all.iter().map(|host| (host.name.as_str(), host.slots)).collect();
+        let mut surplus = BTreeMap::new();
         for (task, name) in living {
-            let host = self.all.iter().find(|host| host.name == *name);
-            let slots = host.map_or(0, |host| host.slots);
-            let taken = seated.entry(name).or_default();
-            if *taken < slots {
-                *taken += 1;
+            let free = free.entry(name).or_default();
+            if *free > 0 {
+                *free -= 1;
                 continue;
             }
-            let reason = match host {
-                Some(host) if host.listed => format!("host {name} has {slots} slots now"),
+            let reason = match self.all.iter().find(|host| host.name == *name) {
+                Some(host) if host.listed => format!("host {name} has {} slots now", host.slots),
                 _ => format!("host {name} was removed"),
             };
-            surplus.push((*task, reason));
+            surplus.insert(*task, reason);
         }
         surplus
     }
 
     /// A host name for each slot that a new worker may take now, host by host.
-    pub(super) fn vacancies(&self, now: Duration, living: &[(TaskId, String)]) -> Vec<String> {
-        let free = |host: &Host| {
-            let taken = living.iter().filter(|(_, name)| *name == host.name).count();
-            (host.slots as usize).saturating_sub(taken)
+    pub(super) fn vacancies(&self, now: Duration, living: &[(TaskId, &str)]) -> impl Iterator<Item = String> {
+        let mut taken: HashMap<&str, usize> = HashMap::new();
+        for (_, name) in living {
+            *taken.entry(name).or_default() += 1;
+        }
+        let free = move |host: &Host| {
+            (host.slots as usize).saturating_sub(taken.get(host.name.as_str()).copied().unwrap_or(0))
         };
         self.all
             .iter()
-            .filter(|host| !self.outdated && !host.is_cooling(now))
-            .flat_map(|host| std::iter::repeat_n(host.name.clone(), free(host)))
-            .collect()
+            .filter(move |host| !self.outdated && !host.is_cooling(now))
+            .flat_map(move |host| std::iter::repeat_n(host.name.clone(), free(host)))
     }
 
     /// For people: every host, its slots, and how long it still cools down.
@@ -173,6 +174,10 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
+    fn vacant(hosts: &Hosts, now: Duration, living: &[(TaskId, &str)]) -> Vec<String> {
+        hosts.vacancies(now, living).collect()
+    }
+
     #[test]
     fn a_host_cools_down_longer_after_each_failure_and_is_forgiven_one_day() {
         let mut hosts = Hosts::new((SECOND, 20 * SECOND));
@@ -181,11 +186,11 @@ mod tests {
         let mut waits = Vec::new();
         for _ in 0..7 {
             hosts.failed(now, "a");
-            assert!(hosts.vacancies(now, &[]).is_empty());
+            assert!(vacant(&hosts, now, &[]).is_empty());
             let until = hosts.all[0].cool_at.unwrap();
             waits.push(until - now);
             now = until;
-            assert_eq!(hosts.vacancies(now, &[]), ["a"]);
+            assert_eq!(vacant(&hosts, now, &[]), ["a"]);
         }
         assert!(waits[0] >= SECOND && waits[0] <= 2 * SECOND, "{waits:?}");
         assert!(waits.is_sorted() && waits[6] == 20 * SECOND, "{waits:?}");
@@ -199,8 +204,8 @@ mod tests {
         hosts.discovered(vec![("a".to_owned(), 1)]);
         for turn in 0..5 {
             hosts.rests(10 * turn * SECOND, "a");
-            assert!(hosts.vacancies(10 * turn * SECOND, &[]).is_empty());
-            assert_eq!(hosts.vacancies((10 * turn + 1) * SECOND, &[]), ["a"], "not longer each time");
+            assert!(vacant(&hosts, 10 * turn * SECOND, &[]).is_empty());
+            assert_eq!(vacant(&hosts, (10 * turn + 1) * SECOND, &[]), ["a"], "not longer each time");
         }
         hosts.failed(100 * SECOND, "a");
         let cooled = hosts.all[0].cool_at;
@@ -212,10 +217,9 @@ mod tests {
     fn slots_decide_who_stays_and_where_there_is_room() {
         let mut hosts = Hosts::new((SECOND, SECOND));
         hosts.discovered(vec![("a".to_owned(), 1), ("b".to_owned(), 2)]);
-        let living: Vec<(TaskId, String)> =
-            [(0, "a"), (1, "a"), (2, "c")].map(|(task, host)| (TaskId(task), host.to_owned())).into();
-        let surplus: Vec<u32> = hosts.surplus(&living).iter().map(|(task, _)| task.0).collect();
+        let living = [(0, "a"), (1, "a"), (2, "c")].map(|(task, host)| (TaskId(task), host));
+        let surplus: Vec<u32> = hosts.surplus(&living).keys().map(|task| task.0).collect();
         assert_eq!(surplus, [1, 2]);
-        assert_eq!(hosts.vacancies(SECOND, &living[..1]), ["b", "b"]);
+        assert_eq!(vacant(&hosts, SECOND, &living[..1]), ["b", "b"]);
     }
 }

@@ -15,6 +15,7 @@ use crate::exit::Exit;
 impl Elastic {
     /// A worker has ended by itself, or because its agent was told to end it.
     pub(super) fn exited(&mut self, now: Duration, task: TaskId, exit: &Exit, decisions: &mut Vec<Decision>) {
+        self.unheard.remove(&task);
         let Some(worker) = self.workers.get_mut(&task) else { return };
         let member = self.present.as_ref().is_some_and(|present| present.rank(task).is_some());
         if worker.stage == Stage::Done {

@@ -24,6 +24,8 @@
 //! - `EL-7`: the steps that changed something, done again, make the same machine: a registrar that starts again goes on
 //!   where it was, and loses nobody who shows within the usual time that it lives.
 
+#[cfg(test)]
+mod costs;
 mod forming;
 mod hosts;
 mod losses;
@@ -77,6 +79,8 @@ const SUSPECTED: Duration = Duration::from_millis(500);
 const LEAVING: Duration = Duration::from_secs(60);
 /// How long the first world waits for workers beyond those it needs.
 const SETTLING: Duration = Duration::from_secs(3);
+/// Why the last workers end.
+const DONE: &str = "the job is done";
 /// Worlds in a row in which two members lose each other, and nobody else fails, until one of them has to go.
 const QUARRELS: u32 = 2;
 
@@ -138,6 +142,11 @@ pub(crate) struct Elastic {
     returning_until: Duration,
     #[serde(with = "steps::pairs")]
     quarrels: BTreeMap<(TaskId, TaskId), u32>,
+    /// Once the job is over: workers whose ends nobody has reported, and their hosts. They may not know that it is.
+    unheard: BTreeMap<TaskId, String>,
+    /// Whether the present step has changed something that its decisions do not tell.
+    #[serde(skip)]
+    changed: bool,
     /// Whom the last step has given up for their silence. Signs of life are in no journal, so a step tells it.
     #[serde(skip)]
     losses: Vec<(TaskId, String)>,
@@ -163,6 +172,8 @@ impl Elastic {
             last_loss: None,
             returning_until: Duration::ZERO,
             quarrels: BTreeMap::new(),
+            unheard: BTreeMap::new(),
+            changed: false,
             losses: Vec::new(),
             repeated: None,
         }
@@ -229,8 +240,12 @@ impl Elastic {
             Stage::Leaving => return Err(Refusal::Dismissed { task }),
             // It asks again for what it has been given.
             Stage::Working if after < generation => return Ok(Vec::new()),
-            Stage::Ready { suspects: known, .. } => known.extend(suspects),
+            Stage::Ready { suspects: known, .. } => {
+                self.changed |= !suspects.is_subset(known);
+                known.extend(suspects);
+            }
             Stage::Importing | Stage::Working => {
+                self.changed = true;
                 worker.stage = Stage::Ready { after, since: now, suspects };
                 if let Some(present) = &mut self.present
                     && let Some(rank) = present.rank(task)
@@ -239,7 +254,8 @@ impl Elastic {
                 }
             }
         }
-        let decisions = self.settle(now);
+        // Of thousands that ask, most are followed by nothing: time settles the rest.
+        let decisions = if self.may_follow(task) { self.settle(now) } else { Vec::new() };
         let leaving = self.workers.get(&task).is_none_or(|worker| worker.stage == Stage::Leaving);
         if leaving && decisions.is_empty() { Err(Refusal::Dismissed { task }) } else { Ok(decisions) }
     }
@@ -254,6 +270,8 @@ impl Elastic {
             }
             Input::Disconnected { task, session } => {
                 self.touch(task, session, |presence| presence.disconnected = Some(now));
+                // It may come back for a while.
+                return decisions;
             }
             Input::Exited { task, exit, .. } => self.exited(now, task, &exit, &mut decisions),
             Input::Hosts(hosts) => self.hosts.discovered(hosts),
@@ -297,12 +315,21 @@ impl Elastic {
             return;
         }
         self.phase = Phase::Aborted { reason: reason.clone() };
-        self.workers.clear();
+        self.disband();
         if self.generation.0 > 0 {
             let verdict = Verdict { reason: reason.clone(), cause, retry: false };
             decisions.push(Decision::Stop { generation: self.generation, verdict });
         }
         decisions.push(Decision::Aborted { reason });
+    }
+
+    /// The job is over. Workers whose agents have registered are to hear of it, those that have ended well excepted.
+    fn disband(&mut self) {
+        for (task, worker) in std::mem::take(&mut self.workers) {
+            if !matches!(worker.stage, Stage::Starting | Stage::Done) {
+                self.unheard.insert(task, worker.host);
+            }
+        }
     }
 
     fn settle(&mut self, now: Duration) -> Vec<Decision> {

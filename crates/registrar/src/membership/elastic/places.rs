@@ -17,23 +17,28 @@ impl Elastic {
         }
         let rank = |task: &TaskId| self.present.as_ref().and_then(|present| present.rank(*task));
         // Those without a rank go first, then the highest.
-        let mut living: Vec<(TaskId, String)> = self
+        let mut living: Vec<(TaskId, &str)> = self
             .workers
             .iter()
             .filter(|(_, worker)| worker.dismissed.is_none() && worker.stage != Stage::Done)
-            .map(|(task, worker)| (*task, worker.host.clone()))
+            .map(|(task, worker)| (*task, worker.host.as_str()))
             .collect();
-        living.sort_by_key(|(task, _)| (rank(task).is_none(), rank(task), *task));
-        for (task, reason) in self.hosts.surplus(&living) {
+        living.sort_by_cached_key(|(task, _)| {
+            let rank = rank(task);
+            (rank.is_none(), rank, *task)
+        });
+        let surplus = self.hosts.surplus(&living);
+        living.retain(|(task, _)| !surplus.contains_key(task));
+        let wanted =
+            (self.rules.most.saturating_add(self.rules.spares) as usize).saturating_sub(living.len());
+        let vacant: Vec<String> = self.hosts.vacancies(now, &living).take(wanted).collect();
+        for (task, reason) in surplus {
             self.dismiss(now, task, reason);
-            living.retain(|(other, _)| *other != task);
         }
         if self.present.as_ref().is_some_and(|present| self.has_done(present)) {
             return;
         }
-        let wanted =
-            (self.rules.most.saturating_add(self.rules.spares) as usize).saturating_sub(living.len());
-        for host in self.hosts.vacancies(now, &living).into_iter().take(wanted) {
+        for host in vacant {
             let task = TaskId(self.next);
             self.next += 1;
             self.workers.insert(task, Worker::started(host.clone(), now));
@@ -44,6 +49,7 @@ impl Elastic {
     /// Has a worker go at the next chance.
     pub(super) fn dismiss(&mut self, now: Duration, task: TaskId, reason: String) {
         if let Some(worker) = self.workers.get_mut(&task).filter(|worker| worker.stage != Stage::Done) {
+            self.changed |= worker.dismissed.is_none();
             worker.dismissed.get_or_insert((now, reason));
         }
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use farandole_world::{Generation, HostHash, TaskId};
 use serde::{Deserialize, Serialize};
 
-use super::{Decision, Elastic, Input, Phase, Presence, Refusal, Rules, Stage};
+use super::{DONE, Decision, Elastic, Input, Phase, Presence, Refusal, Rules, Stage};
 
 /// What a step takes in.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -24,6 +24,20 @@ pub(crate) enum What {
     Resumes,
 }
 
+impl What {
+    /// Whether a journal tells it in any case. What comes often, or may be repeated, is told only if it changed something.
+    fn always_counts(&self) -> bool {
+        match self {
+            Self::Registers { .. } | Self::Asks { .. } => false,
+            Self::Happens(input) => !matches!(
+                input,
+                Input::Beat { .. } | Input::Disconnected { .. } | Input::Abort { .. } | Input::Tick
+            ),
+            Self::Resumes => true,
+        }
+    }
+}
+
 /// A step that has changed something.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Step {
@@ -35,7 +49,8 @@ pub(crate) struct Step {
 }
 
 impl Elastic {
-    /// Does a step; `None` beside its outcome when it changed nothing that a journal has to tell.
+    /// Does a step; `None` beside its outcome when it changed nothing that a journal has to tell. When somebody was last
+    /// heard is not in a journal, and time alone changes only what a step tells.
     pub(crate) fn noted(
         &mut self,
         now: Duration,
@@ -44,11 +59,11 @@ impl Elastic {
         if let What::Happens(Input::Beat { .. }) = what {
             return (None, self.take(now, what));
         }
-        let before = self.clone();
         let outcome = self.take(now, what.clone());
         let losses = std::mem::take(&mut self.losses);
+        let changed = std::mem::take(&mut self.changed) || what.always_counts();
         let decided = outcome.as_ref().is_ok_and(|decisions| !decisions.is_empty());
-        let step = (decided || *self != before).then_some(Step { at: now, what, losses });
+        let step = (decided || changed).then_some(Step { at: now, what, losses });
         (step, outcome)
     }
 
@@ -69,6 +84,7 @@ impl Elastic {
         drop(self.take(step.at, step.what));
         self.repeated = None;
         self.losses.clear();
+        self.changed = false;
     }
 
     /// Continues after an outage, in which nobody was heard: all have the usual time to show that they live. Whether the
@@ -84,7 +100,11 @@ impl Elastic {
         match &self.phase {
             Phase::Open => {}
             Phase::Aborted { reason } => return vec![Decision::Aborted { reason: reason.clone() }],
-            Phase::Finished { generation } => return vec![Decision::Finished { generation: *generation }],
+            Phase::Finished { generation } => {
+                let end = |task: &TaskId| Decision::End { task: *task, reason: DONE.to_owned() };
+                let finished = Decision::Finished { generation: *generation };
+                return self.unheard.keys().map(end).chain([finished]).collect();
+            }
         }
         if let Some(present) = &mut self.present {
             present.forget_told();
@@ -105,12 +125,14 @@ impl Elastic {
             .iter()
             .filter(move |(_, worker)| lives(&worker.stage))
             .map(|(task, worker)| (*task, worker.host.as_str()))
+            .chain(self.unheard.iter().map(|(task, host)| (*task, host.as_str())))
     }
 
     /// Workers that were started once, or came, and are no more.
     pub(crate) fn gone(&self) -> impl Iterator<Item = TaskId> {
         let started = (0..self.next).map(TaskId);
-        started.chain(self.came.iter().copied()).filter(|task| !self.workers.contains_key(task))
+        let known = |task: &TaskId| self.workers.contains_key(task) || self.unheard.contains_key(task);
+        started.chain(self.came.iter().copied()).filter(move |task| !known(task))
     }
 }
 

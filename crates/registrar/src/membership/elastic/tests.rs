@@ -4,7 +4,7 @@
 use super::*;
 use crate::exit::{Exit, How};
 
-const RULES: Rules = Rules {
+pub(super) const RULES: Rules = Rules {
     first: 2,
     least: 1,
     most: 4,
@@ -446,4 +446,29 @@ fn after_a_restart_workers_that_others_have_lost_have_time_to_connect_again() {
     assert_eq!(job.machine.stage(TaskId(1)), Some(&Stage::Working));
     job.pass(1.5);
     assert!(job.machine.stage(TaskId(1)).is_none());
+}
+
+#[test]
+fn workers_that_may_not_know_that_the_job_is_over_are_told_after_an_outage() {
+    let mut job = Job::new(RULES, &[("a", 4)]);
+    let first = job.started();
+    for (task, host) in &first[..3] {
+        job.register(*task, host);
+    }
+    job.say(Input::Abort { reason: "enough".to_owned() });
+    job.exit(1, How::Signal(15));
+    let decided = job.machine.take(job.now, What::Resumes).unwrap();
+    assert_eq!(decided, [Decision::Aborted { reason: "enough".to_owned() }]);
+    assert_eq!(job.machine.living().collect::<Vec<_>>(), [(TaskId(0), "a"), (TaskId(2), "a")]);
+    assert_eq!(job.machine.gone().collect::<Vec<_>>(), [TaskId(1), TaskId(3)], "the last never registered");
+
+    let mut job = Job::new(Rules { first: 2, most: 2, spares: 1, ..RULES }, &[("a", 3)]);
+    job.all_ready();
+    job.exit(0, How::Code(0));
+    job.exit(1, How::Code(0));
+    assert!(job.finished());
+    let decided = job.machine.take(job.now, What::Resumes).unwrap();
+    let end = Decision::End { task: TaskId(2), reason: DONE.to_owned() };
+    assert_eq!(decided, [end, Decision::Finished { generation: Generation(1) }]);
+    assert_eq!(job.machine.living().collect::<Vec<_>>(), [(TaskId(2), "a")]);
 }

@@ -3,6 +3,7 @@
 
 //! The present world of an elastic job, from its assignment to the next.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use farandole_world::{Rank, TaskId, TaskPlace};
@@ -26,6 +27,7 @@ pub(super) enum Why {
 pub(super) struct Present {
     /// Its members by rank, gone ones included.
     pub(super) order: Vec<TaskId>,
+    ranks: BTreeMap<TaskId, Rank>,
     /// The same with their hosts.
     pub(super) places: Vec<TaskPlace>,
     /// Since when it cannot continue, and why.
@@ -67,6 +69,7 @@ impl Why {
 impl Present {
     pub(super) fn new(order: Vec<TaskId>, places: Vec<TaskPlace>, finishing: bool) -> Self {
         Self {
+            ranks: order.iter().copied().zip((0u32..).map(Rank)).collect(),
             order,
             places,
             broken: None,
@@ -78,7 +81,7 @@ impl Present {
     }
 
     pub(super) fn rank(&self, task: TaskId) -> Option<Rank> {
-        (0u32..).map(Rank).zip(&self.order).find(|(_, member)| **member == task).map(|(rank, _)| rank)
+        self.ranks.get(&task).copied()
     }
 
     /// Says that the world cannot continue; the first reason counts.
@@ -108,9 +111,19 @@ impl Present {
         self.broken.as_ref().map(|(_, reason)| reason.clone())
     }
 
+    /// Whether its members know that it cannot go on.
+    pub(super) fn is_known_to_be_broken(&self) -> bool {
+        self.told_broken
+    }
+
     /// What was told has to be told again: nobody who has heard it may be left.
     pub(super) fn forget_told(&mut self) {
         (self.told_broken, self.told) = (false, (false, false));
+    }
+
+    /// Whether members were told that some are to go, and that others wait.
+    pub(super) fn has_told(&self) -> (bool, bool) {
+        self.told
     }
 
     /// Whether this is news for the members.
