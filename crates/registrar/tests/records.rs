@@ -80,14 +80,43 @@ impl Drop for Cable {
     }
 }
 
-#[test]
-fn what_a_task_says_while_its_connection_breaks_again_and_again_arrives_once_and_in_order() {
+/// A registrar, a cable to it, and a task on that.
+fn connected() -> (Registrar, Cable, Client) {
     let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
     let registrar = Registrar::start(Options::from_config(1, &config)).unwrap();
     let target = registrar.ticket().addresses().iter().find(|one| one.starts_with("127.")).unwrap().clone();
     let cable = Cable::new(target);
     let ticket = registrar.ticket().readdressed(&[cable.address.to_string()]);
     let client = Client::connect(&ticket, TaskId(0), None, soon()).unwrap();
+    (registrar, cable, client)
+}
+
+#[test]
+fn a_flush_waits_for_a_driver_that_may_come_back_and_gives_up_one_that_may_not() {
+    let (registrar, cable, client) = connected();
+    cable.cut();
+    client.log(Stream::Stdout, "kept").unwrap();
+    client.flush(soon()).unwrap(); // five failures are enough
+    client.wait_out(Duration::from_secs(60));
+    let mended = thread::scope(|scope| {
+        let mended = scope.spawn(|| {
+            thread::sleep(Duration::from_secs(4));
+            cable.mend();
+            Instant::now()
+        });
+        client.flush(soon()).unwrap();
+        assert!(mended.is_finished(), "the flush ended while the driver was gone");
+        mended.join().unwrap()
+    });
+    assert!(mended.elapsed() < Duration::from_secs(10), "{:?}", mended.elapsed());
+    let records = registrar.events(Instant::now()).unwrap().records;
+    let kept = |event: &Event| matches!(event, Event::Record(Record::Log(line)) if line.text == "kept");
+    assert!(records.iter().any(kept), "what is flushed has arrived");
+}
+
+#[test]
+fn what_a_task_says_while_its_connection_breaks_again_and_again_arrives_once_and_in_order() {
+    let (registrar, cable, client) = connected();
     let mut said = Vec::new();
     for round in 0..6 {
         for line in 0..200 {

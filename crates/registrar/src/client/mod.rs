@@ -228,6 +228,7 @@ impl Client {
     /// nothing.
     pub fn wait_out(&self, outage: Duration) {
         self.inner.patience.fetch_max(milliseconds(outage), Ordering::AcqRel);
+        self.inner.outbox.wait_out(milliseconds(outage));
     }
 
     fn patience(&self) -> Duration {

@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -20,7 +21,7 @@ const BUDGET: usize = 4 << 20;
 const BATCH: usize = 256 << 10;
 /// The longest a line waits for room before it is dropped: output must not stop a worker for good.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Failed streams in a row after which nobody waits for a confirmation any more.
+/// Failed streams in a row after which nobody waits for a confirmation any more, unless the driver may come back.
 const FAILURES: u32 = 5;
 /// How long a stream stays open before the driver confirms what came on it.
 const CONFIRM: Duration = Duration::from_secs(1);
@@ -49,6 +50,8 @@ pub(super) struct Outbox {
     wake: Notify,
     flushed: watch::Sender<u64>,
     source: u64,
+    /// How long a driver that is gone may take to come back, in milliseconds.
+    outage: AtomicU64,
 }
 
 impl Outbox {
@@ -59,7 +62,13 @@ impl Outbox {
             wake: Notify::new(),
             flushed: watch::Sender::new(0),
             source: rand::random(),
+            outage: AtomicU64::new(0),
         }
+    }
+
+    /// Flushes wait up to `outage` for a driver that is gone and may come back.
+    pub(super) fn wait_out(&self, outage: u64) {
+        self.outage.fetch_max(outage, Ordering::AcqRel);
     }
 
     /// Adds a line; blocks while there is no room, though not for long: where nothing leaves, lines are dropped at once.
@@ -172,15 +181,20 @@ fn weight(metric: &wire::Metric) -> usize {
 /// Sends what waits, for as long as the client lives.
 pub(super) async fn pump(outbox: Arc<Outbox>, caller: Caller) {
     let mut failures = 0;
+    let mut first = Instant::now();
     loop {
         match stream(&outbox, &caller).await {
             Ok(()) => failures = 0,
             Err(status) => {
+                if failures == 0 {
+                    first = Instant::now();
+                }
                 failures += 1;
                 tracing::debug!(%status, failures, "records did not reach the driver, and are sent again");
             }
         }
-        if failures >= FAILURES {
+        let outage = Duration::from_millis(outbox.outage.load(Ordering::Acquire));
+        if failures >= FAILURES && first.elapsed() >= outage {
             outbox.flushed.send_replace(outbox.wanted());
         }
         if failures > 0 {
